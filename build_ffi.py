@@ -1,7 +1,8 @@
 """Build ``rdmapost._verbs``, the compiled binding over libibverbs.
 
-The declarations are in ``rdmapost/_c/*/*.cdef.h`` and the shim in
-``rdmapost/_c/``; this file only hands them to cffi and setuptools.
+The declarations are in ``rdmapost/_c/*/*.cdef.h``, the shim (``ibv_post_send`` and
+the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the other C
+beside it; this file only hands them to cffi and setuptools.
 
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, beside its sources.
@@ -26,12 +27,12 @@ MODULE = "rdmapost._verbs"
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 ffibuilder = FFI()
-for declarations in ("libibverbs/verbs.cdef.h", "libibverbs/shim.cdef.h", "soft0/soft.cdef.h"):
+for declarations in ("libibverbs/verbs.cdef.h", "libibverbs/shim.cdef.h", "soft0/soft0.cdef.h"):
     ffibuilder.cdef((SOURCES / declarations).read_text())
 ffibuilder.set_source(
     MODULE,
     """
-    #include "soft0/soft.h"
+    #include "soft0/soft0.h"
     /* module.c has the module's init function, which calls cffi's; that one is hidden. */
     #undef PyMODINIT_FUNC
     #define PyMODINIT_FUNC __attribute__((visibility("hidden"))) PyObject *
@@ -41,7 +42,7 @@ ffibuilder.set_source(
 
 
 class build_ext(_build_ext.build_ext):
-    """Generate the binding's C from the declarations, then compile it with the shim."""
+    """Generate the binding's C from the declarations, then compile it with the rest of the C."""
 
     def finalize_options(self):
         if FREE_THREADED:

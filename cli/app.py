@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 import click
@@ -16,7 +15,8 @@ import click
 from rdmapost import __version__
 
 from .failure import drop_unwritten, report
-from .output import Output, need_command
+from .groups import Group, LazyCommand, check_options, group_options
+from .output import Output
 
 _COMMANDS = {
     "Look": (
@@ -27,11 +27,15 @@ _COMMANDS = {
     ),
     "Post": (
         ("send", "send", "Send a message to a second queue pair, or to HOST."),
-        ("rdma", "write", "Write to the memory of a second queue pair, or of HOST."),
-        ("rdma", "read", "Read the memory of a second queue pair, or of HOST."),
-        ("atomic", "atomic", "Change 64 bits of another queue pair, or of HOST, atomically."),
-        ("keys", "bind-mw", "Bind a type 2 memory window, and write data through it."),
-        ("keys", "invalidate", "Invalidate the key of a type 2 memory window (LOCAL_INV)."),
+        ("write_read", "write", "Write to the memory of a second queue pair, or of HOST."),
+        ("write_read", "read", "Read the memory of a second queue pair, or of HOST."),
+        ("atomic", "atomic", "Atomically change 64 bits at a second queue pair, or at HOST."),
+        ("memory_windows", "bind-mw", "Bind a type 2 memory window, and write data through it."),
+        (
+            "memory_windows",
+            "invalidate",
+            "Invalidate the key of a type 2 memory window (LOCAL_INV).",
+        ),
         ("tso", "tso", "Let the device segment data (TSO)."),
         ("tag", "tag", "Match messages to buffers by their tags."),
     ),
@@ -39,27 +43,15 @@ _COMMANDS = {
         ("serve", "serve", "Let commands in other processes post to this device."),
         ("pingpong", "pingpong", "Send a message back and forth between two hosts, and time it."),
     ),
-    "Shell": (("shell_completion", "completion", "Print the completion script for a shell."),),
+    "Shell": (
+        ("help", "help", "Show the options of a command."),
+        ("shell_completion", "completion", "Print the completion script for a shell."),
+    ),
 }
 """Module, name and summary of every command, in the groups that help shows."""
 
 
-class LazyCommand(click.Command):
-    """A command whose module is not imported yet, for the list of commands."""
-
-    def __init__(self, module: str, name: str, help: str) -> None:
-        super().__init__(name, help=help)
-        self._module = module
-
-    def load(self) -> click.Command:
-        """Import the command."""
-        assert self.name is not None
-        module = import_module(f".{self._module}", __package__)
-        command: click.Command = getattr(module, self.name.replace("-", "_"))
-        return command
-
-
-class App(click.Group):
+class App(Group):
     """A group that maps the outcome of a command to its exit code and text."""
 
     def main(
@@ -92,7 +84,11 @@ class App(click.Group):
         if name == "serve" and (out := ctx.find_object(Output)) is not None:
             # Also for usage errors.
             out.one_line = True
-        return name, command.load() if isinstance(command, LazyCommand) else command, rest
+        if isinstance(command, LazyCommand):
+            command = command.load()
+        if command is not None and not isinstance(command, click.Group):
+            check_options(ctx, command)
+        return name, command, rest
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the command names, in the order of help."""
@@ -113,18 +109,18 @@ class App(click.Group):
     epilog="Exit codes: 0 done, 1 the post or its completion failed, 2 usage, "
     "3 no such device or no permission, 130 interrupted (serve: 0).",
 )
+@group_options
 @click.version_option(__version__, "-V", "--version", message="rdmapost %(version)s")
-@click.pass_context
-def app(ctx: click.Context) -> None:
+def app() -> None:
     """Post RDMA work requests and see exactly what the device did with them.
 
     Without -d, the device is the one named by RDMAPOST_DEVICE, or else the first
     with an active port, or else soft0, the software device in this process
     (unless RDMAPOST_REQUIRE_DEVICE=1).
 
-    'rdmapost COMMAND --help' shows the options of a command.
+    These options go before or after the command.  'rdmapost help COMMAND' shows
+    all of its options.
     """
-    need_command(ctx)
 
 
 for group in _COMMANDS.values():

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .groups import Group, group_options
 from .options import (
     U64,
     Peer,
@@ -18,19 +19,18 @@ from .options import (
     flag_options,
     given,
     peer_options,
-    post_options,
+    read_options,
 )
-from .output import Output, need_command, usage_error
+from .output import Output, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import Opcode, SendWR
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def atomic(ctx: click.Context) -> None:
-    """Change 64 bits of another queue pair, or of HOST, atomically."""
-    need_command(ctx)
+@click.group(cls=Group, invoke_without_command=True)
+@group_options
+def atomic() -> None:
+    """Atomically change 64 bits at a second queue pair, or at HOST."""
 
 
 def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,7 +40,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
         metavar="N",
         default=0,
         show_default=True,
-        help="Initial value; without HOST.",
+        help="Initial value (only without HOST).",
     )(function)
 
 
@@ -56,7 +56,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--swap", type=U64, metavar="N", default=1, show_default=True, help="The new value.")
 @flag_options("fence")
-@post_options
+@read_options
 @peer_options(offset=True)
 @device_options
 def compare_and_swap(
@@ -76,13 +76,13 @@ def compare_and_swap(
     from rdmapost import AtomicCmpAndSwp, Opcode
 
     make = partial(AtomicCmpAndSwp, compare_add=compare, swap=swap)
-    asked = {"initial": initial, "compare": compare, "swap": swap}
+    request = {"initial": initial, "compare": compare, "swap": swap}
     opcode = Opcode.ATOMIC_CMP_AND_SWP
 
     def after(old: int) -> int:
         return swap if old == compare else old
 
-    _run(out, target, settings, peer, opcode, make, after, asked)
+    _run(out, target, settings, peer, opcode, make, after, request)
 
 
 @atomic.command("fetch-add")
@@ -91,7 +91,7 @@ def compare_and_swap(
     "--add", type=U64, metavar="N", default=1, show_default=True, help="What to add; wraps at 2^64."
 )
 @flag_options("fence")
-@post_options
+@read_options
 @peer_options(offset=True)
 @device_options
 def fetch_and_add(
@@ -105,13 +105,13 @@ def fetch_and_add(
     from rdmapost import AtomicFetchAndAdd, Opcode
 
     make = partial(AtomicFetchAndAdd, compare_add=add)
-    asked = {"initial": initial, "add": add}
+    request = {"initial": initial, "add": add}
     opcode = Opcode.ATOMIC_FETCH_AND_ADD
 
     def after(old: int) -> int:
         return (old + add) % (1 << 64)
 
-    _run(out, target, settings, peer, opcode, make, after, asked)
+    _run(out, target, settings, peer, opcode, make, after, request)
 
 
 def _run(
@@ -122,7 +122,7 @@ def _run(
     opcode: Opcode,
     make: Callable[..., SendWR],
     after: Callable[[int], int],
-    asked: dict[str, int],
+    request: dict[str, int],
 ) -> None:
     """Post atomics on one value, and check the result of each.
 
@@ -130,20 +130,21 @@ def _run(
         out, target, settings, peer, opcode: as in the other commands.
         make: makes the work request.
         after: computes the new value from the old.
-        asked: the request, for the document.
+        request: the operands, for the document.
     """
     from rdmapost import RdmaError
 
+    from .post_common import send_flags
     from .post_local import loopback, post
-    from .results import send_flags, show
+    from .results import show
 
-    initial = asked["initial"]
+    initial = request["initial"]
     if peer is not None:
         from .post_remote import atomic_at
 
         if given("initial"):
             usage_error("--initial gives the old value without HOST")
-        there = {name: value for name, value in asked.items() if name != "initial"}
+        there = {name: value for name, value in request.items() if name != "initial"}
         atomic_at(out, target, settings, peer, opcode, make, there)
         return
     count = settings.count
@@ -177,5 +178,7 @@ def _run(
         expected = after(expected)
     if new != expected:
         raise RdmaError(f"the value is now {new}, not {expected}")
-    yields: dict[str, Any] = {**asked, "old": olds[0], "new": new}
-    show(out, yields if count == 1 else {**yields, "olds": olds})
+    results: dict[str, Any] = {**request, "old": olds[0], "new": new}
+    if "swap" in request:
+        results["swapped"] = request["compare"] in olds
+    show(out, results if count == 1 else {**results, "olds": olds})

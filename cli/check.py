@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .options import Target, device_options, timeout_option
-from .output import Output, columns
+from .output import Output, coloured, columns, width
 
 if TYPE_CHECKING:
     from rdmapost.check import Result
@@ -51,7 +51,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
 
 
 def _table(results: list[Result]) -> str:
-    """Lay out results by opcode and QP type, with the reasons for all but passes below."""
+    """Lay out results by opcode and QP type; below, list the reasons for all but passes."""
     whys: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
     for result in results:
@@ -68,7 +68,8 @@ def _table(results: list[Result]) -> str:
     for opcode in dict.fromkeys(result.opcode for result in results):
         rows.append([opcode, *(cells.get((opcode, qp_type), "") for qp_type in qp_types)])
     notes = [
-        textwrap.fill(f"[{number}] {why}", 80, subsequent_indent="    ")
+        textwrap.fill(f"[{number}] {why}", width(), subsequent_indent="    ")
         for why, number in whys.items()
     ]
-    return "\n".join([columns(rows), *([""] if notes else []), *notes])
+    table = columns(rows).replace("FAIL ", coloured("FAIL", "red") + " ")
+    return "\n".join([table, *([""] if notes else []), *notes])

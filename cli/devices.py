@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .options import Target, device_options
+from .options import Target, device_names, device_options, not_empty
 from .output import Output, columns, echo_error, usage_error
 
 if TYPE_CHECKING:
-    from rdmapost import Context, PortAttr
+    from rdmapost import Context, DeviceInfo, PortAttr
 
 
 @click.command()
+@click.argument("name", required=False, type=not_empty, shell_complete=device_names)
 @device_options
-def devices(out: Output, target: Target) -> None:
+def devices(out: Output, target: Target, name: str | None) -> None:
     """List devices, their ports and GIDs.
 
-    A star marks the GID used by default.  The software device soft0 exists in
+    With NAME, list only that device, as -d does.
+
+    A star marks the GID used by default.  soft0, the software device, exists in
     every process.
     """
-    from rdmapost import NoDeviceError, RdmaError, list_devices, open_device
+    from rdmapost import NoDeviceError, NoRdmaError, RdmaError, list_devices, open_device
 
     from .target import device_is_required
 
+    if name is not None:
+        if target.device not in (None, name):
+            usage_error(f"'{name}' and '-d {target.device}' name two devices")
+        target = replace(target, device=name)
     out.doc["devices"] = found = []
     infos = list_devices()
     names = [info.name for info in infos] if target.device is None else [target.device]
-    if target.device is None and device_is_required() and all(d.kind == "soft" for d in infos):
-        # Opening one explains why there is none.
-        open_device().close()
+    if target.device is None and all(info.kind == "soft" for info in infos):
+        # The error of opening one says why there is none.
+        try:
+            open_device().close()
+        except (NoRdmaError, NoDeviceError) as error:
+            if device_is_required():
+                raise
+            if isinstance(error, NoRdmaError):
+                echo_error(f"rdmapost devices: {error}")
     failures: list[tuple[str, RdmaError]] = []
     for name in names:
         try:
             with open_device(name) as context:
-                found.append(_describe(context, target, out))
+                info = next((info for info in infos if info.name == name), None)
+                found.append(_describe(context, info, target, out))
         except NoDeviceError:
             raise
         except RdmaError as error:
@@ -54,7 +69,9 @@ def devices(out: Output, target: Target) -> None:
     out.finish(_text(found))
 
 
-def _describe(context: Context, target: Target, out: Output) -> dict[str, Any]:
+def _describe(
+    context: Context, info: DeviceInfo | None, target: Target, out: Output
+) -> dict[str, Any]:
     attr = context.attr
     wanted = range(1, attr.phys_port_cnt + 1) if target.port is None else [target.port]
     return {
@@ -63,6 +80,8 @@ def _describe(context: Context, target: Target, out: Output) -> dict[str, Any]:
         "node_type": context.node_type.name,
         "fw_ver": attr.fw_ver,
         "node_guid": f"{attr.node_guid:016x}",
+        "pci_address": None if info is None else info.pci_address,
+        "numa_node": None if info is None else info.numa_node,
         "ports": [
             _describe_port(context, context.query_port(number), target, out)
             for number in wanted
@@ -72,12 +91,12 @@ def _describe(context: Context, target: Target, out: Output) -> dict[str, Any]:
 
 
 def _describe_port(context: Context, port: PortAttr, target: Target, out: Output) -> dict[str, Any]:
-    from rdmapost import RdmaError, choose_gid
+    from rdmapost import RdmaError
 
     table = context.query_gid_table(port.port_num)
     chosen = None
     try:
-        choice = choose_gid(context, port.port_num)
+        choice = context.choose_gid(port.port_num)
         chosen = choice.index
         out.note(f"{context.name} port {port.port_num}: GID {choice}")
     except RdmaError as error:
@@ -121,11 +140,19 @@ def _text(found: list[dict[str, Any]]) -> str:
                     str(port["lid"]) if port["lid"] else "-",
                 ]
             )
-            below.append(_gids(port))
+            below.append("\n".join([*_place(device), _gids(port)]))
     lines = columns(rows).splitlines()
     return "\n".join(
         line if not gids else f"{line}\n{gids}" for line, gids in zip(lines, below, strict=True)
     )
+
+
+def _place(device: dict[str, Any]) -> list[str]:
+    """Say where a device is in the machine, if the kernel does."""
+    address, node = device["pci_address"], device["numa_node"]
+    where = [] if address is None else [f"PCI {address}"]
+    where += [] if node is None else [f"NUMA node {node}"]
+    return [f"   {', '.join(where)}"] if where else []
 
 
 def _gids(port: dict[str, Any]) -> str:

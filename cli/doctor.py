@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .options import Target, device_options, timeout_option
-from .output import Output, wrapped
+from .output import Output, coloured, wrapped
 
 if TYPE_CHECKING:
     from rdmapost import Context
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rdmapost.loopback import Loopback
 
 
-_LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "note", "ok": "ok"}
+_LABELS = {"problem": "PROBLEM", "warning": "warning", "info": "info", "ok": "ok"}
+_COLOURS = {"PROBLEM": "red", "warning": "yellow"}
 _MESSAGE = b"hello, doctor"
 
 
@@ -123,7 +124,9 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
             good.setdefault(finding.about, []).append(finding.name)
             continue
         about = f" ({finding.about})" if finding.about else ""
-        lines.append(wrapped(f"{finding.name}{about}", f"{_LABELS[finding.severity]:9}"))
+        label = _LABELS[finding.severity]
+        name = wrapped(f"{finding.name}{about}", f"{label:9}").removeprefix(label)
+        lines.append((coloured(label, _COLOURS[label]) if label in _COLOURS else label) + name)
         lines.append(wrapped(finding.evidence, " " * 9))
         if finding.remedy:
             lines.append(wrapped(finding.remedy, " " * 9 + "-> "))
@@ -133,8 +136,11 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
 
 
 def _summary(out: Output, counts: dict[str, int]) -> str:
+    problems, warnings = counts["problem"], counts["warning"]
     parts = [
-        f"{counts[severity]} {word}{'' if counts[severity] == 1 else 's'}"
-        for severity, word in (("problem", "problem"), ("warning", "warning"), ("info", "note"))
+        f"{problems} problem{'' if problems == 1 else 's'}",
+        f"{warnings} warning{'' if warnings == 1 else 's'}",
+        f"{counts['info']} info",
+        f"{counts['ok']} ok",
     ]
-    return f"{out.doc['device']} ({out.doc['kind']}): {', '.join(parts)}, {counts['ok']} ok"
+    return f"{out.doc['device']} ({out.doc['kind']}): {', '.join(parts)}"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
+import stat
+import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import click
 
-from .output import WIDTH, Output, columns, wrapped
+from .output import Output, columns, width, wrapped
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -17,7 +22,6 @@ if TYPE_CHECKING:
     from rdmapost.explain import Explanation
 
 
-_BETWEEN = f"\n\n{'-' * WIDTH}\n\n"
 _CAUSES = {
     "opcode": "How it fails, the usual ways first",
     "ops_opcode": "How it fails, the usual ways first",
@@ -46,7 +50,7 @@ def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[Complet
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
-@click.argument("name", nargs=-1, shell_complete=_names)
+@click.argument("name", metavar="[NAME|MESSAGE]...", nargs=-1, shell_complete=_names)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_context
 def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
@@ -54,16 +58,26 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
 
     It lists the usual causes, what to look at next, and where Soft-RoCE differs.
 
-    NAME is a completion status, an errno, an opcode, a QP type or state, a
-    flag or an asynchronous event, by name or number, as any program prints it:
-    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read, or the
-    words of ibv_wc_status_str and strerror.  Several are explained in turn.
-    Without a NAME, all names are listed.
+    NAME is a completion status, an errno, an opcode, a QP type or state, a flag
+    or an asynchronous event, by name or number, as any program prints it:
+    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read.
+    MESSAGE is a line that a program printed.  Several are explained in turn.
+
+    \b
+      rdmapost explain EINVAL RETRY_EXC_ERR
+      rdmapost explain "Failed status transport retry counter exceeded (12)"
+      rdmapost explain < nccl.log
+
+    A log on standard input is searched for statuses, errnos and events.  Without
+    any of these, all names are listed.
     """
     from rdmapost.explain import KINDS, UnknownNameError, names
 
     out: Output = ctx.obj
     out.json = as_json
+    if name in ((), ("-",)) and (log := _log(name)) is not None:
+        _explain_log(out, log)
+        return
     if not name:
         out.doc["names"] = known = names()
         out.finish(
@@ -79,16 +93,55 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
         out.doc["nearest"] = error.nearest
         raise click.UsageError(str(error), ctx) from None
     out.doc["explanations"] = [asdict(one) for one in found]
-    out.finish(_BETWEEN.join(_page(one, KINDS[one.kind]) for one in found))
+    out.finish(_joined(_page(one, KINDS[one.kind]) for one in found))
+
+
+def _log(name: tuple[str, ...]) -> Iterator[str] | None:
+    """Return the lines on standard input, or None if nothing was redirected or piped there."""
+    if sys.stdin is None:
+        return None
+    if not name:
+        mode = os.fstat(0).st_mode
+        # Not a terminal, and not /dev/null.
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            return None
+    lines = io.TextIOWrapper(sys.stdin.buffer, errors="replace")
+    first = next(lines, None)
+    # An empty pipe, as in a script, is not a log.
+    return None if first is None and not name else chain([first or ""], lines)
+
+
+def _explain_log(out: Output, lines: Iterable[str]) -> None:
+    from rdmapost.explain import KINDS, explain_lines
+
+    mentions = explain_lines(lines)
+    out.doc["mentions"] = [
+        {"name": one.explanation.name, "line": one.line, "number": one.number, "count": one.count}
+        for one in mentions
+    ]
+    if not mentions:
+        raise click.ClickException("standard input names no status, errno or event")
+    out.doc["explanations"] = [asdict(one.explanation) for one in mentions]
+    pages = []
+    for one in mentions:
+        times = "" if one.count == 1 else f", and {one.count - 1} more"
+        where = wrapped(one.line, f"line {one.number}{times}: ")
+        pages.append(f"{where}\n\n{_page(one.explanation, KINDS[one.explanation.kind])}")
+    out.finish(_joined(pages))
 
 
 def _look_up(words: tuple[str, ...]) -> list[Explanation]:
-    """Explain the words as one name, or else as one name each."""
-    from rdmapost.explain import UnknownNameError
+    """Explain the words as one name, as one name each, or as what a program printed."""
+    from rdmapost.explain import UnknownNameError, explain_lines
     from rdmapost.explain import explain as look_up
 
+    if len(words) > 1 and any(" " in word for word in words):
+        # Quoted: each is a name or a message.
+        found = [one for word in words for one in _look_up((word,))]
+        return list({(one.kind, one.name): one for one in found}.values())
+    text = " ".join(words)
     try:
-        return list(look_up(" ".join(words)))
+        return list(look_up(text))
     except UnknownNameError as error:
         known: list[Explanation] = []
         unknown: list[UnknownNameError] = []
@@ -99,15 +152,23 @@ def _look_up(words: tuple[str, ...]) -> list[Explanation]:
                 unknown.append(one)
         if not unknown:
             return known
+        names = len(words) - len(unknown)
+        if names < len(unknown) and (mentions := explain_lines([text])):
+            return [one.explanation for one in mentions]
         # Of several names, only the unknown one is worth naming.
-        raise (unknown[0] if known else error) from None
+        raise (unknown[0] if known and names >= len(unknown) else error) from None
+
+
+def _joined(pages: Iterable[str]) -> str:
+    """Join pages with a line between them."""
+    return f"\n\n{'-' * width()}\n\n".join(pages)
 
 
 def _page(one: Explanation, kind: str) -> str:
     parts = [f"{one.name}: {kind} {one.number}"]
     if one.constant != one.name:
         parts[0] += f" ({one.constant})"
-    parts.append(textwrap.fill(one.meaning, WIDTH))
+    parts.append(textwrap.fill(one.meaning, width()))
     if one.kind == "opcode":
         parts.append(_row(one))
     if one.flags or one.fields:

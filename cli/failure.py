@@ -9,13 +9,15 @@ import sys
 
 import click
 
+from .exit_codes import FAILED, INTERRUPTED, NO_DEVICE, USAGE
 from .output import Output, echo_error
 
-FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
+_UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EDQUOT, errno.EFBIG)
+"""Only writing to standard output fails with these here."""
 
 
 def report(error: Exception, out: Output) -> int:
-    """Report what ended a command on stderr and in the JSON document; return the exit code."""
+    """Report a command's error on stderr and in the JSON document; return the exit code."""
     if isinstance(error, click.exceptions.Abort):
         out.doc["error"] = "interrupted"
         _finish(out)
@@ -28,15 +30,13 @@ def report(error: Exception, out: Output) -> int:
         # The parser's errors do not name the command.
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
-    echo_error(f"{name}: " + "\n".join(lines))
+    echo_error(f"{name}: " + "\n".join(lines), red=f"{name}:")
     _finish(out)
     return code
 
 
 def drop_unwritten() -> None:
     """Drop unwritten output; otherwise the interpreter retries at exit, and complains."""
-    if sys.stdout is None:
-        return
     try:
         sys.stdout.flush()
     except OSError:
@@ -63,7 +63,9 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
     )
 
     if isinstance(error, click.ClickException):
-        return (USAGE if isinstance(error, click.UsageError) else FAILED), [error.format_message()]
+        # click lists choices one per line.
+        text = " ".join(error.format_message().split())
+        return (USAGE if isinstance(error, click.UsageError) else FAILED), [text]
     text = str(error) or type(error).__name__
     if isinstance(error, (NoRdmaError, NoDeviceError)):
         return NO_DEVICE, [text]
@@ -77,6 +79,8 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         return FAILED, [text, f"{status.summary}; {where_explained(status.name)}"]
     if isinstance(error, MemoryError):
         return FAILED, ["out of memory; try a smaller --size or --count"]
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:
+        return FAILED, [f"cannot write the output: {error.strerror}"]
     if not isinstance(error, (RdmaError, OSError, ValueError)):
         # A bug in this program, not a user's mistake.
         import traceback

@@ -16,6 +16,8 @@ import click
 from .output import Output, usage_error
 
 if TYPE_CHECKING:
+    from .payload import Payload
+
     _Choice = click.Choice[str]
 else:
     # Not generic before click 8.2.
@@ -78,7 +80,7 @@ def seconds(value: str | float) -> float:
     except ValueError:
         time = math.nan
     if not 0 < time <= 86400:
-        raise click.BadParameter(f"{value} is not a time of more than 0 s, at most 86400 s")
+        raise click.BadParameter(f"expected more than 0 s and at most 86400 s, got {value}")
     return time
 
 
@@ -130,14 +132,14 @@ class Peer:
     offset: int
 
 
-def _devices(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
+def device_names(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
     """Complete the name of a device."""
     from rdmapost import RdmaError, list_devices
 
     try:
         return [info.name for info in list_devices() if info.name.startswith(text)]
     except RdmaError:
-        # A completing shell cannot show it.
+        # The shell cannot show an error during completion.
         return []
 
 
@@ -152,7 +154,7 @@ def _device_port(value: str | int) -> int:
     except click.BadParameter as error:
         text = str(value)
         names = [param.name or "" for param in click.get_current_context().command.params]
-        where = [_TCP_PORT_OF[name] for name in names if name in _TCP_PORT_OF]
+        where = [option for name, option in _TCP_PORT_OF.items() if name in names]
         if where and text.isdecimal() and int(text) > 255:
             raise click.BadParameter(
                 f"{error.message} (the port of the device); for the TCP port use {where[0]}",
@@ -162,23 +164,45 @@ def _device_port(value: str | int) -> int:
         raise
 
 
-def device_options(function: Command) -> Command:
-    """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
+class _JsonOption(click.Option):
+    """--json, whose help says what the command at hand does."""
 
-    @click.option(
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (record[0], _JSON_LINES if ctx.command.name == "serve" else record[1])
+
+
+_JSON = "Print one JSON document."
+_JSON_LINES = "Print one JSON object per line, for each event."
+_COMMON = (
+    click.option(
         "-d",
         "--device",
         type=not_empty,
         metavar="NAME",
-        shell_complete=_devices,
+        shell_complete=device_names,
         help="Device, such as mlx5_0, rxe0 or soft0.",
-    )
-    @click.option("-p", "--port", type=_device_port, metavar="N", help="Device port, from 1.")
-    @click.option(
+    ),
+    click.option("-p", "--port", type=_device_port, metavar="N", help="Device port, from 1."),
+    click.option(
         "-g", "--gid-index", type=integer(0, 65535), metavar="N", help="Local GID to use."
-    )
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-    @click.option("-v", "--verbose", is_flag=True, help="Print on stderr what is used and why.")
+    ),
+    click.option("--json", "as_json", is_flag=True, cls=_JsonOption, help=_JSON),
+    click.option("-v", "--verbose", is_flag=True, help="Print on stderr what is used and why."),
+)
+
+
+def common_options(function: Command) -> Command:
+    """Add -d, -p, -g, --json and -v."""
+    for option in reversed(_COMMON):
+        function = option(function)
+    return function
+
+
+def device_options(function: Command) -> Command:
+    """Add -d, -p, -g, --json and -v; the command gets ``out`` and ``target``."""
+
+    @common_options
     @functools.wraps(function)
     def command(
         *,
@@ -274,7 +298,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
                 "--offset",
                 type=size_in_bytes,
                 metavar="N[K|M|G]",
-                help="With HOST: where in its memory.  [default: 0]",
+                help="Offset in the memory of HOST.  [default: 0]",
             )(command)
         return command
 
@@ -284,7 +308,7 @@ def peer_options(*, offset: bool) -> Callable[[Command], Command]:
 def flag_options(*names: str) -> Callable[[Command], Command]:
     """Add options for send flags; they end up in ``settings.flags``."""
     texts = {
-        "inline": "Copy the data at the post (SendFlags.INLINE).",
+        "inline": "Copy the data when it is posted (SendFlags.INLINE).",
         "fence": "Wait for earlier reads and atomics (SendFlags.FENCE).",
         "solicited": "Ask for a solicited event (SendFlags.SOLICITED).",
     }
@@ -351,7 +375,10 @@ def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
     return decorate
 
 
-post_options = post_options_for(*_QP_TYPES, count=True)
+send_options = post_options_for(*_QP_TYPES, count=True)
+write_options = post_options_for("rc", "uc", "xrc", count=True)
+read_options = post_options_for("rc", "xrc", count=True)
+"""Reads and atomics."""
 
 
 class _DataFile(click.File):
@@ -365,11 +392,14 @@ class _DataFile(click.File):
         return super().convert(value, param, ctx)
 
 
-def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Command]:
+def payload_options_for(
+    size_unless_given: int | None, *, whole: bool = True
+) -> Callable[[Command], Command]:
     """Add --data, --data-file and --size; the command gets ``payload``.
 
     Args:
         size_unless_given: default size of the generated data; None for a short text.
+        whole: the command needs the bytes, instead of a Payload.
     """
     text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"
     size_default = f"  [default: {size_unless_given}]" if size_unless_given else ""
@@ -397,7 +427,8 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
                 usage_error("--data, --data-file and --size are mutually exclusive")
             if not given:
                 size = size_unless_given
-            return function(payload=payload_of(data, data_file, size), **options)
+            payload = payload_of(data, data_file, size)
+            return function(payload=bytes(payload) if whole else payload, **options)
 
         return command
 
@@ -405,18 +436,21 @@ def payload_options_for(size_unless_given: int | None) -> Callable[[Command], Co
 
 
 payload_options = payload_options_for(None)
+large_payload_options = payload_options_for(None, whole=False)
 
 
-def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> bytes:
+def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> Payload:
     """Return the data that the options ask for: generated, from a file, or a text."""
+    from .payload import Payload
+
     if size is not None:
-        return (bytes(range(256)) * (size // 256 + 1))[:size]
+        return Payload(bytes(range(256)), size)
     if data_file is None:
-        return os.fsencode(_DEFAULT_DATA if data is None else data)
+        return Payload(os.fsencode(_DEFAULT_DATA if data is None else data))
     content = bytearray()
     # In pieces, because read() allocates all that it may return.
     while piece := data_file.read(1 << 20):
         content += piece
         if len(content) > _MAX_MESSAGE:
             usage_error(f"{data_file.name} is longer than a message can be (2G)")
-    return bytes(content)
+    return Payload(bytes(content))

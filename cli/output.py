@@ -8,14 +8,34 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
 _QUOTED = re.compile(r"(?<!\w)'[^']+'(?!\w)")
 _NO_BREAK = "\u00a0"
-WIDTH = 80
-"""The width of a terminal that does not report one."""
+_WIDTH = 80
+"""The width of a file or pipe, and of a terminal that does not report one."""
+
+
+def width(stream: TextIO | None = None) -> int:
+    """Return the columns of the terminal that a stream (stdout) is, or else 80."""
+    stream = sys.stdout if stream is None else stream
+    if not _is_terminal(stream):
+        return _WIDTH
+    return os.get_terminal_size(stream.fileno()).columns or _WIDTH
+
+
+def coloured(text: str, colour: str, stream: TextIO | None = None) -> str:
+    """Colour text for a stream (stdout), if it is a terminal and NO_COLOR is not set."""
+    stream = sys.stdout if stream is None else stream
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(stream):
+        return text
+    return click.style(text, colour)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
 
 
 @dataclass(slots=True)
@@ -47,6 +67,18 @@ class Output:
         click.echo(json.dumps(self.doc, indent=None if self.one_line else 2) if self.json else text)
 
 
+def quoted(text: str) -> str:
+    """Return text in quotes; escape what stdout's encoding cannot represent."""
+    import json
+
+    shown = json.dumps(text, ensure_ascii=False)
+    try:
+        shown.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except UnicodeEncodeError:
+        return json.dumps(text)
+    return shown
+
+
 def columns(rows: Sequence[Sequence[str]]) -> str:
     """Lay out rows in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -57,10 +89,11 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def fields(pairs: Sequence[tuple[str, object]]) -> str:
-    """Lay out names and values, one pair per line, cut to 80 columns."""
+    """Lay out names and values, one pair per line, cut to the width of the output."""
+    limit = width()
     lines = columns([("", name, str(value)) for name, value in pairs])
     return "\n".join(
-        line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..." for line in lines.splitlines()
+        line if len(line) <= limit else line[: limit - 4] + " ..." for line in lines.splitlines()
     )
 
 
@@ -68,17 +101,19 @@ def wrapped(text: str, first: str) -> str:
     """Wrap a paragraph, but not at hyphens; all lines but the first are indented by its start."""
     rest = " " * len(first)
     return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        text, width(), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
 
 
-def echo_error(text: str) -> None:
-    """Print text on stderr, on a terminal wrapped at its width.
+def echo_error(text: str, red: str = "") -> None:
+    """Print text on stderr, on a terminal wrapped at its width and with its start in red.
 
     Words and commands in single quotes stay whole, so that they can be copied.
     """
-    if sys.stderr is not None and sys.stderr.isatty():
+    if _is_terminal(sys.stderr):
         text = "\n".join(map(_for_terminal, text.splitlines()))
+    if red and text.startswith(red):
+        text = coloured(red, "red", sys.stderr) + text.removeprefix(red)
     click.echo(text, err=True)
 
 
@@ -87,7 +122,7 @@ def _for_terminal(line: str) -> str:
     kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
     filled = textwrap.fill(
         kept,
-        os.get_terminal_size(sys.stderr.fileno()).columns or WIDTH,
+        width(sys.stderr),
         subsequent_indent="  ",
         break_long_words=False,
         break_on_hyphens=False,

@@ -12,13 +12,14 @@ import click
 from .options import (
     Target,
     device_options,
+    given,
     integer,
     not_empty,
     seconds,
     size_in_bytes,
     timeout_option,
 )
-from .output import Output, columns, echo_error, fields
+from .output import Output, columns, echo_error, fields, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.pingpong import Address, Pingpong, Result
@@ -29,7 +30,7 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
 
 
 @click.command()
-@click.argument("host", type=not_empty, required=False)
+@click.argument("server", metavar="[HOST[:PORT]]", type=not_empty, required=False)
 @click.option(
     "--qp-type",
     type=click.Choice(["rc", "uc", "ud"], case_sensitive=False),
@@ -103,7 +104,7 @@ def pingpong(
     ctx: click.Context,
     out: Output,
     target: Target,
-    host: str | None,
+    server: str | None,
     qp_type: str,
     size: int | None,
     iters: int,
@@ -129,12 +130,15 @@ def pingpong(
     is on another machine; it accepts one connection and exposes no memory.  The
     timeout applies to each step of the handshake and to each message.
     """
+    host = None
+    if server is not None:
+        host, tcp_port = _where(server, tcp_port)
     _check_usage(ctx, host, size, bind, wait)
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
-    from rdmapost.tools.fabric import why_confined
+    from rdmapost.tools.reachability import why_confined
 
-    from .target import open_target, usage_error
+    from .target import open_target
 
     out.doc.update(
         device=None,
@@ -175,6 +179,21 @@ def pingpong(
             else:
                 result = _serve(out, side, listen(bind, tcp_port), wait)
     _show(out, result)
+
+
+def _where(server: str, tcp_port: int) -> tuple[str, int]:
+    """Return the host and the port of a server; a bare IPv6 address needs no brackets."""
+    from rdmapost.tools.connect.host_port import parse_address
+
+    if server.count(":") > 1 and not server.startswith("["):
+        return server, tcp_port
+    try:
+        host, port = parse_address(server, tcp_port)
+    except ValueError as error:
+        usage_error(str(error))
+    if given("tcp_port") and port != tcp_port:
+        usage_error(f"'{server}' and '--tcp-port {tcp_port}' name two ports")
+    return host, port
 
 
 def _check_usage(
@@ -223,7 +242,12 @@ def _note_peer(out: Output, side: Pingpong) -> None:
 
 
 def _address(address: Address) -> dict[str, Any]:
-    return {"lid": address.lid, "qpn": address.qpn, "psn": address.psn, "gid": str(address.gid)}
+    return {
+        "lid": address.lid,
+        "qp_num": address.qp_num,
+        "psn": address.psn,
+        "gid": str(address.gid),
+    }
 
 
 def _show(out: Output, result: Result) -> None:

@@ -12,7 +12,8 @@ from rdmapost.resources.qp import QP
 
 from .options import PostSettings, Target
 from .output import Output
-from .results import check_depth, post_and_wait, start_document
+from .post_common import check_depth, post_and_wait
+from .results import start_document
 from .target import open_target
 
 
@@ -32,9 +33,10 @@ def loopback(
     """Open the device and make two queue pairs on it.
 
     Args:
-        out, target, settings, opcode: what the document shows.
+        out: where to print; the document gets the opcode and settings.
+        target, settings, opcode: the command's options, and what it posts.
         inlined: bytes of one inline work request.
-        depth: what each queue must hold; one post's work requests unless given.
+        depth: work requests that each queue must hold; settings.count unless given.
         local_size, remote_size, options: as in Loopback.
     """
     start_document(out, opcode, settings)

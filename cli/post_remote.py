@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +31,9 @@ from rdmapost.tools.tcp import name_of
 
 from .options import Peer, PostSettings, Target
 from .output import Output, usage_error
-from .results import check_depth, mismatch, post_and_wait, send_flags, show, source, start_document
+from .payload import Payload
+from .post_common import check_depth, post_and_wait, send_flags, source
+from .results import Shown, mismatch, show, shown, start_document
 from .target import open_target
 
 _POLL_INTERVAL_S = 0.01
@@ -126,20 +127,24 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
     return found
 
 
-def _same(found: Arrival | Seen, expected: bytes, index: int, count: int) -> bytes:
-    """Return what arrived, which must be what was sent."""
-    head = expected[: len(found.data)]
-    if found.data != head or found.sha256 != hashlib.sha256(expected).hexdigest():
-        raise mismatch(index, count)
+def _same(found: Arrival | Seen, expected: Payload, digest: str, index: int, count: int) -> Shown:
+    """Check that what arrived is what was sent, and return what to show of it."""
     # The server reports the first bytes, and a digest of all of them.
-    return found.data + expected[len(found.data) :]
+    if found.data != expected.head(len(found.data)) or found.sha256 != digest:
+        raise mismatch(index, count)
+    return shown(expected)
 
 
 # ---- the commands -------------------------------------------------------------------
 
 
 def send_to(
-    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
+    out: Output,
+    target: Target,
+    settings: PostSettings,
+    peer: Peer,
+    payload: Payload,
+    imm: int | None,
 ) -> None:
     """Send messages to a server."""
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
@@ -155,15 +160,21 @@ def send_to(
         make = Send if imm is None else partial(SendWithImm, imm_data=imm)
         _post(out, connection, [make(wr_id=index + 1, **fields) for index in range(count)])
         arrivals = _arrivals(out, connection, count)
+        digest = payload.digest()
         for arrival in arrivals:
-            received = _same(arrival, payload, arrival.index - 1, count)
+            received = _same(arrival, payload, digest, arrival.index - 1, count)
         out.doc["byte_len"] = arrivals[-1].byte_len
-    yields: dict[str, Any] = {"data": payload, "received": received}
-    show(out, yields if imm is None else {**yields, "imm_data": arrivals[-1].imm_data})
+    results: dict[str, Any] = {"data": shown(payload), "received": received}
+    show(out, results if imm is None else {**results, "imm_data": arrivals[-1].imm_data})
 
 
 def write_to(
-    out: Output, target: Target, settings: PostSettings, peer: Peer, payload: bytes, imm: int | None
+    out: Output,
+    target: Target,
+    settings: PostSettings,
+    peer: Peer,
+    payload: Payload,
+    imm: int | None,
 ) -> None:
     """Write to the memory of a server, one write after the other."""
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
@@ -183,29 +194,29 @@ def write_to(
         ]
         _post(out, connection, wrs)
         arrivals = [] if imm is None else _arrivals(out, connection, count)
-        received: bytes | None = b""
+        received: Shown | None = shown(b"")
+        digest = payload.digest()
         for index, place in enumerate(places if length else []):
-            seen = _settled(connection, place, payload)
-            received = None if seen is None else _same(seen, payload, index, count)
+            seen = _settled(connection, place, length, digest)
+            received = None if seen is None else _same(seen, payload, digest, index, count)
         out.doc["byte_len"] = length
         out.doc["remote_addr"] = connection.offer.addr + peer.offset
-    yields: dict[str, Any] = {"data": payload}
+    results: dict[str, Any] = {"data": shown(payload)}
     if received is not None:
-        yields["received"] = received
-    show(out, yields if imm is None else {**yields, "imm_data": arrivals[-1].imm_data})
+        results["received"] = received
+    show(out, results if imm is None else {**results, "imm_data": arrivals[-1].imm_data})
 
 
-def _settled(connection: Connection, place: int, expected: bytes) -> Seen | None:
+def _settled(connection: Connection, place: int, length: int, digest: str) -> Seen | None:
     """Return what the memory holds; on UC wait for the data to arrive.
 
     Returns:
-        The server's view, or None if it does not report it.
+        What the server reports, or None if clients may not read the memory.
     """
     deadline = time.monotonic() + connection.timeout
-    digest = hashlib.sha256(expected).hexdigest()
     while True:
         try:
-            seen = connection.look(place, len(expected))
+            seen = connection.look(place, length)
         except ValueError as error:
             # An unacknowledged write may go outside, and is dropped there.
             raise RdmaError(f"the write went outside the exposed memory: {error}") from None
@@ -242,7 +253,7 @@ def read_from(
             for index, (start, stop) in enumerate(cuts)
         ]
         _post(out, connection, wrs)
-        received = bytes(memory.buffer[cuts[-1][0] : cuts[-1][1]])
+        received = shown(memory.buffer[cuts[-1][0] : cuts[-1][1]])
         out.doc["byte_len"] = length
         out.doc["remote_addr"] = connection.offer.addr + peer.offset
     show(out, {"received": received})
@@ -257,7 +268,7 @@ def atomic_at(
     make: Callable[..., SendWR],
     given: dict[str, Any],
 ) -> None:
-    """Change a value in the memory of a server; ``given`` is the request, for the document."""
+    """Change a value in the memory of a server; ``given`` has the operands, for the document."""
     count = settings.count
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
         flags = send_flags(settings)
@@ -276,8 +287,10 @@ def atomic_at(
         seen = connection.look(peer.offset, 8)
         out.doc["byte_len"] = 8
         out.doc["remote_addr"] = connection.offer.addr + peer.offset
-    yields: dict[str, Any] = {**given, "old": olds[0]}
+    results: dict[str, Any] = {**given, "old": olds[0]}
     if seen.data:
         # The current value; other clients may have changed it.
-        yields["new"] = int.from_bytes(seen.data, sys.byteorder)
-    show(out, yields if count == 1 else {**yields, "olds": olds})
+        results["new"] = int.from_bytes(seen.data, sys.byteorder)
+    if "swap" in given:
+        results["swapped"] = given["compare"] in olds
+    show(out, results if count == 1 else {**results, "olds": olds})

@@ -1,29 +1,15 @@
-"""Shared by the posting commands: posting a list, its completions, and their output."""
+"""The output of the posting commands: the completions, the data that arrived, and the text."""
 
 from __future__ import annotations
 
 import codecs
-import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from rdmapost import (
-    CQ,
-    MR,
-    QP,
-    SGE,
-    WC,
-    Context,
-    Opcode,
-    OpsOpcode,
-    RdmaError,
-    SendFlags,
-    SendWR,
-    WaitTimeout,
-)
+from rdmapost import WC, Opcode, OpsOpcode, RdmaError
 
 from .options import PostSettings
-from .output import Output, fields, usage_error
+from .output import Output, fields, quoted
+from .payload import Payload, Progress
 
 _SHOWN = 4096
 """Bytes of data in the output, at most."""
@@ -46,54 +32,6 @@ def start_document(
     )
 
 
-def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
-    """End the command with a usage error if a queue cannot be that deep, because of ``what``."""
-    for name in limits:
-        limit = getattr(context.attr, name)
-        if depth > limit:
-            usage_error(f"{what} is more than {context.name} can hold in a queue ({name}={limit})")
-
-
-def send_flags(settings: PostSettings) -> int:
-    """Return the send flags that were asked for, and SIGNALED."""
-    flags = SendFlags.SIGNALED
-    for name in settings.flags:
-        flags |= SendFlags[name]
-    return flags
-
-
-def source(mr: MR, settings: PostSettings, payload: bytes) -> Sequence[SGE]:
-    """Return the sg_list for a payload: registered memory, or an unregistered buffer if inline."""
-    if not payload:
-        return []
-    if "INLINE" in settings.flags:
-        return [SGE.from_buffer(payload)]
-    mr.buffer[: len(payload)] = payload
-    return [mr[: len(payload)]]
-
-
-def post_and_wait(
-    out: Output, qp: QP, cq: CQ, wrs: Sequence[SendWR], wait: Callable[[int], list[WC]]
-) -> tuple[list[WC], WC]:
-    """Post a list of work requests in one call, and wait and record() until they are done.
-
-    Returns:
-        the completions, and the first that failed or else the last.
-
-    Raises:
-        PostError: one of them was refused.
-        WaitTimeout: they did not complete in time.
-    """
-    qp.post_send(wrs)
-    try:
-        wcs = wait(len(wrs))
-    except WaitTimeout:
-        record(out, cq.poll(len(wrs)), len(wrs))
-        raise
-    record(out, wcs, len(wrs))
-    return wcs, next((wc for wc in wcs if wc.status), wcs[-1])
-
-
 def record(out: Output, wcs: list[WC], count: int) -> None:
     """Put the completions of ``count`` work requests into the document.
 
@@ -103,14 +41,40 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
     if count > 1:
         out.doc["count"] = count
         out.doc["completions"] = [{"wr_id": wc.wr_id, "status": wc.status.name} for wc in wcs]
-    shown = next((wc for wc in wcs if wc.status), wcs[-1] if len(wcs) == count else None)
-    if shown is not None:
-        out.doc.update(status=shown.status.name, wr_id=shown.wr_id)
+    one = next((wc for wc in wcs if wc.status), wcs[-1] if len(wcs) == count else None)
+    if one is not None:
+        out.doc.update(status=one.status.name, wr_id=one.wr_id)
 
 
-def verify(found: bytes | memoryview, expected: bytes, index: int, count: int) -> None:
+class Shown(NamedTuple):
+    """As much of some data as the output shows.
+
+    Attributes:
+        head: its first bytes.
+        length: how long all of it is.
+    """
+
+    head: bytes
+    length: int
+
+
+def shown(data: bytes | memoryview | Payload) -> Shown:
+    """Return what the output shows of some data."""
+    head = data.head(_SHOWN) if isinstance(data, Payload) else bytes(data[:_SHOWN])
+    return Shown(head, len(data))
+
+
+def verify(
+    found: bytes | memoryview,
+    expected: bytes | Payload,
+    index: int,
+    count: int,
+    progress: Progress | None = None,
+) -> None:
     """Raise RdmaError if the data is not as expected."""
-    if found != expected:
+    if isinstance(expected, bytes):
+        expected = Payload(expected)
+    if not expected.is_in(memoryview(found), progress):
         raise mismatch(index, count)
 
 
@@ -123,17 +87,19 @@ def mismatch(index: int, count: int) -> RdmaError:
     )
 
 
-def show(out: Output, yields: dict[str, Any]) -> None:
+def show(out: Output, results: dict[str, Any]) -> None:
     """Print the results of a posting command, by name; a list is shown as far as it fits."""
     doc = out.doc
     pairs = []
-    for name, value in yields.items():
+    for name, value in results.items():
         if isinstance(value, bytes):
-            text, encoding = as_text(value)
+            value = shown(value)
+        if isinstance(value, Shown):
+            text, encoding = _as_text(value)
             doc |= {name: text, "encoding": encoding}
-            if len(value) > _SHOWN:
+            if value.length > _SHOWN:
                 doc["truncated"] = True
-            pairs.append((name, json.dumps(text) if encoding == "utf-8" else f"hex {text}"))
+            pairs.append((name, quoted(text) if encoding == "utf-8" else f"hex {text}"))
             continue
         doc[name] = value
         if isinstance(value, bool):
@@ -153,12 +119,15 @@ def show(out: Output, yields: dict[str, Any]) -> None:
 
 def as_text(data: bytes) -> tuple[str, str]:
     """Return data as text with its encoding: "utf-8" if printable, else "hex"."""
-    shown = data[:_SHOWN]
+    return _as_text(shown(data))
+
+
+def _as_text(data: Shown) -> tuple[str, str]:
     try:
         # Leave out a character that is cut in two.
-        text, _ = codecs.utf_8_decode(shown, "strict", len(data) <= _SHOWN)
+        text, _ = codecs.utf_8_decode(data.head, "strict", data.length <= _SHOWN)
     except UnicodeDecodeError:
-        return shown.hex(), "hex"
+        return data.head.hex(), "hex"
     if all(char.isprintable() or char in "\t\n\r" for char in text):
         return text, "utf-8"
-    return shown.hex(), "hex"
+    return data.head.hex(), "hex"

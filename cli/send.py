@@ -13,11 +13,12 @@ from .options import (
     Target,
     device_options,
     flag_options,
-    payload_options,
+    large_payload_options,
     peer_options,
-    post_options,
+    send_options,
 )
 from .output import Output, usage_error
+from .payload import Payload, Progress
 
 if TYPE_CHECKING:
     from rdmapost import WC, SendWR
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@payload_options
+@large_payload_options
 @click.option("--imm", type=U32, metavar="N", help="Also send 32 bits of immediate data.")
 @click.option(
     "--invalidate", is_flag=True, help="Also invalidate a key of the other side (WITH_INV)."
 )
 @flag_options("inline", "fence", "solicited")
-@post_options
+@send_options
 @peer_options(offset=False)
 @device_options
 def send(
@@ -39,7 +40,7 @@ def send(
     target: Target,
     settings: PostSettings,
     peer: Peer | None,
-    payload: bytes,
+    payload: Payload,
     imm: int | None,
     invalidate: bool,
 ) -> None:
@@ -55,8 +56,9 @@ def send(
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv
     from rdmapost.frames import ethernet
 
+    from .post_common import send_flags, source
     from .post_local import arrive, loopback, post
-    from .results import send_flags, show, source, verify
+    from .results import show, shown, verify
 
     if invalidate and imm is not None:
         usage_error("--imm and --invalidate are mutually exclusive")
@@ -68,25 +70,28 @@ def send(
         send_to(out, target, settings, peer, payload, imm)
         return
     header = ethernet() if settings.qp_type == "RAW_PACKET" else b""
-    message, count = header + payload, settings.count
+    message, count = Payload(header + bytes(payload)) if header else payload, settings.count
     length = len(message)
     opcode = Opcode.SEND if imm is None else Opcode.SEND_WITH_IMM
     if invalidate:
         opcode = Opcode.SEND_WITH_INV
-    with loopback(
-        out,
-        target,
-        settings,
-        opcode,
-        local_size=length,
-        remote_size=count * length,
-        inlined=length,
-        **_access(invalidate),
-    ) as pair:
+    with (
+        Progress((1 + count) * length) as progress,
+        loopback(
+            out,
+            target,
+            settings,
+            opcode,
+            local_size=length,
+            remote_size=count * length,
+            inlined=length,
+            **_access(invalidate),
+        ) as pair,
+    ):
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
-            "sg_list": source(pair.local.mr, settings, message),
+            "sg_list": source(pair.local.mr, settings, message, progress),
             "send_flags": send_flags(settings),
         }
 
@@ -104,19 +109,21 @@ def send(
         post(out, pair, [make(index) for index in range(count)])
         wcs = arrive(out, pair, count)
         for index, wc in enumerate(wcs):
-            received = pair.received(wc.byte_len - pair.headroom, index, room=length)
-            verify(received, message, index, count)
+            start = index * (pair.headroom + length) + pair.headroom
+            received = pair.remote.mr.buffer[start : start + wc.byte_len - pair.headroom]
+            verify(received, message, index, count, progress)
         out.doc["byte_len"] = wcs[-1].byte_len - pair.headroom
-    yields: dict[str, Any] = {"data": payload, "received": received[len(header) :]}
+        arrived = shown(received[len(header) :])
+    results: dict[str, Any] = {"data": shown(payload), "received": arrived}
     if header:
-        yields = {"header": header.hex(), **yields}
+        results = {"header": header.hex(), **results}
     if imm is not None:
-        yields["imm_data"] = wcs[-1].imm_data
+        results["imm_data"] = wcs[-1].imm_data
     if invalidate:
-        yields |= {"rkey": rkeys[-1], "invalidated_rkey": wcs[-1].invalidated_rkey}
+        results |= {"rkey": rkeys[-1], "invalidated_rkey": wcs[-1].invalidated_rkey}
         if wrong := _wrong_key(wcs, rkeys):
             raise RdmaError(wrong)
-    show(out, yields)
+    show(out, results)
 
 
 def _access(invalidate: bool) -> dict[str, Any]:
@@ -152,7 +159,7 @@ def _keys(pair: Loopback, count: int) -> list[int]:
 
 def _wrong_key(wcs: list[WC], rkeys: list[int]) -> str | None:
     for wc, rkey in zip(wcs, rkeys, strict=True):
-        # Soft-RoCE names no key.
+        # Soft-RoCE's completion does not name the key.
         if wc.invalidated_rkey not in (None, rkey):
             return f"the completion names key {wc.invalidated_rkey:#x}, not {rkey:#x}"
     return None

@@ -26,7 +26,7 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output, echo_error, usage_error
+from .output import Output, echo_error, quoted, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 _MAX_WAITING = 10_000
 """Unprinted events to keep; beyond that they are only counted."""
 _ACCESS = ("read", "write", "atomic")
+
+
+def _max_clients(value: str | int) -> int:
+    """Convert --max-clients, within the library's limit."""
+    from rdmapost.tools.connect.server_state import MAX_CLIENTS
+
+    return integer(1, MAX_CLIENTS)(value)
 
 
 def _access(value: str) -> str:
@@ -105,7 +112,7 @@ def _access(value: str) -> str:
 @token_option("Accept only clients that give this token")
 @click.option(
     "--max-clients",
-    type=integer(1, 4096),
+    type=_max_clients,
     metavar="N",
     default=16,
     show_default=True,
@@ -149,18 +156,18 @@ def serve(
     address, key and size of the memory that each client gets, and reports what
     arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json it prints one JSON
     object per line and event.  Nothing is encrypted: listen only on a network
-    that you trust with all of it, the token included.
+    whose users may read everything, the token included.
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
-    from rdmapost.tools.fabric import why_confined
+    from rdmapost.tools.reachability import why_confined
 
     from .target import open_target
 
     if data is not None and data_file is not None:
         usage_error("--data and --data-file are mutually exclusive")
     check_token(token)
-    content = payload_of(data or "", data_file, None)
+    content = bytes(payload_of(data or "", data_file, None))
     if size is None:
         size = max(4096, len(content))
     if size < len(content):
@@ -347,7 +354,7 @@ class _Printer:
                     "client": event.client,
                     "address": event.address,
                     "qp_type": event.qp_type.name,
-                    "qpn": offer.endpoint.qpn,
+                    "qp_num": offer.endpoint.qp_num,
                     "addr": offer.addr,
                     "rkey": offer.rkey,
                     "size": offer.size,
@@ -414,4 +421,4 @@ class _Printer:
 
 def _quoted(text: str, encoding: str) -> str:
     shown = text[:60] + ("..." if len(text) > 60 else "")
-    return json.dumps(shown, ensure_ascii=False) if encoding == "utf-8" else f"hex {shown}"
+    return quoted(shown) if encoding == "utf-8" else f"hex {shown}"

@@ -27,4 +27,5 @@ def completion(ctx: click.Context, shell: str) -> None:
     assert complete is not None, "click has these three"
     # The variable that click looks for.
     script = complete(ctx.find_root().command, {}, "rdmapost", "_RDMAPOST_COMPLETE")
-    click.echo(script.source())
+    # click's script for fish cuts a description at its first comma.
+    click.echo(script.source().replace('string split ","', 'string split --max 1 ","'))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .groups import Group, group_options
 from .options import U64, PostSettings, Target, device_options, payload_options, post_options_for
-from .output import Output, need_command
+from .output import Output
 
 if TYPE_CHECKING:
     from rdmapost import WC, OpsOpcode, OpsWR, TagAdd
@@ -20,11 +21,10 @@ _ALL_BITS = (1 << 64) - 1
 _DEPTH = 4
 
 
-@click.group(invoke_without_command=True)
-@click.pass_context
-def tag(ctx: click.Context) -> None:
+@click.group(cls=Group, invoke_without_command=True)
+@group_options
+def tag() -> None:
     """Match messages to buffers by their tags."""
-    need_command(ctx)
 
 
 def _tag_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,23 +61,23 @@ def add(
 ) -> None:
     """Add a tagged buffer, and send a message to it.
 
-    A message that does not match is received as an unexpected one.
+    A message that does not match goes to an ordinary receive: it is unexpected.
     """
     from rdmapost import OpsOpcode, WCOpcode
 
     mask = _ALL_BITS if mask is None else mask
     with _tags(out, target, settings, OpsOpcode.TAG_ADD, payload) as pair:
         _operate(out, pair, _buffer(pair, payload, tag, mask), WCOpcode.TM_ADD)
-        yields = _send(out, pair, payload, tag if message_tag is None else message_tag)
-    _show(out, {"tag": tag, "mask": mask, **yields})
+        results = _send(out, pair, payload, tag if message_tag is None else message_tag)
+    _show(out, {"tag": tag, "mask": mask, **results})
 
 
 @tag.command("del")
 @_tag_options
 def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
-    """Add a tagged buffer, remove it, and send a message to its tag.
+    """Add a tagged buffer, remove it, and send a message with its tag.
 
-    The message does not match, and is received as an unexpected one.
+    The message matches nothing, so it goes to an ordinary receive: it is unexpected.
     """
     from rdmapost import OpsOpcode, RdmaError, TagDel, WCOpcode
 
@@ -85,10 +85,10 @@ def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, 
         entry = _buffer(pair, payload, tag)
         _operate(out, pair, entry, WCOpcode.TM_ADD)
         _operate(out, pair, TagDel(wr_id=2, handle=entry.handle), WCOpcode.TM_DEL)
-        yields = _send(out, pair, payload, tag)
-    if yields["matched"]:
+        results = _send(out, pair, payload, tag)
+    if results["matched"]:
         raise RdmaError("a message matched the buffer that was removed")
-    _show(out, {"tag": tag, **yields})
+    _show(out, {"tag": tag, **results})
 
 
 @tag.command("sync")
@@ -104,12 +104,12 @@ def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, ta
         if _send(out, pair, payload, tag)["matched"]:
             raise RdmaError("a message matched although no buffer was added")
         wc = _operate(out, pair, _buffer(pair, payload, tag), WCOpcode.TM_ADD)
-        asked = bool(wc.wc_flags & WCFlags.TM_SYNC_REQ)
+        requested = bool(wc.wc_flags & WCFlags.TM_SYNC_REQ)
         _operate(out, pair, TagSync(wr_id=2, unexpected_cnt=1), WCOpcode.TM_SYNC)
-        yields = _send(out, pair, payload, tag)
-    if not yields["matched"]:
+        results = _send(out, pair, payload, tag)
+    if not results["matched"]:
         raise RdmaError("a message did not match after the sync")
-    _show(out, {"tag": tag, "unexpected_cnt": 1, "sync_requested": asked, **yields})
+    _show(out, {"tag": tag, "unexpected_cnt": 1, "sync_requested": requested, **results})
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     return {"matched": matched, "tm_tag": tag, "data": payload, "received": received}
 
 
-def _show(out: Output, yields: dict[str, Any]) -> None:
+def _show(out: Output, results: dict[str, Any]) -> None:
     from .results import show
 
-    show(out, yields)
+    show(out, results)

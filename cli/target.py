@@ -13,14 +13,12 @@ from rdmapost import (
     PortAttr,
     PortState,
     RdmaError,
-    choose_gid,
     list_devices,
     open_device,
 )
 
 from .options import Target
-from .output import Output, echo_error
-from .output import usage_error as usage_error
+from .output import Output, echo_error, usage_error
 
 SOFT = "soft0"
 
@@ -29,16 +27,16 @@ _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 
 @contextmanager
 def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
-    """Open the device that was asked for, or choose one.
+    """Open the device that the options name, or choose one.
 
-    If there is no RDMA device to choose, that is the software device in this
-    process, and standard error says so.
+    If there is no RDMA device, this chooses soft0, the software device in this
+    process, and says so on standard error.
 
     Yields:
         the device and the number of the port.
 
     Raises:
-        click.UsageError: it has no such port or no such GID.
+        click.UsageError: the device has no such port or no such GID.
         RdmaError: the port carries no traffic, or has no GID.
         NoRdmaError, NoDeviceError, VerbsError: as in open_device.
     """
@@ -58,10 +56,8 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
                 "device up ('ip link set NETDEV up'), or start a subnet manager on InfiniBand"
             )
         try:
-            gid = choose_gid(context, port.port_num, target.gid_index)
-        except RdmaError as error:
-            if target.gid_index is None:
-                raise
+            gid = context.choose_gid(port.port_num, target.gid_index)
+        except ValueError as error:
             usage_error(str(error))
         out.note(f"GID      {gid}")
         yield context, port.port_num
@@ -78,7 +74,7 @@ def _ports(context: Context, target: Target) -> list[PortAttr]:
 
 
 def device_is_required() -> bool:
-    """Whether RDMAPOST_REQUIRE_DEVICE forbids falling back to the software device."""
+    """Whether RDMAPOST_REQUIRE_DEVICE forbids falling back to soft0."""
     return os.environ.get("RDMAPOST_REQUIRE_DEVICE", "") not in ("", "0")
 
 
@@ -93,6 +89,10 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
     except (NoRdmaError, NoDeviceError) as error:
         if device_is_required():
             raise
+        if isinstance(error, NoRdmaError):
+            # There may well be a device.
+            echo_error(f"using {SOFT}, the software device of this process: {error}")
+            return open_device(SOFT), "because libibverbs cannot be loaded"
         lacking = "no RDMA device"
         if any(info.kind != "soft" for info in list_devices()):
             lacking += " with an active port"

@@ -59,8 +59,9 @@ def tso(
     from rdmapost import TSO, Opcode, QPType, RdmaError, frames
     from rdmapost.tools.check.segmentation import segments
 
+    from .post_common import source
     from .post_local import loopback, post
-    from .results import show, source, verify
+    from .results import show, verify
 
     qp_type = QPType[settings.qp_type]
     hdr = frames.tcp(qp_type) if header is None else header
@@ -85,7 +86,7 @@ def tso(
         raise RdmaError(f"the device reported success, but {wrong}")
     received = b"".join(packet[len(hdr) :] for packet in packets)
     verify(received, payload, 0, 1)
-    yields: dict[str, Any] = {
+    results: dict[str, Any] = {
         "mss": mss,
         "segments": count,
         "lengths": [len(packet) for packet in packets],
@@ -93,4 +94,4 @@ def tso(
         "data": payload,
         "received": received,
     }
-    show(out, yields)
+    show(out, results)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
+from pathlib import Path
 from typing import Any
+
+from docutils import nodes
+from sphinx.domains.python import PyObject
+from sphinx.errors import PycodeError
+from sphinx.pycode import ModuleAnalyzer
 
 import rdmapost
 
 project = "rdmapost"
 release = version = rdmapost.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-html_theme = "alabaster"
-html_theme_options = {"description": "Post RDMA work requests from Python"}
+highlight_language = "none"
+html_theme = "furo"
+html_title = f"rdmapost {release}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_copy_source = False
+html_show_sourcelink = False
 myst_heading_anchors = 3
 
 autodoc_default_options = {
     "members": True,
     "show-inheritance": True,
     # Show inherited members, except those of these bases, which are well known or documented.
-    "inherited-members": "Resource, int, tuple, bytes, OSError, BaseException",
+    "inherited-members": "object, int, tuple, bytes, dict, OSError, BaseException",
 }
+python_maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 napoleon_numpy_docstring = False
@@ -33,26 +46,85 @@ nitpick_ignore_regex = [
     ("py:.*", r"(asyncio|collections|enum|ipaddress|mmap|os|socket)\..*|array"),
     # Types that only the library itself creates or passes.
     ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item)"),
-    ("py:class", r"rdmapost\.tools\.connect\.(server_state\.ServerState|protocol_messages\.Hello)"),
+    (
+        "py:class",
+        r"rdmapost\.tools\.connect\."
+        r"(server_state\.ServerState|protocol_messages\.Hello|aserver\._Answers)",
+    ),
     ("py:class", r"rdmapost\.providers\.base\.Provider"),
+    # What a column is, the methods that take one say.
+    ("py:class", "Column"),
+    ("py:class", r"(rdmapost\.resources\.resource\.)?Resource"),
 ]
+
+
+_DATA = {
+    "rdmapost.MULTICAST_QPN": "rdmapost.posting.rules",
+    "rdmapost.WC_DTYPE": "rdmapost.resources.cq",
+}
+"""Where public data is defined."""
 
 
 def before_napoleon(
     app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]
 ) -> None:
     """Keep napoleon from taking a docstring's text for a type."""
+    if where := _DATA.get(name):
+        # A number has the docstring of its type.
+        documented = ModuleAnalyzer.for_module(where).find_attr_docs()
+        lines[:] = documented.get(("", name.rpartition(".")[2]), lines)
     if what in ("attribute", "data", "property"):
         # Otherwise the text before the first colon would become the type.
         lines[:1] = [f": {line}" for line in lines[:1]]
         return
-    inside = False
+    types = types_of_fields(obj) if what == "class" else {}
+    section, result = "", []
     for number, line in enumerate(lines):
         if not line.startswith(" "):
-            inside = line == "Attributes:"
-        elif inside and (names := re.match(r"    (\w+(?:, \w+)+):", line)):
-            # Otherwise all names but the last would become the type.
-            lines[number] = line.replace(names[1], names[1].replace(", ", ","), 1)
+            section = line
+        entry = re.match(r"    (\w+(?:, \w+)*): ", line)
+        if section == "Returns:" and lines[number - 1] == section:
+            # Otherwise the text before the first colon would become the type.
+            line = f"    : {line.strip()}"
+        elif section == "Attributes:" and entry:
+            names, text = entry[1].split(", "), line[entry.end() :]
+            for name in names[:-1]:
+                result.append(f"    {name}{shown_type(types, name)}: {text}")
+            line = f"    {names[-1]}{shown_type(types, names[-1])}: {text}"
+        result.append(line)
+    lines[:] = result
+
+
+def shown_type(types: dict[str, str], name: str) -> str:
+    """Return the type of a field in napoleon's form, or nothing."""
+    found = types.get(name)
+    return f" ({found})" if found else ""
+
+
+def types_of_fields(cls: Any) -> dict[str, str]:
+    """Return the types of a class's attributes: as annotated, of properties, and of arguments."""
+    types: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not base.__module__.startswith("rdmapost"):
+            continue
+        init = vars(base).get("__init__")
+        types |= getattr(inspect.unwrap(init), "__annotations__", {}) if init else {}
+        with contextlib.suppress(PycodeError):
+            analyzer = ModuleAnalyzer.for_module(base.__module__)
+            analyzer.analyze()
+            annotated = analyzer.annotations
+            types |= {
+                name: text for (owner, name), text in annotated.items() if owner == base.__name__
+            }
+        types |= vars(base).get("__annotations__", {})
+        for name, member in vars(base).items():
+            if isinstance(member, property) and "return" in getattr(
+                member.fget, "__annotations__", {}
+            ):
+                types[name] = member.fget.__annotations__["return"]
+    return {
+        name: found for name, found in types.items() if isinstance(found, str) and found != "Any"
+    }
 
 
 def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any]) -> None:
@@ -64,9 +136,26 @@ def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any
 def is_public(base: type) -> bool:
     """Whether to show a class as a base, instead of listing its members under its subclasses."""
     package, _, module = base.__module__.partition(".")
-    if package != "rdmapost" or base.__name__ == "Resource":
+    if package != "rdmapost":
         return True
+    if base.__name__.startswith("_"):
+        return False
     return module.split(".")[0] not in ("_verbs", "posting", "providers", "resources", "tools")
+
+
+def shorten_signature(
+    app: Any,
+    what: str,
+    name: str,
+    obj: object,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """Show an enumeration's member as it is written, not as its repr."""
+    if signature is None:
+        return None
+    return re.sub(r"<(\w+\.[\w.|]+): \d+>", r"\1", signature), returns
 
 
 def skip_more(app: Any, what: str, name: str, obj: object, skip: bool, options: Any) -> bool | None:
@@ -92,10 +181,50 @@ def find_public(app: Any, env: Any, node: Any, contnode: Any) -> Any:
     )
 
 
+ROOT = Path(__file__).resolve().parent.parent
+_TO_EXAMPLE = re.compile(r"\]\(\.\./(examples/(\w+)\.py)\)")
+_OUTSIDE = {"../README.md#install": "install.md", "../SECURITY.md": "security.md"}
+"""Where links lead that leave docs/: their targets are included in pages of the site."""
+
+
+def adapt_to_site(app: Any, name: str, source: list[str]) -> None:
+    """Point links that leave docs/ at pages of the site, and show the examples' sources."""
+    text = source[0]
+    for outside, page in _OUTSIDE.items():
+        text = text.replace(f"]({outside})", f"]({page})")
+    shown = [
+        f"\n## {name}.py\n\n```{{literalinclude}} ../{path}\n:language: python\n```\n"
+        for path, name in _TO_EXAMPLE.findall(text)
+    ]
+    source[0] = _TO_EXAMPLE.sub(r"](#\2py)", text) + "".join(shown)
+
+
+def drop_bare_bases(app: Any, tree: Any) -> None:
+    """Do not say that a class derives from object."""
+    for paragraph in list(tree.findall(nodes.paragraph)):
+        if paragraph.astext() == "Bases: object":
+            paragraph.parent.remove(paragraph)
+
+
+def inline_pictures(app: Any, tree: Any, name: str) -> None:
+    """Put SVG pictures into the page itself, where they take the theme's colours."""
+    for image in list(tree.findall(nodes.image)):
+        if image["uri"].endswith(".svg"):
+            svg = (ROOT / "docs" / image["uri"]).read_text()
+            image.parent.replace(image, nodes.raw("", svg, format="html"))
+
+
 def setup(app: Any) -> None:
     """Register the functions above."""
     # Before napoleon, whose priority is 500.
     app.connect("autodoc-process-docstring", before_napoleon, 400)
     app.connect("autodoc-process-bases", public_bases)
+    app.connect("autodoc-process-signature", shorten_signature)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("autodoc-skip-member", skip_more)
     app.connect("missing-reference", find_public)
+    app.connect("source-read", adapt_to_site)
+    app.connect("doctree-read", drop_bare_bases)
+    app.connect("doctree-resolved", inline_pictures)

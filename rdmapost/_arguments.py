@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
 """Bounds below this are shown in decimal, others as a power of two if they are one."""
+_MOST_BITS = 14_000
+"""Larger integers are shown as their size: Python prints at most 4300 digits."""
 
 _Member = TypeVar("_Member", bound=IntEnum)
 _Flags = TypeVar("_Flags", bound=IntFlag)
@@ -60,7 +62,11 @@ def index(name: str, given: Any, expected: str = "int") -> int:
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
     # numpy's numbers wrap where an int grows, and keep their type in results; and operator.index()
     # leaves True unchanged.
-    return int(operator.index(given))
+    try:
+        return int(operator.index(given))
+    except TypeError as error:
+        # numpy's arrays have the method, and most refuse.
+        raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}") from error
 
 
 def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> int:
@@ -75,10 +81,15 @@ def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> i
     """
     value = index(name, given)
     if value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(
-            f"{name}={value} is not in {minimum}..{'' if maximum is None else _bound(maximum)}"
-        )
+        bound = "" if maximum is None else _bound(maximum)
+        raise ValueError(f"{name}={shown(value)} is not in {minimum}..{bound}")
     return value
+
+
+def shown(number: int) -> str:
+    """Show an integer."""
+    bits = number.bit_length()
+    return str(number) if bits <= _MOST_BITS else f"({bits} bits)"
 
 
 def _bound(number: int) -> str:
@@ -106,7 +117,7 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
     try:
         return enum(number)
     except ValueError:
-        raise ValueError(f"{name}={number} is not a valid {enum.__name__}") from None
+        raise ValueError(f"{name}={shown(number)} is not a valid {enum.__name__}") from None
 
 
 def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
@@ -158,7 +169,7 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
         found = type(given).__name__
         raise TypeError(f"{name}: expected seconds or None, got {found}") from None
     except OverflowError:
-        raise ValueError(f"{name}: so many seconds do not fit into a float") from None
+        raise ValueError(f"{name}: too many seconds for a float") from None
     if math.isnan(value):
         raise ValueError(f"{name}: expected seconds or None, got NaN")
     return value
@@ -175,7 +186,7 @@ def time_limit(given: Any, name: str = "timeout") -> float:
     if value is None:
         raise TypeError(f"{name}: expected seconds, got NoneType")
     if not value > 0:
-        raise ValueError(f"{name}={given} is not a time of more than 0 s")
+        raise ValueError(f"{name}={given}: expected more than 0 s")
     if value > _LONGEST_S:
         raise ValueError(f"{name}={given} is more than {_LONGEST_S:,.0f} s")
     return value

@@ -14,9 +14,9 @@ __all__ = ["address_of", "ffi", "lib", "native", "once", "start_of"]
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
     # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
     # follow a NULL.
-    for _kind, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
+    for _prefix, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
         for _name in _names:
-            _type = ffi.typeof(_kind + _name)
+            _type = ffi.typeof(_prefix + _name)
             _fields = _type.kind in ("struct", "union") and _type.fields
 
 
@@ -28,11 +28,11 @@ def once(function: Callable[..., Any], key: object, *args: object) -> Any:
 
     For what C accepts once in a process, while an interrupted import is repeated.  Call it where
     the modules of the arguments are complete (a package's ``__init__``): an incomplete one is run
-    again, and makes its classes anew.
+    again, and creates its classes a second time.
     """
     called = function, key
     if called not in _results:
-        # No Python code, and so no interrupt, comes between the call and the note of it.
+        # No Python code, and so no interrupt, comes between the call and storing its result.
         _results.update(zip((called,), map(function, *zip(args, strict=True)), strict=True))
     return _results[called]
 

@@ -6,30 +6,45 @@ from typing import Any, ClassVar
 from .enums import (
     MTU,
     Access,
+    AdviseMRAdvice,
+    AdviseMRFlags,
     AtomicCap,
     DeviceCap,
     EventType,
+    FlushLevel,
+    FlushType,
     GIDType,
     LinkLayer,
     MigState,
     MWType,
     NodeType,
+    ODPGeneralCap,
+    ODPTransportCap,
     Opcode,
     OpsFlags,
     OpsOpcode,
+    PortCap,
     PortState,
     QPAttrMask,
     QPState,
     QPType,
+    QueryQPDataInOrderCaps,
+    QueryQPDataInOrderFlags,
+    RawPacketCap,
     SendFlags,
+    SendOps,
     SRQAttrMask,
     SRQType,
+    TMCap,
+    TransportType,
+    WCExFlags,
     WCFlags,
     WCOpcode,
     WCStatus,
 )
 from .errors import (
     ClosedError,
+    CloseError,
     CompletionError,
     InUseError,
     NoDeviceError,
@@ -38,8 +53,10 @@ from .errors import (
     RdmaError,
     UnsupportedError,
     VerbsError,
+    WaitCancelled,
     WaitTimeout,
 )
+from .posting.columns import Blocks
 from .posting.prepared import Batch, PreparedWR
 from .posting.rules import MULTICAST_QPN
 from .posting.wr import (
@@ -47,7 +64,9 @@ from .posting.wr import (
     TSO,
     AtomicCmpAndSwp,
     AtomicFetchAndAdd,
+    AtomicWrite,
     BindMW,
+    Flush,
     LocalInv,
     OpsWR,
     RdmaRead,
@@ -64,24 +83,18 @@ from .posting.wr import (
     TagSync,
 )
 from .providers import DeviceInfo
-from .resources.address import AH, AHAttr, GIDChoice, choose_gid
+from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
-from .resources.cq import CQ, WC
-from .resources.device import (
-    GID,
-    Context,
-    DeviceAttr,
-    GIDTableEntry,
-    PortAttr,
-    list_devices,
-    open_device,
-)
+from .resources.cq import CQ, WC, WC_DTYPE
+from .resources.device import Context, list_devices, open_device
+from .resources.device_attr import DeviceAttr, ODPCaps, PortAttr, TMCaps, TSOCaps
 from .resources.endpoint import Endpoint
-from .resources.events import AsyncEvent, get_async_event
+from .resources.events import AsyncEvent
+from .resources.gid import GID, GIDChoice, GIDTableEntry
 from .resources.grh import GRH, Datagram
 from .resources.memory import MR, MW, PD
 from .resources.qp import QP, Outstanding, set_checklist
-from .resources.qp_attr import QPAttr
+from .resources.qp_query import QPAttr, QPInitAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
 from .resources.xrcd import XRCD
@@ -113,15 +126,21 @@ __all__ = [
     "SRQ",
     "TSO",
     "WC",
+    "WC_DTYPE",
     "XRCD",
     "AHAttr",
     "Access",
+    "AdviseMRAdvice",
+    "AdviseMRFlags",
     "AsyncEvent",
     "AtomicCap",
     "AtomicCmpAndSwp",
     "AtomicFetchAndAdd",
+    "AtomicWrite",
     "Batch",
     "BindMW",
+    "Blocks",
+    "CloseError",
     "ClosedError",
     "CompChannel",
     "CompletionError",
@@ -132,6 +151,9 @@ __all__ = [
     "DeviceInfo",
     "Endpoint",
     "EventType",
+    "Flush",
+    "FlushLevel",
+    "FlushType",
     "GIDChoice",
     "GIDTableEntry",
     "GIDType",
@@ -143,19 +165,27 @@ __all__ = [
     "NoDeviceError",
     "NoRdmaError",
     "NodeType",
+    "ODPCaps",
+    "ODPGeneralCap",
+    "ODPTransportCap",
     "Opcode",
     "OpsFlags",
     "OpsOpcode",
     "OpsWR",
     "Outstanding",
     "PortAttr",
+    "PortCap",
     "PortState",
     "PostError",
     "PreparedWR",
     "QPAttr",
     "QPAttrMask",
+    "QPInitAttr",
     "QPState",
     "QPType",
+    "QueryQPDataInOrderCaps",
+    "QueryQPDataInOrderFlags",
+    "RawPacketCap",
     "RdmaError",
     "RdmaRead",
     "RdmaWrite",
@@ -166,21 +196,26 @@ __all__ = [
     "SRQType",
     "Send",
     "SendFlags",
+    "SendOps",
     "SendWR",
     "SendWithImm",
     "SendWithInv",
+    "TMCap",
+    "TMCaps",
+    "TSOCaps",
     "TagAdd",
     "TagDel",
     "TagHandle",
     "TagSync",
+    "TransportType",
     "UnsupportedError",
     "VerbsError",
+    "WCExFlags",
     "WCFlags",
     "WCOpcode",
     "WCStatus",
+    "WaitCancelled",
     "WaitTimeout",
-    "choose_gid",
-    "get_async_event",
     "list_devices",
     "max_inline",
     "open_device",
@@ -189,5 +224,5 @@ __all__ = [
 export(__package__, globals())
 
 ANNOTATIONS = {"Any": Any, "ClassVar": ClassVar, "Resource": Resource, "Sequence": Sequence}
-"""What annotations of the public classes name besides: ``typing.get_type_hints`` looks it up in the
-module that a class gives as its own."""
+"""Other names in the annotations of public classes: ``typing.get_type_hints`` looks them up in the
+class's ``__module__``."""

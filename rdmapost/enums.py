@@ -8,6 +8,7 @@ against.  They are in one long file because they are one header's list.
 from __future__ import annotations
 
 from enum import IntEnum, IntFlag
+from typing import Any, TypeVar
 
 __all__ = [
     "MTU",
@@ -20,23 +21,90 @@ __all__ = [
     "MWType",
     "MigState",
     "NodeType",
+    "ODPGeneralCap",
+    "ODPTransportCap",
     "Opcode",
     "OpsFlags",
     "OpsOpcode",
+    "PortCap",
     "PortState",
     "QPAttrMask",
     "QPState",
     "QPType",
+    "RawPacketCap",
     "SRQAttrMask",
     "SRQType",
     "SendFlags",
+    "TMCap",
+    "TransportType",
+    "WCExFlags",
     "WCFlags",
     "WCOpcode",
     "WCStatus",
 ]
 
 
-class Opcode(IntEnum):
+_NUMERIC = frozenset("bcdoxXneEfFgG%")
+"""The format specifications that end in one of these show a number."""
+
+
+class _Named(IntEnum):
+    """An enumeration that prints as its names, and is otherwise its numbers.
+
+    Every member is true, also the one that is 0, unless the class says otherwise.
+    """
+
+    def __str__(self) -> str:
+        return self._name_
+
+    def __format__(self, spec: str) -> str:
+        return int.__format__(self, spec) if spec[-1:] in _NUMERIC else format(str(self), spec)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class _Flags(IntFlag):
+    """Flags that print as their names, such as LOCAL_WRITE|REMOTE_READ; none of them as 0."""
+
+    def __str__(self) -> str:
+        # Without a name: no bits, or none that is known.
+        return self._name_ or (hex(self) if self else "0")
+
+    def __format__(self, spec: str) -> str:
+        return int.__format__(self, spec) if spec[-1:] in _NUMERIC else format(str(self), spec)
+
+
+class _Reported(_Named):
+    """An enumeration of what a device reports; see ``reported``."""
+
+    def __repr__(self) -> str:
+        known = self._name_ in type(self).__members__
+        return super().__repr__() if known else int.__repr__(self)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        # The class itself makes no member of an unknown value.
+        return reported, (type(self), int(self))
+
+
+_Enum = TypeVar("_Enum", bound=_Reported)
+
+
+def reported(enum: type[_Enum], number: int) -> _Enum:
+    """Return what a device reported as a member of an enumeration; never raise.
+
+    A value that only a newer libibverbs or driver knows becomes a number of the same type: it
+    equals the number, is shown as it, and has it as its name.
+    """
+    try:
+        return enum(number)
+    except ValueError:
+        unknown = int.__new__(enum, number)
+        unknown._name_, unknown._value_ = str(number), number
+        return unknown
+
+
+class Opcode(_Named):
     """What a send work request does: ``enum ibv_wr_opcode``, ibv_post_send(3)."""
 
     RDMA_WRITE = 0
@@ -64,12 +132,64 @@ class Opcode(IntEnum):
     DRIVER1 = 11
     """Reserved for a driver's own use; never posted by this package."""
     FLUSH = 14
-    """Exists only in the ibv_wr_* interface; ibv_post_send cannot carry it."""
+    """Make earlier writes visible or persistent (ibv_wr_post(3))."""
     ATOMIC_WRITE = 15
-    """Exists only in the ibv_wr_* interface; ibv_post_send cannot carry it."""
+    """Write 8 bytes to remote memory at once (ibv_wr_post(3))."""
 
 
-class SendFlags(IntFlag):
+class SendOps(_Flags):
+    """What a queue pair is created for: ``enum ibv_qp_create_send_ops_flags``, ibv_wr_post(3).
+
+    Only FLUSH and ATOMIC_WRITE need it.
+    """
+
+    RDMA_WRITE = 1 << 0
+    """RDMA_WRITE."""
+    RDMA_WRITE_WITH_IMM = 1 << 1
+    """RDMA_WRITE_WITH_IMM."""
+    SEND = 1 << 2
+    """SEND."""
+    SEND_WITH_IMM = 1 << 3
+    """SEND_WITH_IMM."""
+    RDMA_READ = 1 << 4
+    """RDMA_READ."""
+    ATOMIC_CMP_AND_SWP = 1 << 5
+    """ATOMIC_CMP_AND_SWP."""
+    ATOMIC_FETCH_AND_ADD = 1 << 6
+    """ATOMIC_FETCH_AND_ADD."""
+    LOCAL_INV = 1 << 7
+    """LOCAL_INV."""
+    BIND_MW = 1 << 8
+    """BIND_MW."""
+    SEND_WITH_INV = 1 << 9
+    """SEND_WITH_INV."""
+    TSO = 1 << 10
+    """TSO."""
+    FLUSH = 1 << 11
+    """FLUSH (libibverbs 45 or later)."""
+    ATOMIC_WRITE = 1 << 12
+    """ATOMIC_WRITE (libibverbs 44 or later)."""
+
+
+class FlushType(_Flags):
+    """How far a FLUSH takes the data: ``enum ibv_placement_type``, ibv_wr_post(3)."""
+
+    GLOBAL = 1 << 0
+    """Visible to every reader, including the CPU."""
+    PERSISTENT = 1 << 1
+    """Persistent: it survives a loss of power."""
+
+
+class FlushLevel(_Named):
+    """What a FLUSH covers: ``enum ibv_selectivity_level``, ibv_wr_post(3)."""
+
+    RANGE = 0
+    """The range that the work request names."""
+    MR = 1
+    """The whole memory region that the rkey names."""
+
+
+class SendFlags(_Flags):
     """Properties of a send work request: ``enum ibv_send_flags``, ibv_post_send(3)."""
 
     FENCE = 1 << 0
@@ -84,7 +204,7 @@ class SendFlags(IntFlag):
     """Let the device compute IP and TCP/UDP checksums, where it can."""
 
 
-class OpsOpcode(IntEnum):
+class OpsOpcode(_Named):
     """What a tag-matching operation does: ``enum ibv_ops_wr_opcode``, ibv_post_srq_ops(3)."""
 
     TAG_ADD = 0
@@ -95,7 +215,7 @@ class OpsOpcode(IntEnum):
     """Report to the device how many unexpected messages the application has handled."""
 
 
-class OpsFlags(IntFlag):
+class OpsFlags(_Flags):
     """Properties of a tag-matching operation: ``enum ibv_ops_flags``, ibv_post_srq_ops(3)."""
 
     SIGNALED = 1 << 0
@@ -104,7 +224,7 @@ class OpsFlags(IntFlag):
     """unexpected_cnt is valid: synchronise it with the device."""
 
 
-class QPType(IntEnum):
+class QPType(_Reported):
     """Transport service of a queue pair: ``enum ibv_qp_type``, ibv_create_qp(3)."""
 
     RC = 2
@@ -123,7 +243,7 @@ class QPType(IntEnum):
     """Defined by the driver."""
 
 
-class QPState(IntEnum):
+class QPState(_Reported):
     """State of a queue pair: ``enum ibv_qp_state``, ibv_modify_qp(3)."""
 
     RESET = 0
@@ -144,7 +264,7 @@ class QPState(IntEnum):
     """The device did not say."""
 
 
-class QPAttrMask(IntFlag):
+class QPAttrMask(_Flags):
     """Which attributes ibv_modify_qp(3) changes: ``enum ibv_qp_attr_mask``."""
 
     STATE = 1 << 0
@@ -193,7 +313,7 @@ class QPAttrMask(IntFlag):
     """rate_limit"""
 
 
-class MigState(IntEnum):
+class MigState(_Reported):
     """Path migration state: ``enum ibv_mig_state``, ibv_modify_qp(3)."""
 
     MIGRATED = 0
@@ -204,7 +324,7 @@ class MigState(IntEnum):
     """Ready to migrate."""
 
 
-class Access(IntFlag):
+class Access(_Flags):
     """What may be done with memory: ``enum ibv_access_flags``, ibv_reg_mr(3)."""
 
     LOCAL_WRITE = 1 << 0
@@ -223,11 +343,59 @@ class Access(IntFlag):
     """Pages are brought in as the device touches them."""
     HUGETLB = 1 << 7
     """The memory is backed by huge pages (with ON_DEMAND)."""
+    FLUSH_GLOBAL = 1 << 8
+    """A peer may flush what it wrote here, to be visible."""
+    FLUSH_PERSISTENT = 1 << 9
+    """A peer may flush what it wrote here, to be persistent."""
     RELAXED_ORDERING = 1 << 20
     """The device may reorder its accesses on the bus."""
 
 
-class MWType(IntEnum):
+class ReregFlags(_Flags):
+    """What a re-registration changes: ``enum ibv_rereg_mr_flags``, ibv_rereg_mr(3)."""
+
+    CHANGE_TRANSLATION = 1 << 0
+    CHANGE_PD = 1 << 1
+    CHANGE_ACCESS = 1 << 2
+
+
+class AdviseMRAdvice(_Named):
+    """What is advised about memory: ``enum ibv_advise_mr_advice``, ibv_advise_mr(3)."""
+
+    PREFETCH = 0
+    """Bring the pages in, to be read."""
+    PREFETCH_WRITE = 1
+    """Bring the pages in, to be written."""
+    PREFETCH_NO_FAULT = 2
+    """Let the device know the pages that are in, and bring no others in."""
+
+
+class AdviseMRFlags(_Flags):
+    """How advice is taken: ``enum ib_uverbs_advise_mr_flag``, ibv_advise_mr(3)."""
+
+    FLUSH = 1 << 0
+    """Return when it has been followed; otherwise that goes on in the background."""
+
+
+class QueryQPDataInOrderFlags(_Flags):
+    """What is asked: ``enum ibv_query_qp_data_in_order_flags``, ibv_query_qp_data_in_order(3)."""
+
+    RETURN_CAPS = 1 << 0
+    """Return all capabilities, not only WHOLE_MSG."""
+    DEVICE_ONLY = 1 << 1
+    """Ask about the device alone, whatever the host's CPU does."""
+
+
+class QueryQPDataInOrderCaps(_Flags):
+    """What is in order: ``enum ibv_query_qp_data_in_order_caps``, ibv_query_qp_data_in_order(3)."""
+
+    WHOLE_MSG = 1 << 0
+    """The whole message."""
+    ALIGNED_128_BYTES = 1 << 1
+    """Each aligned block of 128 bytes."""
+
+
+class MWType(_Named):
     """Type of a memory window: ``enum ibv_mw_type``, ibv_alloc_mw(3)."""
 
     TYPE_1 = 1
@@ -236,7 +404,7 @@ class MWType(IntEnum):
     """Bound with a BIND_MW work request; the caller chooses the low byte of the rkey."""
 
 
-class SRQType(IntEnum):
+class SRQType(_Named):
     """Type of a shared receive queue: ``enum ibv_srq_type``, ibv_create_srq_ex(3)."""
 
     BASIC = 0
@@ -247,7 +415,7 @@ class SRQType(IntEnum):
     """Tag matching."""
 
 
-class SRQAttrMask(IntFlag):
+class SRQAttrMask(_Flags):
     """Which attributes ibv_modify_srq(3) changes: ``enum ibv_srq_attr_mask``."""
 
     MAX_WR = 1 << 0
@@ -256,8 +424,13 @@ class SRQAttrMask(IntFlag):
     """Arm the limit event."""
 
 
-class WCStatus(IntEnum):
-    """How a work request ended: ``enum ibv_wc_status``, ibv_poll_cq(3)."""
+class WCStatus(_Reported):
+    """How a work request ended: ``enum ibv_wc_status``, ibv_poll_cq(3).
+
+    Only SUCCESS is false: ``if wc.status:`` asks for a failure, as in C.
+    """
+
+    __bool__ = int.__bool__
 
     SUCCESS = 0
     """Done."""
@@ -309,7 +482,7 @@ class WCStatus(IntEnum):
     """A rendezvous message matched, and its data must be fetched by software."""
 
 
-class WCOpcode(IntEnum):
+class WCOpcode(_Reported):
     """What completed: ``enum ibv_wc_opcode``, ibv_poll_cq(3)."""
 
     SEND = 0
@@ -354,7 +527,7 @@ class WCOpcode(IntEnum):
     """Defined by the driver."""
 
 
-class WCFlags(IntFlag):
+class WCFlags(_Flags):
     """What a completion carries: ``enum ibv_wc_flags``, ibv_poll_cq(3)."""
 
     GRH = 1 << 0
@@ -373,7 +546,32 @@ class WCFlags(IntFlag):
     """The data of the tagged buffer is in place."""
 
 
-class MTU(IntEnum):
+class WCExFlags(_Flags):
+    """What the completions of an extended CQ report: ``enum ibv_create_cq_wc_flags``."""
+
+    WITH_BYTE_LEN = 1 << 0
+    """byte_len"""
+    WITH_IMM = 1 << 1
+    """imm_data or invalidated_rkey"""
+    WITH_QP_NUM = 1 << 2
+    """qp_num"""
+    WITH_SRC_QP = 1 << 3
+    """src_qp"""
+    WITH_SLID = 1 << 4
+    """slid"""
+    WITH_SL = 1 << 5
+    """sl"""
+    WITH_DLID_PATH_BITS = 1 << 6
+    """dlid_path_bits"""
+    WITH_COMPLETION_TIMESTAMP = 1 << 7
+    """completion_ts: when it completed, by the device's clock."""
+    WITH_TM_INFO = 1 << 10
+    """tm_tag and tm_priv, of tag matching."""
+    WITH_COMPLETION_TIMESTAMP_WALLCLOCK = 1 << 11
+    """completion_wallclock_ns: when it completed, by the system's clock."""
+
+
+class MTU(_Reported):
     """A path MTU as the device encodes it: ``enum ibv_mtu``."""
 
     MTU_256 = 1
@@ -389,11 +587,11 @@ class MTU(IntEnum):
 
     @property
     def bytes(self) -> int:
-        """The MTU in bytes."""
-        return 128 << self.value
+        """The MTU in bytes; 0 for a value that is not known."""
+        return 128 << self.value if self in MTU.__members__.values() else 0
 
 
-class PortState(IntEnum):
+class PortState(_Reported):
     """State of a port: ``enum ibv_port_state``, ibv_query_port(3)."""
 
     NOP = 0
@@ -410,7 +608,60 @@ class PortState(IntEnum):
     """Active, with a link error that may heal."""
 
 
-class LinkLayer(IntEnum):
+class PortCap(_Flags):
+    """What a port can do: ``enum ibv_port_cap_flags``, ibv_query_port(3)."""
+
+    SM = 1 << 1
+    """A subnet manager runs here."""
+    NOTICE_SUP = 1 << 2
+    """Notices."""
+    TRAP_SUP = 1 << 3
+    """Traps."""
+    OPT_IPD_SUP = 1 << 4
+    """Optional inter-packet delays."""
+    AUTO_MIGR_SUP = 1 << 5
+    """Automatic path migration."""
+    SL_MAP_SUP = 1 << 6
+    """A table that maps service levels to virtual lanes."""
+    MKEY_NVRAM = 1 << 7
+    """The M_Key is in non-volatile memory."""
+    PKEY_NVRAM = 1 << 8
+    """The P_Keys are in non-volatile memory."""
+    LED_INFO_SUP = 1 << 9
+    """LEDs can be queried."""
+    SYS_IMAGE_GUID_SUP = 1 << 11
+    """Has a system image GUID."""
+    PKEY_SW_EXT_PORT_TRAP_SUP = 1 << 12
+    """P_Key traps of external switch ports."""
+    EXTENDED_SPEEDS_SUP = 1 << 14
+    """Extended speeds, FDR and above."""
+    CAP_MASK2_SUP = 1 << 15
+    """port_cap_flags2 is valid."""
+    CM_SUP = 1 << 16
+    """Communication management."""
+    SNMP_TUNNEL_SUP = 1 << 17
+    """SNMP tunneling."""
+    REINIT_SUP = 1 << 18
+    """Reinitialization of the port."""
+    DEVICE_MGMT_SUP = 1 << 19
+    """Device management."""
+    VENDOR_CLASS_SUP = 1 << 20
+    """Vendor-specific management classes."""
+    DR_NOTICE_SUP = 1 << 21
+    """Direct route notices."""
+    CAP_MASK_NOTICE_SUP = 1 << 22
+    """Notices of changed capabilities."""
+    BOOT_MGMT_SUP = 1 << 23
+    """Boot management."""
+    LINK_LATENCY_SUP = 1 << 24
+    """Link round-trip latency."""
+    CLIENT_REG_SUP = 1 << 25
+    """The subnet manager can ask clients to register again (CLIENT_REREGISTER)."""
+    IP_BASED_GIDS = 1 << 26
+    """GIDs are made from IP addresses (RoCE)."""
+
+
+class LinkLayer(_Reported):
     """Link layer of a port, ibv_query_port(3)."""
 
     UNSPECIFIED = 0
@@ -421,7 +672,7 @@ class LinkLayer(IntEnum):
     """Ethernet (RoCE, iWARP): GIDs address a peer."""
 
 
-class GIDType(IntEnum):
+class GIDType(_Reported):
     """Type of a GID table entry: ``enum ibv_gid_type``, ibv_query_gid_ex(3)."""
 
     IB = 0
@@ -432,7 +683,24 @@ class GIDType(IntEnum):
     """RoCE v2: UDP/IP, routable."""
 
 
-class NodeType(IntEnum):
+class TransportType(_Reported):
+    """Transport of a device: ``enum ibv_transport_type``, ibv_get_device_list(3)."""
+
+    UNKNOWN = -1
+    """Not known to the library."""
+    IB = 0
+    """InfiniBand, or RoCE."""
+    IWARP = 1
+    """iWARP."""
+    USNIC = 2
+    """Cisco usNIC."""
+    USNIC_UDP = 3
+    """Cisco usNIC over UDP."""
+    UNSPECIFIED = 4
+    """Another transport."""
+
+
+class NodeType(_Reported):
     """Type of a device: ``enum ibv_node_type``, ibv_get_device_list(3)."""
 
     UNKNOWN = -1
@@ -453,8 +721,13 @@ class NodeType(IntEnum):
     """Another type."""
 
 
-class AtomicCap(IntEnum):
-    """How far atomics are atomic: ``enum ibv_atomic_cap``, ibv_query_device(3)."""
+class AtomicCap(_Reported):
+    """How far atomics are atomic: ``enum ibv_atomic_cap``, ibv_query_device(3).
+
+    Only NONE is false.
+    """
+
+    __bool__ = int.__bool__
 
     NONE = 0
     """No atomics."""
@@ -464,7 +737,7 @@ class AtomicCap(IntEnum):
     """Between this device and the CPUs too."""
 
 
-class DeviceCap(IntFlag):
+class DeviceCap(_Flags):
     """What a device can do: ``enum ibv_device_cap_flags``, ibv_query_device(3)."""
 
     RESIZE_MAX_WR = 1 << 0
@@ -515,9 +788,61 @@ class DeviceCap(IntFlag):
     """Checksums on raw packets."""
     MANAGED_FLOW_STEERING = 1 << 29
     """Flow steering."""
+    FLUSH_GLOBAL = 1 << 38
+    """FLUSH to visibility; only in device_cap_flags_ex."""
+    FLUSH_PERSISTENT = 1 << 39
+    """FLUSH to persistence; only in device_cap_flags_ex."""
+    ATOMIC_WRITE = 1 << 40
+    """ATOMIC_WRITE; only in device_cap_flags_ex."""
 
 
-class EventType(IntEnum):
+class ODPGeneralCap(_Flags):
+    """On-demand paging: ``enum ibv_odp_general_caps``, ibv_query_device_ex(3)."""
+
+    SUPPORT = 1 << 0
+    """Regions may be registered with Access.ON_DEMAND."""
+    SUPPORT_IMPLICIT = 1 << 1
+    """A region may cover the whole address space."""
+
+
+class ODPTransportCap(_Flags):
+    """What may touch on-demand regions on one transport: ``enum ibv_odp_transport_cap_bits``."""
+
+    SUPPORT_SEND = 1 << 0
+    """Sends."""
+    SUPPORT_RECV = 1 << 1
+    """Receives."""
+    SUPPORT_WRITE = 1 << 2
+    """RDMA writes."""
+    SUPPORT_READ = 1 << 3
+    """RDMA reads."""
+    SUPPORT_ATOMIC = 1 << 4
+    """Atomics."""
+    SUPPORT_SRQ_RECV = 1 << 5
+    """Receives of shared receive queues."""
+
+
+class RawPacketCap(_Flags):
+    """What RAW_PACKET queue pairs can do: ``enum ibv_raw_packet_caps``, ibv_query_device_ex(3)."""
+
+    CVLAN_STRIPPING = 1 << 0
+    """Strips customer VLAN tags."""
+    SCATTER_FCS = 1 << 1
+    """Delivers the frame check sequence."""
+    IP_CSUM = 1 << 2
+    """Checksums."""
+    DELAY_DROP = 1 << 3
+    """Waits for a receive before it drops a frame."""
+
+
+class TMCap(_Flags):
+    """What has tag matching: ``enum ibv_tm_cap_flags``, ibv_query_device_ex(3)."""
+
+    RC = 1 << 0
+    """RC queue pairs."""
+
+
+class EventType(_Reported):
     """Asynchronous events: ``enum ibv_event_type``, ibv_get_async_event(3)."""
 
     CQ_ERR = 0

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .resources.cq import WC
 
 __all__ = [
+    "CloseError",
     "ClosedError",
     "CompletionError",
     "InUseError",
@@ -22,6 +23,7 @@ __all__ = [
     "RdmaError",
     "UnsupportedError",
     "VerbsError",
+    "WaitCancelled",
     "WaitTimeout",
 ]
 
@@ -89,6 +91,18 @@ class InUseError(RdmaError):
     """A resource cannot be closed while others depend on it."""
 
 
+class CloseError(RdmaError):
+    """Context.close_all() could not close everything; what it could is closed.
+
+    Attributes:
+        errors: what each resource that is still open, and then the device, raised.
+    """
+
+    def __init__(self, text: str, errors: tuple[RdmaError, ...]) -> None:
+        super().__init__(text)
+        self.errors = errors
+
+
 class VerbsError(RdmaError, OSError):
     """A verbs call failed.
 
@@ -98,6 +112,8 @@ class VerbsError(RdmaError, OSError):
         call: the verb, as its man page names it.
         hint: the likely cause and what to try, or "".
     """
+
+    errno: int
 
     def __init__(self, call: str, errno: int, hint: str = "") -> None:
         super().__init__(errno, os.strerror(errno))
@@ -161,6 +177,9 @@ class PostError(VerbsError):
         name = _errno.errorcode.get(self.errno or 0, self.errno)
         return f"{self.call}: {which}{self.reason} [{name}]"
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self)!r}, index={self.index}, posted={self.posted})"
+
 
 class CompletionError(RdmaError):
     """A work request completed with an error status.
@@ -179,16 +198,28 @@ class WaitTimeout(RdmaError, TimeoutError):
     """Fewer completions arrived than requested.
 
     Those that arrived are not lost: the next poll or wait returns them.
+
+    Attributes:
+        failed: the first WC among those that arrived that has an error status; None if
+            none has.
     """
+
+    def __init__(self, text: str = "", *, failed: WC | None = None) -> None:
+        super().__init__(text)
+        self.failed = failed
+
+
+class WaitCancelled(RdmaError):
+    """CQ.cancel_waits() has ended a wait; its completions stay for the next poll or wait."""
 
 
 _OF_OSERROR = ("errno", "strerror", "filename", "filename2")
 
 
-def _rebuild(kind: Any, args: tuple[Any, ...]) -> Any:
+def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
     """Make an exception from its args, which a constructor may not accept."""
-    made = kind.__new__(kind, *args)
-    (OSError if issubclass(kind, OSError) else BaseException).__init__(made, *args)
+    made = cls.__new__(cls, *args)
+    (OSError if issubclass(cls, OSError) else BaseException).__init__(made, *args)
     return made
 
 

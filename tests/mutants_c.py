@@ -47,9 +47,9 @@ _DEFINE = re.compile(r"[ \t]*#[ \t]*define[ \t]+(\w+)(?:\([^)]*\))?")
 
 @dataclass(frozen=True)
 class Token:
-    """A token: its kind, text, position, and enclosing function or object."""
+    """A token: its type, text, position, and enclosing function or object."""
 
-    kind: str
+    type: str
     text: str
     start: int
     end: int
@@ -61,14 +61,14 @@ def tokens_of(source: str) -> list[Token]:
     found: list[Token] = []
     depth, head, where = 0, len(found), ""
     for token in _tokens(source, 0, len(source)):
-        kind, text = token.kind, token.text
-        if kind == "directive":
+        type, text = token.type, token.text
+        if type == "directive":
             define = _DEFINE.match(text)
             if define:
                 at = token.start + define.end()
                 found.append(Token("op", ";", at, at, define[1]))
                 found += [
-                    Token(part.kind, part.text, part.start, part.end, define[1])
+                    Token(part.type, part.text, part.start, part.end, define[1])
                     for part in _tokens(source, at, token.end)
                 ]
                 found.append(Token("op", ";", token.end, token.end, define[1]))
@@ -79,7 +79,7 @@ def tokens_of(source: str) -> list[Token]:
             if not depth:
                 where = _declared(found[head:])
             depth += 1
-        found.append(Token(kind, text, token.start, token.end, where))
+        found.append(Token(type, text, token.start, token.end, where))
         depth -= text == "}"
         if not depth and text in (";", "}"):
             head, where = len(found), ""
@@ -88,17 +88,17 @@ def tokens_of(source: str) -> list[Token]:
 
 def _tokens(source: str, start: int, end: int) -> Iterator[Token]:
     for match in _TOKEN.finditer(source, start, end):
-        kind = match.lastgroup or ""
-        if kind != "comment":
+        type = match.lastgroup or ""
+        if type != "comment":
             # Keep the suffix when a number changes.
-            yield Token(kind, match[kind], match.start(kind), match.end(kind), "")
+            yield Token(type, match[type], match.start(type), match.end(type), "")
 
 
 def _declared(head: list[Token]) -> str:
     """Return the name that a declaration declares, given what precedes its body."""
-    names = [token.text for token in head if token.kind == "name"]
+    names = [token.text for token in head if token.type == "name"]
     for before, token in itertools.pairwise(head):
-        if token.text == "(" and before.kind == "name" and before.text != "__attribute__":
+        if token.text == "(" and before.type == "name" and before.text != "__attribute__":
             # FUNCTION(name) and the like.
             after = names[names.index(before.text) + 1 :]
             return after[0] if before.text.isupper() and after else before.text
@@ -173,11 +173,11 @@ class File:
                 skip = max(skip, self._closing(at + 1))
             if at <= skip:
                 continue
-            if token.kind == "number":
+            if token.type == "number":
                 yield from self._number(at)
-            elif token.kind == "name":
+            elif token.type == "name":
                 yield from self._word(at)
-            elif token.kind == "op":
+            elif token.type == "op":
                 yield from self._operator(at, dropped)
 
     def _text(self, at: int) -> str:
@@ -187,7 +187,7 @@ class File:
         """Whether an operator after this one is binary, rather than unary."""
         token = self.tokens[at]
         return token.text in (")", "]") or (
-            token.kind in ("number", "name", "string") and token.text not in ("return", "case")
+            token.type in ("number", "name", "string") and token.text not in ("return", "case")
         )
 
     def _is_binary(self, at: int) -> bool:
@@ -206,13 +206,13 @@ class File:
 
     def _reach(self, at: int, step: int) -> int:
         """Return the last token of the same operand in a direction."""
-        into, out = (_OPEN, _CLOSE) if step > 0 else (_CLOSE, _OPEN)
-        depth = int(self._text(at) in into)
+        openers, closers = (_OPEN, _CLOSE) if step > 0 else (_CLOSE, _OPEN)
+        depth = int(self._text(at) in openers)
         while 0 <= at + step < len(self.tokens):
             text = self._text(at + step)
-            if not depth and (text in _ENDS or text in out):
+            if not depth and (text in _ENDS or text in closers):
                 break
-            depth += (text in into) - (text in out)
+            depth += (text in openers) - (text in closers)
             at += step
         return at
 
@@ -343,7 +343,7 @@ def functions_of(source: str) -> list[Function]:
     head: list[Token] = []
     declared: tuple[Token, tuple[str, ...]] | None = None
     for token in _tokens(source, 0, len(source)):
-        if token.kind == "directive":
+        if token.type == "directive":
             continue
         if token.text == "{":
             if not depth:
@@ -375,7 +375,7 @@ def _parameters(head: list[Token]) -> tuple[Token, tuple[str, ...]] | None:
     arguments: list[str] = []
     for last, param in itertools.groupby(inner, lambda token: token.text == ","):
         if not last:
-            arguments.append([token.text for token in param if token.kind == "name"][-1])
+            arguments.append([token.text for token in param if token.type == "name"][-1])
     return name, tuple(arguments) if arguments != ["void"] else ()
 
 
@@ -546,18 +546,18 @@ class Build:
         self._lay(package / "_c")
         return package / self.module
 
-    def link(self, name: str, source: str | None, into: pathlib.Path) -> None:
+    def link(self, name: str, source: str | None, target: pathlib.Path) -> None:
         """Link the module with one file changed, or with none.
 
         Args:
             name: the C file, or a header; the files that include it are recompiled.
             source: its new contents; None leaves it unchanged.
-            into: the module's path, as returned by ``package``.
+            target: the module's path, as returned by ``package``.
 
         Raises:
             DoesNotCompile, SameObject: the change does not compile, or makes no difference.
         """
-        objects, place = dict(self.objects), into.parent / "_c"
+        objects, place = dict(self.objects), target.parent / "_c"
         if source is not None:
             (place / name).unlink()
             (place / name).write_text(source)
@@ -569,11 +569,11 @@ class Build:
             if all(path.read_bytes() == objects[part].read_bytes() for part, path in made.items()):
                 raise SameObject
             objects |= made
-        self._link(objects, into)
+        self._link(objects, target)
 
-    def link_selectable(self, name: str, file: Selectable, into: pathlib.Path) -> set[int]:
+    def link_selectable(self, name: str, file: Selectable, target: pathlib.Path) -> set[int]:
         """Link the module with all mutants of a C file in it; return those that do not compile."""
-        place, wrong = into.parent / "_c", set[int]()
+        place, wrong = target.parent / "_c", set[int]()
         (place / name).unlink()
         while True:
             (place / name).write_text(file.text(wrong))
@@ -586,11 +586,12 @@ class Build:
                 if not found:
                     raise
                 wrong |= found
-        self._link(self.objects | {name: made}, into)
+        self._link(self.objects | {name: made}, target)
         return wrong
 
-    def _link(self, objects: dict[str, pathlib.Path], into: pathlib.Path) -> None:
-        into.unlink(missing_ok=True)
+    def _link(self, objects: dict[str, pathlib.Path], target: pathlib.Path) -> None:
+        target.unlink(missing_ok=True)
         subprocess.run(
-            [*self.compiler, "-shared", "-o", into, *objects.values(), *self.libraries], check=True
+            [*self.compiler, "-shared", "-o", target, *objects.values(), *self.libraries],
+            check=True,
         )

@@ -55,245 +55,386 @@ PROFILE, EXAMPLES = "mutants", 20
 MOMENTS = "6"
 """Of each verb, at which providers/soft0/test_soft_interrupts.py interrupts it; the same holds."""
 
+POSTS = (
+    "posting/test_send.py",
+    "posting/test_rdma_write_and_read.py",
+    "posting/test_atomics.py",
+    "posting/test_imm_data.py",
+    "posting/test_inline.py",
+    "posting/test_fence.py",
+    "posting/test_signaled.py",
+    "posting/test_sges.py",
+    "posting/test_message_sizes.py",
+    "posting/test_error_completions.py",
+    "posting/test_retry_cnt_and_rnr_retry.py",
+    "posting/test_wr_id.py",
+    "resources/test_ah.py",
+)
+"""What each opcode and flag does."""
+
+CHECKS = (
+    "posting/test_every_rule_refuses.py",
+    "posting/test_opcodes_and_flags_by_qp_type.py",
+    "posting/test_sges.py",
+    "posting/test_inline.py",
+    "posting/test_atomics.py",
+    "posting/test_tso_header.py",
+    "posting/test_wr_lists_and_bad_wr.py",
+    "posting/test_queue_full.py",
+    "posting/test_prepared.py",
+    "resources/test_ah.py",
+    "resources/test_qp_states.py",
+    "resources/test_mw_type_2_bind_and_invalidate.py",
+)
+"""What a post is checked for."""
+
+READS = (
+    "posting/test_wr_read_once.py",
+    "posting/test_exceptions_of_caller_code.py",
+    "posting/test_wr_classes.py",
+    "posting/test_wr_id.py",
+    "posting/test_concurrent_posts.py",
+    "posting/test_memory_in_flight.py",
+    "posting/test_sges.py",
+    "posting/test_tso_header.py",
+    "resources/test_resident_memory.py",
+)
+"""How work requests are read."""
+
+IN_FLIGHT = (
+    "posting/test_outstanding.py",
+    "posting/test_outstanding_model.py",
+    "posting/test_memory_in_flight.py",
+    "posting/test_wr_lists_and_bad_wr.py",
+    "posting/test_inline.py",
+    "resources/test_mw_type_2_bind_and_invalidate.py",
+    "resources/test_srq.py",
+)
+"""What is outstanding, and what it keeps."""
+
+QPS = (
+    "resources/test_qp_states.py",
+    "resources/test_qp_modify.py",
+    "resources/test_qp_connect.py",
+    "resources/test_qp_create.py",
+    "resources/test_gid.py",
+    "resources/test_device.py",
+)
+"""Queue pairs, before they post."""
+
+MEMORY = (
+    "resources/test_mr.py",
+    "resources/test_mr_of_any_memory.py",
+    "resources/test_mr_rereg.py",
+    "resources/test_mw_type_2_bind_and_invalidate.py",
+    "resources/test_mw_type_1_bind_mw.py",
+    "resources/test_srq.py",
+    "resources/test_pd.py",
+)
+"""Regions and windows, and queues that share receives."""
+
+EVENTS = (
+    "resources/test_comp_channel.py",
+    "resources/test_async_events.py",
+    "providers/soft0/test_soft_faults.py",
+)
+
+FRAMES = (
+    "providers/soft0/test_soft_raw_packets_and_checksums.py",
+    "providers/soft0/test_soft_tso.py",
+)
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.posting.rules": (
-        "posting/test_rules.py",
-        "posting/test_flags.py",
-        "resources/test_crashes.py",
-        "posting/test_sizes.py",
+        *CHECKS,
+        "posting/test_fence.py",
+        "posting/test_solicited.py",
+        "posting/test_signaled.py",
+        "posting/test_imm_data.py",
+        "posting/test_message_sizes.py",
+        "posting/test_wr_classes.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "resources/test_windows.py",
+        "resources/test_qp_modify.py",
+        "resources/test_mw_type_1_bind_mw.py",
     ),
     "rdmapost.providers.soft0.engine.memory": (
-        "providers/soft0/test_soft_memory.py",
-        "resources/test_memory.py",
-        "posting/test_posting_refused.py",
-        "posting/test_posting.py",
-        "resources/test_windows.py",
-        "resources/test_zero_based.py",
+        "providers/soft0/test_soft_mr_and_mw.py",
+        "providers/soft0/test_soft_mr_of_any_memory.py",
+        *MEMORY,
+        *POSTS,
+        "posting/test_opcodes_and_flags_by_qp_type.py",
+        "posting/test_memory_in_flight.py",
+        "resources/test_mr_zero_based.py",
         "resources/test_xrc.py",
     ),
     "rdmapost.providers.soft0.engine.qp": (
-        "providers/soft0/test_soft_queuepair.py",
-        "resources/test_states.py",
-        "resources/test_queuepair.py",
-        "posting/test_posting.py",
-        "providers/soft0/test_soft_refuses.py",
-        "posting/test_posting_refused.py",
-        "posting/test_posting_lists.py",
-        "resources/test_srq.py",
+        "providers/soft0/test_soft_qp.py",
+        "providers/soft0/test_soft_wc_fields.py",
+        "providers/soft0/test_soft_async_events.py",
+        "providers/soft0/test_soft_limits.py",
+        "providers/soft0/test_soft_cq_overrun.py",
+        *QPS,
+        *POSTS,
+        "posting/test_opcodes_and_flags_by_qp_type.py",
+        "posting/test_wr_lists_and_bad_wr.py",
+        "posting/test_queue_full.py",
+        "posting/test_wr_classes.py",
+        "posting/test_outstanding.py",
+        "posting/test_memory_in_flight.py",
+        *MEMORY,
         "resources/test_xrc.py",
-        "resources/test_datagrams.py",
-        "resources/test_memory.py",
-        "resources/test_events.py",
-        "resources/test_windows.py",
-        "providers/soft0/test_soft_rendezvous.py",
-        "providers/soft0/test_soft_tags.py",
-        "providers/soft0/test_soft_offload.py",
-        "providers/soft0/test_soft_tso.py",
-        "providers/soft0/test_soft_attempts.py",
+        "resources/test_ud_grh_and_qkey.py",
+        "resources/test_cq_poll_and_wait.py",
+        *EVENTS,
+        "providers/soft0/test_soft_tag_rendezvous.py",
+        "providers/soft0/test_soft_tag_matching.py",
+        *FRAMES,
+        "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
     "rdmapost.providers.soft0.engine.responder": (
-        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_soft_qp.py",
+        "providers/soft0/test_soft_wc_fields.py",
+        "providers/soft0/test_soft_async_events.py",
         "providers/soft0/test_soft_responder.py",
-        "posting/test_posting.py",
-        "posting/test_posting_refused.py",
-        "resources/test_memory.py",
+        "providers/soft0/test_soft_limits.py",
+        *POSTS,
+        "posting/test_opcodes_and_flags_by_qp_type.py",
+        "posting/test_memory_in_flight.py",
+        *MEMORY,
         "resources/test_xrc.py",
-        "resources/test_events.py",
-        "resources/test_datagrams.py",
-        "resources/test_queuepair.py",
-        "resources/test_states.py",
-        "resources/test_srq.py",
-        "providers/soft0/test_soft_rendezvous.py",
-        "providers/soft0/test_soft_tags.py",
-        "resources/test_windows.py",
-        "providers/soft0/test_soft_offload.py",
-        "providers/soft0/test_soft_tso.py",
-        "providers/soft0/test_soft_attempts.py",
+        *EVENTS,
+        "resources/test_ud_grh_and_qkey.py",
+        "resources/test_cq_poll_and_wait.py",
+        *QPS,
+        "providers/soft0/test_soft_tag_rendezvous.py",
+        "providers/soft0/test_soft_tag_matching.py",
+        *FRAMES,
+        "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
     "rdmapost.providers.soft0.engine.requester": (
-        "providers/soft0/test_soft_queuepair.py",
+        "providers/soft0/test_soft_qp.py",
+        "providers/soft0/test_soft_wc_fields.py",
+        "providers/soft0/test_soft_async_events.py",
+        "providers/soft0/test_soft_limits.py",
         "providers/soft0/test_soft_requester.py",
         "providers/soft0/test_soft_responder.py",
-        "posting/test_posting.py",
-        "posting/test_posting_refused.py",
-        "posting/test_posting_lists.py",
-        "resources/test_memory.py",
-        "resources/test_queuepair.py",
-        "resources/test_datagrams.py",
+        *POSTS,
+        "posting/test_opcodes_and_flags_by_qp_type.py",
+        "posting/test_wr_lists_and_bad_wr.py",
+        "posting/test_queue_full.py",
+        "posting/test_wr_classes.py",
+        "posting/test_outstanding.py",
+        "posting/test_memory_in_flight.py",
+        *MEMORY,
+        *QPS,
+        "resources/test_ud_grh_and_qkey.py",
+        "resources/test_cq_poll_and_wait.py",
         "resources/test_xrc.py",
-        "resources/test_states.py",
-        "resources/test_events.py",
-        "resources/test_windows.py",
-        "providers/soft0/test_soft_rendezvous.py",
-        "providers/soft0/test_soft_offload.py",
-        "providers/soft0/test_soft_tso.py",
-        "providers/soft0/test_soft_attempts.py",
-        "posting/test_sizes.py",
-        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
+        *EVENTS,
+        "providers/soft0/test_soft_tag_rendezvous.py",
+        *FRAMES,
+        "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
-    "rdmapost/_c/polling/completions.c": (
-        "resources/test_completion_fields.py",
-        "resources/test_polling_failures.py",
+    "rdmapost/_c/polling/wc.c": (
+        "resources/test_wc_fields.py",
+        "resources/test_cq_poll_failures.py",
         "project/test_errors.py",
-        "providers/soft0/test_soft_tags.py",
+        "providers/soft0/test_soft_tag_matching.py",
     ),
-    "rdmapost/_c/posting/rules.c": ("posting/test_rules.py", "posting/test_reading.py"),
-    "rdmapost/_c/posting/read.c": (
-        "posting/test_fields.py",
-        "posting/test_reading.py",
-        "posting/test_rules.py",
-        "resources/test_crashes.py",
-        "posting/test_prepared.py::test_sges_that_the_collector_shows_while_they_are_made_are_whole",
-    ),
+    "rdmapost/_c/posting/rules.c": (*CHECKS, *READS),
+    "rdmapost/_c/posting/read_wr.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
     "rdmapost/_c/posting/post.c": (
-        "posting/test_rules.py",
-        "posting/test_inflight.py",
-        "posting/test_fields.py",
-        "posting/test_reading.py",
-        "posting/test_posting_lists.py",
-        "resources/test_windows.py",
+        *CHECKS,
+        *IN_FLIGHT,
+        "posting/test_wr_structs.py",
+        *READS,
+        "resources/test_mw_type_1_bind_mw.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "posting/test_prepared.py",
-        "soundness/test_window_lifetimes.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
+        "posting/test_signaled.py",
+        "soundness/test_mw_lifetimes.py",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),
     "rdmapost/_c/posting/prepared.c": (
         "posting/test_prepared.py",
-        "posting/test_fields.py",
-        "posting/test_rules.py",
-        "posting/test_inflight.py",
-        "posting/test_reading.py",
+        "posting/test_wr_structs.py",
+        *CHECKS,
+        *IN_FLIGHT,
+        *READS,
         "soundness/test_fork.py::test_use_in_a_forked_child_names_the_owner_and_the_remedy",
     ),
-    "rdmapost/_c/libibverbs/poll.c": (
-        "resources/test_polling_failures.py",
+    "rdmapost/_c/libibverbs/poll_cq.c": (
+        "resources/test_cq_poll_failures.py",
         "project/test_binding.py::test_poll_of_no_entries_is_refused_by_the_shim",
-        "providers/soft0/test_soft_tags.py",
+        "providers/soft0/test_soft_tag_matching.py",
     ),
     "rdmapost/_c/posting/inflight.c": (
-        "posting/test_inflight.py",
+        *IN_FLIGHT,
         "posting/test_prepared.py",
+        "posting/test_sges.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "soundness/test_window_lifetimes.py",
+        "soundness/test_mw_lifetimes.py",
     ),
-    "rdmapost/_c/posting/buffer.c": (
-        "posting/test_reading.py",
-        "posting/test_values.py",
-        "posting/test_rules.py",
-        "posting/test_prepared.py",
-        "resources/test_lifetimes.py::test_the_collector_may_take_a_memoryview_and_an_sge_over_it",
+    "rdmapost/_c/posting/inline_buffer.c": (
+        *READS,
+        *CHECKS,
+        "resources/test_garbage_collection.py::"
+        "test_the_collector_may_take_a_memoryview_and_an_sge_over_it",
     ),
-    "rdmapost/_c/posting/tag.c": (
+    "rdmapost/_c/posting/tag_handle.c": (
         "providers/soft0/test_soft_tag_ops.py",
-        "providers/soft0/test_soft_tags.py",
+        "providers/soft0/test_soft_tag_matching.py",
     ),
-    "rdmapost/_c/posting/region.c": ("resources/test_memory.py", "posting/test_values.py"),
-    "rdmapost/_c/posting/wr.c": (
-        "posting/test_wr.py",
-        "project/test_arguments.py",
-        "posting/test_fields.py",
+    "rdmapost/_c/posting/dlpack.c": ("resources/test_mr_of_any_memory.py",),
+    "rdmapost/_c/soft0/reach.c": ("providers/soft0/test_soft_mr_of_any_memory.py",),
+    "rdmapost/_c/posting/sge.c": (
+        *MEMORY,
+        "posting/test_sges.py",
+        "posting/test_inline.py",
+        "posting/test_memory_in_flight.py",
+        "resources/test_ah.py",
     ),
-    "rdmapost/_c/handles/slots.c": ("posting/test_wr.py", "posting/test_fields.py"),
-    "rdmapost/_c/soft0/context.c": (
-        "providers/soft0/test_soft_from_c.py",
-        "providers/soft0/test_soft_queuepair.py",
+    "rdmapost/_c/posting/wr_init.c": (
+        "posting/test_wr_classes.py",
+        "project/test_argument_types.py",
+        "posting/test_wr_structs.py",
+    ),
+    "rdmapost/_c/posting/slot_offsets.c": (
+        "posting/test_wr_classes.py",
+        "posting/test_wr_structs.py",
+    ),
+    "rdmapost/_c/soft0/data_verbs.c": (
+        "providers/soft0/test_soft_unchecked_posts.py",
+        "providers/soft0/test_soft_qp.py",
+        "providers/soft0/test_soft_wc_fields.py",
+        "providers/soft0/test_soft_async_events.py",
         "providers/soft0/test_soft_responder.py",
         "providers/soft0/test_soft_requester.py",
-        "posting/test_posting.py",
-        "providers/soft0/test_soft_refuses.py",
-        "resources/test_queuepair.py",
+        *POSTS,
+        "providers/soft0/test_soft_limits.py",
+        "providers/soft0/test_soft_cq_overrun.py",
+        *QPS,
         "resources/test_srq.py",
         "resources/test_xrc.py",
-        "resources/test_datagrams.py",
-        "resources/test_windows.py",
-        "resources/test_zero_based.py",
-        "providers/soft0/test_soft_rendezvous.py",
-        "providers/soft0/test_soft_tags.py",
+        "resources/test_ud_grh_and_qkey.py",
+        "resources/test_mw_type_1_bind_mw.py",
+        "resources/test_mr_zero_based.py",
+        "resources/test_cq_poll_and_wait.py",
+        "providers/soft0/test_soft_tag_rendezvous.py",
+        "providers/soft0/test_soft_tag_matching.py",
         "providers/soft0/test_soft_tag_ops.py",
-        "providers/soft0/test_soft_offload.py",
-        "providers/soft0/test_soft_tso.py",
-        "providers/soft0/test_faults.py",
-        "resources/test_events.py",
-        "resources/test_polling.py::test_interrupts_at_any_moment_lose_no_completion",
-        "providers/soft0/test_soft_interrupts.py::test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
+        *FRAMES,
+        *EVENTS,
+        "resources/test_cq_interrupts.py::test_interrupts_at_any_moment_lose_no_completion",
+        "providers/soft0/test_soft_interrupts.py::"
+        "test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
         "providers/soft0/test_soft_interrupts.py::"
         "test_cq_armed_before_a_completion_is_visible_announces_it",
         "providers/soft0/test_soft_interrupts.py::"
         "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+        "providers/soft0/test_soft_interrupts.py::"
+        "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "providers/soft0/test_soft_interrupts.py::"
         "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
-        "resources/test_lifetimes.py::test_200_000_posts_leave_resident_memory_where_it_was",
-        "resources/test_lifetimes.py::test_opening_and_closing_leaves_resident_memory_where_it_was",
+        "resources/test_resident_memory.py",
     ),
     "rdmapost/_c/soft0/faults.c": (
-        "providers/soft0/test_faults.py",
-        "providers/soft0/test_soft_refuses.py",
-        "posting/test_posting_refused.py",
-        "posting/test_inflight.py",
+        "providers/soft0/test_soft_faults.py",
+        "providers/soft0/test_soft_limits.py",
+        "providers/soft0/test_soft_cq_overrun.py",
+        "posting/test_error_completions.py",
+        "posting/test_retry_cnt_and_rnr_retry.py",
+        *IN_FLIGHT,
         "posting/test_prepared.py",
-        "providers/soft0/test_soft_robust.py",
+        "providers/soft0/test_soft_load_and_out_of_memory.py",
     ),
-    "rdmapost/_c/soft0/verb.c": (
-        "providers/soft0/test_soft_handlers.py",
+    "rdmapost/_c/soft0/transaction.c": (
+        "providers/soft0/test_soft_handler_exceptions.py",
         "providers/soft0/test_soft_interrupts.py",
-        "resources/test_polling.py",
-        "providers/soft0/test_soft_robust.py::test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
-        "providers/soft0/test_soft_robust.py::test_send_without_memory_even_to_fail_is_carried_out_later",
-        "providers/soft0/test_soft_robust.py::test_queue_pair_out_of_memory_does_not_block_another",
-        "providers/soft0/test_soft_robust.py::test_retry_without_memory_is_made_later",
-        "providers/soft0/test_soft_robust.py::test_exception_in_the_device_is_logged_and_fails_the_work_request",
+        "resources/test_cq_interrupts.py",
+        "resources/test_cq_create_and_close.py",
+        "resources/test_comp_channel.py",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_send_without_memory_even_to_fail_is_carried_out_later",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_queue_pair_out_of_memory_does_not_block_another",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::test_retry_without_memory_is_made_later",
+        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/soft0/journal.c": (
-        "providers/soft0/test_soft_queuepair.py",
-        "providers/soft0/test_faults.py",
-        "providers/soft0/test_soft_refuses.py",
-        "providers/soft0/test_soft_memory.py",
-        "resources/test_memory.py",
-        "resources/test_events.py",
-        "resources/test_windows.py",
+        "providers/soft0/test_soft_qp.py",
+        "providers/soft0/test_soft_wc_fields.py",
+        "providers/soft0/test_soft_async_events.py",
+        "providers/soft0/test_soft_faults.py",
+        "providers/soft0/test_soft_limits.py",
+        "providers/soft0/test_soft_cq_overrun.py",
+        "providers/soft0/test_soft_mr_and_mw.py",
+        *MEMORY,
+        *EVENTS,
         "providers/soft0/test_soft_interrupts.py",
     ),
-    "rdmapost/_c/handles/lock.c": ("posting/test_reading.py", "resources/test_polling.py"),
+    "rdmapost/_c/handles/lock.c": (
+        "posting/test_concurrent_posts.py",
+        *READS,
+        "resources/test_cq_interrupts.py",
+        "resources/test_cq_create_and_close.py",
+        "resources/test_comp_channel.py",
+    ),
     "rdmapost/_c/polling/cq.c": (
-        "resources/test_cq_batches.py",
-        "resources/test_cq_waits.py",
-        "resources/test_completions.py",
-        "resources/test_polling.py",
-        "resources/test_polling_failures.py",
-        "resources/test_completion_fields.py",
-        "resources/test_waiting.py",
-        "resources/test_aio.py",
-        "resources/test_aio_channels.py",
-        "resources/test_async_events.py",
-        "providers/soft0/test_soft_tags.py",
-        "resources/test_events.py",
-        "resources/test_lifetimes.py::test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/soft0/test_soft_interrupts.py::test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+        "resources/test_cq_poll_and_wait.py",
+        "resources/test_cq_wait_threads.py",
+        "resources/test_cq_create_and_close.py",
+        "resources/test_cq_interrupts.py",
+        "resources/test_cq_poll_failures.py",
+        "resources/test_wc_fields.py",
+        "posting/test_concurrent_posts.py",
+        "posting/test_wr_id.py",
+        "posting/test_outstanding.py",
+        "posting/test_memory_in_flight.py",
+        "posting/test_retry_cnt_and_rnr_retry.py",
+        "posting/test_queue_full.py",
+        "resources/test_aio_completions.py",
+        "resources/test_aio_events.py",
+        "providers/soft0/test_soft_tag_matching.py",
+        *EVENTS,
+        "resources/test_close_at_exit_and_fork.py::"
+        "test_interpreter_ends_quietly_while_a_thread_waits",
+        "providers/soft0/test_soft_interrupts.py::"
+        "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
         "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
         "soundness/test_fork.py::"
         "test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child",
-        "soundness/test_close_races.py::test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
+        "soundness/test_close_races.py::"
+        "test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
         "soundness/test_finalizers.py::"
         "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
     ),
     "rdmapost/_c/handles/handle.c": (
-        "resources/test_resource.py",
-        "resources/test_handles.py",
-        "resources/test_making.py",
-        "resources/test_lifetimes.py",
-        "resources/test_windows.py",
-        "providers/soft0/test_soft_handlers.py",
+        "resources/test_close_order.py",
+        "resources/test_close_during_verbs.py",
+        "resources/test_constructors.py",
+        "resources/test_garbage_collection.py",
+        "resources/test_mr.py",
+        "resources/test_mr_rereg.py",
+        "resources/test_close_at_exit_and_fork.py",
+        "posting/test_memory_in_flight.py",
+        "resources/test_ah.py",
+        "resources/test_mw_type_1_bind_mw.py",
+        "providers/soft0/test_soft_handler_exceptions.py",
         "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
         "soundness/test_exit.py",
         "soundness/test_fork.py",
-        "soundness/test_window_lifetimes.py",
+        "soundness/test_mw_lifetimes.py",
         "soundness/test_finalizers.py::"
         "test_resource_dropped_near_the_recursion_limit_is_closed_later",
-        "soundness/test_finalizers.py::test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
+        "soundness/test_finalizers.py::"
+        "test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
         "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
         "soundness/test_finalizers.py::"
         "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
@@ -622,9 +763,9 @@ def limit(seconds: tuple[float, float]) -> None:
     # By a signal, which also ends a hang in C.  An endless loop uses CPU time and
     # hits that limit soon, even on a busy machine.
     timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
-    for timer, signum, most in zip(timers, _OUT_OF_TIME, seconds, strict=False):
+    for timer, signum, max_seconds in zip(timers, _OUT_OF_TIME, seconds, strict=False):
         signal.signal(signum, signal.SIG_DFL)
-        signal.setitimer(timer, most)
+        signal.setitimer(timer, max_seconds)
 
 
 def be_quiet() -> None:
@@ -650,7 +791,7 @@ def arguments(tests: tuple[str, ...]) -> list[str]:
         str(ROOT),
         "-m",
         "not rdma and not two_hosts",
-        *(str(TESTS / name) for name in tests),
+        *(str(TESTS / name) for name in dict.fromkeys(tests)),
     ]
 
 
@@ -679,14 +820,14 @@ def ended(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def stages_of(module: str, kind: Python | InC) -> tuple[Stage, ...]:
+def stages_of(module: str, language: Python | InC) -> tuple[Stage, ...]:
     """Run the unmodified module's tests, and measure how long they take."""
     tests = TARGETS[module]
     found: list[Stage] = []
     # The first file catches most mutants, so the others need not be loaded.
     for names in filter(None, (tests[:1], tests[1:])):
         begun = time.monotonic()
-        pid, status, used = os.wait4(start(lambda: kind.put(None, 0), Stage(names)), 0)
+        pid, status, used = os.wait4(start(lambda: language.put(None, 0), Stage(names)), 0)
         ended(pid)
         if status:
             raise SystemExit(f"the tests of {module} fail as it is: {', '.join(names)}")
@@ -719,7 +860,7 @@ class Selecting:
         library: the module that contains all mutants.
         numbers: the mutants' numbers, each with the index of its function.
         jobs: the number of children at a time.
-        tell: is called with what came of each: its number, and "noticed", "late", "survived"
+        report: is called with what came of each: its number, and "noticed", "late", "survived"
             or, where no test calls the function, "not called".
     """
 
@@ -731,9 +872,9 @@ class Selecting:
         library: pathlib.Path,
         numbers: dict[int, int],
         jobs: int,
-        tell: Callable[[int, str], None],
+        report: Callable[[int, str], None],
     ) -> None:
-        self.library, self.numbers, self.jobs, self.tell = library, numbers, jobs, tell
+        self.library, self.numbers, self.jobs, self.report = library, numbers, jobs, report
 
     def pytest_runtestloop(self, session: Any) -> bool:
         lib = ctypes.CDLL(str(self.library))
@@ -760,7 +901,7 @@ class Selecting:
                     number = waiting.pop()
                     order = self._order(self.numbers[number], killers)
                     if not order:
-                        self.tell(number, "not called")
+                        self.report(number, "not called")
                         continue
                     running[self._fork(functools.partial(self._try, number, order))] = number
                 if not running:
@@ -772,7 +913,7 @@ class Selecting:
                 test = int.from_bytes(self.noticed[4 * number : 4 * number + 4], "little") - 1
                 if code and test >= 0:
                     killers = [test, *(other for other in killers if other != test)][: self.KILLERS]
-                self.tell(
+                self.report(
                     number, "late" if -code in _OUT_OF_TIME else "noticed" if code else "survived"
                 )
         finally:
@@ -868,8 +1009,8 @@ class Selecting:
         os._exit(0)
 
 
-def noticed_together(
-    module: str, kind: InC, mutants: list[Mutant], options: argparse.Namespace
+def noticed_in_forks(
+    module: str, language: InC, mutants: list[Mutant], options: argparse.Namespace
 ) -> dict[Mutant, str]:
     """Test a C file's mutants that are all in one module.
 
@@ -886,9 +1027,9 @@ def noticed_together(
     if not pid:
         code = 1
         try:
-            library, wrong = kind.put_all(module, file)
-            tell = os.fdopen(writing, "w", buffering=1)
-            tell.writelines(f"{number}:\n" for number in wrong & numbered.keys())
+            library, wrong = language.put_all(module, file)
+            report = os.fdopen(writing, "w", buffering=1)
+            report.writelines(f"{number}:\n" for number in wrong & numbered.keys())
             numbers = {
                 number: place
                 for number, place in file.function_of.items()
@@ -903,7 +1044,7 @@ def noticed_together(
                     library,
                     numbers,
                     options.jobs,
-                    lambda number, came: print(f"{number}:{came}", file=tell),
+                    lambda number, came: print(f"{number}:{came}", file=report),
                 )
                 try:
                     # No capturing: its files would be shared by all children.
@@ -938,12 +1079,14 @@ def noticed_together(
     return found
 
 
-def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
+def built_alone(language: InC, mutants: list[Mutant], tried: Tried) -> None:
     """Find the survivors that compile to identical code."""
     for mutant in mutants:
         assert isinstance(mutant.changed, str)
         try:
-            kind.build.link(mutants_c.name_of(mutant.module), mutant.changed, kind.modules[0])
+            language.build.link(
+                mutants_c.name_of(mutant.module), mutant.changed, language.modules[0]
+            )
             tried.survivors.append(mutant)
         except mutants_c.DoesNotCompile:
             tried.count -= 1
@@ -952,32 +1095,34 @@ def built_alone(kind: InC, mutants: list[Mutant], tried: Tried) -> None:
             tried.same += 1
 
 
-def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -> Tried:
+def survivors_of(module: str, language: Python | InC, options: argparse.Namespace) -> Tried:
     """Run the tests on a module's mutants."""
     waiting = [mutant for mutant in mutants_of(module) if options.only in mutant.name]
     if options.again:
-        told = {line.strip().partition(": ")[2] for line in options.again.read_text().splitlines()}
-        waiting = [mutant for mutant in waiting if mutant.name in told]
+        listed = {
+            line.strip().partition(": ")[2] for line in options.again.read_text().splitlines()
+        }
+        waiting = [mutant for mutant in waiting if mutant.name in listed]
     part, parts = map(int, options.part.split("/"))
     waiting = waiting[part - 1 :: parts]
     tried = Tried([], len(waiting))
-    if isinstance(kind, InC):
+    if isinstance(language, InC):
         if options.quick:
             equivalent = known()
             waiting = [mutant for mutant in waiting if mutant.name not in equivalent]
             tried.count = len(waiting)
-        found = noticed_together(module, kind, waiting, options)
+        found = noticed_in_forks(module, language, waiting, options)
         tried.count -= sum(not came for came in found.values())
         tried.late += sum(came == "late" for came in found.values())
         survived = [mutant for mutant in waiting if found.get(mutant) == "survived"]
         waiting = [mutant for mutant in waiting if mutant not in found]
         if options.quick:
-            built_alone(kind, survived, tried)
+            built_alone(language, survived, tried)
         else:
             waiting += survived
     if not waiting:
         return tried
-    stages = stages_of(module, kind)
+    stages = stages_of(module, language)
     jobs = [(mutant, 0) for mutant in waiting]
     running: dict[int, tuple[Mutant, int, int]] = {}
     free = [*range(options.jobs)]
@@ -986,7 +1131,7 @@ def survivors_of(module: str, kind: Python | InC, options: argparse.Namespace) -
             while jobs and free:
                 mutant, stage = jobs.pop()
                 place = free.pop()
-                pid = start(functools.partial(kind.put, mutant, place), stages[stage])
+                pid = start(functools.partial(language.put, mutant, place), stages[stage])
                 running[pid] = mutant, stage, place
             pid, status = os.wait()
         except KeyboardInterrupt:
@@ -1029,8 +1174,8 @@ def tried(module: str, options: argparse.Namespace, equivalent: dict[str, str]) 
     """Test a module's mutants and print the results; return whether any unlisted one survived."""
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
-        kind = InC(pathlib.Path(work), options.jobs) if "/" in module else Python()
-        done = survivors_of(module, kind, options)
+        language = InC(pathlib.Path(work), options.jobs) if "/" in module else Python()
+        done = survivors_of(module, language, options)
     survivors = done.survivors
     new = [mutant for mutant in survivors if mutant.name not in equivalent]
     print(

@@ -1,5 +1,5 @@
 /*
- * A second way into the shim, beside cffi, for calls that never block.
+ * The module's init function, and the functions that it has besides cffi's, which never block.
  *
  * cffi releases the GIL around every call. Posting and polling never block, and
  * while another thread is busy, reacquiring the GIL takes a thousand times as
@@ -34,19 +34,72 @@ void rp_free(PyObject *self)
 	Py_DECREF(type);
 }
 
+/* ---- methods of classes in Python, which have their docstrings and signatures ---- */
+
+#define WITH_KEYWORDS(name, function)                                                        \
+	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, NULL }
+static struct {
+	PyMethodDef method;
+	const char *attribute; /* which it reads, */
+	struct rp_slot *slot; /* from there */
+} methods[] = {
+	{ { "post_send", rp_post_send, METH_O, NULL }, "_send", &rp_queue_slots[0] },
+	{ { "post_recv", rp_post_recv, METH_O, NULL }, "_recv", &rp_queue_slots[1] },
+	{ { "post_srq_recv", rp_post_srq_recv, METH_O, NULL }, "_recv", &rp_queue_slots[2] },
+	{ { "post_srq_ops", rp_post_srq_ops, METH_O, NULL }, "_ops", &rp_queue_slots[3] },
+	{ WITH_KEYWORDS("post_columns", rp_post_columns), NULL, NULL },
+	{ WITH_KEYWORDS("post_recv_columns", rp_post_recv_columns), NULL, NULL },
+	{ WITH_KEYWORDS("post_srq_recv_columns", rp_post_srq_recv_columns), NULL, NULL },
+	{ RP_METHOD_NAMED("blocks", rp_mr_blocks), NULL, NULL },
+	{ RP_METHOD_NAMED("ranges", rp_mr_ranges), NULL, NULL },
+	{ { "__getitem__", rp_mr_getitem, METH_O, NULL }, NULL, NULL },
+	{ { "poll_into", rp_poll_into, METH_O, NULL }, "_poller", &rp_poller_slot },
+};
+
+/* add_method(type, name, doc): replace a class's method by C's; whether C has it. */
+static PyObject *add_method(PyObject *self, PyObject *args)
+{
+	const char *name, *doc;
+	size_t i = 0, count = sizeof(methods) / sizeof(methods[0]);
+	PyObject *type, *method;
+	int failed;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!ss", &PyType_Type, &type, &name, &doc))
+		return NULL;
+	while (i < count && strcmp(methods[i].method.ml_name, name))
+		i++;
+	if (i == count)
+		Py_RETURN_FALSE;
+	if (methods[i].slot && rp_find_slot(type, methods[i].attribute, methods[i].slot))
+		return NULL;
+	methods[i].method.ml_doc = strdup(doc); /* never freed */
+	method = PyDescr_NewMethod((PyTypeObject *)type, &methods[i].method);
+	failed = !method || PyObject_SetAttrString(type, name, method);
+	Py_XDECREF(method);
+	return failed ? NULL : Py_NewRef(Py_True);
+}
+
+static PyMethodDef functions[] = {
+	{ "add_method", add_method, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
 PyMODINIT_FUNC PyInit__verbs(void)
 {
 	PyObject *module = rp_cffi_init();
 
 	if (module &&
-	    (rp_add_handle(module) || rp_add_in_flight(module) ||
-	     rp_add_completions(module) || rp_add_poller(module) ||
-	     rp_add_wr(module) || rp_add_region(module) ||
+	    (rp_find_tuple_items() || rp_add_handle(module) || rp_add_in_flight(module) ||
+	     rp_add_wc(module) || rp_add_poller(module) ||
+	     rp_add_wr_init(module) || rp_add_sge(module) ||
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
-	     rp_add_read(module) || rp_add_queue(module) ||
-	     rp_add_prepared(module) || rp_add_soft_journal(module) ||
-	     rp_add_soft(module) || rp_add_soft_faults(module) ||
-	     rp_add_soft_verb(module))) {
+	     rp_add_read_wr(module) || rp_add_queue(module) ||
+	     rp_add_prepared(module) || PyModule_AddFunctions(module, functions) || rp_add_columns() ||
+	     rp_add_soft_journal(module) ||
+	     rp_add_soft_data_verbs(module) || rp_add_soft_faults(module) ||
+	     rp_add_soft_transaction(module) || rp_add_soft_reach(module) ||
+	     rp_add_dlpack(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

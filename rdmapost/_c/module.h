@@ -1,4 +1,4 @@
-/* Shared by the files behind module.c. */
+/* What all C files share: words, types, queue locks, completions, __slots__, each file's init. */
 #ifndef RDMAPOST_MODULE_H
 #define RDMAPOST_MODULE_H
 
@@ -87,7 +87,7 @@ void rp_free(PyObject *self);
  *
  * rdmapost runs no Python code while a thread holds one, so waits are short, and a thread tries
  * to acquire one twice only if a device's ibv_post_send calls Python. (The soft device's own lock
- * differs; see soft0/verb.c.)
+ * differs; see soft0/transaction.c.)
  */
 
 struct rp_thread;
@@ -103,28 +103,31 @@ int rp_init_lock(struct rp_lock *lock); /* 0, or -1 with an exception */
 void rp_free_lock(struct rp_lock *lock);
 
 /* Acquire, releasing the GIL to wait; 0, or -1 with an exception if this thread owns the lock. */
-int rp_take(struct rp_lock *lock);
+int rp_acquire(struct rp_lock *lock);
 int rp_owns(const struct rp_lock *lock);
 
-/* ---- completions.c: completions in Python ------------------------------- */
+/* ---- wc.c: completions in Python ---------------------------------------- */
 
 /* A completion whose work request is retired; it owns its references. */
-struct rp_settled {
-	struct rp_settled *next;
+struct rp_completion {
+	struct rp_completion *next;
 	struct ibv_wc wc;
-	struct ibv_wc_tm_info tm;
-	int has_tm;
-	PyObject *wr_id; /* the caller's */
+	struct rp_wc_ex more;
+	unsigned int has; /* what of `more` is valid, by enum ibv_create_cq_wc_flags */
+	PyObject *wr_id; /* the caller's, or NULL for the number in `wc` */
 	PyObject *made; /* the WC, once created, else NULL */
 };
 
 /* Return a new WC, or NULL with an exception. */
-PyObject *rp_make_completion(const struct rp_settled *settled);
+PyObject *rp_make_wc(const struct rp_completion *completion);
 
 /* Raise VerbsError; returns NULL. */
 PyObject *rp_raise_verbs(const char *verb, int code);
 
-/* ---- slots.c: attributes stored in __slots__ -------------------------- */
+/* Raise WaitCancelled, which names the CQ. */
+void rp_raise_cancelled(PyObject *cq);
+
+/* ---- slot_offsets.c: attributes stored in __slots__ ------------------- */
 
 struct rp_slot {
 	PyObject *name;
@@ -146,22 +149,64 @@ static inline int rp_has_type(PyObject *object, PyObject *type)
 	return (PyObject *)Py_TYPE(object) == type;
 }
 
+static inline int rp_is_instance(PyObject *object, PyObject *type)
+{
+	return rp_has_type(object, type) ||
+	       PyType_IsSubtype(Py_TYPE(object), (PyTypeObject *)type);
+}
+
+/* Where a tuple has its items; 0 if unknown. */
+extern Py_ssize_t rp_tuple_items;
+int rp_find_tuple_items(void); /* 0, or -1 with an exception */
+
+/* PyTuple_GetItem() of an item that is there. */
+static inline PyObject *rp_item(PyObject *tuple, Py_ssize_t i)
+{
+	return rp_tuple_items ? ((PyObject **)(void *)((char *)tuple + rp_tuple_items))[i] :
+				PyTuple_GetItem(tuple, i);
+}
+
+/* Make an instance of a tuple subclass without attributes; steals the items; NULL if one is. */
+PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count);
+
+/* ---- methods of the resources (post.c, columns.c, sge.c, cq.c) ------------- */
+
+/* Where a queue pair or SRQ has its queues, by verb (posting/post.h), and a CQ its poller. */
+extern struct rp_slot rp_queue_slots[], rp_poller_slot;
+
+PyObject *rp_post_send(PyObject *qp, PyObject *wrs);
+PyObject *rp_post_recv(PyObject *qp, PyObject *wrs);
+PyObject *rp_post_srq_recv(PyObject *srq, PyObject *wrs);
+PyObject *rp_post_srq_ops(PyObject *srq, PyObject *wrs);
+#define RP_COLUMNS(name) \
+	PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+RP_COLUMNS(rp_post_columns);
+RP_COLUMNS(rp_post_recv_columns);
+RP_COLUMNS(rp_post_srq_recv_columns);
+PyObject *rp_mr_blocks(PyObject *mr, PyObject *const *args, Py_ssize_t nargs);
+PyObject *rp_mr_ranges(PyObject *mr, PyObject *const *args, Py_ssize_t nargs);
+PyObject *rp_mr_getitem(PyObject *mr, PyObject *bounds);
+PyObject *rp_poll_into(PyObject *cq, PyObject *buffer);
+
 /* ---- each file's types and functions: 0, or -1 with an exception ------- */
 
 int rp_add_in_flight(PyObject *module);
-int rp_add_completions(PyObject *module);
+int rp_add_wc(PyObject *module);
 int rp_add_poller(PyObject *module);
-int rp_add_wr(PyObject *module);
-int rp_add_region(PyObject *module);
+int rp_add_wr_init(PyObject *module);
+int rp_add_sge(PyObject *module);
 int rp_add_handle(PyObject *module);
 int rp_add_buffer(PyObject *module);
 int rp_add_tag_handle(PyObject *module);
-int rp_add_read(PyObject *module);
+int rp_add_read_wr(PyObject *module);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
+int rp_add_columns(void);
 int rp_add_soft_journal(PyObject *module);
-int rp_add_soft(PyObject *module);
+int rp_add_soft_data_verbs(PyObject *module);
 int rp_add_soft_faults(PyObject *module);
-int rp_add_soft_verb(PyObject *module);
+int rp_add_soft_transaction(PyObject *module);
+int rp_add_soft_reach(PyObject *module);
+int rp_add_dlpack(PyObject *module);
 
 #endif

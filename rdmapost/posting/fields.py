@@ -1,7 +1,8 @@
 """How the fields of a work request map to the members of the structs that a device reads.
 
-``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr`` (ibv_post_recv(3)) and
-``struct ibv_ops_wr`` (ibv_post_srq_ops(3)).  Every class of work requests has a row here,
+``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr`` (ibv_post_recv(3)),
+``struct ibv_ops_wr`` (ibv_post_srq_ops(3)), and for what ibv_wr_post(3) posts, ``struct
+rp_built_wr`` (``_c/posting/build_wr.c``).  Every class of work requests has a row here,
 and nowhere else; cffi knows the offsets of the members.
 """
 
@@ -15,7 +16,9 @@ from .wr import (
     TSO,
     AtomicCmpAndSwp,
     AtomicFetchAndAdd,
+    AtomicWrite,
     BindMW,
+    Flush,
     LocalInv,
     RdmaRead,
     RdmaWrite,
@@ -46,12 +49,14 @@ class _Row(NamedTuple):
         members: for each field, the struct member that holds it. The common head (wr_id, sg_list,
             opcode, flags) is not listed.
         writes: the device writes to the buffers.
-        atomic: the buffer takes the old value of 8 bytes.
+        atomic: it takes an aligned address, and a buffer, if any, of 8 bytes for the old value.
+        struct: where the members are, if not in the verb's struct.
     """
 
     members: dict[str, str]
     writes: bool = False
     atomic: bool = False
+    struct: str = ""
 
 
 _IMM = {"imm_data": "imm_data"}
@@ -65,6 +70,7 @@ _ATOMIC = {
     "rkey": "wr.atomic.rkey",
     **_XRC,
 }
+_BUILT = {name: name for name in ("remote_addr", "rkey", "remote_srqn")}
 _TAG_SYNC = {"unexpected_cnt": "tm.unexpected_cnt"}
 
 _ROWS: dict[Verb, dict[type, _Row]] = {
@@ -89,6 +95,13 @@ _ROWS: dict[Verb, dict[type, _Row]] = {
             }
         ),
         TSO: _Row({"hdr": "tso.hdr", "mss": "tso.mss", **_UD}),
+        AtomicWrite: _Row(
+            _BUILT | {"atomic_wr": "atomic_wr"}, atomic=True, struct="struct rp_built_wr"
+        ),
+        Flush: _Row(
+            _BUILT | {name: name for name in ("length", "type", "level")},
+            struct="struct rp_built_wr",
+        ),
     },
     Verb.ibv_post_recv: {RecvWR: _Row({}, writes=True)},
     Verb.ibv_post_srq_ops: {
@@ -144,7 +157,7 @@ def _flat(ctype: Any) -> Any:
 
 
 def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
-    struct = _STRUCTS[verb]
+    struct = row.struct or _STRUCTS[verb]
     fields = tuple(
         (name, *_member(struct, path), _FIELD_TYPES.get(name, _NUMBER))
         for name, path in row.members.items()

@@ -28,17 +28,29 @@ class PreparedWR(native.PreparedItem):
     ``batch[index]`` creates it.
 
     It exposes the fields that can change between posts.
-    A number that does not fit raises ValueError, and so does what the checks of
-    the queue pair refuse.  Posts that are outstanding stay as they are.
+    A value of the wrong type raises TypeError.  A number that does not fit raises
+    ValueError, and so does what the checks of the queue pair refuse.  Posts that
+    are outstanding stay as they are.
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them; as many as before.
         imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: if the opcode has them.
-        remote_qpn, remote_qkey, remote_srqn: likewise, and if the type of the queue pair does.
+        remote_qpn, remote_qkey, remote_srqn: if the opcode and the queue pair's type have them.
     """
 
     __slots__ = ("_batch", "_index")
+
+    # Those of its opcode are properties of a subclass (_class_for).
+    imm_data: int
+    invalidate_rkey: int
+    remote_addr: int
+    rkey: int
+    compare_add: int
+    swap: int
+    remote_qpn: int
+    remote_qkey: int
+    remote_srqn: int
 
     def __init__(self, batch: Batch, index: int) -> None:
         super().__init__(batch, index)
@@ -90,6 +102,7 @@ class Batch(native.Prepared):
         return f"prepared list of {len(self)}"
 
     def __getitem__(self, index: int) -> PreparedWR:
+        """Return one of its work requests, whose fields can be changed."""
         if isinstance(index, slice):
             raise TypeError("a prepared list cannot be sliced; index it one at a time")
         at, count = whole_number("index", index), len(self)
@@ -118,16 +131,17 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # Other threads may add to it. (Python 3.13 crashes if memory lacks for a generator.)
+        # A copy: other threads may add to it. (No generator: without memory for one, Python 3.13
+        # crashes.)
         refs = tuple(self._batches.values())
         return iter([batch for ref in refs if (batch := ref()) is not None])
 
     def naming(self, resource: Any) -> list[Batch]:
-        """Return those that name a resource."""
+        """Return the lists that use a resource."""
         return [batch for batch in self if batch._names(resource)]
 
     def add(self, batch: Batch) -> None:
-        """Add one, and now and then take out those that are gone."""
+        """Add a list, and now and then remove those that no longer exist."""
         self._batches[next(_numbers)] = weakref.ref(batch)
         if len(self._batches) > self._enough:
             # Not in a weakref callback: what a signal handler raises there is lost.
@@ -145,19 +159,20 @@ def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Bat
     batch = Batch()
     if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
         wrs = tuple(wrs)
-    # Closing the owner closes it, as soon as it names anything.
+    # Add it before it uses anything, so that closing the owner closes it.
     batches.add(batch)
     batch._prepare(queue, owner, wrs)
     if queue.checked and len(batch) > queue.depth:
         count = len(batch)
         batch.close()
+        first = wrs[queue.depth] if queue.depth else wrs
         raise PostError(
-            queue.verb,
+            queue.call_for(first),
             errno.ENOMEM,
             too_long_a_list(queue, count),
             index=queue.depth,
             posted=0,
             count=count,
-            wr=wrs[queue.depth] if queue.depth else wrs,
+            wr=first,
         )
     return batch

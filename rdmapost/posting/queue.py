@@ -8,20 +8,22 @@ posted; those before it are posted.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from .._arguments import index, shown
 from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
+from .columns import local_row, row_of
 from .fields import TYPE_NUMBERS, Verb
-from .rules import OPCODES_BY_QP_TYPE, Limits, Refusal, too_long_a_list
-from .wr import OpsWR, RecvWR, SendWR
+from .rules import OPCODES_BY_QP_TYPE, SEND_OPS, WRONG_TYPES, Limits, Refusal, too_long_a_list
+from .wr import AtomicWrite, Flush, OpsWR, RecvWR, SendWR
 
 _COUNT_MASK = 0xFFFF_FFFF
 _ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 _UNLIMITED = (1 << 64) - 1
-_MOST_SGES = 0x7FFF_FFFF
+_MAX_SGES = 0x7FFF_FFFF
 _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
     Verb.ibv_post_send: (SendWR, "max_send_wr", "max_send_sge"),
     Verb.ibv_post_recv: (RecvWR, "max_recv_wr", "max_recv_sge"),
@@ -32,7 +34,8 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
 
 
 class Reasons(NamedTuple):
-    """Why a post is refused, as functions of the queue pair or SRQ: a queue does not refer to it.
+    """Why a post is refused, as functions of the queue pair or SRQ, to which a queue has no
+    reference.
 
     Attributes:
         refused: what the device's errno means for a work request.
@@ -41,6 +44,19 @@ class Reasons(NamedTuple):
 
     refused: Callable[[Any, int, Any], str]
     not_ready: Callable[[Any], str] = "{} is not ready".format
+
+
+class _Row(Sequence[Any]):
+    """A list of which only one work request is known."""
+
+    def __init__(self, wr: Any, count: int) -> None:
+        self._wr, self._count = wr, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._wr
 
 
 class PostQueue(native.Queue):
@@ -96,12 +112,13 @@ class PostQueue(native.Queue):
             room=depth if checked and bounded else _COUNT_MASK,
             datagram=sends and limits.qp_type is QPType.UD,
             binds=Opcode.BIND_MW in OPCODES_BY_QP_TYPE[limits.qp_type],
-            max_sge=self.max_sge if checked else _MOST_SGES,
+            builds=sends and not SEND_OPS.keys().isdisjoint(limits.flags),
+            max_sge=self.max_sge if checked else _MAX_SGES,
             max_msg_size=limits.max_msg_size if sends else _UNLIMITED,
             max_inline_data=limits.max_inline_data,
             max_tso_header=limits.max_tso_header,
             max_num_tags=limits.max_num_tags,
-            kinds=tuple(self._allowed()),
+            wr_types=tuple(self._allowed()),
         )
 
     def _allowed(self) -> Iterator[tuple[int, int]]:
@@ -109,7 +126,7 @@ class PostQueue(native.Queue):
         for wr_type, number in TYPE_NUMBERS.items():
             if not issubclass(wr_type, self.wr_type):
                 continue
-            if not self.checked or not issubclass(wr_type, SendWR):
+            if not issubclass(wr_type, SendWR) or not (self.checked or wr_type.opcode in SEND_OPS):
                 yield number, _ALL_FLAGS
             elif wr_type.opcode in self.limits.flags:
                 yield number, self.limits.flags[wr_type.opcode]
@@ -118,6 +135,16 @@ class PostQueue(native.Queue):
     def outstanding(self) -> int:
         """How many work requests are posted and not known to be done."""
         return self.in_flight.outstanding
+
+    def resize(self, depth: int) -> None:
+        """Adopt the new size that the device has granted.
+
+        Args:
+            depth: how many work requests it holds now.
+        """
+        if self.checked:
+            self.set_room(depth)
+        self.depth = depth
 
     def bind(self, owner: Any, wr: Any, *, sure: bool) -> None:
         """Bind a window of type 1 (ibv_bind_mw(3)).
@@ -136,6 +163,12 @@ class PostQueue(native.Queue):
             error.call = "ibv_bind_mw"
             raise
 
+    def call_for(self, wr: Any) -> str:
+        """Name the function that posts a work request to the queue."""
+        if issubclass(type(wr), AtomicWrite):
+            return "ibv_wr_atomic_write"
+        return "ibv_wr_flush" if issubclass(type(wr), Flush) else self.verb
+
     # ---- called by C ------------------------------------------------------------
 
     def _not_a_sequence(self, wrs: Any) -> NoReturn:
@@ -153,7 +186,7 @@ class PostQueue(native.Queue):
     def _refused(
         self,
         owner: Any,
-        wrs: tuple[Any, ...],
+        wrs: Sequence[Any],
         index: int,
         posted: int,
         rule: str,
@@ -163,7 +196,7 @@ class PostQueue(native.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request was refused; ``posted`` is -1 if a field was to be changed."""
+        """Say why a work request, or with ``posted`` -1 a prepared one's new field, was refused."""
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
         if rule == "not_ready":
             reason = self._reasons.not_ready(owner)
@@ -174,12 +207,73 @@ class PostQueue(native.Queue):
                 a, b = 1 if posted == index else len(wrs), len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
-            raise ValueError(reason)
+            raise (TypeError if rule in WRONG_TYPES else ValueError)(reason)
         raise PostError(
-            self.verb, code, reason, index=index, posted=posted, count=len(wrs), wr=wrs[index]
+            self.call_for(wrs[index]),
+            code,
+            reason,
+            index=index,
+            posted=posted,
+            count=len(wrs),
+            wr=wrs[index],
         )
 
-    def _failed(self, owner: Any, wrs: tuple[Any, ...], code: int, posted: int) -> NoReturn:
+    def _whole(self, name: str, value: Any) -> int:
+        """Return an integer that C does not read as one of 64 bits."""
+        number = index(name, value)
+        if not 0 <= number <= _UNLIMITED:
+            raise ValueError(f"{name}={shown(number)} is not in 0..2^64-1")
+        return number
+
+    def _row_refused(
+        self,
+        owner: Any,
+        wr_type: Any,
+        sg_list: Any,
+        fields: dict[str, Any],
+        index: int,
+        count: int,
+        ready: bool,
+        code: int,
+        posted: int,
+    ) -> NoReturn:
+        """Raise for a row of columns the error that its work request would raise alone.
+
+        Args:
+            owner: the queue pair or SRQ.
+            wr_type: the class of work requests.
+            sg_list, fields: as they were given.
+            index, count: which row of how many.
+            ready: whether the queue accepts work requests.
+            code: what the device returned; 0 if the row was refused here.
+            posted: how many rows were posted; -1 if the device did not say.
+        """
+        fields.pop("signal_every", None)
+        # send_flags is never a column.
+        wr = wr_type(
+            **{
+                name: column if name == "send_flags" else row_of(column, index)
+                for name, column in fields.items()
+            }
+        )
+        if sg_list is not None:
+            wr.sg_list = local_row(sg_list, index)
+        row = _Row(wr, count)
+        if code:
+            self._failed(owner, row, code, posted)
+        if not ready:
+            self._refused(owner, row, index, 0, "not_ready", None, None, 0, 0, (0, 0, 0))
+        try:
+            native.Prepared()._prepare(self, owner, (wr,))
+        except PostError as error:
+            error.index, error.count = index, count
+            raise
+        # The caller's objects gave another value, or another thread changed the queue or a region.
+        reason = "it was refused, and what refused it has changed meanwhile: post it again"
+        call = self.call_for(wr)
+        raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)
+
+    def _failed(self, owner: Any, wrs: Sequence[Any], code: int, posted: int) -> NoReturn:
         """Say that the device has refused; ``posted`` is -1 if it did not say which."""
         index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
@@ -187,4 +281,6 @@ class PostQueue(native.Queue):
             reason = too_long_a_list(self, len(wrs))
         else:
             reason = self._reasons.refused(owner, code, wr)
-        raise PostError(self.verb, code, reason, index=index, posted=index, count=len(wrs), wr=wr)
+        # ibv_wr_atomic_write(3) and ibv_wr_flush(3) return nothing: ibv_wr_complete(3) refuses.
+        call = self.verb if self.call_for(wr) == self.verb else "ibv_wr_complete"
+        raise PostError(call, code, reason, index=index, posted=index, count=len(wrs), wr=wr)

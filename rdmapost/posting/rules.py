@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from .._arguments import counted
-from ..enums import DeviceCap, Opcode, QPState, QPType, SendFlags
+from .._arguments import counted, shown
+from ..enums import DeviceCap, Opcode, QPState, QPType, SendFlags, SendOps
 from .wr import SGE, SendWR
 
 MAX_MSG_SIZE = 1 << 31
@@ -33,8 +33,13 @@ QP_TYPES_BY_OPCODE: dict[Opcode, frozenset[QPType]] = {
     Opcode.BIND_MW: _CONNECTED,
     Opcode.SEND_WITH_INV: _CONNECTED,
     Opcode.TSO: frozenset({QPType.UD, QPType.RAW_PACKET}),
+    Opcode.FLUSH: _RELIABLE,
+    Opcode.ATOMIC_WRITE: _RELIABLE,
 }
-"""The table of ibv_post_send(3), by rows."""
+"""The table of ibv_post_send(3), and of ibv_wr_post(3) for the last two, by rows."""
+
+SEND_OPS = {Opcode.FLUSH: SendOps.FLUSH, Opcode.ATOMIC_WRITE: SendOps.ATOMIC_WRITE}
+"""Opcodes that only ibv_wr_post(3) has, and what a queue pair must be created with for them."""
 
 OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
     qp_type: frozenset(op for op, types in QP_TYPES_BY_OPCODE.items() if qp_type in types)
@@ -88,7 +93,7 @@ def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags
 
 @dataclass(slots=True)
 class Limits:
-    """The creation parameters of a queue pair that posting depends on."""
+    """Limits of a queue pair or SRQ that the posting rules check."""
 
     qp_type: QPType
     pd: int
@@ -154,8 +159,22 @@ class QueueLimits(Protocol):
     def outstanding(self) -> int: ...
 
 
+WRONG_TYPES = frozenset(
+    {
+        "not_a_work_request",
+        "not_an_integer",
+        "not_sges",
+        "not_an_sge",
+        "not_an_owner",
+        "not_a_resource",
+        "not_bytes",
+    }
+)
+"""The rules that a value of the wrong type breaks."""
+
+
 class Refusal(NamedTuple):
-    """A work request that was refused (``_c/posting/read.c``, ``_c/posting/rules.c``).
+    """A work request that was refused (``_c/posting/read_wr.c``, ``_c/posting/rules.c``).
 
     Attributes:
         rule: the rule that it breaks: the name of a method below.
@@ -196,8 +215,8 @@ class Refusal(NamedTuple):
 
     def out_of_range(self) -> str:
         if self.name == "mss":
-            return f"mss={self.value} is not in 1..65535"
-        return f"{self.name}={self.value} is not in 0..2^{self.a}-1"
+            return f"mss={shown(self.value)} is not in 1..65535"
+        return f"{self.name}={shown(self.value)} is not in 0..2^{self.a}-1"
 
     def not_sges(self) -> str:
         return f"sg_list: expected SGEs, got {type(self.value).__name__}; {self._slice()}"
@@ -224,6 +243,12 @@ class Refusal(NamedTuple):
 
     def closed(self) -> str:
         return f"{self.value} is closed"
+
+    def spoiled(self) -> str:
+        return f"{self.value} cannot be used: it failed to be registered again; close it"
+
+    def being_registered(self) -> str:
+        return f"{self.value} is being registered again by another thread"
 
     def full(self) -> str:
         queue = self.queue
@@ -258,6 +283,9 @@ class Refusal(NamedTuple):
 
     def wrong_opcode(self) -> str:
         opcode, mine = self.wr.opcode, self.queue.limits.qp_type
+        if opcode in SEND_OPS and mine in QP_TYPES_BY_OPCODE[opcode]:
+            flag = f"SendOps.{SEND_OPS[opcode].name}"
+            return f"{opcode.name} needs a QP that is created with send_ops_flags={flag}"
         types = ", ".join(sorted(t.name for t in QP_TYPES_BY_OPCODE[opcode]))
         return f"{opcode.name} is not an opcode of {mine.name} QPs; {types} have it"
 
@@ -297,6 +325,12 @@ class Refusal(NamedTuple):
             "from its start; use SGE.from_buffer(mr.buffer[a:b])"
         )
 
+    def inline_unreadable(self) -> str:
+        return (
+            f"INLINE reads the buffer in this process, and {self.value} has none: it was "
+            "registered by address, or is a device's memory or a dma-buf; post without INLINE"
+        )
+
     def inline_too_long(self) -> str:
         return (
             f"{counted(self.a, 'byte')} inline, but this QP was created with "
@@ -310,10 +344,10 @@ class Refusal(NamedTuple):
     def not_registered(self) -> str:
         return "a buffer that is not registered can only be sent with SendFlags.INLINE"
 
-    def foreign_region(self) -> str:
+    def region_of_other_pd(self) -> str:
         return f"{self.value} belongs to another PD than the queue"
 
-    def outside(self) -> str:
+    def outside_region(self) -> str:
         return f"{SGE(*self.sge)} lies outside {self.value}"
 
     def too_long(self) -> str:
@@ -338,13 +372,13 @@ class Refusal(NamedTuple):
     def no_address_handle(self) -> str:
         return "a UD work request needs an address handle (ah=...)"
 
-    def no_qp_number(self) -> str:
+    def invalid_qp_number(self) -> str:
         return f"remote_qpn={self.a:#x} is not a QP number, which has 24 bits"
 
-    def foreign_resource(self) -> str:
+    def resource_of_other_pd(self) -> str:
         return f"{self.value} belongs to another PD than the queue pair"
 
-    def foreign_device(self) -> str:
+    def resource_of_other_device(self) -> str:
         return f"{self.value} belongs to another open device than the queue pair"
 
     def bind_needs(self) -> str:
@@ -361,6 +395,12 @@ class Refusal(NamedTuple):
             f"{self.value} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
         )
 
+    def not_window_access(self) -> str:
+        return (
+            f"mw_access_flags={self.a:#x} has more than REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC "
+            "and ZERO_BASED"
+        )
+
     def not_bindable(self) -> str:
         return f"{self.value} was registered without MW_BIND"
 
@@ -369,6 +409,12 @@ class Refusal(NamedTuple):
 
     def mss(self) -> str:
         return f"mss={self.a} is not in 1..65535"
+
+    def no_flush_type(self) -> str:
+        return f"type={self.a} is not FlushType.GLOBAL, PERSISTENT or both"
+
+    def no_flush_level(self) -> str:
+        return f"level={self.a} is not FlushLevel.RANGE or MR"
 
     def longer_than_max_tso_header(self) -> str:
         return (

@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from .._binding import native, once
-from ..enums import Access, Opcode, OpsFlags, OpsOpcode, SendFlags
+from ..enums import Access, FlushLevel, FlushType, Opcode, OpsFlags, OpsOpcode, SendFlags
 
 if TYPE_CHECKING:
     from .._verbs import TagHandle
-    from ..resources.address import AH
+    from ..resources.ah import AH
     from ..resources.memory import MR, MW
 
 __all__ = [
@@ -28,7 +28,9 @@ __all__ = [
     "TSO",
     "AtomicCmpAndSwp",
     "AtomicFetchAndAdd",
+    "AtomicWrite",
     "BindMW",
+    "Flush",
     "LocalInv",
     "OpsWR",
     "RdmaRead",
@@ -132,9 +134,12 @@ class Send(_Message):
 
     Attributes:
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
-        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
-        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
-        wr_id, send_flags: as in SendWR.
+        ah: the path to the peer, on UD; ignored elsewhere.
+        remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
+        remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.SEND
@@ -146,8 +151,13 @@ class SendWithImm(_Message):
 
     Attributes:
         imm_data: 0..2^32-1, delivered in the peer's completion.
-        sg_list, ah, remote_qpn, remote_qkey, remote_srqn: as in Send.
-        wr_id, send_flags: as in SendWR.
+        sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
+        ah: the path to the peer, on UD; ignored elsewhere.
+        remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
+        remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.SEND_WITH_IMM
@@ -161,8 +171,10 @@ class SendWithInv(_WithBuffers):
 
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
-        sg_list, remote_srqn: as in Send.
-        wr_id, send_flags: as in SendWR.
+        sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.SEND_WITH_INV
@@ -179,8 +191,9 @@ class RdmaWrite(_Remote):
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
         remote_addr: address at the peer, 0..2^64-1.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
-        wr_id, send_flags: as in SendWR.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.RDMA_WRITE
@@ -192,8 +205,12 @@ class RdmaWriteWithImm(_Remote):
 
     Attributes:
         imm_data: 0..2^32-1, delivered in the peer's completion.
-        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
+        remote_addr: address at the peer, 0..2^64-1.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.RDMA_WRITE_WITH_IMM
@@ -206,8 +223,12 @@ class RdmaRead(_Remote):
     """Read remote memory into local buffers (RC, XRC_SEND).
 
     Attributes:
-        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        sg_list: local buffers for the data, an SGE or a sequence of them; none for 0 bytes.
+        remote_addr: address at the peer, 0..2^64-1.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.RDMA_READ
@@ -223,8 +244,12 @@ class AtomicCmpAndSwp(_Remote):
     Attributes:
         compare_add: the value to compare with, 0..2^64-1.
         swap: the new value, 0..2^64-1.
-        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        sg_list: where the previous value goes: one SGE of 8 bytes.
+        remote_addr: address of the value at the peer, a multiple of 8.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.ATOMIC_CMP_AND_SWP
@@ -242,8 +267,12 @@ class AtomicFetchAndAdd(_Remote):
 
     Attributes:
         compare_add: what to add, 0..2^64-1.
-        sg_list, remote_addr, rkey, remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        sg_list: where the previous value goes: one SGE of 8 bytes.
+        remote_addr: address of the value at the peer, a multiple of 8.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.ATOMIC_FETCH_AND_ADD
@@ -257,7 +286,8 @@ class LocalInv(SendWR):
 
     Attributes:
         invalidate_rkey: the key, 0..2^32-1.
-        wr_id, send_flags: as in SendWR.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.LOCAL_INV
@@ -273,10 +303,12 @@ class BindMW(SendWR):
         mw: the window.
         rkey: its new rkey; ``mw.next_rkey()`` gives one.
         mr: the region, registered with Access.MW_BIND.
-        addr: first byte of the range.
-        length: bytes.
-        mw_access_flags: what the peer may do through the window, an Access.
-        wr_id, send_flags: as in SendWR.
+        addr: address of the first byte of the range.
+        length: bytes, not 0: a LocalInv unbinds the window.
+        mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and
+            REMOTE_ATOMIC, and ZERO_BASED for addresses that start at 0.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.BIND_MW
@@ -295,10 +327,15 @@ class TSO(_WithBuffers):
 
     Attributes:
         sg_list: the payload, an SGE or a sequence of them.
-        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.
+        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.  On RAW_PACKET
+            an Ethernet, IP and TCP (or UDP) header, such as rdmapost.frames.tcp makes; one that
+            the device cannot parse ends with LOC_QP_OP_ERR.
         mss: payload bytes in each frame, 1..65535.
-        ah, remote_qpn, remote_qkey: the peer, on UD; ignored elsewhere.
-        wr_id, send_flags: as in SendWR.
+        ah: the path to the peer, on UD; ignored elsewhere.
+        remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
+        remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; SIGNALED unless given.
     """
 
     opcode = Opcode.TSO
@@ -308,6 +345,56 @@ class TSO(_WithBuffers):
     ah: AH | None = None
     remote_qpn: int = 0
     remote_qkey: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class AtomicWrite(SendWR):
+    """Write a 64-bit value to remote memory at once (RC, XRC_SEND; ibv_wr_atomic_write).
+
+    A reader sees the old value or the new one, never a part of each; an RDMA_WRITE of 8 bytes does
+    not promise that.  ``remote_addr`` is a multiple of 8.  The queue pair must be created with
+    ``send_ops_flags=SendOps.ATOMIC_WRITE``.  The peer needs REMOTE_WRITE.
+
+    Attributes:
+        atomic_wr: the value, 0..2^64-1; it is copied at the post.
+        remote_addr: address at the peer.
+        rkey, remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.ATOMIC_WRITE
+
+    atomic_wr: int = 0
+    remote_addr: int = 0
+    rkey: int = 0
+    remote_srqn: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Flush(SendWR):
+    """Make earlier writes visible or persistent in remote memory (RC, XRC_SEND; ibv_wr_flush).
+
+    It completes when all that this queue pair wrote before it is visible or persistent.  The queue
+    pair must be created with ``send_ops_flags=SendOps.FLUSH``.  The peer needs FLUSH_GLOBAL or
+    FLUSH_PERSISTENT, both in its region and in the access of its queue pair.
+
+    Attributes:
+        remote_addr, length: the range, of at most 2^32-1 bytes; ignored with FlushLevel.MR.
+        rkey: the peer's key, 0..2^32-1.
+        type: FlushType; GLOBAL unless given.
+        level: FlushLevel; RANGE unless given.
+        remote_srqn: as in RdmaWrite.
+        wr_id, send_flags: as in SendWR.
+    """
+
+    opcode = Opcode.FLUSH
+
+    remote_addr: int = 0
+    rkey: int = 0
+    length: int = 0
+    type: int = FlushType.GLOBAL
+    level: int = FlushLevel.RANGE
+    remote_srqn: int = 0
 
 
 @dataclass(slots=True)
@@ -354,7 +441,9 @@ class TagAdd(OpsWR):
         tag: the tag to match, 0..2^64-1.
         mask: which of its bits count, 0..2^64-1; all unless given.
         handle: set by the post; a TagDel names it.
-        wr_id, flags, unexpected_cnt: as in OpsWR.
+        wr_id: comes back in the completion, 0..2^64-1.
+        flags: OpsFlags; SIGNALED unless given.
+        unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
     """
 
     opcode = OpsOpcode.TAG_ADD
@@ -372,7 +461,9 @@ class TagDel(OpsWR):
 
     Attributes:
         handle: what the TagAdd's post set.
-        wr_id, flags, unexpected_cnt: as in OpsWR.
+        wr_id: comes back in the completion, 0..2^64-1.
+        flags: OpsFlags; SIGNALED unless given.
+        unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
     """
 
     opcode = OpsOpcode.TAG_DEL
@@ -382,16 +473,42 @@ class TagDel(OpsWR):
 
 @dataclass(slots=True, kw_only=True)
 class TagSync(OpsWR):
-    """Tell the device the number of unexpected messages.
+    """Tell the device how many unexpected messages have been handled.
+
+    Until this is the number that it has delivered, the device holds new entries back from
+    matching.  A completion with WCFlags.TM_SYNC_REQ asks for it.
 
     Attributes:
-        flags: OpsFlags; SIGNALED and TM_SYNC unless given.
-        wr_id, unexpected_cnt: as in OpsWR.
+        flags: OpsFlags; SIGNALED and TM_SYNC unless given.  Without TM_SYNC it would do nothing,
+            and a checked SRQ refuses it.
+        wr_id: comes back in the completion, 0..2^64-1.
+        unexpected_cnt: the unexpected messages handled since the SRQ was created, 0..2^32-1.
     """
 
     opcode = OpsOpcode.TAG_SYNC
 
     flags: int = OpsFlags.SIGNALED | OpsFlags.TM_SYNC
+
+
+class _Signature:
+    """The signature of a class whose __init__ is C's; a subclass with one of its own has another.
+
+    Args:
+        wr_type: the class.
+        signature: that of its __init__.
+    """
+
+    def __init__(self, wr_type: type, signature: inspect.Signature) -> None:
+        self._wr_type, self._signature = wr_type, signature
+
+    def __get__(self, wr: object, owner: type) -> inspect.Signature:
+        for cls in owner.__mro__:
+            if cls is self._wr_type:
+                return self._signature
+            if "__init__" in vars(cls) or "__new__" in vars(cls):
+                break
+        # inspect.signature() then looks for its __init__.
+        raise AttributeError(f"{owner.__name__} has no __signature__")
 
 
 _FAST: tuple[Any, ...] = (
@@ -407,6 +524,8 @@ _FAST: tuple[Any, ...] = (
     LocalInv,
     BindMW,
     TSO,
+    AtomicWrite,
+    Flush,
     _Message,
     _Remote,
     _WithBuffers,
@@ -416,12 +535,12 @@ _FAST: tuple[Any, ...] = (
 
 
 def use_fast_init() -> None:
-    """Let C do the work of a dataclass's __init__ (``_c/posting/wr.c``), in half the time."""
+    """Let C do the work of a dataclass's __init__ (``_c/posting/wr_init.c``), in half the time."""
     for wr_type in _FAST:
         # An interrupted import may have done it.
         if "__init__" not in vars(wr_type):
             continue
-        wr_type.__signature__ = inspect.signature(wr_type)
+        wr_type.__signature__ = _Signature(wr_type, inspect.signature(wr_type))
         # In the order in which they can be passed.
         ordered = sorted(fields(wr_type), key=lambda field: bool(field.kw_only))
         once(

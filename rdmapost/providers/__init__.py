@@ -1,6 +1,6 @@
 """Providers: what executes the control verbs.
 
-Each is loaded on first use, so the soft device costs nothing unless it is opened.  A fork waits
+Each is loaded on first use, so soft0 costs nothing unless it is opened.  A fork waits
 until no thread is loading one: the child could never finish an import that a thread of its parent
 had begun.
 """
@@ -36,7 +36,7 @@ def verbs_provider() -> Provider:
 
 
 def soft_provider() -> Provider:
-    """Return the provider of the soft device."""
+    """Return the provider of soft0."""
 
     def load() -> Provider:
         from .soft0.provider import SoftProvider

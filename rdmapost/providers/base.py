@@ -16,9 +16,13 @@ recording its result.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
+
+from ..enums import TransportType
 
 
 class DeviceInfo(NamedTuple):
@@ -30,6 +34,7 @@ class DeviceInfo(NamedTuple):
         guid: node GUID, in host order.
         node_type: a NodeType value.
         dev_path: its entry in sysfs, or "".
+        transport_type: a TransportType value.
     """
 
     name: str
@@ -37,6 +42,28 @@ class DeviceInfo(NamedTuple):
     guid: int
     node_type: int
     dev_path: str
+    transport_type: int = TransportType.UNKNOWN
+
+    @property
+    def pci_address(self) -> str | None:
+        """Its PCI address, such as "0000:3b:00.0"; None if it is not a PCI device."""
+        name = os.path.basename(os.path.realpath(os.path.join(self.dev_path, "device")))
+        return name if self.dev_path and _PCI_ADDRESS.fullmatch(name) else None
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node that it is attached to; None if the kernel does not say."""
+        if not self.dev_path:
+            return None
+        try:
+            with open(os.path.join(self.dev_path, "device", "numa_node"), encoding="ascii") as file:
+                node = int(file.read())
+        except (OSError, ValueError):
+            return None
+        return None if node < 0 else node
+
+
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class GIDEntry(NamedTuple):
@@ -60,20 +87,27 @@ class Provider(Protocol):
 
     kind: str
     spin_ns: int
-    """How long it pays to poll before sleeping."""
+    """How long to spin before sleeping."""
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:
-        """Find a device for open_device(), and explain its error if that fails in the block."""
+        """Find a device for open_device(), and explain any error of that in the with block."""
         ...
 
     def open_device(self, device: Any) -> Any: ...
     def close_device(self, context: Any) -> None: ...
-    def query_device(self, context: Any, attr: Any) -> None: ...
     def query_device_ex(self, context: Any, attr: Any) -> None: ...
-    def query_port(self, context: Any, port_num: int, attr: Any) -> None: ...
+    def query_port(self, context: Any, port_num: int, attr: Any) -> int:
+        """Fill a ``struct ibv_port_attr``, and return active_speed_ex, which later ones have."""
+        ...
+
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]: ...
+    def query_gid_ex(self, context: Any, port_num: int, index: int) -> GIDEntry: ...
     def query_pkey(self, context: Any, port_num: int, index: int) -> int: ...
+
+    def query_rt_values(self, context: Any) -> int:
+        """Return the device's clock."""
+        ...
 
     def get_async_event(self, context: Any, events: dict[object, Any]) -> None:
         """Get and acknowledge the next event, if any is pending.
@@ -95,6 +129,36 @@ class Provider(Protocol):
     def alloc_pd(self, context: Any) -> Any: ...
     def dealloc_pd(self, pd: Any) -> None: ...
     def reg_mr(self, pd: Any, addr: Any, length: int, access: int) -> Any: ...
+    def reg_mr_at(self, pd: Any, addr: Any, length: int, access: int) -> Any:
+        """Register memory that this process may be unable to access, now or later."""
+        ...
+
+    def reg_mr_mmap(self, pd: Any, addr: Any, length: int, access: int) -> Any:
+        """Register memory that may be a mapped file, which can be truncated."""
+        ...
+
+    def reg_dmabuf_mr(
+        self, pd: Any, offset: int, length: int, iova: int, fd: int, access: int
+    ) -> Any: ...
+    def rereg_mr(
+        self, mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int
+    ) -> int | None:
+        """Return an ibv_rereg_mr_err_code; or raise, with the region unchanged."""
+        ...
+
+    def rereg_mr_at(
+        self, mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int
+    ) -> int | None:
+        """Like rereg_mr, for memory that this process may be unable to access."""
+        ...
+
+    def rereg_mr_mmap(
+        self, mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int
+    ) -> int | None:
+        """Like rereg_mr, for memory that may be a mapped file."""
+        ...
+
+    def advise_mr(self, pd: Any, advice: int, flags: int, sges: Any, count: int) -> None: ...
     def dereg_mr(self, mr: Any) -> None: ...
     def alloc_mw(self, pd: Any, mw_type: int) -> Any: ...
     def dealloc_mw(self, mw: Any) -> None: ...
@@ -102,13 +166,16 @@ class Provider(Protocol):
     def create_comp_channel(self, context: Any) -> Any: ...
     def destroy_comp_channel(self, channel: Any) -> None: ...
     def create_cq(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any: ...
-    def create_cq_ex(self, context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
-        """Create a CQ that also reports the tags of tag-matching messages; return its ibv_cq."""
+    def create_cq_ex(
+        self, context: Any, cqe: int, channel: Any, comp_vector: int, wc_flags: int
+    ) -> Any:
+        """Create a CQ with the extra fields of some WCExFlags; return its ibv_cq."""
         ...
 
+    def resize_cq(self, cq: Any, cqe: int) -> None: ...
     def destroy_cq(self, cq: Any) -> None: ...
     def has_overrun(self, cq: Any) -> bool:
-        """Whether a CQ is known to have overrun; a device may report that by an event alone."""
+        """Whether a CQ is known to have overrun; some devices report it only by an event."""
         ...
 
     def sends_for_receive(self, qp: Any) -> int | None:
@@ -116,7 +183,7 @@ class Provider(Protocol):
         ...
 
     def get_cq_event(self, channel: Any, events: dict[int, None]) -> bool | None:
-        """Get and acknowledge an event of a non-blocking channel.
+        """Get and acknowledge an event from a non-blocking channel.
 
         Args:
             events: where the address of its CQ's struct is stored, atomically with reading the
@@ -141,8 +208,12 @@ class Provider(Protocol):
     def create_qp_ex(self, context: Any, init_attr: Any) -> Any: ...
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None: ...
     def query_qp(self, qp: Any, attr: Any, mask: int, init_attr: Any) -> None: ...
+    def query_qp_data_in_order(self, qp: Any, op: int, flags: int) -> int: ...
     def destroy_qp(self, qp: Any) -> None: ...
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None: ...
     def detach_mcast(self, qp: Any, gid: bytes, lid: int) -> None: ...
     def create_ah(self, pd: Any, attr: Any) -> Any: ...
     def destroy_ah(self, ah: Any) -> None: ...
+    def init_ah_from_wc(
+        self, context: Any, port_num: int, wc: Any, grh: Any, attr: Any
+    ) -> None: ...

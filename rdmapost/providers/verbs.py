@@ -41,7 +41,7 @@ _ELEMENTS = {
     EventType.GID_CHANGE: "port_num",
 }
 """The member of an event that names its subject. Events about the whole device have no subject,
-nor have types that this version does not know."""
+and neither do events of unknown types."""
 _NO_EVENT = int(ffi.cast("enum ibv_event_type", -1))
 
 
@@ -97,6 +97,7 @@ class VerbsProvider:
                     guid=_from_network(lib.ibv_get_device_guid(device), 8),
                     node_type=device.node_type,
                     dev_path=ffi.string(device.ibdev_path).decode(),
+                    transport_type=device.transport_type,
                 )
                 for device in devices
             ]
@@ -111,19 +112,18 @@ class VerbsProvider:
                     except VerbsError as error:
                         raise _cannot_open(device, name, error.errno or 0) from None
                     return
-        raise NoDeviceError(f"the RDMA device {name} has gone")
+        raise NoDeviceError(f"the RDMA device {name} is gone")
 
     open_device = lib.ibv_open_device
     close_device = lib.ibv_close_device
 
-    def query_device(self, context: Any, attr: Any) -> None:
-        _zero("ibv_query_device", lib.ibv_query_device(context, attr))
-
     def query_device_ex(self, context: Any, attr: Any) -> None:
         _zero("ibv_query_device_ex", lib.ibv_query_device_ex(context, ffi.NULL, attr))
 
-    def query_port(self, context: Any, port_num: int, attr: Any) -> None:
-        _zero("ibv_query_port", lib.rp_query_port(context, port_num, attr))
+    def query_port(self, context: Any, port_num: int, attr: Any) -> int:
+        speed = ffi.new("uint32_t *")
+        _zero("ibv_query_port", lib.rp_query_port(context, port_num, attr, speed))
+        return int(speed[0])
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
         if lib.rp_has_symbol(b"_ibv_query_gid_table"):
@@ -138,23 +138,43 @@ class VerbsProvider:
                     for e in entries[0:count]
                     if e.port_num == port_num
                 ]
-        return self._query_gids_one_by_one(context, port_num, length)
+        return self._query_gids_one_by_one(context, port_num, 0, length)
 
-    def _query_gids_one_by_one(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
+    def _query_gids_one_by_one(
+        self, context: Any, port_num: int, start: int, end: int
+    ) -> list[GIDEntry]:
         # Before rdma-core 32; the types of the GIDs are unknown.
         found = []
         gid = ffi.new("union ibv_gid *")
-        for index in range(length):
+        for index in range(start, end):
             if lib.ibv_query_gid(context, port_num, index, gid) == 0:
                 raw = bytes(gid.raw)
                 if any(raw):
                     found.append(GIDEntry(index, raw, None, ""))
         return found
 
+    def query_gid_ex(self, context: Any, port_num: int, index: int) -> GIDEntry:
+        if lib.rp_has_symbol(b"_ibv_query_gid_ex"):
+            entry = ffi.new("struct ibv_gid_entry *")
+            code = abs(lib.ibv_query_gid_ex(context, port_num, index, entry, 0))
+            if code not in _UNSUPPORTED:
+                _zero("ibv_query_gid_ex", code)
+                ndev = _interface(entry.ndev_ifindex)
+                return GIDEntry(index, bytes(entry.gid.raw), entry.gid_type, ndev)
+        for found in self._query_gids_one_by_one(context, port_num, index, index + 1):
+            return found
+        raise VerbsError("ibv_query_gid", errno.ENODATA)
+
     def query_pkey(self, context: Any, port_num: int, index: int) -> int:
         pkey = ffi.new("uint16_t *")
         _zero("ibv_query_pkey", lib.ibv_query_pkey(context, port_num, index, pkey))
         return _from_network(pkey[0], 2)
+
+    def query_rt_values(self, context: Any) -> int:
+        raw_clock = ffi.new("uint64_t *")
+        _zero("ibv_query_rt_values_ex", lib.rp_query_rt_values(context, raw_clock))
+        now: int = raw_clock[0]
+        return now
 
     def get_async_event(self, context: Any, events: dict[object, Any]) -> None:
         event, key = ffi.new("struct ibv_async_event *"), object()
@@ -163,7 +183,7 @@ class VerbsProvider:
             failed = lib.rp_get_async_event(context, event)
         finally:
             # An interrupt during the call is raised after it, when the event has been acknowledged.
-            # Python handles signals after calls, so none is raised here before the event is kept.
+            # Python runs signal handlers only after calls, so none runs before the event is stored.
             if event.event_type != _NO_EVENT:
                 events[key] = event
         if failed and ffi.errno != errno.EAGAIN:
@@ -184,8 +204,14 @@ class VerbsProvider:
     dealloc_pd = lib.ibv_dealloc_pd
     reg_mr = lib.rp_reg_mr
     dereg_mr = lib.ibv_dereg_mr
+    reg_mr_at = reg_mr_mmap = lib.rp_reg_mr
+    reg_dmabuf_mr = lib.ibv_reg_dmabuf_mr
+    rereg_mr = rereg_mr_at = rereg_mr_mmap = lib.ibv_rereg_mr
     alloc_mw = lib.ibv_alloc_mw
     dealloc_mw = lib.ibv_dealloc_mw
+
+    def advise_mr(self, pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
+        _zero("ibv_advise_mr", lib.rp_advise_mr(pd, advice, flags, sges, count))
 
     # ---- completions --------------------------------------------------------
 
@@ -194,6 +220,9 @@ class VerbsProvider:
     create_cq = lib.rp_create_cq
     create_cq_ex = lib.rp_create_cq_ex
     destroy_cq = lib.ibv_destroy_cq
+
+    def resize_cq(self, cq: Any, cqe: int) -> None:
+        _zero("ibv_resize_cq", lib.ibv_resize_cq(cq, cqe))
 
     def has_overrun(self, cq: Any) -> bool:
         return False  # only an event reports it
@@ -217,6 +246,10 @@ class VerbsProvider:
     create_ah = lib.ibv_create_ah
     destroy_ah = lib.ibv_destroy_ah
 
+    def init_ah_from_wc(self, context: Any, port_num: int, wc: Any, grh: Any, attr: Any) -> None:
+        if lib.ibv_init_ah_from_wc(context, port_num, wc, grh, attr):
+            raise _failed("ibv_init_ah_from_wc", ffi.errno)
+
     def get_srq_num(self, srq: Any) -> int:
         number = ffi.new("uint32_t *")
         _zero("ibv_get_srq_num", lib.ibv_get_srq_num(srq, number))
@@ -234,6 +267,12 @@ class VerbsProvider:
 
     def query_qp(self, qp: Any, attr: Any, mask: int, init_attr: Any) -> None:
         _zero("ibv_query_qp", lib.ibv_query_qp(qp, attr, mask, init_attr))
+
+    def query_qp_data_in_order(self, qp: Any, op: int, flags: int) -> int:
+        if not lib.rp_has_symbol(b"ibv_query_qp_data_in_order"):
+            raise UnsupportedError("ibv_query_qp_data_in_order", errno.EOPNOTSUPP)
+        order: int = lib.ibv_query_qp_data_in_order(qp, op, flags)
+        return order
 
     def attach_mcast(self, qp: Any, gid: bytes, lid: int) -> None:
         _zero("ibv_attach_mcast", lib.ibv_attach_mcast(qp, _group(gid), lid))
@@ -276,7 +315,7 @@ def _cannot_open(device: Any, name: str, code: int) -> VerbsError:
 
 
 def _from_network(value: int, size: int) -> int:
-    """Convert an integer in network order that was read in host order."""
+    """Swap the bytes of a big-endian integer that was read in host order."""
     return int.from_bytes(value.to_bytes(size, sys.byteorder))
 
 

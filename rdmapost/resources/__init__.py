@@ -1,25 +1,31 @@
 """The verbs objects, one type per file: devices, regions, completion queues, queue pairs."""
 
+import functools
+
 from .._binding import native, once
-from ..enums import WCFlags, WCOpcode, WCStatus
-from ..errors import VerbsError
-from ..posting.wr import SGE
-from .address import AH
+from ..enums import WCFlags, WCOpcode, WCStatus, reported
+from ..errors import VerbsError, WaitCancelled
+from ..posting.columns import Blocks, Ranges
+from ..posting.wr import SGE, RecvWR
+from .ah import AH
+from .buffers import check_rows
 from .cq import WC
 from .memory import MR, MW
 
-# MR.__getitem__ is C's (_c/posting/region.c).
-once(native.make_sges, "MR", MR, SGE)
-for _name, _class in (("SGE", SGE), ("MR", MR), ("MW", MW), ("AH", AH)):
+for _class in (SGE, MR, MW, AH, Blocks, Ranges, RecvWR):
+    _name = _class.__name__
     once(native.describe_resource, _name, _name, _class)
 once(
-    native.make_completions_of,
+    native.describe_wc,
     "WC",
     WC,
     {int(status): status for status in WCStatus},
-    WCStatus.GENERAL_ERR,
+    functools.partial(reported, WCStatus),
     {int(opcode): opcode for opcode in WCOpcode},
+    functools.partial(reported, WCOpcode),
     {flags: WCFlags(flags) for flags in range(128)},
     WCFlags,
     VerbsError,
+    WaitCancelled,
 )
+once(native.describe_rows, "rows", check_rows)

@@ -1,44 +1,41 @@
 """Waiting in asyncio tasks for completions and events, on their file descriptors.
 
-``await cq.completions(n)`` and ``async for wc in cq`` are the public interface;
-``get_cq_event`` and ``get_async_event`` here are the awaitable versions of
-their namesakes.
+It implements CQ.completions, ``async for wc in cq``, CompChannel.cq_event and Context.async_event.
 
 There is no thread and no periodic polling.  A task requests an event, polls
 again, and only then sleeps; code that takes an event requests the next one and
 polls again before any task sleeps on.  So no event is missed.
 
-Completions stay in the CQ until a task takes all that it asked for in one step, during which it
+Completions stay in the CQ until a task takes all that it asked for in one call, during which it
 cannot be cancelled. So cancelling loses none.
 
 Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
 
-A signal handler may raise between any two steps here. So one attribute says whether a task still
-waits, ``_Waiter.gone``; it is set first when the wait ends, and all other state is only a hint: any
-code that finds a place's tasks gone, or their loop closed, takes the place down. Only the
-resource's poller and the event loop refer to a place, so a closed loop leaves only garbage behind.
+A signal handler may raise between any two bytecodes here. So one attribute, ``_Waiter.gone``, says
+whether a task still waits, and it is set first when the wait ends. All other state is only a hint:
+code that finds that the tasks of a wait list are gone, or their loop closed, stops the list. Only
+the resource's poller and the event loop refer to a wait list, so a closed loop leaves only garbage.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import select
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._arguments import expect, index, seconds
-from ..errors import ClosedError, RdmaError
-from .channel import CompChannel, next_event
-from .device import Context
-from .events import AsyncEvent, next_taken, timed_out
+from .._arguments import index, seconds
+from ..errors import ClosedError, RdmaError, VerbsError, WaitCancelled
+from .events import AsyncEvent, next_async_event, next_cq_event, timed_out
 from .resource import struct_of
-from .waiting import CompletionSource, EventSource
+from .waitable import EventSource, check_max_entries
 
 if TYPE_CHECKING:
+    from .channel import CompChannel
     from .cq import CQ, WC
-
-__all__ = ["Completions", "completions", "get_async_event", "get_cq_event"]
+    from .device import Context
 
 _AnySource = TypeVar("_AnySource", bound=EventSource)
 _Event = TypeVar("_Event")
@@ -60,39 +57,44 @@ class Completions:
         return self
 
     async def __anext__(self) -> WC:
-        return (await completions(self._cq))[0]
+        return (await completions(self._cq, 1, None, None))[0]
 
 
-async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> list[WC]:
-    """Wait for completions in a task and return exactly that many (CQ.completions).
-
-    Args:
-        cq: the CQ.
-        count: how many.
-        timeout: seconds; None for no limit.
-
-    Raises:
-        WaitTimeout: fewer came; those stay for the next poll or wait.
-        TypeError: an argument is of another type.
-        ValueError: count is negative, or timeout is NaN.
-        RdmaError: a thread or another event loop is already waiting on the same CQ or channel.
-        ClosedError: the CQ is closed, or is closed during the wait.
-        VerbsError: the device failed.
-    """
-    # Its module imports this one, so the class itself cannot be imported here.
-    if not issubclass(type(cq), CompletionSource):
-        raise TypeError(f"cq: expected CQ, got {type(cq).__name__}")
+async def completions(
+    cq: CQ, count: int, timeout: float | None, max_entries: int | None
+) -> list[WC]:
+    """Implement CQ.completions."""
     count, timeout = index("count", count), seconds(timeout)
-    # What is promised to tasks that are about to run is theirs.
-    if (found := _take(cq, count, _promised(cq))) is not None:
-        return found
-    waiter, queue = _Waiter(count), _queue_of(cq)
+    if max_entries is not None:
+        count, max_entries = check_max_entries(count, max_entries)
+    cancels = cq._poller.cancels
+    # Leave the completions that are promised to tasks about to run.
+    found = _take(cq, count, _promised(cq))
+    try:
+        if found is None:
+            found = await _wait(cq, count, timeout, cancels)
+        if max_entries is not None:
+            _take_more(cq, max_entries, found)
+    except BaseException:
+        if found:
+            cq._poller.put_back(found)
+        raise
+    return found
+
+
+async def _wait(cq: CQ, count: int, timeout: float | None, cancels: int) -> list[WC]:
+    """Wait for exactly that many; ``cancels`` is how often waits had been cancelled before."""
+    found: list[WC] | None = None
+    waiter, queue = _Waiter(count, cancels), _queue_of(cq)
     try:
         try:
             queue.join(waiter, timeout)
             while True:
                 queue.deliver()
                 await waiter.woken
+                # First: a cancelled wait takes nothing, even if completions have come since.
+                if cq._poller.cancels != cancels:
+                    raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
                 if (found := _take(cq, count)) is not None:
                     break
                 if waiter.expired:
@@ -110,81 +112,43 @@ async def completions(cq: CQ, count: int = 1, timeout: float | None = None) -> l
     return found
 
 
-async def get_cq_event(channel: CompChannel, timeout: float | None = None) -> CQ | None:
-    """Return the CQ of the next event, and acknowledge it (CompChannel.get_cq_event).
-
-    Events of a CQ whose completions a task waits for are that task's.
-
-    Args:
-        channel: the channel.
-        timeout: seconds to wait; None for no limit.
-
-    Returns:
-        The CQ, or None if no event came in time.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: timeout is NaN.
-        RdmaError: a thread or another event loop is already waiting on the channel.
-        ClosedError: the channel is closed, or is closed during the wait.
-        VerbsError: the device failed.
-
-    See ibv_get_cq_event(3).
-    """
-    expect("channel", channel, CompChannel)
-    return await _next_event(channel, timeout, _Channel, next_event)
+async def cq_event(channel: CompChannel, timeout: float | None) -> CQ | None:
+    """Implement CompChannel.cq_event."""
+    return await _next_event(channel, timeout, _ChannelWaits, next_cq_event)
 
 
-async def get_async_event(context: Context, timeout: float | None = None) -> AsyncEvent | None:
-    """Return the next asynchronous event of a device (events.get_async_event).
-
-    Args:
-        context: an open device.
-        timeout: seconds to wait for one; None for no limit.
-
-    Returns:
-        The event, or None if none came in time.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: timeout is NaN.
-        RdmaError: a thread or another event loop is already waiting for the device's events.
-        ClosedError: the device is closed, or is closed during the wait.
-        VerbsError: the device failed.
-
-    See ibv_get_async_event(3).
-    """
-    expect("context", context, Context)
-    return await _next_event(context, timeout, _Device, next_taken)
+async def async_event(context: Context, timeout: float | None) -> AsyncEvent | None:
+    """Implement Context.async_event."""
+    return await _next_event(context, timeout, _DeviceWaits, next_async_event)
 
 
 async def _next_event(
     source: _AnySource,
     timeout: float | None,
-    make: Callable[[asyncio.AbstractEventLoop, _AnySource], _Place],
+    make: Callable[[asyncio.AbstractEventLoop, _AnySource], _WaitList],
     take: Callable[[_AnySource], _Event | None],
 ) -> _Event | None:
     timeout = seconds(timeout)
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     while True:
-        expired = await _sleep_at(_place(source, make), deadline, source._events)
+        expired = await _sleep_at(_wait_list(source, make), deadline, source._events)
         # Last: an interrupt before this leaves the event to the next caller.
         if (event := take(source)) is not None or expired:
             return event
 
 
-async def _sleep_at(place: _Place, deadline: float | None, taken: dict[Any, Any]) -> bool:
+async def _sleep_at(waits: _WaitList, deadline: float | None, taken: dict[Any, Any]) -> bool:
     """Wait until events have been taken, or the timeout expires; return whether it expired."""
     waiter = _Waiter(1)
     try:
-        place.join(waiter, None if deadline is None else deadline - place.loop.time())
-        place.deliver()
+        waits.join(waiter, None if deadline is None else deadline - waits.loop.time())
+        waits.deliver()
         if not taken:
             await waiter.woken
     finally:
         # Before any call, hence before any interrupt.
         waiter.gone = True
-        place.leave(waiter)
+        waits.leave(waiter)
     return waiter.expired
 
 
@@ -218,20 +182,34 @@ def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
     return found if missing is None else None
 
 
+def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
+    """Take what else there is, up to a number, and leave what tasks wait for."""
+    poller, wanted = cq._poller, max_entries - len(found)
+    queue: _CQWaits | None = poller.tasks
+    if queue is not None:
+        queue.deliver_or_fail()
+    promised = _promised(cq)
+    # A failure belongs to the next wait: these have come.
+    with contextlib.suppress(ClosedError, VerbsError):
+        available = poller.fill(cq, wanted + promised) - promised
+        poller.poll(cq, max(0, min(wanted, available)), found)
+
+
 class _Waiter:
     """A task that waits.
 
     Attributes:
         count: how many completions it wants.
+        cancels: how often waits had been cancelled when it began.
         woken: done when it should check what is available.
         expired: whether its time is up.
         gone: whether it has stopped waiting; everything else follows from this.
     """
 
-    __slots__ = ("count", "expired", "gone", "timer", "woken")
+    __slots__ = ("cancels", "count", "expired", "gone", "timer", "woken")
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, cancels: int = 0) -> None:
+        self.count, self.cancels = count, cancels
         self.expired = self.gone = False
         self.timer: asyncio.TimerHandle | None = None
         self.sleep()
@@ -246,7 +224,7 @@ class _Waiter:
             self.woken.set_result(None)
 
     def expire(self) -> None:
-        """Tell it that its time is up."""
+        """Wake it because its time is up."""
         self.expired = True
         self.wake()
 
@@ -293,11 +271,11 @@ class _Watch:
         epoll.close()
 
 
-class _Place:
+class _WaitList:
     """Where tasks of one event loop wait for a resource's completions or events.
 
-    The resource's poller has it as ``tasks``, and calls it when the loop should check again, or
-    step down.
+    The resource's poller keeps it as ``tasks``.  It calls it to make the loop check again, or to
+    tell the loop that threads now take the events.
 
     Args:
         loop: the event loop.
@@ -305,7 +283,7 @@ class _Place:
     """
 
     threads = ""
-    """What threads waiting for the same are doing."""
+    """What a thread that waits for the same events does, for error messages."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, owner: Any) -> None:
         self.loop = loop
@@ -334,14 +312,14 @@ class _Place:
         self.stop()
 
     def join(self, waiter: _Waiter, timeout: float | None = None) -> None:
-        """Let a task wait, until leave(), even if this is interrupted."""
+        """Add a task, which waits until leave(), even if this call is interrupted."""
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
             waiter.timer = self.loop.call_later(timeout, waiter.expire)
 
     def leave(self, waiter: _Waiter) -> None:
-        """Forget a task that is gone; what it leaves is for the others."""
+        """Remove a task that is gone; the other tasks get what was promised to it."""
         if waiter.timer is not None:
             waiter.timer.cancel()
         self.waiters[:] = self.waiting()
@@ -351,7 +329,7 @@ class _Place:
             self.stop()
 
     def start(self) -> None:
-        """Take the events from now on, unless it does already."""
+        """Claim the events and watch the descriptor, unless it does already."""
         self.claim()
         try:
             self._watch.open(self.owner._event_fd(), self.ready)
@@ -373,7 +351,7 @@ class _Place:
         raise RdmaError("tasks of another event loop wait for the same events")
 
     def stop(self) -> None:
-        """Leave the events to others. If this is interrupted, the next to want them finishes it."""
+        """Leave the events to others; if interrupted, the next to wait completes this."""
         self._watch.close()
         self.owner._poller.unclaim(self)
 
@@ -385,15 +363,15 @@ class _Place:
             self.stop()
 
     def deliver(self) -> None:
-        """Take what is available, and wake the tasks that it is for."""
+        """Check what is available, and wake the tasks that can have what they wait for."""
         raise NotImplementedError
 
     def on_event(self) -> None:
-        """Take an event off the descriptor, and deliver."""
+        """Read an event from the descriptor, and deliver."""
         self.deliver()
 
     def deliver_or_fail(self) -> None:
-        """Deliver to sleeping tasks, and raise in them what that raises."""
+        """Deliver; if that raises, raise the exception in the tasks."""
         self._try(self.deliver)
 
     def _try(self, deliver: Callable[[], object]) -> None:
@@ -404,7 +382,7 @@ class _Place:
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It ends the loop; or the loop's caller continues, and then the tasks check again.
+            # It usually ends the loop; if not, the tasks check again.
             self.wake()
             raise
 
@@ -419,7 +397,7 @@ class _Place:
             waiter.fail(error)
 
 
-class _Device(_Place):
+class _DeviceWaits(_WaitList):
     """The asynchronous events of a device."""
 
     threads = "waits in get_async_event()"
@@ -430,7 +408,7 @@ class _Device(_Place):
             self.wake()
 
 
-class _Queue(_Place):
+class _CQWaits(_WaitList):
     """The completions of a CQ with a private channel."""
 
     threads = "sleeps in wait()"
@@ -441,8 +419,13 @@ class _Queue(_Place):
         available = _rearm(self.owner, sum(waiter.count for waiter in waiting))
         # Small waits are not blocked by larger ones.
         available -= self.promised()
+        cancels = self.owner._poller.cancels
         for waiter in waiting:
-            if not waiter.woken.done() and waiter.count <= available:
+            if waiter.woken.done():
+                continue
+            if waiter.cancels != cancels:
+                waiter.wake()
+            elif waiter.count <= available:
                 available -= waiter.count
                 waiter.wake()
 
@@ -453,19 +436,24 @@ class _Queue(_Place):
 
     def promised(self) -> int:
         """Return how many completions are promised to tasks that are about to run."""
-        return sum(waiter.count for waiter in self.waiting() if waiter.woken.done())
+        cancels = self.owner._poller.cancels
+        return sum(
+            waiter.count
+            for waiter in self.waiting()
+            if waiter.woken.done() and waiter.cancels == cancels
+        )
 
 
-class _SharedQueue(_Queue):
+class _SharedCQWaits(_CQWaits):
     """The completions of a CQ on a shared channel.
 
     Args:
         loop: the event loop.
         cq: the CQ.
-        channel: the place of its channel.
+        channel: the wait list of its channel.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ, channel: _Channel) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ, channel: _ChannelWaits) -> None:
         super().__init__(loop, cq)
         self.channel = channel
 
@@ -483,14 +471,14 @@ class _SharedQueue(_Queue):
         self.owner._poller.unclaim(self)
 
 
-class _Channel(_Place):
+class _ChannelWaits(_WaitList):
     """The events of a completion channel that CQs share."""
 
     threads = "waits in get_cq_event()"
 
     def __init__(self, loop: asyncio.AbstractEventLoop, channel: CompChannel) -> None:
         super().__init__(loop, channel)
-        self.queues: dict[CQ, _SharedQueue] = {}
+        self.queues: dict[CQ, _SharedCQWaits] = {}
 
     def in_use(self) -> bool:
         return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
@@ -499,17 +487,17 @@ class _Channel(_Place):
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
-            # soft0 retries here what it had to put off.
+            # Reading an event makes soft0 retry what is due.
             while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
                 pass
             reported = {}
-            while (cq := next_event(channel, self.queues)) is not None:
+            while (cq := next_cq_event(channel, self.queues)) is not None:
                 reported[cq] = self.queues.get(cq)
             for queue in reported.values():
                 if queue is not None:
                     queue.deliver_or_fail()
         except BaseException:
-            # An event may have been taken without any task knowing.
+            # An event may have been read, and no task woken.
             self.wake()
             raise
         if channel._events:
@@ -526,34 +514,36 @@ class _Channel(_Place):
             queue.fail(error)
 
 
-_AnyPlace = TypeVar("_AnyPlace", bound=_Place)
+_AnyWaitList = TypeVar("_AnyWaitList", bound=_WaitList)
 
 
-def _place(owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyPlace]) -> _AnyPlace:
+def _wait_list(
+    owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyWaitList]
+) -> _AnyWaitList:
     """Return where tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
-    place: _AnyPlace | None = owner._poller.tasks
-    # Another loop's is refused when this one claims the events.
-    return place if place is not None and place.loop is loop else make(loop, owner)
+    waits: _AnyWaitList | None = owner._poller.tasks
+    # If another loop has one, claim() will refuse.
+    return waits if waits is not None and waits.loop is loop else make(loop, owner)
 
 
-def _queue_of(cq: CQ) -> _Queue:
+def _queue_of(cq: CQ) -> _CQWaits:
     """Return this event loop's wait queue for a CQ."""
     if cq.channel is None:
-        return _place(cq, _Queue)
-    channel = _place(cq.channel, _Channel)
+        return _wait_list(cq, _CQWaits)
+    channel = _wait_list(cq.channel, _ChannelWaits)
 
-    def make(loop: asyncio.AbstractEventLoop, cq: CQ) -> _Queue:
-        return _SharedQueue(loop, cq, channel)
+    def make(loop: asyncio.AbstractEventLoop, cq: CQ) -> _CQWaits:
+        return _SharedCQWaits(loop, cq, channel)
 
-    queue = _place(cq, make)
-    # The channel's place that it was made with may have been replaced.
-    if isinstance(queue, _SharedQueue):
+    queue = _wait_list(cq, make)
+    # The channel's wait list may have been replaced since.
+    if isinstance(queue, _SharedCQWaits):
         queue.channel = channel
     return queue
 
 
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
-    queue: _Queue | None = cq._poller.tasks
+    queue: _CQWaits | None = cq._poller.tasks
     return 0 if queue is None else queue.promised()

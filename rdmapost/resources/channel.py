@@ -6,13 +6,13 @@ import functools
 import operator
 import os
 import weakref
-from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import expect
 from .._binding import address_of, native
 from .device import Context, provider_of
-from .waiting import EventSource, wait_for_event
+from .events import next_cq_event
+from .waitable import EventSource, wait_for_event
 
 if TYPE_CHECKING:
     from .cq import CQ
@@ -30,7 +30,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         context: an open device.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ClosedError: the device is closed.
         VerbsError: the device has no more channels.
     """
@@ -46,12 +46,12 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         # By the address of the CQ's struct.
         self._events = {}
-        self._poller = native.Poller({}, False, 0, -1, None)
+        self._poller = native.Poller({}, 0, 0, -1, None)
         provider = provider_of(context)
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
         )
-        # An event that another thread took must not block this one.
+        # If another thread reads the event first, this one must not block.
         os.set_blocking(handle.fd, False)
         self._get = functools.partial(provider.get_cq_event, handle, self._events)
 
@@ -73,7 +73,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         fd: int = self._verb(_FD)
         return fd
 
-    def get_cq_event(self, timeout: float | None = 0.0) -> CQ | None:
+    def get_cq_event(self, timeout: float | None = 5.0) -> CQ | None:
         """Return the CQ of the next event, and acknowledge it.
 
         The CQ reports nothing more until its next ``req_notify()``.  Poll it after
@@ -97,13 +97,37 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         return wait_for_event(
             self,
             timeout,
-            next_event,
-            f"tasks wait for the events of this {self}: take them with aio.get_cq_event()",
+            next_cq_event,
+            f"tasks wait for the events of this {self}: await its cq_event() there",
         )
+
+    async def cq_event(self, timeout: float | None = 5.0) -> CQ | None:
+        """Wait in an asyncio task for the next event: get_cq_event for asyncio.
+
+        Events of a CQ whose completions a task waits for are that task's.
+
+        Args:
+            timeout: seconds to wait; None for no limit.
+
+        Returns:
+            The CQ, or None if no event came in time.
+
+        Raises:
+            TypeError: timeout is not a number.
+            ValueError: timeout is NaN.
+            RdmaError: a thread or another event loop is already waiting on the channel.
+            ClosedError: the channel is closed, or is closed during the wait.
+            VerbsError: the device failed.
+
+        See ibv_get_cq_event(3).
+        """
+        from .aio import cq_event  # asyncio takes long to import
+
+        return await cq_event(self, timeout)
 
 
 class OwnChannel(CompChannel):
-    """The completion channel of one CQ that was given none."""
+    """The private completion channel of a CQ that was created without one."""
 
     __slots__ = ()
 
@@ -113,31 +137,6 @@ class OwnChannel(CompChannel):
 def announce_on(channel: CompChannel, cq: CQ, struct: Any) -> None:
     """Register a CQ by its struct, which is all that an event carries."""
     address = address_of(struct)
-    # An event may be left from a closed CQ at the same address.
+    # A closed CQ at the same address may have left an event.
     channel._events.pop(address, None)
     channel._cqs[address] = weakref.ref(cq)
-
-
-def next_event(channel: CompChannel, cqs: Container[CQ] | None = None) -> CQ | None:
-    """Return the CQ of an event that is taken, and forget the event; None if there is none.
-
-    Args:
-        channel: the channel.
-        cqs: only of these.
-    """
-    for address in channel._events.copy():
-        known = channel._cqs.get(address)
-        cq = None if known is None else known()
-        if cq is not None and cq.closed:
-            cq = None
-        if cq is not None and cqs is not None and cq not in cqs:
-            continue
-        try:
-            # From here no call, and so no interrupt, comes before the caller has it.
-            del channel._events[address]
-        except KeyError:
-            # Another thread gets this one.
-            continue
-        if cq is not None:
-            return cq
-    return None

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
+import operator
+import struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._arguments import counted, expect, index, seconds, within
+from .._arguments import counted, expect, flags, index, seconds, shown, within
 from .._binding import native
-from ..enums import WCFlags, WCOpcode, WCStatus
-from ..errors import ClosedError, CompletionError, RdmaError, VerbsError
+from ..enums import WCExFlags, WCFlags, WCOpcode, WCStatus
+from ..errors import ClosedError, CompletionError, RdmaError, UnsupportedError, VerbsError
+from ..posting.columns import with_c_methods
 from .channel import CompChannel, OwnChannel, announce_on
-from .device import Context, in_flight_of, provider_of
+from .device import NO_MORE, Context, in_flight_of, no_more, provider_of
 from .events import timed_out
 from .grh import Datagram, read_datagram
 from .resource import close_quietly, struct_of
-from .waiting import CompletionSource
+from .waitable import CompletionSource, check_max_entries
 
 if TYPE_CHECKING:
-    from .aio import Completions
+    from collections.abc import AsyncIterator
 
 
 class WC(NamedTuple):
@@ -31,7 +35,7 @@ class WC(NamedTuple):
         wr_id: the wr_id of the work request.
         status: how the work request ended.
         opcode: the operation that completed, or None.
-        byte_len: bytes received (on UD including the 40 bytes of GRH), read or exchanged.
+        byte_len: valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte GRH.
         imm_data: immediate data in host order, or None.
         invalidated_rkey: the key that the peer invalidated, or None.
         qp_num: number of the local queue pair.
@@ -40,8 +44,13 @@ class WC(NamedTuple):
         vendor_err: the device's own error code.
         pkey_index, slid, sl, dlid_path_bits: from the packet's headers (UD).
         tm_tag, tm_priv: the tag of a message that matched (TM_MATCH), and 32 bits that
-            its sender chose; None in other completions.  A message that nothing matched
-            has both in its header.
+            its sender chose; None in other completions.  An unexpected message has both in
+            its header.
+        completion_ts: when it completed, by the device's clock (``context.query_rt_values()``):
+            in ticks of attr.hca_core_clock kHz.  None unless the CQ was created with
+            WCExFlags.WITH_COMPLETION_TIMESTAMP.
+        completion_wallclock_ns: when it completed, in ns since 1970; None unless the CQ was
+            created with WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK.
     """
 
     wr_id: int
@@ -60,21 +69,26 @@ class WC(NamedTuple):
     dlid_path_bits: int
     tm_tag: int | None = None
     tm_priv: int | None = None
+    completion_ts: int | None = None
+    completion_wallclock_ns: int | None = None
 
     def check(self) -> WC:
         """Return the completion if its status is SUCCESS.
 
         Raises:
-            CompletionError: its status is another one.
+            CompletionError: its status is not SUCCESS.
         """
         if self.status:
-            raise CompletionError(
-                self,
-                f"the work request with wr_id {self.wr_id} on QP {self.qp_num:#x} ended with "
-                f"{self.status.name}"
-                + (f" (vendor_err {self.vendor_err:#x})" if self.vendor_err else ""),
-            )
+            raise CompletionError(self, self._ending())
         return self
+
+    def _ending(self) -> str:
+        """Say how the work request ended."""
+        return (
+            f"the work request with wr_id {self.wr_id} on QP {self.qp_num:#x} ended with "
+            f"{self.status.name}"
+            + (f" (vendor_err {self.vendor_err:#x})" if self.vendor_err else "")
+        )
 
     def datagram(self, received: Any) -> Datagram:
         """Return the GRH and the payload of a receive on a UD queue pair.
@@ -82,14 +96,13 @@ class WC(NamedTuple):
         Use it for UD only: messages of other types have no GRH.
 
         Args:
-            received: the RecvWR that was posted, or a buffer that begins with the
-                bytes that it received.
+            received: the RecvWR that was posted, or a buffer that begins with the received
+                bytes.
 
         Raises:
             CompletionError: the receive failed.
             TypeError: received is neither.
-            ValueError: this completion is not that of a receive, or received does not
-                hold its bytes.
+            ValueError: this is not a receive's completion, or received is too short.
             ClosedError: a memory region that the RecvWR names is closed.
 
         See ibv_post_recv(3).
@@ -99,11 +112,86 @@ class WC(NamedTuple):
             raise ValueError(f"{getattr(self.opcode, 'name', None)} received nothing")
         return read_datagram(received, self.byte_len, bool(self.wc_flags & WCFlags.GRH))
 
+    def _row(self) -> bytes:
+        """Return the completion as ``poll_into`` writes it."""
+        imm_data = self.imm_data if self.imm_data is not None else self.invalidated_rkey
+        return _ROW.pack(
+            self.wr_id,
+            self.status,
+            self.opcode or 0,
+            self.vendor_err,
+            self.byte_len,
+            imm_data or 0,
+            self.qp_num,
+            self.src_qp,
+            self.wc_flags,
+            self.pkey_index,
+            self.slid,
+            self.sl,
+            self.dlid_path_bits,
+        )
+
+
+_ROW = struct.Struct("=Q8I2H2B2x")
+_FIELDS = (
+    ("wr_id", "u8", 0),
+    ("status", "u4", 8),
+    ("opcode", "u4", 12),
+    ("vendor_err", "u4", 16),
+    ("byte_len", "u4", 20),
+    ("imm_data", "u4", 24),
+    ("qp_num", "u4", 28),
+    ("src_qp", "u4", 32),
+    ("wc_flags", "u4", 36),
+    ("pkey_index", "u2", 40),
+    ("slid", "u2", 42),
+    ("sl", "u1", 44),
+    ("dlid_path_bits", "u1", 45),
+)
+
+
+class _RowType(dict[str, Any]):
+    """A completion as ``CQ.poll_into`` writes it: a ``struct ibv_wc`` of 48 bytes.
+
+    ``numpy.zeros(256, rp.WC_DTYPE)`` makes an array of 256 rows. All fields are plain unsigned
+    integers in native byte order:
+
+    - wr_id (8 bytes): the wr_id of the work request.
+    - status (4): how it ended, a WCStatus; 0 is SUCCESS.
+    - opcode (4): the operation that completed, a WCOpcode.
+    - vendor_err (4): the device's own error code.
+    - byte_len (4): valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte
+      GRH.
+    - imm_data (4): for a receive with WITH_IMM in wc_flags, the immediate data in host order; with
+      WITH_INV, the key that the peer invalidated; otherwise 0.
+    - qp_num (4): number of the local queue pair.
+    - src_qp (4): number of the sender's queue pair (UD).
+    - wc_flags (4): what else the completion carries, WCFlags.
+    - pkey_index, slid (2 each), sl, dlid_path_bits (1 each): from the packet's headers (UD).
+
+    In a row whose status is not SUCCESS, only wr_id, status, qp_num and vendor_err are valid; the
+    other fields are 0. Rows have no tags and no timestamps. ``AH.from_wc`` and ``WC.datagram`` need
+    a WC: a program that answers datagrams polls with ``CQ.poll``.
+    """
+
+
+WC_DTYPE: Any = _RowType(
+    names=[name for name, _, _ in _FIELDS],
+    formats=[kind for _, kind, _ in _FIELDS],
+    offsets=[offset for _, _, offset in _FIELDS],
+    itemsize=_ROW.size,
+)
+
 
 _RECV = int(WCOpcode.RECV)
 
+_SHARED = (
+    "{} uses a shared completion channel: wait with channel.get_cq_event(), "
+    "or create it without channel="
+)
+
 _BATCH = 64
-"""How many completions one call polls at most (``_c/polling/cq.c``)."""
+"""How many completions ``poll`` returns at most by default (``_c/polling/cq.c``)."""
 
 
 class CQ(CompletionSource, struct="ibv_cq"):
@@ -119,21 +207,23 @@ class CQ(CompletionSource, struct="ibv_cq"):
             private one, on which ``wait`` sleeps.
         comp_vector: the completion vector that signals its events, from 0; a ValueError
             names the range.
-        tm_info: whether completions carry the tags of tag-matching messages, as the
-            CQ of a tag-matching SRQ must.
+        wc_flags: extra fields of its completions, a WCExFlags: timestamps, or tags, which the
+            CQ of a tag-matching SRQ must report.  With any flag it is an extended CQ
+            (ibv_create_cq_ex(3)).
 
     Attributes:
-        cqe: entries it holds.
+        wc_flags: as given.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: cqe or comp_vector is out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: cqe or comp_vector is out of range, wc_flags has bits that are not in
+            WCExFlags, or the channel belongs to another open device.
         ClosedError: the device is closed.
-        UnsupportedError: tm_info is set, and the device has no tag matching.
+        UnsupportedError: the device cannot report what wc_flags says.
         VerbsError: the device refused.
     """
 
-    __slots__ = ("_channel", "_extended", "channel", "context", "cqe")
+    __slots__ = ("_cqe", "channel", "context", "wc_flags")
 
     _type_name = "CQ"
     _rank = 5
@@ -145,21 +235,17 @@ class CQ(CompletionSource, struct="ibv_cq"):
         *,
         channel: CompChannel | None = None,
         comp_vector: int = 0,
-        tm_info: bool = False,
+        wc_flags: int = WCExFlags(0),
     ) -> None:
         expect("context", context, Context)
         expect("channel", channel, CompChannel, None)
-        cqe = index("cqe", cqe)
         self.context = context
-        vectors = struct_of(context).num_comp_vectors
-        comp_vector = within("comp_vector", comp_vector, 0, vectors - 1)
-        max_cqe = context.attr.max_cqe
-        if not 1 <= cqe <= max_cqe:
-            raise ValueError(f"cqe={cqe} is not in 1..{max_cqe}, what {context.name} can hold")
+        comp_vector = within("comp_vector", comp_vector, 0, context.num_comp_vectors - 1)
+        cqe = _check_cqe(context, cqe)
         if channel is not None and channel.context is not context:
             raise ValueError("the channel was created on another open device")
         self.channel = channel
-        self._extended = bool(tm_info)
+        self.wc_flags = flags("wc_flags", wc_flags, _ALL_WC_EX, "WCExFlags")
         self._overrun = False
         own = None
         try:
@@ -168,7 +254,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             self._create(own or channel, cqe, comp_vector)
         finally:
             if own is not None:
-                # It closes with the CQ, or at once if there is none.
+                # The private channel closes with the CQ; if there is no CQ, close it now.
                 own._abandoned = True
                 if self._handle is None:
                     close_quietly(own)
@@ -178,34 +264,88 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
         context = self.context
         provider = provider_of(context)
-        self._channel = struct_of(announces)
-        self._drop_event = functools.partial(provider.get_cq_event, self._channel, {})
+        reports = struct_of(announces)
+        self._drop_event = functools.partial(provider.get_cq_event, reports, {})
         self._poller = native.Poller(
             in_flight_of(context),
-            self._extended,
+            int(self.wc_flags),
             provider.spin_ns,
-            self._channel.fd,
+            announces.fileno(),
             self._drop_event,
         )
-        create = provider.create_cq_ex if self._extended else provider.create_cq
-        handle = self._make(
-            create,
-            (context, cqe, announces, comp_vector),
-            provider.destroy_cq,
-            (context, announces),
-        )
-        self.cqe: int = handle.cqe
+        args: tuple[Any, ...] = (context, cqe, announces, comp_vector)
+        create: Any = provider.create_cq
+        if self.wc_flags:
+            args, create = (*args, int(self.wc_flags)), provider.create_cq_ex
+        try:
+            handle = self._make(create, args, provider.destroy_cq, (context, announces))
+        except VerbsError as error:
+            if error.errno in _UNSUPPORTED and (reason := self._not_reported()):
+                raise UnsupportedError(error.call, errno.EOPNOTSUPP, reason) from None
+            if error.errno in NO_MORE:
+                error.hint = error.hint or no_more(context, "CQs", "max_cq", error.errno)
+            raise
+        self._cqe: int = handle.cqe
+
+    def _not_reported(self) -> str | None:
+        """Say which of wc_flags the device lacks, if its attributes tell; else return None."""
+        name, attr = self.context.name, self.context.attr
+        if self.wc_flags & _TIMESTAMPS and not attr.completion_timestamp_mask:
+            return f"{name} has no completion timestamps (its completion_timestamp_mask is 0)"
+        if self.wc_flags & WCExFlags.WITH_TM_INFO and not attr.tm_caps.max_num_tags:
+            return f"{name} has no tag matching"
+        return None
 
     def __str__(self) -> str:
         return (
-            f"CQ of {counted(self.cqe, 'entry', 'entries')}"
-            if hasattr(self, "cqe")
+            f"CQ of {counted(self._cqe, 'entry', 'entries')}"
+            if hasattr(self, "_cqe")
             else self._type_name
         )
 
     def _event_fd(self) -> int:
-        fd: int = self._channel.fd
+        # In a verb, so that the channel's struct is not freed meanwhile.
+        fd: int = self._verb(_CHANNEL_FD)
         return fd
+
+    @property
+    def cqe(self) -> int:
+        """Entries it can hold: at least as many as its creation or last resize requested."""
+        return self._cqe
+
+    def resize(self, cqe: int) -> None:
+        """Change how many entries it can hold; its completions stay in it.
+
+        Args:
+            cqe: entries it must hold, 1..the device's max_cqe, and at least as many as it
+                has completions.  The device may grant more: see the attribute cqe.
+
+        Raises:
+            TypeError: cqe is not an integer.
+            ValueError: cqe is out of range.
+            ClosedError: the CQ is closed.
+            UnsupportedError: the device cannot resize CQs.
+            VerbsError: the device refused: the CQ has more completions, or the device has no
+                memory.
+
+        See ibv_resize_cq(3).
+        """
+        cqe = _check_cqe(self.context, cqe)
+        try:
+            self._verb(provider_of(self.context).resize_cq, cqe)
+        except VerbsError as error:
+            if error.errno in _TOO_SMALL:
+                error.hint = error.hint or (
+                    f"there may be more than cqe={cqe} completions in it; poll them first"
+                )
+            raise
+        finally:
+            # Also if a signal handler has raised after the call; and again if another thread has
+            # resized it meanwhile.
+            noted = None
+            with contextlib.suppress(ClosedError):
+                while noted != (granted := self._verb(_CQE)):
+                    self._cqe = noted = granted
 
     def req_notify(self, solicited_only: bool = False) -> None:
         """Request one event on the channel, at the next completion.
@@ -222,15 +362,15 @@ class CQ(CompletionSource, struct="ibv_cq"):
         See ibv_req_notify_cq(3).
         """
         if self.channel is None:
-            self._live()
-            raise RdmaError(f"{self} has no channel to announce completions on: CQ(channel=...)")
+            self._open_struct()
+            raise RdmaError(f"{self} was created without a completion channel: CQ(channel=...)")
         self._poller.notify(self, bool(solicited_only))
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
-        """Return the completions that are available, without waiting.
+        """Return the available completions, without waiting.
 
         Args:
-            max_entries: how many at most.
+            max_entries: how many to return at most.
 
         Raises:
             TypeError: max_entries is not an integer.
@@ -247,72 +387,159 @@ class CQ(CompletionSource, struct="ibv_cq"):
             self._poller.poll(self, max_entries, found)
             return found
         except BaseException:
-            # A signal handler may raise after they have arrived here.
+            # A signal handler may have raised after the poll.
             self._poller.put_back(found)
             raise
 
-    def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
-        """Wait for completions and return exactly that many.
+    def wait(
+        self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
+    ) -> list[WC]:
+        """Wait for count completions and return them, and others up to max_entries.
 
-        It spins briefly, then sleeps on the completion channel.  If another thread
-        keeps the GIL busy, spinning and sleeping each cost one switch interval
-        (sys.getswitchinterval); completions that are already there cost none.
-        Closing the CQ ends the wait; a CQ that has overrun does not.  If several threads wait,
-        the first to have begun is served first; one that wants many completions does not hold
-        up those that want few.  While tasks of a stopped or blocked event loop wait for the
-        same CQ, a thread may notice a completion 20 ms late.
+        If enough are available, it returns at once.  Otherwise it spins, then sleeps; while other
+        threads run Python, the spinning and the sleeping each cost one GIL switch interval.
+        Closing the CQ ends the wait; an overrun of the CQ does not.  Threads are served in the
+        order in which they began to wait, but one that waits for many completions does not delay
+        those that wait for few.  While tasks of a stopped or blocked event loop wait for the same
+        CQ, a thread may notice a completion 20 ms late.
 
         Args:
-            count: how many.
+            count: how many to wait for.
             timeout: seconds; None for no limit.
+            max_entries: how many to return at most, if more than count are available; None
+                returns exactly count.
 
         Raises:
-            WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                if the CQ is known to have overrun, and so has lost completions.
-            TypeError: count or timeout is not a number.
-            ValueError: count is negative, or timeout is NaN.
-            RdmaError: the CQ reports its completions on a shared channel.
+            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The text
+                says if one of them has failed, and if the CQ is known to have overrun and thus
+                to have lost completions.
+            WaitCancelled: cancel_waits() was called.
+            TypeError: count, timeout or max_entries is not a number.
+            ValueError: count is negative or more than max_entries, or timeout is NaN.
+            RdmaError: the CQ uses a shared completion channel.
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
         """
         if self.channel is not None:
-            raise RdmaError(
-                f"{self} announces its completions on a channel that it shares: wait with "
-                "channel.get_cq_event(), or create it without channel="
-            )
+            raise RdmaError(_SHARED.format(self))
+        if max_entries is not None:
+            count, max_entries = check_max_entries(count, max_entries)
         if type(timeout) is not float or timeout != timeout:
             timeout = seconds(timeout)
         if type(count) is not int:
             count = index("count", count)
         found: list[WC] = []
         try:
+            # The loop is in _c/polling/cq.c.
             available = self._poller.wait(self, count, 0, timeout, found)
             if available is None:
+                if max_entries is not None:
+                    # A failure is left to the next poll: count completions have come.
+                    with contextlib.suppress(ClosedError, VerbsError):
+                        self._poller.poll(self, max_entries - len(found), found)
                 return found
         except BaseException:
             self._poller.put_back(found)
             raise
         raise timed_out(self, available, count, timeout)
 
-    async def completions(self, count: int = 1, timeout: float | None = None) -> list[WC]:
-        """Wait for completions in an asyncio task and return exactly that many.
+    def poll_into(self, buffer: Any, /) -> int:
+        """Write the available completions to a buffer, and return how many.
 
-        No thread blocks, and cancelling the task loses no completion.  If that many are already
-        there it returns without suspending: a loop that must let other tasks run awaits
-        asyncio.sleep(0), too.  Several tasks of
-        one event loop may wait; one that wants few is not held up by one that wants many.
-        CQs that share a channel work too.  ``async for wc in cq`` yields completions one
-        at a time.
+        Each takes a row of 48 bytes, with the fields of WC_DTYPE: ``numpy.zeros(256, rp.WC_DTYPE)``
+        has room for 256. ``AH.from_wc`` and ``WC.datagram`` (UD) need WCs, which ``poll`` returns.
 
         Args:
-            count: how many.
-            timeout: seconds; None for no limit.
+            buffer: a writable, contiguous buffer of whole rows.
+
+        Returns:
+            How many rows were written; the rest of the buffer is unchanged.
 
         Raises:
-            WaitTimeout: fewer came; those stay for the next poll or wait.  The text says
-                if the CQ is known to have overrun, and so has lost completions.
-            TypeError: count or timeout is not a number.
-            ValueError: count is negative, or timeout is NaN.
+            TypeError: it is not a buffer, or it holds pointers that Python follows.
+            BufferError: it is read-only, or not contiguous.
+            ValueError: it does not hold whole rows.
+            ClosedError: the CQ is closed.
+            VerbsError: the device failed.
+
+        See ibv_poll_cq(3).
+        """
+        raise NotImplementedError
+
+    def wait_into(self, buffer: Any, min: int = 1, timeout: float | None = 5.0) -> int:
+        """Wait for completions, write them to a buffer, and return how many.
+
+        It waits as ``wait`` does.
+
+        Args:
+            buffer: as for poll_into.
+            min: how many to wait for; others that are available are also written.
+            timeout: seconds; None for no limit.
+
+        Returns:
+            How many rows were written, at least min.
+
+        Raises:
+            WaitTimeout: fewer completions came; they stay for the next poll or wait.
+            WaitCancelled: cancel_waits() was called.
+            TypeError: an argument has the wrong type.
+            BufferError: the buffer is read-only, or not contiguous.
+            ValueError: the buffer does not hold whole rows, or fewer than min; min is negative, or
+                timeout is NaN.
+            RdmaError: the CQ reports its completions on a shared channel.
+            ClosedError: the CQ is closed, or is closed during the wait.
+            VerbsError: the device failed.
+        """
+        if self.channel is not None:
+            raise RdmaError(_SHARED.format(self))
+        timeout, count = seconds(timeout), index("min", min)
+        with memoryview(buffer) as rows:
+            if rows.nbytes < count * _ROW.size:
+                raise ValueError(f"the buffer has room for fewer than min={count} rows")
+            available = self._poller.wait(self, count, 0, timeout, rows)
+        assert available is not None
+        if available >= 0:
+            return available
+        raise timed_out(self, -1 - available, count, timeout)
+
+    def cancel_waits(self) -> None:
+        """End the waits in progress: they raise WaitCancelled.
+
+        This ends wait and wait_into in any thread, and completions and ``async for`` in any
+        task.  They consume no completions, even if some have just come.  The CQ stays usable, and
+        later waits are not affected: to end a loop, set a flag that it reads before each wait,
+        then call this.  Call it from any thread, or from a signal handler.
+
+        Raises:
+            ClosedError: the CQ is closed.
+        """
+        struct_of(self)
+        self._poller.cancel()
+
+    async def completions(
+        self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
+    ) -> list[WC]:
+        """Wait in an asyncio task for count completions; return them, and others up to max_entries.
+
+        No thread blocks, and cancelling the task loses no completion.  If enough are available,
+        it returns without suspending: a loop that must let other tasks run also awaits
+        asyncio.sleep(0).  Several tasks of one event loop may wait; one that waits for many
+        completions does not delay one that waits for few.  The CQ may share its channel with
+        others.  ``async for wc in cq`` yields completions one at a time.
+
+        Args:
+            count: how many to wait for.
+            timeout: seconds; None for no limit.
+            max_entries: how many to return at most, as for wait; completions that other tasks
+                wait for are left to them.
+
+        Raises:
+            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The text
+                says if one of them has failed, and if the CQ is known to have overrun and thus
+                to have lost completions.
+            WaitCancelled: cancel_waits() was called.
+            TypeError: count, timeout or max_entries is not a number.
+            ValueError: count is negative or more than max_entries, or timeout is NaN.
             RdmaError: a thread or another event loop is already waiting on the same CQ
                 or channel.
             ClosedError: the CQ is closed, or is closed during the wait.
@@ -320,19 +547,40 @@ class CQ(CompletionSource, struct="ibv_cq"):
         """
         from .aio import completions  # asyncio takes long to import
 
-        return await completions(self, count, timeout)
+        return await completions(self, count, timeout, max_entries)
 
-    def __aiter__(self) -> Completions:
+    def __aiter__(self) -> AsyncIterator[WC]:
         from .aio import Completions
 
         return Completions(self)
 
 
-def keep_completions(cq: CQ) -> None:
-    """Poll everything in the queue, before or after one of its QPs is destroyed.
+with_c_methods(CQ)
 
-    Some devices drop the completions of a destroyed QP; taken here, they
-    are delivered on every device.
+
+def _check_cqe(context: Context, cqe: int) -> int:
+    """Check a CQ's size against the device's limit, and return it as an int."""
+    cqe, most = index("cqe", cqe), context.attr.max_cqe
+    if not 1 <= cqe <= most:
+        raise ValueError(f"cqe={shown(cqe)} is not in 1..{most}, the max_cqe of {context.name}")
+    return cqe
+
+
+_ALL_WC_EX = functools.reduce(operator.or_, WCExFlags)
+_TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
+_UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+"""The errnos of devices that do not support a flag."""
+_CQE = operator.attrgetter("cqe")
+_CHANNEL_FD = operator.attrgetter("channel.fd")
+_TOO_SMALL = frozenset({errno.EINVAL, errno.EBUSY})
+"""The errnos of devices that refuse a size below the number of completions in the CQ."""
+
+
+def keep_completions(cq: CQ) -> None:
+    """Move all completions of a CQ to its backlog, before one of its QPs is destroyed or reset.
+
+    Some devices drop the completions of such a QP; from the backlog they are delivered on every
+    device.
     """
     with contextlib.suppress(ClosedError, VerbsError):
         cq._poller.fill(cq, cq._poller.fill(cq, 0) + cq.cqe)

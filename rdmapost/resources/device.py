@@ -1,25 +1,27 @@
-"""Devices: the list, opening one, its attributes, ports and tables."""
+"""Devices: list them, open one, query its attributes, ports and tables, and choose a GID."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import operator
 import os
-import sys
-from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
-from .._arguments import expect, index
+from .._arguments import expect, index, within
 from .._arguments import index as whole_number
 from .._binding import ffi, native
-from ..enums import MTU, AtomicCap, DeviceCap, GIDType, LinkLayer, NodeType, PortState
-from ..errors import NoDeviceError, NoRdmaError
-from ..providers import DeviceInfo, Provider, soft_provider, verbs_provider
-from ..standard.wire import is_multicast_gid
-from .waiting import EventSource
+from ..enums import GIDType, NodeType, PortState, reported
+from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
+from ..providers import DeviceInfo, GIDEntry, Provider, soft_provider, verbs_provider
+from .device_attr import DeviceAttr, PortAttr, read_device_attr, read_port_attr
+from .events import AsyncEvent, next_async_event
+from .gid import GID, GIDChoice, GIDTableEntry, no_such_gid, preferred_gid
+from .resource import close_with_all_below
+from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
+_GIDS_AT_MOST = 1 << 16
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
@@ -28,159 +30,10 @@ NO_DEVICES = (
 )
 
 
-class GID(bytes):
-    """A global identifier: 16 bytes, shown as an IPv6 address (``union ibv_gid``).
-
-    Args:
-        value: 16 bytes (or another buffer of them), or text such as "fe80::1" or "::ffff:10.0.0.1".
-
-    Raises:
-        TypeError: value is neither bytes-like nor text.
-        ValueError: value is not 16 bytes, or not an IPv6 address.
-    """
-
-    def __new__(cls, value: bytes | str) -> GID:
-        return super().__new__(cls, _gid_bytes("value", value))
-
-    def __str__(self) -> str:
-        address = IPv6Address(bytes(self))
-        mapped = address.ipv4_mapped
-        return f"::ffff:{mapped}" if mapped else str(address)
-
-    def __repr__(self) -> str:
-        return f"GID('{self}')"
-
-    @property
-    def is_link_local(self) -> bool:
-        """Whether it is a link-local address, made from a MAC or a GUID."""
-        return IPv6Address(bytes(self)).is_link_local
-
-    @property
-    def is_ipv4(self) -> bool:
-        """Whether it is an IPv4 address mapped into IPv6."""
-        return IPv6Address(bytes(self)).ipv4_mapped is not None
-
-    @property
-    def is_multicast(self) -> bool:
-        """Whether it names a multicast group: ff00::/8, or 224.0.0.0/4 mapped into IPv6."""
-        return is_multicast_gid(self)
-
-
-def gid_argument(name: str, given: Any) -> GID:
-    """Return an argument or a field as a GID; errors name it."""
-    return bytes.__new__(GID, _gid_bytes(name, given))
-
-
-def _gid_bytes(name: str, value: Any) -> bytes:
-    expect(name, value, bytes, str, bytearray, memoryview)
-    if isinstance(value, str):
-        try:
-            raw = IPv6Address(value).packed
-        except ValueError:
-            raise ValueError(f"{name}: {value!r} {_why_no_gid(value)}") from None
-    else:
-        raw = bytes(value)
-    if len(raw) != 16:
-        raise ValueError(f"{name}: a GID has 16 bytes, not {len(raw)}")
-    return raw
-
-
-def _why_no_gid(text: str) -> str:
-    try:
-        return f"is an IPv4 address; its GID is '::ffff:{IPv4Address(text)}'"
-    except ValueError:
-        return "is not an IPv6 address"
-
-
-@dataclass(frozen=True, slots=True)
-class GIDTableEntry:
-    """A valid entry of a port's GID table (ibv_query_gid_table(3)).
-
-    Attributes:
-        index: its index in the table, for gid_index.
-        gid: the GID.
-        gid_type: its type, or None if libibverbs does not report it.
-        ndev: name of the network device behind it, or "".
-    """
-
-    index: int
-    gid: GID
-    gid_type: GIDType | None
-    ndev: str
-
-
-@dataclass(frozen=True, slots=True)
-class PortAttr:
-    """Attributes of a port (ibv_query_port(3)).
-
-    Attributes:
-        port_num: the port, from 1.
-        state: its state; only ACTIVE carries traffic.
-        link_layer: InfiniBand or Ethernet.
-        max_mtu, active_mtu: the largest path MTU, and the one in use.
-        gid_tbl_len, pkey_tbl_len: entries in the GID and the P_Key table.
-        max_msg_sz: the largest message, in bytes.
-        lid, sm_lid: local identifiers; 0 on Ethernet.
-        phys_state: 5 is LinkUp, 3 is Disabled.
-        active_speed, active_width: encoded as in the man page.
-    """
-
-    port_num: int
-    state: PortState
-    link_layer: LinkLayer
-    max_mtu: MTU
-    active_mtu: MTU
-    gid_tbl_len: int
-    pkey_tbl_len: int
-    max_msg_sz: int
-    lid: int
-    sm_lid: int
-    phys_state: int
-    active_speed: int
-    active_width: int
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceAttr:
-    """Attributes of a device (ibv_query_device(3)); the names are the man page's."""
-
-    fw_ver: str
-    node_guid: int
-    sys_image_guid: int
-    max_mr_size: int
-    page_size_cap: int
-    vendor_id: int
-    vendor_part_id: int
-    hw_ver: int
-    max_qp: int
-    max_qp_wr: int
-    device_cap_flags: DeviceCap
-    max_sge: int
-    max_sge_rd: int
-    max_cq: int
-    max_cqe: int
-    max_mr: int
-    max_pd: int
-    max_qp_rd_atom: int
-    max_qp_init_rd_atom: int
-    max_res_rd_atom: int
-    atomic_cap: AtomicCap
-    max_mw: int
-    max_mcast_grp: int
-    max_mcast_qp_attach: int
-    max_ah: int
-    max_srq: int
-    max_srq_wr: int
-    max_srq_sge: int
-    max_pkeys: int
-    local_ca_ack_delay: int
-    phys_port_cnt: int
-
-
 def list_devices() -> list[DeviceInfo]:
-    """List the devices that can be opened: those of libibverbs, and the software device.
+    """List the devices that can be opened: those of libibverbs, and soft0, the software device.
 
-    Without libibverbs there is only the software device.
+    Without libibverbs there is only soft0.
 
     Raises:
         VerbsError: the kernel could not be queried.
@@ -198,9 +51,9 @@ def open_device(name: str | None = None) -> Context:
     """Open a device.
 
     Args:
-        name: its name; "soft0" is the software device of this process.  None opens
+        name: its name; "soft0" is the software device in this process.  None opens
             the device that RDMAPOST_DEVICE names or, if that is not set, the first
-            device of libibverbs with an active port, never the software device.
+            device of libibverbs with an active port, never soft0.
 
     Raises:
         TypeError: name is neither text nor None.
@@ -215,7 +68,7 @@ def open_device(name: str | None = None) -> Context:
         name = os.environ.get(_DEVICE_VARIABLE) or None
     if name is None:
         return _open_active()
-    # The soft device first: it exists with or without libibverbs.
+    # soft0 first: it needs no libibverbs.
     for provider in (soft_provider(), verbs_provider()):
         found = provider.list_devices()
         for info in found:
@@ -249,7 +102,7 @@ class Context(EventSource, struct="ibv_context"):
 
     Attributes:
         name: the device's name.
-        kind: "verbs" for a device of libibverbs, "soft" for the software device.
+        kind: "verbs" for a device of libibverbs, "soft" for soft0.
         guid: its node GUID, in host order.
         node_type: its type, a NodeType.
         attr: its attributes, a DeviceAttr.
@@ -262,16 +115,16 @@ class Context(EventSource, struct="ibv_context"):
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
-        self._queues: dict[int, native.InFlight] = {}
+        self._queues: dict[int, Any] = {}
         self._events = {}
-        self._poller = native.Poller({}, False, 0, -1, None)
+        self._poller = native.Poller({}, 0, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
-        self.node_type = _enum(NodeType, info.node_type, NodeType.UNKNOWN)
+        self.node_type = reported(NodeType, info.node_type)
         with provider.found_device(info.name) as device:
             self._make(provider.open_device, (device,), provider.close_device, ())
-        # An event that another thread took must not block this one.
+        # A thread must not block if another one reads the event first.
         os.set_blocking(self.async_fd, False)
         self.attr = self._query_attr()
 
@@ -284,21 +137,49 @@ class Context(EventSource, struct="ibv_context"):
     def _get_event(self) -> object:
         return self._verb(self._provider.get_async_event, self._events)
 
+    def close_all(self) -> None:
+        """Close everything that was created on the device, then the device.
+
+        The order is one that devices accept: windows, queue pairs, address handles, shared
+        receive queues, regions, CQs, channels, XRC domains and protection domains.  Outstanding
+        work ends with the queue pairs; threads and tasks that wait on a CQ, a channel or the device
+        get ClosedError.  On a closed device it does nothing.
+
+        Raises:
+            CloseError: a resource could not be closed.  Everything else that can be closed is,
+                but the device is still open; call this again once the cause is gone.
+
+        See ibv_close_device(3).
+        """
+        errors = close_with_all_below(self)
+        for resource, error in errors.items():
+            more = f" (and {len(errors) - 1} more: see errors)" if len(errors) > 1 else ""
+            text = resource._failure_text(error)
+            raise CloseError(text + more, tuple(errors.values())) from error
+
     def _query_attr(self) -> DeviceAttr:
-        raw = ffi.new("struct ibv_device_attr *")
-        self._verb(self._provider.query_device, raw)
-        values: dict[str, Any] = {
-            name: getattr(raw, name) for name in DeviceAttr.__dataclass_fields__
-        }
-        values["fw_ver"] = ffi.string(raw.fw_ver).decode(errors="replace")
-        for guid in ("node_guid", "sys_image_guid"):
-            values[guid] = int.from_bytes(values[guid].to_bytes(8, sys.byteorder))
-        values["device_cap_flags"] = DeviceCap(raw.device_cap_flags)
-        values["atomic_cap"] = _enum(AtomicCap, raw.atomic_cap, AtomicCap.NONE)
-        return DeviceAttr(**values)
+        raw = ffi.new("struct ibv_device_attr_ex *")
+        self._verb(self._provider.query_device_ex, raw)
+        return read_device_attr(raw)
+
+    def query_rt_values(self) -> int:
+        """Return the current value of the device's clock (raw_clock).
+
+        It counts ticks of attr.hca_core_clock kHz, like WC.completion_ts; only the bits in
+        attr.completion_timestamp_mask are valid.
+
+        Raises:
+            ClosedError: the device is closed.
+            UnsupportedError: the device has no clock that can be read.
+            VerbsError: the query failed.
+
+        See ibv_query_rt_values_ex(3).
+        """
+        now: int = self._verb(self._provider.query_rt_values)
+        return now
 
     def query_port(self, port_num: int = 1) -> PortAttr:
-        """Return the attributes of a port as they are now.
+        """Return a port's current attributes.
 
         Args:
             port_num: the port, 1..attr.phys_port_cnt.
@@ -312,14 +193,52 @@ class Context(EventSource, struct="ibv_context"):
         """
         port_num = self._check_port(port_num)
         raw = ffi.new("struct ibv_port_attr *")
-        self._verb(self._provider.query_port, port_num, raw)
-        names = PortAttr.__dataclass_fields__.keys() - {"port_num"}
-        values = {name: getattr(raw, name) for name in names}
-        values["state"] = _enum(PortState, raw.state, PortState.NOP)
-        values["link_layer"] = _enum(LinkLayer, raw.link_layer, LinkLayer.UNSPECIFIED)
-        values["max_mtu"] = _enum(MTU, raw.max_mtu, MTU.MTU_4096)
-        values["active_mtu"] = _enum(MTU, raw.active_mtu, MTU.MTU_256)
-        return PortAttr(port_num, **values)
+        speed = self._verb(self._provider.query_port, port_num, raw)
+        return read_port_attr(port_num, raw, speed)
+
+    def query_gid(self, port_num: int = 1, index: int = 0) -> GID:
+        """Return an entry of a port's GID table.
+
+        Args:
+            port_num: the port, from 1.
+            index: which entry, from 0.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: the device has no such port.
+            ClosedError: the device is closed.
+            VerbsError: there is no such entry, or the device failed.
+
+        See ibv_query_gid(3).
+        """
+        return self.query_gid_ex(port_num, index).gid
+
+    def query_gid_ex(self, port_num: int = 1, index: int = 0) -> GIDTableEntry:
+        """Return an entry of a port's GID table with its type and network device.
+
+        Args:
+            port_num: the port, from 1.
+            index: which entry, from 0.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: the device has no such port.
+            ClosedError: the device is closed.
+            VerbsError: there is no such entry, or the device failed.
+
+        See ibv_query_gid_ex(3).
+        """
+        port_num, entry = self._check_port(port_num), whole_number("index", index)
+        try:
+            # No table is larger, and a larger index does not fit the call.
+            if not 0 <= entry < _GIDS_AT_MOST:
+                raise VerbsError("ibv_query_gid_ex", errno.EINVAL)
+            return _table_entry(self._verb(self._provider.query_gid_ex, port_num, entry))
+        except VerbsError as error:
+            error.hint = error.hint or no_such_gid(
+                self.name, port_num, entry, self.query_gid_table(port_num)
+            )
+            raise
 
     def query_gid_table(self, port_num: int = 1) -> list[GIDTableEntry]:
         """Return the valid entries of a port's GID table.
@@ -335,15 +254,8 @@ class Context(EventSource, struct="ibv_context"):
         See ibv_query_gid_table(3).
         """
         length = self.query_port(port_num).gid_tbl_len
-        return [
-            GIDTableEntry(
-                entry.gid_index,
-                GID(entry.raw),
-                None if entry.gid_type is None else GIDType(entry.gid_type),
-                entry.ndev,
-            )
-            for entry in self._verb(self._provider.query_gid_table, port_num, length)
-        ]
+        table = self._verb(self._provider.query_gid_table, port_num, length)
+        return [_table_entry(entry) for entry in table]
 
     def query_pkey(self, port_num: int = 1, index: int = 0) -> int:
         """Return an entry of a port's P_Key table, in host order.
@@ -364,12 +276,39 @@ class Context(EventSource, struct="ibv_context"):
         pkey: int = self._verb(self._provider.query_pkey, port_num, entry)
         return pkey
 
+    def get_pkey_index(self, pkey: int, port_num: int = 1) -> int:
+        """Return a P_Key's index in a port's table, for use as pkey_index.
+
+        Args:
+            pkey: the P_Key in host order, with its membership bit: 0..0xFFFF.
+            port_num: the port, from 1.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: the device has no such port, or pkey is out of range.
+            ClosedError: the device is closed.
+            VerbsError: the table does not have this P_Key, or the device failed.
+
+        See ibv_get_pkey_index(3).
+        """
+        pkey = within("pkey", pkey, 0, 0xFFFF)
+        length = self.query_port(port_num).pkey_tbl_len
+        table = [self.query_pkey(port_num, entry) for entry in range(length)]
+        if pkey in table:
+            return table.index(pkey)
+        has = ", ".join(f"{entry:#06x}" for entry in table if entry) or "none"
+        raise VerbsError(
+            "ibv_get_pkey_index",
+            errno.ENOENT,
+            f"{self.name} port {int(port_num)} has no P_Key {pkey:#06x}; it has {has}",
+        )
+
     @property
     def async_fd(self) -> int:
-        """File descriptor that is readable when there is an asynchronous event.
+        """File descriptor that is readable when an asynchronous event is pending.
 
-        soft0's is also readable when a work request is due for a retry, which the next call of any
-        kind makes: get_async_event() may then return None.
+        On soft0 it is also readable when a work request is due for a retry.  Any call makes that
+        retry, so get_async_event() may return None.
 
         Raises:
             ClosedError: the device is closed.
@@ -378,18 +317,111 @@ class Context(EventSource, struct="ibv_context"):
         return fd
 
     @property
+    def num_comp_vectors(self) -> int:
+        """How many completion vectors it has; a CQ's comp_vector is less than this.
+
+        Raises:
+            ClosedError: the device is closed.
+        """
+        vectors: int = self._verb(_NUM_COMP_VECTORS)
+        return vectors
+
+    @property
     def faults(self) -> Any:
-        """The faults to inject (rdmapost.providers.soft0.engine.faults.FaultPlan), on soft0 only.
+        """The faults to inject, on soft0 only (rdmapost.providers.soft0.engine.faults.FaultPlan).
 
         Raises:
             UnsupportedError: this is a real device.
             ClosedError: the device is closed.
         """
         # The plan lives as long as the device: it must not keep the context open.
-        return self._verb(self._provider.faults, functools.partial(_wr_id_of, self._queues))
+        return self._verb(
+            self._provider.faults, functools.partial(native.peek_queues, self._queues)
+        )
+
+    def get_async_event(self, timeout: float | None = 5.0) -> AsyncEvent | None:
+        """Return the next asynchronous event of the device, and acknowledge it.
+
+        ``async_fd`` is readable when there is one.  If a signal handler raises
+        (KeyboardInterrupt) after an event was taken and before it is returned, the next call
+        returns it.  Events of a resource that is closed before they are taken are dropped; others
+        are kept until they are taken.
+
+        Args:
+            timeout: seconds to wait for one; None for no limit.
+
+        Returns:
+            The event, or None if none came in time.
+
+        Raises:
+            TypeError: timeout is not a number.
+            ValueError: timeout is NaN.
+            RdmaError: asyncio tasks wait for the events of the device.
+            ClosedError: the device is closed, or is closed during the wait.
+            VerbsError: the device failed.
+
+        See ibv_get_async_event(3).
+        """
+        refused = f"tasks wait for the events of {self}: await its async_event() there"
+        return wait_for_event(self, timeout, next_async_event, refused)
+
+    async def async_event(self, timeout: float | None = 5.0) -> AsyncEvent | None:
+        """Wait in an asyncio task for the next asynchronous event: get_async_event for asyncio.
+
+        Args:
+            timeout: seconds to wait for one; None for no limit.
+
+        Returns:
+            The event, or None if none came in time.
+
+        Raises:
+            TypeError: timeout is not a number.
+            ValueError: timeout is NaN.
+            RdmaError: a thread or another event loop is already waiting for the device's events.
+            ClosedError: the device is closed, or is closed during the wait.
+            VerbsError: the device failed.
+
+        See ibv_get_async_event(3).
+        """
+        from .aio import async_event  # asyncio takes long to import
+
+        return await async_event(self, timeout)
+
+    def choose_gid(self, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
+        """Choose one of a port's GIDs, or look up the one at gid_index.
+
+        It prefers RoCE v2 to v1, then any address to a link-local one, then IPv4 to
+        IPv6 (most RoCE networks use IPv4), then the lower index.
+
+        Args:
+            port_num: the port, from 1.
+            gid_index: use this entry; None to choose one.
+
+        Raises:
+            TypeError: an argument is not an integer.
+            ValueError: the device has no such port, or the port has no GID at gid_index.
+            RdmaError: the port has no GID at all.
+            ClosedError: the device is closed.
+            VerbsError: the kernel could not be queried.
+        """
+        if gid_index is not None:
+            gid_index = index("gid_index", gid_index)
+        table = self.query_gid_table(port_num)
+        if gid_index is not None:
+            for entry in table:
+                if entry.index == gid_index:
+                    return GIDChoice(entry.index, entry.gid, entry.gid_type, "asked for")
+            raise ValueError(no_such_gid(self.name, port_num, gid_index, table))
+        if not table:
+            raise RdmaError(
+                f"{self.name} port {port_num} has no GID; "
+                "give its network device an address and bring it up "
+                "('ip addr add 10.0.0.1/24 dev eth0; ip link set eth0 up')"
+            )
+        return preferred_gid(table)
 
     def _check_port(self, port_num: int) -> int:
-        """Return the number of an existing port, as an int."""
+        """Check that the device has a port, and return its number as an int."""
         port_num, count = index("port_num", port_num), self.attr.phys_port_cnt
         if 1 <= port_num <= count:
             return port_num
@@ -400,11 +432,21 @@ class Context(EventSource, struct="ibv_context"):
         )
 
 
-def query_device_ex(context: Context) -> Any:
-    """Return a ``struct ibv_device_attr_ex *`` of a device (ibv_query_device_ex(3))."""
-    attr = ffi.new("struct ibv_device_attr_ex *")
-    context._verb(context._provider.query_device_ex, attr)
-    return attr
+NO_MORE = frozenset({errno.EINVAL, errno.ENOMEM})
+"""The errnos of devices that refuse a resource as too large, or as one too many."""
+
+
+def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
+    """Say why a device may have refused one more resource.
+
+    Args:
+        context: the device.
+        what: the kind of resource, in the plural.
+        limit_name: the device attribute that limits their number.
+        code: the errno.
+    """
+    limit = f"{limit_name}={getattr(context.attr, limit_name)}"
+    return f"{context.name} may have no more {what} ({limit}); {where_explained(code)}"
 
 
 def provider_of(context: Context) -> Provider:
@@ -412,22 +454,15 @@ def provider_of(context: Context) -> Provider:
     return context._provider
 
 
-def in_flight_of(context: Context) -> dict[int, native.InFlight]:
-    """Return what is posted to a device's queues, by the number of each queue."""
+def in_flight_of(context: Context) -> dict[int, Any]:
+    """Return where a device's completions find their queue, by its number."""
     return context._queues
 
 
 _ASYNC_FD = operator.attrgetter("async_fd")
+_NUM_COMP_VECTORS = operator.attrgetter("num_comp_vectors")
 
 
-def _wr_id_of(queues: dict[int, native.InFlight], cookie: int) -> int | None:
-    queue = queues.get(cookie >> 32)
-    return None if queue is None else queue.peek(cookie)
-
-
-def _enum(enum: Any, value: int, otherwise: Any) -> Any:
-    """Return a member by value; for a value that only a newer device reports, `otherwise`."""
-    try:
-        return enum(value)
-    except ValueError:
-        return otherwise
+def _table_entry(entry: GIDEntry) -> GIDTableEntry:
+    gid_type = None if entry.gid_type is None else reported(GIDType, entry.gid_type)
+    return GIDTableEntry(entry.gid_index, GID(entry.raw), gid_type, entry.ndev)

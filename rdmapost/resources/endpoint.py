@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .._arguments import expect, member, within
 from ..enums import MTU
-from .device import GID, gid_argument
+from .gid import GID, GIDLike, gid_argument
 
 _LINE = re.compile(
-    r"qpn=(0x[0-9a-f]{1,6}) psn=(0x[0-9a-f]{1,6}) gid=([0-9a-f:.]{2,45}) "
+    r"qp_num=(0x[0-9a-f]{1,6}) psn=(0x[0-9a-f]{1,6}) gid=([0-9a-f:.]{2,45}) "
     r"lid=(0x[0-9a-f]{1,4}) mtu=([0-9]{3,4})"
 )
 
@@ -23,25 +24,31 @@ class Endpoint:
     so any channel carries it.
 
     Attributes:
-        qpn: number of the queue pair, 0..2^24-1.
+        qp_num: number of the queue pair, 0..2^24-1.
         psn: first packet sequence number that it sends, 0..2^24-1.
-        gid: its GID.
+        gid: its GID; given as a GID, 16 bytes or text.
         lid: its port's LID; 0 on Ethernet.
         mtu: the largest path MTU of its port.
 
     Raises:
-        TypeError: a field is of another type; the text names it.
+        TypeError: a field has the wrong type; the text names it.
         ValueError: a number is out of range, or gid is not a GID.
     """
 
-    qpn: int
+    qp_num: int
     psn: int
     gid: GID
     lid: int
     mtu: MTU
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, qp_num: int, psn: int, gid: GIDLike, lid: int, mtu: MTU | int
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        for name, bits in (("qpn", 24), ("psn", 24), ("lid", 16)):
+        for name, bits in (("qp_num", 24), ("psn", 24), ("lid", 16)):
             value = within(name, getattr(self, name), 0, (1 << bits) - 1)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "gid", gid_argument("gid", self.gid))
@@ -49,7 +56,7 @@ class Endpoint:
 
     def __str__(self) -> str:
         return (
-            f"qpn={self.qpn:#x} psn={self.psn:#x} gid={self.gid} lid={self.lid:#x} "
+            f"qp_num={self.qp_num:#x} psn={self.psn:#x} gid={self.gid} lid={self.lid:#x} "
             f"mtu={self.mtu.bytes}"
         )
 

@@ -1,83 +1,78 @@
-"""Asynchronous events: what happens to a device and its resources besides completions."""
+"""Events that were read from a device or a completion channel, and how they are taken."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Container
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._arguments import expect
-from ..enums import EventType
-from ..errors import ClosedError, RdmaError, WaitTimeout
-from .device import Context, provider_of
+from ..enums import EventType, reported
+from ..errors import ClosedError, RdmaError, WaitTimeout, where_explained
 from .resource import Resource, resource_at
-from .waiting import CompletionSource, wait_for_event
+from .waitable import CompletionSource
+
+if TYPE_CHECKING:
+    from .channel import CompChannel
+    from .cq import CQ
+    from .device import Context
 
 OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
     "or poll it more often"
 )
-"""What to say about a CQ that has overrun."""
+"""The error's text about a CQ that has overrun."""
 
 
 class AsyncEvent(NamedTuple):
     """An asynchronous event (``struct ibv_async_event``, ibv_get_async_event(3)).
 
     Attributes:
-        event_type: what happened: an EventType, or the number of one that
-            only a newer libibverbs knows.
+        event_type: what happened; a number where only a newer libibverbs knows it.
         element: the QP, CQ or SRQ that it happened to, or the number of the
             port; None if the resource has been closed, the event concerns the
             device as a whole, or its type is unknown.
     """
 
-    event_type: EventType | int
+    event_type: EventType
     element: Resource | int | None
 
 
-def get_async_event(context: Context, timeout: float | None = 0.0) -> AsyncEvent | None:
-    """Return the next asynchronous event of a device, and acknowledge it.
-
-    ``context.async_fd`` is readable when there is one.  If a signal handler
-    raises (KeyboardInterrupt) after an event was taken and before it is
-    returned, the next call returns it.  Events of a resource that is closed before
-    they are taken are dropped; others are kept until they are taken.
+def next_cq_event(channel: CompChannel, cqs: Container[CQ] | None = None) -> CQ | None:
+    """Remove an event that was read, and return its CQ; None if there is none.
 
     Args:
-        context: an open device.
-        timeout: seconds to wait for one; None for no limit.
-
-    Returns:
-        The event, or None if none came in time.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: timeout is NaN.
-        RdmaError: asyncio tasks wait for the events of the device.
-        ClosedError: the device is closed, or is closed during the wait.
-        VerbsError: the device failed.
-
-    See ibv_get_async_event(3).
+        channel: the channel.
+        cqs: only events of these.
     """
-    expect("context", context, Context)
-    return wait_for_event(
-        context,
-        timeout,
-        next_taken,
-        f"tasks wait for the events of {context}: take them with aio.get_async_event()",
-    )
+    for address in channel._events.copy():
+        known = channel._cqs.get(address)
+        cq = None if known is None else known()
+        if cq is not None and cq.closed:
+            cq = None
+        if cq is not None and cqs is not None and cq not in cqs:
+            continue
+        try:
+            # No call follows, so no interrupt can come before the caller has it.
+            del channel._events[address]
+        except KeyError:
+            # Another thread has taken it.
+            continue
+        if cq is not None:
+            return cq
+    return None
 
 
-def next_taken(context: Context) -> AsyncEvent | None:
-    """Return the oldest event taken, and forget it; None if there is none."""
+def next_async_event(context: Context) -> AsyncEvent | None:
+    """Remove and return the oldest event that was read; None if there is none."""
     for key, taken in context._events.copy().items():
         found = _read(context, taken)
         if found.event_type is EventType.CQ_ERR and isinstance(found.element, CompletionSource):
             found.element._overrun = True
         try:
-            # From here no call, and so no interrupt, comes before the caller has it.
+            # No call follows, so no interrupt can come before the caller has it.
             del context._events[key]
         except KeyError:
-            # Another thread returns this one.
+            # Another thread has taken it.
             continue
         return found
     return None
@@ -86,36 +81,35 @@ def next_taken(context: Context) -> AsyncEvent | None:
 def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun, without taking an event.
 
-    The software device knows at once. libibverbs reports it only in an event, which belongs to the
+    soft0 knows at once. libibverbs reports it only in an event, which belongs to the
     caller: there it is known once get_async_event() has received that.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):
-        if cq._overrun or cq._verb(provider_of(context).has_overrun):
+        if cq._overrun or cq._verb(context._provider.has_overrun):
             return True
     taken = [_read(context, event) for event in context._events.copy().values()]
     return any(one.event_type is EventType.CQ_ERR and one.element is cq for one in taken)
 
 
 def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> WaitTimeout:
-    """Return the error of a wait for completions that was too short."""
+    """Return the error for a wait in which too few completions came."""
     text = f"{available} of {count} completions came within {timeout:g} s"
+    failed = cq._poller.first_failed()
+    if failed is not None:
+        text += f"; {failed._ending()}"
     # soft0 does not know in the middle of another verb.
     with contextlib.suppress(RdmaError):
         if has_overrun(cq):
             text += f"; {OVERRUN}"
-    return WaitTimeout(text)
+    error = WaitTimeout(text, failed=failed)
+    if failed is not None:
+        error.add_note(where_explained(failed.status.name))
+    return error
 
 
 def _read(context: Context, taken: Any) -> AsyncEvent:
-    number, element = provider_of(context).read_async_event(taken)
+    number, element = context._provider.read_async_event(taken)
     if element is not None and not isinstance(element, int):
         element = resource_at(element)
-    return AsyncEvent(_type_of(number), element)
-
-
-def _type_of(number: int) -> EventType | int:
-    try:
-        return EventType(number)
-    except ValueError:
-        return number
+    return AsyncEvent(reported(EventType, number), element)

@@ -7,17 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._arguments import expect, index
 from ..errors import ClosedError
 from ..posting.wr import SGE, RecvWR
-from ..standard.wire import GRH_BYTES, IPV4_MAPPED, checksum_residue
-from .device import GID
+from ..standard.wire import (
+    DONT_FRAGMENT,
+    GRH_BYTES,
+    IPV4,
+    IPV4_MAPPED,
+    IPV4_VERSION_IHL,
+    IPV6,
+    checksum_residue,
+    ipv4_header,
+)
+from .gid import GID
 
-# version, traffic class and flow label; payload length, next header, hop limit, sgid, dgid
-_IPV6 = struct.Struct("!IHBB16s16s")
-# version and length, TOS, total length, identification, fragment, TTL, protocol, checksum, ...
-_IPV4 = struct.Struct("!BBHHHBBH4s4s")
-_IPV4_AT = GRH_BYTES - _IPV4.size
-_IPV4_BEGINS = 0x45
+_IPV4_AT = GRH_BYTES - IPV4.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class GRH:
         sgid, dgid: where the datagram came from, and where it went.
         traffic_class: 0..255; for IPv4 the type of service.
         flow_label: 0..2^20-1; 0 for IPv4.
-        payload_length: bytes after the header, by its own account; includes other layers' headers.
+        payload_length: as the header gives it: transport headers, message and ICRC, in bytes.
         next_header: which header follows: 27 is InfiniBand's, 17 is UDP (RoCE v2).
         hop_limit: 0..255; for IPv4 the time to live.
         version: 6, or 4.
@@ -61,33 +66,64 @@ class GRH:
         if len(raw) < GRH_BYTES:
             raise ValueError(f"a GRH has {GRH_BYTES} bytes, not {len(raw)}")
         is_ipv6 = raw[0] >> 4 == 6
-        # 20 bytes of an IPv6 address may look like IPv4, but hardly with the right checksum.
+        # 20 bytes of an IPv6 address may look like IPv4, but the checksum will hardly be right.
         # Packets that stay on the machine have no checksum.
-        if raw[_IPV4_AT] == _IPV4_BEGINS and (not is_ipv6 or not checksum_residue(raw[_IPV4_AT:])):
-            _, tos, total, _, _, ttl, protocol, _, src, dst = _IPV4.unpack_from(raw, _IPV4_AT)
+        if raw[_IPV4_AT] == IPV4_VERSION_IHL and (
+            not is_ipv6 or not checksum_residue(raw[_IPV4_AT:])
+        ):
+            _, tos, total, _, _, ttl, protocol, _, src, dst = IPV4.unpack_from(raw, _IPV4_AT)
             return cls(
                 GID(IPV4_MAPPED + src),
                 GID(IPV4_MAPPED + dst),
                 tos,
                 0,
-                max(0, total - _IPV4.size),
+                max(0, total - IPV4.size),
                 protocol,
                 ttl,
                 4,
             )
         if not is_ipv6:
             raise ValueError(
-                "these 40 bytes are no GRH: the message came without one, or they are not the "
-                "first of a UD receive"
+                "these 40 bytes are not a GRH: the message came without one, or they are not the "
+                "first 40 of a UD receive"
             )
-        first, length, following, hop_limit, sgid, dgid = _IPV6.unpack(raw)
+        first, length, following, hop_limit, sgid, dgid = IPV6.unpack(raw)
         return cls(
             GID(sgid), GID(dgid), first >> 20 & 0xFF, first & 0xFFFFF, length, following, hop_limit
         )
 
+    def pack(self) -> bytes:
+        """Return the header as the 40 bytes that a UD receive starts with.
+
+        Raises:
+            TypeError: a field has the wrong type.
+            ValueError: a number does not fit its field.
+        """
+        numbers = ("traffic_class", "flow_label", "payload_length", "next_header", "hop_limit")
+        for name in numbers:
+            index(name, getattr(self, name))
+        for name in ("sgid", "dgid"):
+            expect(name, getattr(self, name), GID)
+        try:
+            if self.version == 4:
+                return bytes(_IPV4_AT) + ipv4_header(
+                    self.traffic_class,
+                    IPV4.size + self.payload_length,
+                    DONT_FRAGMENT,
+                    self.hop_limit,
+                    self.next_header,
+                    self.sgid[-4:],
+                    self.dgid[-4:],
+                )
+            first = 6 << 28 | self.traffic_class << 20 | self.flow_label
+            lengths = self.payload_length, self.next_header, self.hop_limit
+            return IPV6.pack(first, *lengths, self.sgid, self.dgid)
+        except struct.error as error:
+            raise ValueError(f"{self} cannot be packed: {error}") from None
+
 
 class Datagram(NamedTuple):
-    """What a UD receive received.
+    """The contents of a UD receive.
 
     Attributes:
         grh: the header, or None if the message came without one (wc_flags lacks GRH).
@@ -101,15 +137,15 @@ class Datagram(NamedTuple):
 def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
     """Read a message of `byte_len`, its 40 bytes of GRH included, for WC.datagram."""
     if byte_len < GRH_BYTES:
-        raise ValueError(f"a UD receive has {GRH_BYTES} bytes and more, and this got {byte_len}")
+        raise ValueError(f"a UD receive has at least {GRH_BYTES} bytes, and this has {byte_len}")
     if isinstance(received, RecvWR):
         message = b"".join(_pieces(received.sg_list))[:byte_len]
     else:
         message = bytes(_view("received", received, "RecvWR or bytes")[:byte_len])
     if len(message) < byte_len:
         raise ValueError(
-            f"{byte_len} bytes arrived, and this has only {len(message)}: it is not what the "
-            "receive was posted with"
+            f"{byte_len} bytes arrived, but this has only {len(message)}: pass what the receive "
+            "was posted with"
         )
     grh = GRH.parse(message) if has_grh else None
     return Datagram(grh, message[GRH_BYTES:])
@@ -126,7 +162,7 @@ def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
     for sge in (sg_list,) if isinstance(sg_list, SGE) else sg_list:
         region = sge.owner
         if getattr(region, "lkey", None) is None:
-            raise ValueError(f"{sge} is of no region; give the buffer itself")
+            raise ValueError(f"{sge} belongs to no region; pass the buffer itself")
         if region.closed:
             raise ClosedError(f"{region} is closed")
         start = sge.addr - region.addr

@@ -1,4 +1,8 @@
-"""Protection domains, memory regions and memory windows."""
+"""Protection domains, memory regions and memory windows.
+
+Binding a window is a work request on a queue pair: ``QP.bind_mw`` (type 1, ibv_bind_mw) and
+``BindMW`` (type 2).
+"""
 
 from __future__ import annotations
 
@@ -8,41 +12,43 @@ import functools
 import gc
 import mmap
 import operator
-import re
 import resource
 import struct
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from .._arguments import counted, expect, flags, index, member, within
+from .._arguments import counted, expect, index, member, within
+from .._arguments import flags as flags_of
 from .._binding import ffi, start_of
-from ..enums import Access, MWType
-from ..errors import InUseError, VerbsError
+from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ReregFlags
+from ..errors import InUseError, UnsupportedError, VerbsError
+from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
+from .buffers import pointers_in
 from .device import Context, provider_of
-from .posted import Postable
 from .resource import Resource, open_handles
+from .sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
+from .work_queues import UsedByWorkRequests
 
+_MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
-"""What devices return for a region with a window."""
+"""The errnos of devices that refuse to deregister a region with a window."""
+_RETRIES = 4
+"""How often to retry a close that the device refuses although no window is bound."""
 _RKEY = operator.attrgetter("rkey")
+_KEYS = operator.attrgetter("rkey", "lkey")
 _NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
-_FIELD_NAMES = re.compile(":[^:]*:")
-"""The names in the format of a record: ``T{i:count:O:value:}``."""
-_POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
-"""Objects; ctypes' POINTER, function, c_char_p and c_wchar_p (but ``Zd`` is a complex)."""
 
 
 class PD(Resource, struct="ibv_pd"):
-    """A protection domain: resources work together if they share one (ibv_alloc_pd(3)).
+    """A protection domain; resources work together only if they share one (ibv_alloc_pd(3)).
 
     Args:
         context: an open device.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ClosedError: the device is closed.
         VerbsError: the device has no more PDs.
     """
@@ -58,21 +64,161 @@ class PD(Resource, struct="ibv_pd"):
         provider = provider_of(context)
         self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
 
+    def advise_mr(
+        self, advice: AdviseMRAdvice, sg_list: SGE | Sequence[SGE], flags: int = 0
+    ) -> None:
+        """Advise the device about memory of ON_DEMAND regions (ibv_advise_mr(3)).
 
-def _fixed(name: str, doc: str) -> Any:
-    """Return a read-only property for an attribute."""
-    return property(operator.attrgetter(name), doc=doc)
+        soft0 only checks the arguments: its memory is always present.
+
+        Args:
+            advice: what to do; see AdviseMRAdvice.
+            sg_list: an SGE, or a sequence of them, over regions of this protection domain.
+            flags: an AdviseMRFlags; without FLUSH, the call may return before the device has
+                acted on the advice.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: advice or flags is invalid, or sg_list is empty.
+            ClosedError: the PD or a region is closed.
+            UnsupportedError: the device or libibverbs does not have this verb.
+            VerbsError: the device refused.
+        """
+        kind = member("advice", advice, AdviseMRAdvice)
+        bits = flags_of("flags", flags, _ALL_ADVICE_FLAGS, "AdviseMRFlags")
+        sges = [sg_list] if isinstance(sg_list, SGE) else list(sg_list)
+        if not sges:
+            raise ValueError("sg_list: expected at least one SGE")
+        array = ffi.new("struct ibv_sge[]", len(sges))
+        for entry, sge in zip(array, sges, strict=True):
+            expect("sg_list", sge, SGE)
+            if isinstance(sge.owner, MR):
+                sge.owner._open_struct()
+            entry.addr = within("addr", sge.addr, 0, _MAX_U64)
+            entry.length = within("length", sge.length, 0, _MAX_U32)
+            entry.lkey = within("lkey", sge.lkey, 0, _MAX_U32)
+        provider = provider_of(self.context)
+        self._verb(provider.advise_mr, int(kind), int(bits), array, len(sges))
+
+
+if TYPE_CHECKING:
+    _fixed = property
+else:
+
+    def _fixed(getter):
+        """Return a property that reads a slot as the getter does, but in C."""
+        return property(operator.attrgetter(f"_{getter.__name__}"), doc=getter.__doc__)
 
 
 _ALL_ACCESS = functools.reduce(operator.or_, Access)
+_ALL_ADVICE_FLAGS = functools.reduce(operator.or_, AdviseMRFlags)
 
 
 def access_flags(name: str, given: Any) -> Access:
-    """Return an argument that is an Access, or its number."""
-    return flags(name, given, _ALL_ACCESS, "Access flags")
+    """Check an access argument, an Access or its number, and return it as an Access."""
+    return flags_of(name, given, _ALL_ACCESS, "Access flags")
 
 
-class MR(Postable, struct="ibv_mr"):
+class _Form:
+    """What makes up a region: its memory, access and PD."""
+
+    __slots__ = (
+        "access",
+        "addr",
+        "buffer_addr",
+        "given",
+        "held",
+        "keeps",
+        "length",
+        "pd",
+        "read_only",
+        "replaces",
+        "source",
+        "unreadable",
+        "view",
+    )
+
+    def __init__(
+        self,
+        pd: PD,
+        access: Access,
+        source: Source | None,
+        buffer: DMABuf | None = None,
+        same: _Form | None = None,
+    ) -> None:
+        # Share the memory that `same` holds: another thread may be releasing it.
+        self.pd, self.access, self.source = pd, access, source
+        self.read_only = False
+        self.replaces: _Form | None = None
+        """The form that this one replaces, until that form's memory is released."""
+        self.view: memoryview | None = None
+        self.held: memoryview | None = None
+        self.buffer_addr: int | None = None
+        self.keeps: Any = None
+        self.given = False
+        if source is None:
+            assert buffer is not None
+            self.addr, self.length = buffer.iova, buffer.length
+        else:
+            self.addr = 0 if access & Access.ZERO_BASED else source.start
+            self.buffer_addr, self.length = source.start, source.length
+            self.view, self.given = source.view, source.given
+            self.read_only = source.read_only
+            if same is not None:
+                self.held, self.keeps, self.read_only = same.held, same.keeps, same.read_only
+            elif source.view is not None:
+                # Export the buffer once more, so that it cannot be freed or resized even if the
+                # other view is released.
+                self.held = memoryview(source.view)
+                self.read_only = source.view.readonly
+                self.keeps = self.held
+            else:
+                self.keeps = source.keeps
+        self.unreadable = self.view is None
+        """Whether this process may be unable to read the memory."""
+
+    def one_of(self, usual: Any, at: Any, mapped: Any) -> Any:
+        """Return the one of three verbs that suits the memory."""
+        assert self.source is not None
+        return at if self.unreadable else mapped if self.source.mapped else usual
+
+    def changed(self, pd: PD | None, access: Access, source: Source | None) -> _Form:
+        """Return the form after a change; unchanged memory stays held by the same view."""
+        same = self if source is None else None
+        return _Form(pd or self.pd, access, source or self.source, same=same)
+
+    def give_back(self) -> None:
+        """Release the memory, so that its owner may resize it."""
+        if self.held is not None:
+            self.held.release()
+        if self.given and self.view is not None:
+            with contextlib.suppress(BufferError):
+                self.view.release()
+
+
+def _checked_access(given: Any) -> Access:
+    access = access_flags("access", given)
+    needs_local = access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
+    if needs_local and not access & Access.LOCAL_WRITE:
+        raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
+    return access
+
+
+def _refuse_rereg(old: _Form, access: Access, memory: Any) -> None:
+    """Refuse what ibv_rereg_mr(3) cannot do."""
+    if old.source is None:
+        raise UnsupportedError(
+            "ibv_rereg_mr", errno.EOPNOTSUPP, "a dma-buf region cannot be registered again"
+        )
+    if (old.access ^ access) & Access.ZERO_BASED or (
+        memory is not None and access & Access.ZERO_BASED
+    ):
+        raise ValueError(
+            "ibv_rereg_mr(3) cannot add or remove ZERO_BASED, or move a ZERO_BASED region"
+        )
+
+
+class MR(UsedByWorkRequests, struct="ibv_mr"):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
     ``mr[64:128]`` is an SGE over those bytes; negative bounds count from the
@@ -80,12 +226,17 @@ class MR(Postable, struct="ibv_mr"):
 
     Args:
         pd: the protection domain.
-        memory: any writable buffer of numbers or bytes (bytearray, mmap, array,
-            memoryview, numpy array, ...), which is kept alive and cannot be resized until
-            the region is closed (never call ctypes.resize or ndarray.resize(refcheck=False)
-            on it: they ignore the export); or a number of bytes to allocate, zeroed and
-            page-aligned.
-        access: the permitted accesses, an Access.
+        memory: any buffer of numbers or bytes (bytearray, mmap, array, memoryview, numpy
+            array, ...), which is kept alive and cannot be resized until the region is closed
+            (never call ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore the
+            export); or an array with ``__cuda_array_interface__`` or ``__dlpack__``, on a GPU
+            or not, which is also kept alive; or a number of bytes to allocate, zeroed and
+            page-aligned. Do not truncate a mapped file while its mapping is registered: any
+            access past its new end, INLINE included, would kill the process (SIGBUS). On soft0,
+            if memory is an mmap.mmap or a numpy array over one, the work request completes with
+            an error instead.
+        access: the permitted accesses, an Access. Read-only memory, such as bytes or a mapping
+            with PROT_READ, cannot have LOCAL_WRITE.
 
     Attributes:
         addr: address of the first byte, in SGEs and as the remote_addr of a
@@ -94,15 +245,18 @@ class MR(Postable, struct="ibv_mr"):
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
+        buffer_addr: address of the first byte, also if access has ZERO_BASED; None for a
+            dma-buf, which has no address here.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
-            memory is released when the region is closed.
+            memory is released when the region is closed. A region made from an address, a
+            dma-buf or an array on a GPU has no buffer: reading the attribute raises ValueError.
 
     Raises:
-        TypeError: it is not a writable buffer, or its type says that it holds Python
-            objects or pointers that Python follows (memory that numpy.frombuffer or ctypes'
-            from_buffer shows as numbers does not say so); or another argument is of the
-            wrong type.
-        ValueError: it is empty or not contiguous; or access has bits that are not
+        TypeError: memory is not a buffer, or is read-only although access has LOCAL_WRITE; or
+            its type declares Python objects, or pointers that Python follows (numpy.frombuffer
+            and ctypes' from_buffer hide these by exposing them as numbers); or another argument
+            has the wrong type.
+        ValueError: memory is empty or not contiguous; or access has bits that are not
             in Access, or mutually exclusive flags.
         MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
@@ -112,58 +266,176 @@ class MR(Postable, struct="ibv_mr"):
     __slots__ = (
         "_access",
         "_addr",
+        "_buffer",
+        "_buffer_addr",
         "_end",
-        "_given",
+        "_form",
         "_length",
         "_lkey",
-        "_memory",
         "_rkey",
         "_writable",
-        "buffer",
     )
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self._access = access_flags("access", access)
-        needs_local = self._access & (Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
-        if needs_local and not self._access & Access.LOCAL_WRITE:
-            raise ValueError(f"{needs_local.name} needs LOCAL_WRITE too (ibv_reg_mr(3))")
-        self._writable = bool(self._access & Access.LOCAL_WRITE)
-        size = _size_of(memory)
-        self._given = size is None
-        buffer = _bytes_of(memory if size is None else _allocate(size))
-        # Exports the buffer even if the other view is released: it cannot be freed or resized.
-        held = memoryview(buffer)
-        length, start = len(held), start_of(held)
-        self.buffer, self._memory, self._length = buffer, held, length
+        allowed = _checked_access(access)
         provider = provider_of(pd.context)
+        if isinstance(memory, DMABuf):
+            form = _Form(pd, allowed, None, memory)
+            given: tuple[Any, ...] = (memory.offset, memory.length, memory.iova, memory.fd)
+            create: Callable[..., Any] = provider.reg_dmabuf_mr
+        else:
+            source = memory if isinstance(memory, Source) else _source_of(memory, allowed)
+            form = _Form(pd, allowed, source, None)
+            given = (ffi.cast("char *", source.start), source.length)
+            create = form.one_of(provider.reg_mr, provider.reg_mr_at, provider.reg_mr_mmap)
+        # Set first: _forget() may run before the region is registered.
+        self._form: _Form | None = form
+        self._buffer = form.view
         try:
-            handle = self._make(
-                provider.reg_mr,
-                (pd, ffi.cast("char *", start), length, self._access),
+            self._make(
+                create,
+                (pd, *given, allowed),
                 provider.dereg_mr,
                 (pd,),
-                held,
-                self._access,
+                form.keeps,
+                allowed,
+                form.addr,
+                form.unreadable,
             )
         except VerbsError as error:
-            error.hint = error.hint or _why_not_registered(error.errno, length)
+            error.hint = error.hint or _why_not_registered(
+                error.errno, form.length, form.unreadable
+            )
             raise
-        zero_based = self._access & Access.ZERO_BASED
-        self._addr = 0 if zero_based else start
-        self._end = self._addr + self._length
-        self._lkey: int = handle.lkey
-        self._rkey: int = handle.rkey
+        self._describe(form)
+
+    @classmethod
+    def at(
+        cls,
+        pd: PD,
+        address: int,
+        length: int,
+        access: int = Access.LOCAL_WRITE,
+        owner: object = None,
+    ) -> Self:
+        """Register the memory at an address, in this process or on a device.
+
+        The caller guarantees that the memory stays mapped and is not freed until the region is
+        closed. On soft0, a work request that uses unmapped memory completes with an error (before
+        Linux 5.14, a write to it is lost without an error). Memory that was freed and reused is
+        overwritten.
+
+        Args:
+            pd: the protection domain.
+            address: the first byte's address.
+            length: bytes.
+            access: as for MR.
+            owner: the object that keeps the memory alive; the region holds a reference to it
+                until the region is closed.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: a number is out of range; or as for MR.
+            ClosedError: the PD is closed.
+            VerbsError: the device refused; EFAULT: it cannot access the memory.
+        """
+        return cls(pd, at(address, length, owner), access)
+
+    @classmethod
+    def from_dmabuf(
+        cls, pd: PD, fd: int, offset: int, length: int, iova: int, access: int = Access.LOCAL_WRITE
+    ) -> Self:
+        """Register part of a dma-buf, such as a GPU's memory (ibv_reg_dmabuf_mr(3)).
+
+        soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If that is truncated,
+        work requests that use the missing part complete with an error.
+
+        Args:
+            pd: the protection domain.
+            fd: the dma-buf's descriptor, which may be closed afterwards.
+            offset: the first byte's offset in the dma-buf.
+            length: bytes.
+            iova: the first byte's address in SGEs and in a peer's remote_addr; it and offset
+                must be at the same position in a page.
+            access: as for MR; without MW_BIND and ZERO_BASED.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: a number is out of range; or as for MR.
+            ClosedError: the PD is closed.
+            UnsupportedError: the device cannot register dma-bufs, or libibverbs is older than 34.
+            VerbsError: the device refused; EBADF or EINVAL: fd is not a dma-buf.
+        """
+        return cls(pd, dmabuf(fd, offset, length, iova), access)
+
+    def _describe(self, form: _Form) -> None:
+        """Set the attributes that are known once the region is registered."""
+        # A verb, so that another thread's close cannot free the struct meanwhile.
+        rkey, lkey = self._verb(_KEYS)
+        self._access = form.access
+        self._writable = bool(form.access & Access.LOCAL_WRITE)
+        self._addr, self._length = form.addr, form.length
+        self._end = form.addr + form.length
+        self._buffer_addr = form.buffer_addr
+        self._rkey: int = rkey
+        self._lkey: int = lkey
 
     # Read-only: peers use them, and SGEs are made from them.
-    access: Access = _fixed("_access", "What may be done with it.")
-    addr: int = _fixed("_addr", "Address of the first byte; 0 if access has ZERO_BASED.")
-    end: int = _fixed("_end", "Address just past the last byte.")
-    length: int = _fixed("_length", "Bytes.")
-    lkey: int = _fixed("_lkey", "Key for local use, in SGEs.")
-    rkey: int = _fixed("_rkey", "Key that a peer names.")
-    writable: bool = _fixed("_writable", "Whether the device may write there (Access.LOCAL_WRITE).")
+    @_fixed
+    def access(self) -> Access:
+        """What may be done with it."""
+        return self._access
+
+    @_fixed
+    def addr(self) -> int:
+        """Address of the first byte; 0 if access has ZERO_BASED."""
+        return self._addr
+
+    @_fixed
+    def end(self) -> int:
+        """Address just past the last byte."""
+        return self._end
+
+    @_fixed
+    def length(self) -> int:
+        """Bytes."""
+        return self._length
+
+    @_fixed
+    def lkey(self) -> int:
+        """Key for local use, in SGEs."""
+        return self._lkey
+
+    @_fixed
+    def rkey(self) -> int:
+        """Key that a peer names."""
+        return self._rkey
+
+    @_fixed
+    def writable(self) -> bool:
+        """Whether the device may write there (Access.LOCAL_WRITE)."""
+        return self._writable
+
+    @_fixed
+    def buffer_addr(self) -> int | None:
+        """Address of the first byte in this process or on its device, or None."""
+        return self._buffer_addr
+
+    @property
+    def buffer(self) -> memoryview:
+        """The memory, as a memoryview of bytes.
+
+        Raises:
+            ValueError: the region has no buffer in Python.
+        """
+        if self._buffer is None:
+            raise ValueError(
+                f"{self} has no buffer in Python: it was registered by address, or is a device's "
+                "memory or a dma-buf"
+            )
+        return self._buffer
 
     def __str__(self) -> str:
         return (
@@ -183,9 +455,17 @@ class MR(Postable, struct="ibv_mr"):
     def __len__(self) -> int:
         return self.length
 
-    if TYPE_CHECKING:
+    def __getitem__(self, bounds: slice, /) -> SGE:
+        """Return an SGE over part of the region.
 
-        def __getitem__(self, bounds: slice) -> SGE: ...
+        Args:
+            bounds: a slice of its bytes; negative bounds count from the end.
+
+        Raises:
+            TypeError: bounds is not a slice, or has a step.
+            IndexError: bounds is not within the region.
+        """
+        raise NotImplementedError
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
@@ -204,8 +484,34 @@ class MR(Postable, struct="ibv_mr"):
             )
         return SGE(self.addr + start, stop - start, self.lkey, self)
 
+    def blocks(self, index: Column, size: int, /) -> Blocks:
+        """Return a column of SGEs for ``post_columns``: blocks of the region, by index.
+
+        Row i is ``mr[index[i] * size : (index[i] + 1) * size]``.
+
+        Args:
+            index: a column of integers.
+            size: bytes per block.
+
+        Raises:
+            TypeError: size is not an integer.
+            ValueError: size is not in 0..2^64-1.
+        """
+        raise NotImplementedError
+
+    def ranges(self, offsets: Column, lengths: Column, /) -> Ranges:
+        """Return a column of SGEs for ``post_columns``: ranges of the region.
+
+        Row i is ``mr[offsets[i] : offsets[i] + lengths[i]]``.
+
+        Args:
+            offsets: a column of integers.
+            lengths: a column of integers, or a number for all rows.
+        """
+        raise NotImplementedError
+
     def close(self) -> None:
-        """Deregister the region; the memory is then the caller's again.
+        """Deregister the region and release its memory to the caller.
 
         Raises:
             InUseError: an outstanding or prepared work request names it, or a memory
@@ -214,48 +520,165 @@ class MR(Postable, struct="ibv_mr"):
 
         See ibv_dereg_mr(3).
         """
-        try:
-            super().close()
-        except VerbsError as error:
-            if error.errno not in _BOUND:
+        for last in (*[False] * _RETRIES, True):
+            try:
+                super().close()
+                return
+            except VerbsError as error:
+                if error.errno not in _BOUND:
+                    raise
+                # The device knows which windows are bound, so it was asked first. A window here
+                # holds every region that it may be bound to, until a completion settles it.
+                bound = self._windows()
+                if bound:
+                    raise InUseError(
+                        f"{self} cannot be closed: {', '.join(bound)} bound to it; "
+                        f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
+                    ) from error
+                # Another thread may have closed the last window since.
+                if last:
+                    raise
+
+    def rereg(self, *, memory: Any = None, access: int | None = None, pd: PD | None = None) -> None:
+        """Register the region again, over other memory, with other access or in another PD.
+
+        The arguments determine the flags of ibv_rereg_mr(3). Afterwards, read lkey, rkey and addr
+        again and make new SGEs: the keys may have changed. The old memory is released.
+
+        If the device refuses, the region is unchanged. If the device fails halfway, the region can
+        only be closed: any other use raises an error that says so, and the old and the new memory
+        are held until then.
+
+        Args:
+            memory: as for MR; None for the same memory.
+            access: as for MR; None for the same access.
+            pd: a protection domain of the same open device; None for the same one.
+
+        Raises:
+            TypeError: as for MR.
+            ValueError: as for MR; or no argument is given; or ZERO_BASED would change, or the
+                memory of a ZERO_BASED region.
+            InUseError: an outstanding or prepared work request names the region, a memory
+                window is bound to it, or this thread is in the middle of a verb.
+            ClosedError: the region or the PD is closed.
+            UnsupportedError: the device does not support this verb or this change, or the region
+                is a dma-buf's.
+            VerbsError: the device failed or refused.
+        """
+        expect("pd", pd, PD, None)
+        if pd is not None and pd.context is not self.pd.context:
+            raise ValueError("pd: expected a PD of the same open device")
+        if memory is None and access is None and pd is None:
+            raise ValueError("rereg() needs memory, access or pd")
+        provider = provider_of(self.pd.context)
+        given = None if access is None else _checked_access(access)
+        changes = ReregFlags(0)
+        changes |= ReregFlags.CHANGE_PD if pd is not None else 0
+        changes |= ReregFlags.CHANGE_ACCESS if given is not None else 0
+        changes |= ReregFlags.CHANGE_TRANSLATION if memory is not None else 0
+        source: Source | None = None
+        done = False
+        while not done:
+            # Another thread may be registering it again at the same time.
+            before = self._parents
+            old = self._form
+            if old is None:
+                self._open_struct()
+                continue
+            allowed = old.access if given is None else given
+            _refuse_rereg(old, allowed, memory)
+            if memory is not None and source is None:
+                source = _source_of(memory, allowed)
+            if source is None and allowed & Access.LOCAL_WRITE and old.read_only:
+                raise TypeError(f"{self} cannot have LOCAL_WRITE: its memory is read-only")
+            form = old.changed(pd, allowed, source)
+            try:
+                done = self._remake(
+                    form.one_of(provider.rereg_mr, provider.rereg_mr_at, provider.rereg_mr_mmap),
+                    (
+                        self,
+                        int(changes),
+                        ffi.NULL if pd is None else pd,
+                        ffi.NULL if source is None else ffi.cast("char *", source.start),
+                        0 if source is None else source.length,
+                        0 if given is None else int(given),
+                    ),
+                    before,
+                    (form.pd,),
+                    form.keeps,
+                    form.access,
+                    form.addr,
+                    form.unreadable,
+                    form,
+                )
+            except BaseException as error:
+                if isinstance(error, VerbsError) and not error.hint:
+                    error.hint = _why_not_registered(error.errno, form.length, form.unreadable)
+                if source is not None and self._form is not form and not self._spoiled:
+                    # The traceback may keep the form alive for long.
+                    form.give_back()
                 raise
-            # A window refers to the regions that it may be bound to, until a completion says
-            # otherwise. The device knows more, so it is asked first.
-            bound = [
-                str(window)
-                for window in open_handles()
-                if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
-            ]
-            if not bound:
-                raise
+
+    def _refuse_change(self) -> None:
+        """Raise InUseError if the region is in use and cannot be registered again."""
+        windows = self._windows()
+        if windows:
             raise InUseError(
-                f"{self} cannot be closed: {', '.join(bound)} bound to it; "
-                f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
-            ) from error
+                f"{self} cannot be registered again: {', '.join(windows)} bound to it; "
+                f"unbind or close {'it' if len(windows) == 1 else 'them'} first"
+            )
+        try:
+            self._refuse_posted()
+        except InUseError as error:
+            raise InUseError(
+                str(error).replace("cannot be closed", "cannot be registered again", 1)
+            ) from None
+
+    def _settle(self, form: _Form) -> None:
+        """Adopt the registered form; called again if an interrupt cut it short."""
+        old = form.replaces = form.replaces or self._form
+        _pd.__set__(self, form.pd)
+        self._form, self._buffer = form, form.view
+        self._describe(form)
+        if old is not None and old.held is not form.held:
+            old.give_back()
+        form.replaces = None
+
+    def _windows(self) -> list[str]:
+        """Return the windows that are, or may be, bound to the region."""
+        return [
+            str(window)
+            for window in open_handles()
+            if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
+        ]
 
     def _forget(self) -> None:
-        if not hasattr(self, "_memory"):
-            # The collector has cleared it.
-            return
-        self._memory.release()
-        if self._given:
-            # The owner gets it back, and may resize it.
-            with contextlib.suppress(BufferError):
-                self.buffer.release()
+        # The garbage collector may have cleared the attribute.
+        form = getattr(self, "_form", None)
+        if form is not None:
+            form.give_back()
+            self._form = None
 
 
-class MW(Postable, struct="ibv_mw"):
+with_c_methods(MR)
+
+
+_pd: Any = UsedByWorkRequests.__dict__["pd"]
+"""The slot, for setting the attribute, which is read-only."""
+
+
+class MW(UsedByWorkRequests, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
-    A type 1 window is bound with ``qp.bind_mw``, a type 2 window by posting a BindMW.
-    Close it, or unbind it, before the region that it is bound to.
+    A type 1 window is bound with ``qp.bind_mw`` (ibv_bind_mw(3)), a type 2 window by posting a
+    BindMW. Close or unbind it before the region that it is bound to.
 
     Args:
         pd: the protection domain.
         mw_type: type 1 or type 2; see MWType.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ClosedError: the PD is closed.
         UnsupportedError: the device has no memory windows.
         VerbsError: the device has no more windows.
@@ -276,8 +699,9 @@ class MW(Postable, struct="ibv_mw"):
         self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
 
     def __str__(self) -> str:
-        handle = self._handle
-        return self._type_name if handle is None else f"MW (rkey {handle.rkey:#x})"
+        # The text of the ClosedError that a verb would raise comes from here.
+        rkey = self._peek("rkey")
+        return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
 
     @property
     def rkey(self) -> int:
@@ -310,12 +734,15 @@ def _size_of(memory: Any) -> int | None:
         return memory
     if not hasattr(type(memory), "__index__"):
         return None
+    if hasattr(type(memory), "__setitem__") or has_interface(type(memory)):
+        # An array of one number, perhaps read-only: not a size.
+        return None
     with contextlib.suppress(TypeError):
         if not memoryview(memory).readonly:
-            # An array of one number: a buffer.
+            # An array of one number: a buffer, not a size.
             return None
     try:
-        # numpy's numbers are read-only buffers as well.
+        # numpy's scalars are read-only buffers, too.
         return operator.index(memory)
     except TypeError:
         return None
@@ -323,91 +750,69 @@ def _size_of(memory: Any) -> int | None:
 
 def _allocate(size: int) -> mmap.mmap:
     if size < 1:
-        raise ValueError(f"a region has at least 1 byte, not {size}")
+        raise ValueError(f"a region needs at least 1 byte, got {size}")
     try:
         return mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"cannot allocate {size} bytes for a region: {error}") from None
 
 
-def _bytes_of(memory: Any) -> memoryview:
-    """Return a writable buffer of any shape and format as a view of bytes."""
+def _source_of(memory: Any, access: Access) -> Source:
+    """Return the memory to register for a region's argument."""
+    writable = bool(access & Access.LOCAL_WRITE)
+    size = _size_of(memory)
+    if size is not None:
+        view = memoryview(_allocate(size))
+        return Source(start_of(view), len(view), view, None, given=False)
     try:
-        view = memoryview(memory)
-        if view.readonly:
+        exported = memoryview(memory)
+        if writable and exported.readonly:
             raise TypeError("it is read-only")
-    except TypeError as error:
+    except (TypeError, ValueError, BufferError) as error:
+        if str(error).startswith("cannot include dtype"):
+            raise TypeError(
+                f"a memory region cannot be this {type(memory).__name__} of {memory.dtype}, which "
+                "numpy does not export as a buffer: register the same memory as bytes, "
+                "array.view('u1')"
+            ) from None
+        if not isinstance(memory, type) and has_interface(memory) and not _exports(memory):
+            return source_of(memory, writable)
+        needed = "writable buffer" if writable else "buffer"
         raise TypeError(
-            f"a memory region needs a writable buffer, not {type(memory).__name__} ({error})"
+            f"a memory region needs a {needed}, not {type(memory).__name__} ({error})"
         ) from None
-    if what := _followed(view):
+    view = _bytes_of(memory, exported, writable)
+    return Source(start_of(view), len(view), view, None, mapped=is_mapped(exported))
+
+
+def _exports(memory: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError, BufferError):
+        memoryview(memory)
+        return True
+    return False
+
+
+def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
+    """Return a buffer of any shape and format as a view of bytes."""
+    if what := pointers_in(view):
         raise TypeError(
             f"a memory region cannot be {type(memory).__name__} of format {view.format!r}: the "
-            f"device would write over {what}"
+            f"device would {'write over' if writable else 'send'} {what}"
         )
     if not view.nbytes:
-        raise ValueError("a region has at least 1 byte, not 0")
+        raise ValueError("a region needs at least 1 byte, got 0")
     if not view.contiguous:
-        raise ValueError("a region is one piece of memory, and this buffer has gaps")
+        raise ValueError("a region is contiguous memory, and this buffer has gaps")
     if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
     is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
     if view.c_contiguous and is_numbers:
         return view.cast("B")
-    # Unlike memoryview.cast, it knows every format and order of dimensions.
+    # Unlike memoryview.cast, PickleBuffer accepts every format and dimension order.
     return PickleBuffer(view).raw()
 
 
-def _followed(view: memoryview) -> str | None:
-    """Say which pointers that Python follows a buffer has, if any.
-
-    Addresses that are mere numbers (``P``) are the caller's business. So are pointers in memory
-    exposed as numbers (``numpy.frombuffer``, ctypes' ``from_buffer``), and packed ctypes structures
-    and unions whose class has had its ``_fields_`` changed: nothing else describes their contents.
-    """
-    ctypes = sys.modules.get("_ctypes")
-    for behind in _views_behind(view):
-        codes = _FIELD_NAMES.sub("", behind.format or "B")
-        if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
-            # The format is ctypes' own, and a class cannot change it; but it omits the contents of
-            # packed structures and unions.
-            codes = "".join((_own_codes(behind.obj), *_ctypes_codes(ctypes, type(behind.obj))))
-        if found := _POINTERS.search(codes):
-            objects = found[0] == "O"
-            return "references to Python objects" if objects else "pointers that Python follows"
-    return None
-
-
-def _views_behind(view: memoryview) -> Iterator[memoryview]:
-    """Return a view, and those behind it from a class with ``__buffer__``."""
-    yield view
-    if type(view.obj).__name__ == "_buffer_wrapper":
-        for behind in gc.get_referents(view.obj):
-            if isinstance(behind, memoryview):
-                yield from _views_behind(behind)
-
-
-def _own_codes(exporter: Any) -> str:
-    """Return the format codes of a ctypes object, whatever the view of it says."""
-    return _FIELD_NAMES.sub("", memoryview(exporter).format)
-
-
-def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
-    """Return the format codes of the numbers and pointers in a ctypes type."""
-    if issubclass(cls, ctypes.Array):
-        yield from _ctypes_codes(ctypes, cls._type_)
-    elif issubclass(cls, (ctypes.Structure, ctypes.Union)):
-        for base in cls.__mro__:
-            for _, field, *_ in base.__dict__.get("_fields_", ()):
-                yield from _ctypes_codes(ctypes, field)
-    elif issubclass(cls, ctypes._SimpleCData):
-        # A pointer to wide characters has the same code as numpy's complex numbers.
-        yield "z" if cls._type_ == "Z" else cls._type_
-    else:
-        yield "&"
-
-
-def _why_not_registered(code: int | None, length: int) -> str:
+def _why_not_registered(code: int | None, length: int, unreadable: bool = False) -> str:
     if code in (errno.ENOMEM, errno.EAGAIN):
         soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != resource.RLIM_INFINITY:
@@ -416,8 +821,17 @@ def _why_not_registered(code: int | None, length: int) -> str:
                 f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
                 "or in /etc/security/limits.conf"
             )
+    if code == errno.EFAULT and unreadable:
+        return (
+            "the memory cannot be pinned: it is not mapped with this access, it is a read-only "
+            "shared mapping (Linux before 6.2 refuses those), or it is a GPU's, which needs its "
+            "driver's peer memory module (nvidia-peermem) or MR.from_dmabuf"
+        )
     if code == errno.EFAULT:
-        return "the memory cannot be pinned (a device mapping, or not writable)"
+        return (
+            "the memory cannot be pinned: it is a device mapping, is not writable, or is a "
+            "read-only shared mapping (Linux before 6.2 refuses those)"
+        )
     if code == errno.EINVAL:
         return "the device does not take this length or these access flags"
     return ""

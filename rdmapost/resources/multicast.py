@@ -1,4 +1,4 @@
-"""Multicast groups that a queue pair is attached to."""
+"""Records which groups a queue pair is attached to; QP.attach_mcast (qp.py) calls the verb."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from ..errors import RdmaError
-from .device import GID, Context
+from .device import Context
+from .gid import GID
 
 Group: TypeAlias = tuple[GID, int]
 """A group's GID and its LID."""
@@ -19,22 +20,25 @@ _numbers = itertools.count()
 class MulticastGroups:
     """The groups that a queue pair is or may be attached to.
 
-    Between a verb and the record of it another thread may do the opposite, so a call takes out only
-    what had come to an end before its verb began: the verb came after those.
+    Threads may attach and detach at once. A call removes only the records of calls that had ended
+    before its verb began: of the others it is unknown which verb came last.
     """
 
-    __slots__ = ("_calls",)
+    __slots__ = ("_calls", "_seen")
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[Group, bool | None]] = {}
         """By the number of the call that attached it: the group, and True once the call has
         returned, False where it was interrupted, None while it runs."""
+        self._seen: set[Group] = set()
+        """Groups that may have a record already: those of others need not be looked for."""
 
     def attach(self, verb: Callable[[GID, int], object], group: Group) -> None:
         """Call the verb that attaches to a group, and record whether it succeeded."""
-        before = self._ended(group)
+        before = self._ended(group) if group in self._seen else []
+        self._seen.add(group)
         number = next(_numbers)
-        # Before the call, which an interrupt may end.
+        # Record it first: an interrupt may end the call.
         self._calls[number] = group, None
         try:
             verb(*group)
@@ -52,17 +56,18 @@ class MulticastGroups:
         before = self._ended(group)
         verb(*group)
         self._take_out(before)
+        self._seen.discard(group)
 
     def attached(self) -> set[Group]:
         """Return the groups that it is attached to."""
         return {group for group, on in self._calls.copy().values() if on}
 
     def all(self) -> set[Group]:
-        """Return these, and those that it may be attached to."""
+        """Return the groups that it is or may be attached to."""
         return {group for group, _ in self._calls.copy().values()}
 
     def _ended(self, group: Group) -> list[int]:
-        """Return the numbers of the calls that have attached it to a group, and have ended."""
+        """Return the keys of the attach calls for a group that have returned."""
         calls = self._calls.copy().items()
         return [number for number, (noted, on) in calls if on is not None and noted == group]
 
@@ -72,7 +77,7 @@ class MulticastGroups:
 
 
 def why_not_attached(context: Context, code: int | None) -> str:
-    """Say what a device may have refused about a group."""
+    """Say why a device may have refused a group."""
     attr, name = context.attr, context.name
     if not attr.max_mcast_grp:
         return f"{name} has no multicast"

@@ -5,46 +5,72 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import expect, fill, index, member, within
+from .._arguments import flags as flags_of
 from .._binding import address_of, ffi
-from ..enums import Access, LinkLayer, QPState, QPType, SendFlags
+from ..enums import (
+    MTU,
+    Access,
+    FlushLevel,
+    FlushType,
+    LinkLayer,
+    MigState,
+    Opcode,
+    QPAttrMask,
+    QPState,
+    QPType,
+    QueryQPDataInOrderCaps,
+    QueryQPDataInOrderFlags,
+    SendFlags,
+    SendOps,
+)
 from ..errors import RdmaError, VerbsError, describe_errno, where_explained
+from ..posting.columns import Column, LocalRows, with_c_methods
 from ..posting.fields import Verb
 from ..posting.prepared import Batch, prepare
 from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import (
     MAX_MSG_SIZE,
     OPCODES_BY_QP_TYPE,
+    SEND_OPS,
     Limits,
     check_send_state,
     flags_allowed,
 )
 from ..posting.wr import BindMW, RecvWR, SendWR
-from ..standard.qp_states import missing_attributes, unchangeable_attributes
-from .address import AH, AHAttr, GIDChoice, choose_gid, why_no_source
+from ..standard.qp_states import FIELDS, missing_attributes, unchangeable_attributes
+from .ah import AH, AHAttr, why_no_source
 from .cq import CQ, keep_completions
-from .device import GID, PortAttr, gid_argument, provider_of
+from .device import provider_of
+from .device_attr import PortAttr
 from .endpoint import Endpoint
+from .gid import GIDChoice, GIDLike, gid_argument
 from .memory import MR, MW, PD, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
-from .posted import PostTarget
-from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
-from .qp_init import XRC, how_to_create, why_misfit, why_not_created
-from .qp_transitions import (
+from .qp_create import XRC, create_call, device_of, unsuitable_argument, why_not_created
+from .qp_modify import (
+    INIT_OPTIONS,
     RTR_OPTIONS,
     RTS_OPTIONS,
-    fill_attributes,
+    beyond_the_device,
+    fill_qp_attr,
     grantable,
+    late_attributes,
     mask_of,
-    out_of_range,
+    options_of_type,
     refuse_another_peer,
+    refuse_late_options,
+    refuse_out_of_range,
 )
+from .qp_query import QUERY_MASK, QPAttr, read_qp_attr
 from .resource import struct_of
 from .srq import SRQ
+from .work_queues import HasWorkQueues
 from .xrcd import XRCD
 
 if TYPE_CHECKING:
@@ -53,6 +79,18 @@ if TYPE_CHECKING:
 
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+_LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+"""States after INIT from which RTS can be reached, or in which it is reached."""
+
+_EVERY_REMOTE_ACCESS = (
+    Access.REMOTE_READ
+    | Access.REMOTE_WRITE
+    | Access.REMOTE_ATOMIC
+    | Access.FLUSH_GLOBAL
+    | Access.FLUSH_PERSISTENT
+)
+_ALL_DATA_IN_ORDER_FLAGS = functools.reduce(operator.or_, QueryQPDataInOrderFlags)
+_ALL_SEND_OPS = functools.reduce(operator.or_, SendOps)
 
 
 class Outstanding(NamedTuple):
@@ -67,40 +105,43 @@ class Outstanding(NamedTuple):
     recv: int
 
 
-class QP(PostTarget, struct="ibv_qp"):
+class QP(HasWorkQueues, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
     Args:
-        pd: the protection domain.
+        pd: the protection domain; None for XRC_RECV.
         qp_type: RC, UC, UD, RAW_PACKET, XRC_SEND or XRC_RECV.
-        send_cq: where sends complete.
+        send_cq: where sends complete; None for XRC_RECV.
         recv_cq: where receives complete; send_cq unless given.
-        srq: take receives from this shared queue.
+        srq: the shared receive queue to take receives from.
         xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
-            SRQ that a message names, so pd and send_cq may be any of the same open device;
-            nothing completes on send_cq, and both stay open as long as the queue pair.
+            SRQ that a message names, and has none of its own:
+            ``QP(None, QPType.XRC_RECV, xrcd=xrcd)``.
         max_send_wr, max_recv_wr: work requests that each queue must hold.
-        max_send_sge, max_recv_sge: SGEs of one work request.
-        max_inline_data: bytes of one inline work request.
-        max_tso_header: bytes of a TSO's header (UD, RAW_PACKET); 0 for no TSO.
+        max_send_sge, max_recv_sge: SGEs per work request.
+        max_inline_data: bytes per inline work request.
+        max_tso_header: bytes of a TSO header (UD, RAW_PACKET); 0 for no TSO.
+        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, if it is to post these
+            (ibv_wr_post(3)); other opcodes need none, but may be named.
         sq_sig_all: every send generates a completion, SIGNALED or not.
         checked: check work requests before they are posted.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.
+        gid_index: index of the local GID; None to let choose_gid choose.
 
     Attributes:
+        context: its open device.
         qp_num: its number.
         qp_type: its type.
-        psn: first packet sequence number that it sends; random.
+        psn: first packet sequence number that it sends: random, or the sq_psn given to modify.
         max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data: what
             the device granted.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: the device has no such port, a CQ is of another device, or
-            an argument is given that the type does not have, or one that it needs
-            is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: the device has no such port, a CQ belongs to another open device, or the
+            type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
+        UnsupportedError: the device or libibverbs lacks one of send_ops_flags.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
 
@@ -108,6 +149,7 @@ class QP(PostTarget, struct="ibv_qp"):
         "_gid",
         "_gid_index",
         "_groups",
+        "_psn",
         "_recv",
         "_send",
         "_state",
@@ -119,11 +161,11 @@ class QP(PostTarget, struct="ibv_qp"):
         "max_send_wr",
         "max_tso_header",
         "port_num",
-        "psn",
         "qp_num",
         "qp_type",
         "recv_cq",
         "send_cq",
+        "send_ops_flags",
         "sq_sig_all",
         "srq",
         "xrcd",
@@ -134,9 +176,9 @@ class QP(PostTarget, struct="ibv_qp"):
 
     def __init__(
         self,
-        pd: PD,
+        pd: PD | None,
         qp_type: QPType,
-        send_cq: CQ,
+        send_cq: CQ | None = None,
         recv_cq: CQ | None = None,
         *,
         srq: SRQ | None = None,
@@ -147,41 +189,49 @@ class QP(PostTarget, struct="ibv_qp"):
         max_recv_sge: int = 4,
         max_inline_data: int = 0,
         max_tso_header: int = 0,
+        send_ops_flags: int = SendOps(0),
         sq_sig_all: bool = False,
         checked: bool = True,
         port_num: int = 1,
         gid_index: int | None = None,
     ) -> None:
-        expect("pd", pd, PD)
-        expect("send_cq", send_cq, CQ)
+        expect("pd", pd, PD, None)
+        expect("send_cq", send_cq, CQ, None)
         expect("recv_cq", recv_cq, CQ, None)
         expect("srq", srq, SRQ, None)
         expect("xrcd", xrcd, XRCD, None)
-        context = pd.context
-        recv_cq = send_cq if recv_cq is None else recv_cq
-        if send_cq.context is not context or recv_cq.context is not context:
-            raise ValueError("the CQ was created on another open device than the PD")
-        self.pd, self.send_cq, self.recv_cq, self.srq = pd, send_cq, recv_cq, srq
-        self.xrcd = xrcd
         self.qp_type = member("qp_type", qp_type, QPType)
+        self.context = context = device_of(self.qp_type, pd, send_cq, recv_cq, xrcd)
+        recv_cq = send_cq if recv_cq is None else recv_cq
+        # None only for XRC_RECV, which neither posts nor completes on them.
+        self.pd: PD | Any = pd
+        self.send_cq: CQ | Any = send_cq
+        self.recv_cq: CQ | Any = recv_cq
+        self.srq, self.xrcd = srq, xrcd
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
-        if reason := why_misfit(self.qp_type, pd, srq, xrcd, max_tso_header):
+        self.send_ops_flags = ops = flags_of(
+            "send_ops_flags", send_ops_flags, _ALL_SEND_OPS, "SendOps flags"
+        )
+        if reason := unsuitable_argument(self.qp_type, context, srq, max_tso_header, ops):
             raise ValueError(reason)
         self.checked = bool(checked)
         self.sq_sig_all = bool(sq_sig_all)
         self.port_num = port_num = index("port_num", port_num)
         if gid_index is not None:
             gid_index = index("gid_index", gid_index)
-        struct_of(pd)
+        for parent in (pd, xrcd):
+            if parent is not None:
+                struct_of(parent)
         port = context.query_port(port_num)
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
-        self.psn = int.from_bytes(os.urandom(3))
+        self._psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
-        init.send_cq, init.recv_cq = struct_of(send_cq), struct_of(recv_cq)
+        if send_cq is not None and recv_cq is not None:
+            init.send_cq, init.recv_cq = struct_of(send_cq), struct_of(recv_cq)
         if srq is not None:
             init.srq = struct_of(srq)
         if srq is not None or self.qp_type in XRC:
@@ -201,18 +251,20 @@ class QP(PostTarget, struct="ibv_qp"):
         init.sq_sig_all = self.sq_sig_all
         given = (pd, send_cq, recv_cq, srq, xrcd)
         parents = {id(p): p for p in given if p is not None}
-        create, args = how_to_create(pd, xrcd, init, max_tso_header)
+        create, args = create_call(context, pd, xrcd, init, max_tso_header, ops)
         try:
             handle = self._make(
                 create, args, provider_of(context).destroy_qp, tuple(parents.values())
             )
         except VerbsError as error:
-            error.hint = error.hint or why_not_created(error.errno, pd, init, max_tso_header)
+            error.hint = error.hint or why_not_created(
+                error.errno, context, init, max_tso_header, ops
+            )
             raise
         self._take(handle, cap, port)
 
     def _take(self, handle: Any, cap: Any, port: PortAttr) -> None:
-        pd, context = self.pd, self.pd.context
+        context = self.context
         self.qp_num: int = handle.qp_num
         self.max_send_wr: int = cap.max_send_wr
         self.max_recv_wr: int = cap.max_recv_wr
@@ -223,13 +275,14 @@ class QP(PostTarget, struct="ibv_qp"):
         device_cap = context.attr.device_cap_flags
         limits = Limits(
             self.qp_type,
-            address_of(struct_of(pd)),
+            0 if self.pd is None else address_of(struct_of(self.pd)),
             self.max_send_sge,
             self.max_recv_sge,
             self.max_inline_data,
             {
                 opcode: int(flags_allowed(self.qp_type, opcode, device_cap))
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
+                if opcode not in SEND_OPS or self.send_ops_flags & SEND_OPS[opcode]
             },
             port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
             self.max_tso_header,
@@ -241,7 +294,7 @@ class QP(PostTarget, struct="ibv_qp"):
             self.max_send_wr,
             Reasons(_why_refused, _why_not_sending),
             checked=self.checked,
-            # If there is no queue, the check gives a better reason than that it is full.
+            # An XRC_RECV QP has no send queue; the check gives a better reason than "full".
             bounded=self.xrcd is None,
         )
         self._recv = PostQueue(
@@ -265,12 +318,14 @@ class QP(PostTarget, struct="ibv_qp"):
         if hasattr(self, "_in_flight"):
             # A queue pair that is attached cannot be destroyed.
             for group in self._groups.all():
-                # Where it is not attached; else the destruction says why not.
+                # It may not be attached any more; any other failure shows in the destroy.
                 with contextlib.suppress(VerbsError):
-                    self._detach(group)
+                    self._verb(provider_of(self.context).detach_mcast, *group)
         super()._release()
 
     def _keep_completions(self) -> None:
+        if self.send_cq is None:
+            return
         if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
             keep_completions(self.send_cq)
             if self.recv_cq is not self.send_cq:
@@ -289,11 +344,16 @@ class QP(PostTarget, struct="ibv_qp"):
         """The local GID in use, and why it was chosen (see choose_gid).
 
         Raises:
-            RdmaError: the port has none, or not the one asked for.
+            RdmaError: the port has no GID, or none at the QP's gid_index.
         """
         if self._gid is None:
-            self._gid = choose_gid(self.pd.context, self.port_num, self._gid_index)
+            self._gid = self.context.choose_gid(self.port_num, self._gid_index)
         return self._gid
+
+    @property
+    def psn(self) -> int:
+        """First packet sequence number that it sends; the peer must expect it."""
+        return self._psn
 
     def endpoint(self) -> Endpoint:
         """Return what the peer needs to connect to this queue pair.
@@ -302,8 +362,8 @@ class QP(PostTarget, struct="ibv_qp"):
             RdmaError: the port has no GID.
             ClosedError: the QP is closed.
         """
-        self._live()
-        port = self.pd.context.query_port(self.port_num)
+        self._open_struct()
+        port = self.context.query_port(self.port_num)
         return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
 
     def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
@@ -318,7 +378,7 @@ class QP(PostTarget, struct="ibv_qp"):
             TypeError: remote is not an Endpoint.
         """
         expect("remote", remote, Endpoint)
-        port = self.pd.context.query_port(self.port_num)
+        port = self.context.query_port(self.port_num)
         # On InfiniBand the LID is enough; a GID is needed only beyond the subnet.
         by_lid = port.link_layer is not LinkLayer.ETHERNET and remote.lid != 0
         return AHAttr(
@@ -331,15 +391,16 @@ class QP(PostTarget, struct="ibv_qp"):
         )
 
     def ah_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AH:
-        """Make an address handle to a UD peer.
+        """Create an address handle to a UD peer.
 
         Args:
             remote: the peer's endpoint.
-            sl, traffic_class: as in path_to.
+            sl: service level, 0..15.
+            traffic_class: 0..255.
 
         Raises:
             TypeError: remote is not an Endpoint.
-            ValueError: a number does not fit.
+            ValueError: a number is out of range.
             ClosedError: the PD is closed.
             VerbsError: the device refused.
         """
@@ -354,7 +415,7 @@ class QP(PostTarget, struct="ibv_qp"):
         return self._state
 
     def query(self) -> QPAttr:
-        """Return its attributes as they are now.
+        """Return its current attributes.
 
         Raises:
             ClosedError: the QP is closed.
@@ -364,45 +425,125 @@ class QP(PostTarget, struct="ibv_qp"):
         """
         raw = ffi.new("struct ibv_qp_attr *")
         init = ffi.new("struct ibv_qp_init_attr *")
-        self._verb(provider_of(self.pd.context).query_qp, raw, QUERY_MASK, init)
-        return read_qp_attr(raw)
+        self._verb(provider_of(self.context).query_qp, raw, QUERY_MASK, init)
+        return read_qp_attr(raw, init)
 
-    def modify(self, **attrs: Any) -> None:
-        """Change attributes; the attribute mask is derived from the ones given.
+    def query_data_in_order(self, opcode: Opcode, flags: int = 0) -> QueryQPDataInOrderCaps:
+        """Return in which order the data of one work request reaches this side's memory.
+
+        If it is the message's order, a reader may poll the memory instead of waiting for a
+        completion.  soft0 and Soft-RoCE promise no order.
 
         Args:
-            attrs: fields of ``struct ibv_qp_attr`` by name (qp_state,
-                qp_access_flags, pkey_index, port_num, qkey, ah_attr, path_mtu,
-                dest_qp_num, rq_psn, sq_psn, timeout, retry_cnt, rnr_retry,
-                min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, ...).
+            opcode: RDMA_READ for reads that this queue pair posts; RDMA_WRITE or SEND for what its
+                peer posts to it.
+            flags: QueryQPDataInOrderFlags; without RETURN_CAPS, only WHOLE_MSG can be returned.
 
         Raises:
-            TypeError: there is no such field, or its value is of another type.
-            ValueError: the state machine has no such step, an attribute that
-                the step needs is missing, or a number is out of range.
+            TypeError: an argument has the wrong type.
+            ValueError: opcode or flags is not valid.
             ClosedError: the QP is closed.
-            VerbsError: the device refused.
+            UnsupportedError: this libibverbs is too old to have the function.
+
+        See ibv_query_qp_data_in_order(3).
+        """
+        opcode = member("opcode", opcode, Opcode)
+        bits = flags_of("flags", flags, _ALL_DATA_IN_ORDER_FLAGS, "QueryQPDataInOrderFlags")
+        query = provider_of(self.context).query_qp_data_in_order
+        return QueryQPDataInOrderCaps(self._verb(query, int(opcode), bits))
+
+    def modify(
+        self,
+        *,
+        qp_state: QPState | None = None,
+        cur_qp_state: QPState | None = None,
+        en_sqd_async_notify: bool | None = None,
+        qp_access_flags: int | None = None,
+        pkey_index: int | None = None,
+        port_num: int | None = None,
+        qkey: int | None = None,
+        ah_attr: AHAttr | None = None,
+        path_mtu: MTU | None = None,
+        timeout: int | None = None,
+        retry_cnt: int | None = None,
+        rnr_retry: int | None = None,
+        rq_psn: int | None = None,
+        sq_psn: int | None = None,
+        max_rd_atomic: int | None = None,
+        max_dest_rd_atomic: int | None = None,
+        min_rnr_timer: int | None = None,
+        alt_ah_attr: AHAttr | None = None,
+        alt_pkey_index: int | None = None,
+        alt_port_num: int | None = None,
+        alt_timeout: int | None = None,
+        path_mig_state: MigState | None = None,
+        dest_qp_num: int | None = None,
+        rate_limit: int | None = None,
+    ) -> None:
+        """Change attributes; the arguments determine the attribute mask.
+
+        Args:
+            qp_state: the state to go to.
+            cur_qp_state: the state that it is assumed to be in.
+            en_sqd_async_notify: whether the end of draining (SQD) causes an event.
+            qp_access_flags: what a peer may do through it, an Access.
+            pkey_index: entry of the port's P_Key table.
+            port_num: the local port, from 1.
+            qkey: Q_Key (UD).
+            ah_attr: the path to the peer; see path_to.
+            path_mtu: the path MTU.
+            timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout, 0..31; 0
+                waits for ever.
+            retry_cnt: retries after that, 0..7.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            rq_psn, sq_psn: first packet sequence number to receive and to send, 24 bits.
+            max_rd_atomic, max_dest_rd_atomic: how many reads and atomics it, or the peer, may
+                have outstanding.
+            min_rnr_timer: how long the peer waits when no receive is posted, encoded as in the
+                man page, 0..31.
+            alt_ah_attr, alt_pkey_index, alt_port_num, alt_timeout: the alternate path.
+            path_mig_state: state of the migration to that path.
+            dest_qp_num: the peer's qp_num.
+            rate_limit: kbit/s (RAW_PACKET); 0 for no limit.
+
+        Raises:
+            TypeError: a value has the wrong type.
+            ValueError: the queue pair's type has no such transition, an attribute that the
+                transition requires is missing, or a number is out of the man page's range.
+            ClosedError: the QP is closed.
+            VerbsError: the device refused; the text names an attribute that cannot change in
+                this transition, or that exceeds the device's limit (max_rd_atomic,
+                max_dest_rd_atomic).
 
         See ibv_modify_qp(3).
         """
-        self._live()
+        given = locals()
+        attrs = {name: given[name] for name in FIELDS if given[name] is not None}
+        self._open_struct()
         raw = ffi.new("struct ibv_qp_attr *")
         mask = mask_of(attrs)
-        fill_attributes(raw, attrs)
+        fill_qp_attr(raw, attrs)
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs.get("qp_state", state), QPState)
         if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
+        refuse_out_of_range(attrs)
+        before = self._state
         if to is QPState.RESET:
             self._keep_completions()
+            # A post of another thread between the reset and its record would be forgotten.
+            self._note_state(to)
         try:
-            self._verb(provider_of(self.pd.context).modify_qp, raw, mask)
+            self._verb(provider_of(self.context).modify_qp, raw, mask)
+            self._psn = attrs.get("sq_psn", self._psn)
             self._note_modified(to)
         except VerbsError as error:
+            if to is QPState.RESET:
+                self._note_state(before)
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
-            # An interrupt came before or after the device did it.
+            # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
                 if self.state is to:
                     self._note_modified(to)
@@ -416,13 +557,9 @@ class QP(PostTarget, struct="ibv_qp"):
         self._note_state(to)
 
     def to_init(
-        self,
-        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
-        *,
-        pkey_index: int = 0,
-        qkey: int = DEFAULT_QKEY,
+        self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY
     ) -> None:
-        """Bring the queue pair from RESET to INIT, from which receives can be posted.
+        """Bring the queue pair from RESET to INIT; receives can be posted from INIT on.
 
         Args:
             access: what a peer may do through it (not on UD), an Access.
@@ -445,8 +582,11 @@ class QP(PostTarget, struct="ibv_qp"):
         if self.qp_type is QPType.UD:
             attrs["qkey"] = qkey
         elif self.qp_type is not QPType.RAW_PACKET:
-            attrs["qp_access_flags"] = grantable(access, self.qp_type, self.pd.context.attr)
+            attrs["qp_access_flags"] = self._grantable(access)
         self.modify(**attrs)
+
+    def _grantable(self, access: int) -> int:
+        return grantable(access, self.qp_type, self.context.attr)
 
     def to_rtr(
         self,
@@ -461,11 +601,12 @@ class QP(PostTarget, struct="ibv_qp"):
 
         Args:
             remote: the peer's endpoint; not for UD and RAW_PACKET.
-            min_rnr_timer: how long the peer waits before it tries again when no receive
-                is posted, encoded as in the man page; 12 is 0.64 ms.
+            min_rnr_timer: how long the peer waits before it retries when no receive is
+                posted, encoded as in the man page; 12 is 0.64 ms.
             max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
                 None for the device's limit, up to 16.
-            sl, traffic_class: as in path_to.
+            sl: service level, 0..15.
+            traffic_class: 0..255.
 
         Raises:
             TypeError: remote is not an Endpoint, or another argument is not an integer.
@@ -481,15 +622,15 @@ class QP(PostTarget, struct="ibv_qp"):
         if self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
             if remote is None:
                 raise ValueError(f"{self.qp_type.name} queue pairs need the peer's endpoint")
-            port = self.pd.context.query_port(self.port_num)
+            port = self.context.query_port(self.port_num)
             attrs |= {
                 "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),
                 "path_mtu": min(port.active_mtu, remote.mtu),
-                "dest_qp_num": remote.qpn,
+                "dest_qp_num": remote.qp_num,
                 "rq_psn": remote.psn,
             }
         if self.qp_type in (QPType.RC, QPType.XRC_RECV):
-            limit = self.pd.context.attr.max_qp_rd_atom
+            limit = self.context.attr.max_qp_rd_atom
             attrs["min_rnr_timer"] = min_rnr_timer
             attrs["max_dest_rd_atomic"] = (
                 min(16, limit) if max_dest_rd_atomic is None else max_dest_rd_atomic
@@ -499,88 +640,157 @@ class QP(PostTarget, struct="ibv_qp"):
     def to_rts(
         self,
         *,
-        timeout: int = 14,
-        retry_cnt: int = 6,
-        rnr_retry: int = 6,
+        timeout: int | None = None,
+        retry_cnt: int | None = None,
+        rnr_retry: int | None = None,
         max_rd_atomic: int | None = None,
     ) -> None:
         """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        With the defaults a send fails after about half a second without an
-        acknowledgement, or after six retries while the peer has no receive.
+        With the defaults, a send fails after about half a second without an ACK, or after
+        six retries while the peer has no receive posted.
+
+        From SQD, only the given options change.  In RTS, no option can change: the call does
+        nothing without options, and raises ValueError with any.
 
         Args:
-            timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout,
-                0..31; 14 is 67 ms, 0 waits for ever.
-            retry_cnt: retries after that, 0..7.
-            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits for ever;
+                default 14, which is 67 ms (RC, XRC).
+            retry_cnt: retries after a timeout, 0..7; default 6 (RC, XRC_SEND).
+            rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries for ever;
+                default 6 (RC, XRC_SEND).
             max_rd_atomic: how many reads and atomics it may have outstanding; None for
-                the device's limit, up to 16.
+                the device's limit, up to 16 (RC, XRC_SEND).
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: the transition or an attribute is invalid (see modify).
+            ValueError: the state cannot change an option, or the transition or an attribute is
+                invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_modify_qp(3).
         """
+        options = {
+            "timeout": timeout,
+            "retry_cnt": retry_cnt,
+            "rnr_retry": rnr_retry,
+            "max_rd_atomic": max_rd_atomic,
+        }
+        self._to_rts(_given(options))
+
+    def _to_rts(self, options: dict[str, int]) -> None:
+        """Bring the queue pair to RTS; the options may belong to earlier transitions."""
+        options = options_of_type(self.qp_type, options)
         attrs: dict[str, Any] = {"qp_state": QPState.RTS}
         if self._state is QPState.RTR:
+            defaults = {
+                "timeout": 14,
+                "retry_cnt": 6,
+                "rnr_retry": 6,
+                "max_rd_atomic": min(16, self.context.attr.max_qp_init_rd_atom),
+            }
+            attrs |= options_of_type(self.qp_type, defaults)
+            attrs |= {name: options.pop(name) for name in RTS_OPTIONS & options.keys()}
             if self.qp_type is not QPType.RAW_PACKET:
                 attrs["sq_psn"] = self.psn
-            if self.qp_type in (QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV):
-                attrs["timeout"] = timeout
-            if self.qp_type in (QPType.RC, QPType.XRC_SEND):
-                limit = self.pd.context.attr.max_qp_init_rd_atom
-                attrs |= {
-                    "retry_cnt": retry_cnt,
-                    "rnr_retry": rnr_retry,
-                    "max_rd_atomic": min(16, limit) if max_rd_atomic is None else max_rd_atomic,
-                }
+        # Ask the device: an error may have changed the state.
+        if options and (state := self.state) in _LATE_STATES:
+            refuse_late_options(str(self), self.qp_type, state, options)
+            if "access" in options:
+                options["access"] = self._grantable(options["access"])
+            changes = late_attributes(options, self.query)
+            if state is QPState.SQD:
+                self.modify(**changes)  # with qp_state=SQD, Linux 6.12's rxe would drain again
+            else:
+                attrs |= changes
         self.modify(**attrs)
 
     def connect(
         self,
         remote: Endpoint | None = None,
         *,
-        access: int = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC,
-        qkey: int = DEFAULT_QKEY,
-        **more: int,
+        access: int | None = None,
+        qkey: int | None = None,
+        min_rnr_timer: int | None = None,
+        max_dest_rd_atomic: int | None = None,
+        sl: int | None = None,
+        traffic_class: int | None = None,
+        timeout: int | None = None,
+        retry_cnt: int | None = None,
+        rnr_retry: int | None = None,
+        max_rd_atomic: int | None = None,
     ) -> None:
         """Bring the queue pair to RTS from RESET, INIT, RTR, SQD or SQE.
 
-        From ERR call to_reset() first, on both sides.
+        In ERR, call to_reset() first, on both sides.
+
+        An option of a transition that is already made is applied if ibv_modify_qp can change it
+        in the queue pair's state, and refused otherwise.  In RTS without options, the call only
+        checks the peer.  Options that the type does not have are ignored.
+
+        If the call fails, a queue pair that was in RESET is back in RESET; any other stays in the
+        state that it has reached.
 
         Args:
             remote: the peer's endpoint; not for UD.
-            access, qkey: as in to_init.
-            more: other options of to_rtr and to_rts.
+            access, qkey: see to_init.
+            min_rnr_timer, max_dest_rd_atomic, sl, traffic_class: see to_rtr.
+            timeout, retry_cnt, rnr_retry, max_rd_atomic: see to_rts.  None means the default of
+                that transition.
 
         Raises:
-            TypeError: remote is not an Endpoint, another argument is not an integer, or there
-                is no such option.
+            TypeError: remote is not an Endpoint, or another argument is not an integer.
             ValueError: remote is missing, the queue pair is connected to another peer or was
-                put into ERR by to_err(), or the transition or an attribute is invalid (see modify).
+                put into ERR by to_err(), an option cannot change in its state, or the transition
+                or an attribute is invalid (see modify).
             ClosedError: the QP is closed.
-            VerbsError: the device refused, as it does if an error has put the queue pair into ERR.
+            VerbsError: the device refused, for example because an error had put the queue pair
+                into ERR.
 
         See ibv_modify_qp(3).
         """
         expect("remote", remote, Endpoint, None)
-        unknown = more.keys() - RTR_OPTIONS - RTS_OPTIONS
-        if unknown:
-            raise TypeError(f"connect() has no option {', '.join(sorted(unknown))}")
+        options = _given(
+            {
+                "access": None if access is None else access_flags("access", access),
+                "qkey": qkey,
+                "min_rnr_timer": min_rnr_timer,
+                "max_dest_rd_atomic": max_dest_rd_atomic,
+                "sl": sl,
+                "traffic_class": traffic_class,
+                "timeout": timeout,
+                "retry_cnt": retry_cnt,
+                "rnr_retry": rnr_retry,
+                "max_rd_atomic": max_rd_atomic,
+            }
+        )
+        was_reset = self._state is QPState.RESET
+        try:
+            self._climb(remote, options)
+        except BaseException:
+            if was_reset and self._state is not QPState.RESET:
+                with contextlib.suppress(RdmaError):
+                    self.to_reset()
+            raise
+
+    def _climb(self, remote: Endpoint | None, options: dict[str, int]) -> None:
+        """Bring the queue pair to RTS, and remove each option as it is applied."""
         if self._state is QPState.RESET:
-            self.to_init(access, qkey=qkey)
+            self.to_init(**_taken(options, INIT_OPTIONS))
         if self._state is QPState.INIT:
-            self.to_rtr(remote, **{k: v for k, v in more.items() if k in RTR_OPTIONS})
+            changes = options_of_type(self.qp_type, _taken(options, INIT_OPTIONS))
+            if "access" in changes:
+                changes["access"] = self._grantable(changes["access"])
+            if changes:
+                self.modify(qp_state=QPState.INIT, **late_attributes(changes, self.query))
+            self.to_rtr(remote, **_taken(options, RTR_OPTIONS))
         elif remote is not None and self.qp_type not in (QPType.UD, QPType.RAW_PACKET):
             refuse_another_peer(str(self), self.query(), remote)
-        self.to_rts(**{k: v for k, v in more.items() if k in RTS_OPTIONS})
+        self._to_rts(options)
 
     def to_sqd(self) -> None:
-        """Drain the send queue; sends posted from now on are held.
+        """Bring the queue pair to SQD: drain the send queue, and hold sends posted later.
 
         Raises:
             ValueError: the transition is invalid (see modify).
@@ -604,11 +814,11 @@ class QP(PostTarget, struct="ibv_qp"):
         self.modify(qp_state=QPState.ERR)
 
     def to_reset(self) -> None:
-        """Take the queue pair back to RESET and drop its outstanding work requests.
+        """Bring the queue pair back to RESET and drop its outstanding work requests.
 
         They never complete, and the regions, windows, address handles and buffers
-        that they hold are released.  Completions that are in the CQ by then stay
-        there for the next poll or wait.  Receives of an SRQ stay posted.
+        that they hold are released.  Completions that are already in the CQ stay
+        there for the next poll or wait.  An SRQ's receives stay posted.
 
         Raises:
             ValueError: the transition is invalid (see modify).
@@ -620,69 +830,79 @@ class QP(PostTarget, struct="ibv_qp"):
         self.modify(qp_state=QPState.RESET)
 
     def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
-        port = self.pd.context.query_port(self.port_num)
+        port = self.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
             return f"port {self.port_num} is {port.state.name}; bring the link up"
         if (state := self.state) is QPState.ERR:
-            return "the QP is in ERR: take it back with to_reset() first"
-        if reason := out_of_range(attrs, self.pd.context.attr):
+            return "the QP is in ERR: call to_reset() first"
+        if reason := beyond_the_device(attrs, self.context.attr):
             return reason
         if code == errno.EINVAL and (
             reason := unchangeable_attributes(self.qp_type, state, to, mask_of(attrs))
         ):
             return reason
+        ethernet = port.link_layer is LinkLayer.ETHERNET
+        if code == errno.EINVAL and ethernet and mask_of(attrs) & QPAttrMask.ALT_PATH:
+            return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
         if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
             path = attrs.get("ah_attr")
             if isinstance(path, AHAttr) and path.dgid is not None:
-                if reason := why_no_source(self.pd.context, path):
+                if reason := why_no_source(self.context, path):
                     return reason
                 return (
                     f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
-                    "both sides need GIDs of one kind and one network (see --gid-index)"
+                    "both sides need GIDs of one kind and one network (give gid_index=)"
                 )
+        if state is QPState.SQD and code == errno.EINVAL:
+            return (
+                "the QP is in SQD, and its send queue may still be draining: wait for the event "
+                "SQ_DRAINED, or until query().sq_draining is False"
+            )
         return f"the QP stays in {state.name} and does not go to {to.name}"
 
     # ---- multicast ----------------------------------------------------------
 
-    def attach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
-        """Also receive what is sent to a multicast group (UD).
+    def attach_mcast(self, gid: GIDLike, lid: int = 0) -> None:
+        """Attach the queue pair to a multicast group, to receive its messages as well (UD).
 
-        A message to the group has ``remote_qpn=MULTICAST_QPN``, the Q_Key of the
-        receivers, and an AH with the group as dgid (and its LID as dlid).  Each
-        queue pair that is attached gets one copy, however often it was attached.
-        On a network the port must also have joined the group, on InfiniBand
-        through the subnet administrator.  Closing the queue pair detaches it.
+        To send to the group, use ``remote_qpn=MULTICAST_QPN``, the receivers' Q_Key,
+        and an AH with the group as dgid (and its LID as dlid).  Each attached queue
+        pair gets one copy, however often it was attached.  On a network the port must
+        also have joined the group, on InfiniBand through the subnet administrator.
+        Closing the queue pair detaches it.
 
         Args:
-            gid: the group: in ff00::/8, or an IPv4 one such as "::ffff:239.1.2.3".
+            gid: the group, as a GID, 16 bytes or text: in ff00::/8, or an IPv4 one such as
+                "::ffff:239.1.2.3".
             lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
-            TypeError: gid is of another type, or lid is not an integer.
-            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            TypeError: gid has the wrong type, or lid is not an integer.
+            ValueError: gid is not a multicast GID, or lid is not in 0..65535.
             RdmaError: the queue pair is not of type UD.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
 
         See ibv_attach_mcast(3).
         """
-        verb = functools.partial(self._verb, provider_of(self.pd.context).attach_mcast)
+        verb = functools.partial(self._verb, provider_of(self.context).attach_mcast)
         try:
             self._groups.attach(verb, self._group(gid, lid))
         except VerbsError as error:
-            error.hint = error.hint or why_not_attached(self.pd.context, error.errno)
+            error.hint = error.hint or why_not_attached(self.context, error.errno)
             raise
 
-    def detach_mcast(self, gid: GID | bytes | str, lid: int = 0) -> None:
-        """Stop receiving what is sent to a multicast group.
+    def detach_mcast(self, gid: GIDLike, lid: int = 0) -> None:
+        """Detach the queue pair from a multicast group.
 
         Args:
-            gid, lid: as passed to attach_mcast.
+            gid: the group, as passed to attach_mcast.
+            lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
             RdmaError: the queue pair is not attached to the group.
-            TypeError: gid is of another type, or lid is not an integer.
-            ValueError: it is not a multicast GID, or lid is not in 0..65535.
+            TypeError: gid has the wrong type, or lid is not an integer.
+            ValueError: gid is not a multicast GID, or lid is not in 0..65535.
             ClosedError: the QP is closed.
             VerbsError: the device refused.
         """
@@ -700,12 +920,12 @@ class QP(PostTarget, struct="ibv_qp"):
             ) from None
 
     def _detach(self, group: Group) -> None:
-        verb = functools.partial(self._verb, provider_of(self.pd.context).detach_mcast)
+        verb = functools.partial(self._verb, provider_of(self.context).detach_mcast)
         self._groups.detach(verb, group)
 
-    def _group(self, gid: GID | bytes | str, lid: int) -> Group:
+    def _group(self, gid: GIDLike, lid: int) -> Group:
         if self.qp_type is not QPType.UD:
-            raise RdmaError(f"{self} has no multicast; UD queue pairs have it")
+            raise RdmaError(f"{self} cannot use multicast; only UD queue pairs can")
         group = gid_argument("gid", gid)
         if not group.is_multicast:
             raise ValueError(
@@ -721,7 +941,7 @@ class QP(PostTarget, struct="ibv_qp"):
         """How many work requests are posted and not known to be done.
 
         Raises:
-            ClosedError: the process that opened the QP has forked this one.
+            ClosedError: the QP was inherited through a fork.
         """
         self._refuse_inherited()
         return Outstanding(self._send.in_flight.outstanding, self._recv.in_flight.outstanding)
@@ -729,12 +949,12 @@ class QP(PostTarget, struct="ibv_qp"):
     def post_send(self, wrs: SendWR | Iterable[SendWR]) -> None:
         """Post one send work request, or a list of them in one call.
 
-        Memory regions, windows and address handles that they name stay alive
-        until the work requests are known to be done.
+        The memory regions, windows and address handles of a work request stay alive
+        until it is known to be done.
 
         Args:
             wrs: a SendWR or an iterable of them, which is read to its end before the
-                first is posted.  Posting stops at the first that cannot be posted; an
+                first is posted.  Posting stops at the first one that is refused; an
                 empty list does nothing.
 
         Raises:
@@ -745,7 +965,91 @@ class QP(PostTarget, struct="ibv_qp"):
 
         See ibv_post_send(3).
         """
-        self._send.post(self, wrs)
+        raise NotImplementedError
+
+    def post_columns(
+        self,
+        wr_type: type[SendWR],
+        sg_list: LocalRows = (),
+        /,
+        *,
+        wr_id: Column = 0,
+        signal_every: int = 1,
+        send_flags: int = 0,
+        remote_addr: Column = 0,
+        rkey: Column = 0,
+        imm_data: Column = 0,
+        invalidate_rkey: Column = 0,
+        compare_add: Column = 0,
+        swap: Column = 0,
+        atomic_wr: Column = 0,
+        length: Column = 0,
+        type: Column = FlushType.GLOBAL,
+        level: Column = FlushLevel.RANGE,
+        ah: AH | None = None,
+        remote_qpn: Column = 0,
+        remote_qkey: Column = 0,
+        remote_srqn: Column = 0,
+    ) -> int:
+        """Post many send work requests whose fields are in columns; return how many were posted.
+
+        Row i is a work request whose fields are the i-th numbers of the columns. A column is
+        a one-dimensional buffer of 4- or 8-byte integers (numpy, array, memoryview, ctypes)
+        with any stride, in native byte order. It is copied during the call. All rows are
+        checked before the first is posted. Rows for which the queue has no room are not
+        posted; post them once others have completed. Every call copies and checks all of its
+        rows, so pass a long column in slices of about the queue's size.
+
+        Args:
+            wr_type: the class of the work requests: a write, a read, a send, an atomic
+                operation or LocalInv.
+            sg_list: ``mr.blocks(...)`` or ``mr.ranges(...)``; or one list of SGEs for all rows.
+            wr_id: comes back in the completion: a number for all rows, or a column.
+            signal_every: signal every n-th row, and the last row posted. The unsignaled rows
+                get no completion; they are done when the next signaled row completes. If the
+                device refuses a row in the middle, the last row posted may be unsignaled.
+            send_flags: other SendFlags, for all rows.
+            remote_addr: a number for all rows, a column, or ``Blocks``.
+            rkey, imm_data, invalidate_rkey, compare_add, swap, atomic_wr: as in wr_type, each a
+                number for all rows or a column.
+            length, type, level: the same, of a Flush.
+            ah: the address handle of all rows.
+            remote_qpn, remote_qkey, remote_srqn: numbers or columns, as above.
+
+        Returns:
+            How many rows were posted: all, or as many as the queue had room for.
+
+        Raises:
+            TypeError: wr_type cannot be posted by columns, wr_type has no such field, a column
+                is not a buffer of integers as above, or no column is given.
+            ValueError: the columns have different lengths, or signal_every is not positive.
+            PostError: a row was refused; index says which, and wr is that row as an object.
+            ClosedError: the QP is closed.
+
+        See ibv_post_send(3).
+        """
+        raise NotImplementedError
+
+    def post_recv_columns(self, sg_list: LocalRows = (), /, *, wr_id: Column = 0) -> int:
+        """Post many receives whose fields are in columns, and return how many were posted.
+
+        Args:
+            sg_list: ``mr.blocks(...)`` or ``mr.ranges(...)``; or one list of SGEs for all rows.
+            wr_id: comes back in the completion: a number for all rows, or a column.
+
+        Returns:
+            How many rows were posted: all, or as many as the queue had room for.
+
+        Raises:
+            TypeError: a column is not a buffer of integers (see post_columns), or none is given.
+            ValueError: the columns have different lengths.
+            PostError: a row was refused; index says which.
+            ClosedError: the QP is closed.
+            RdmaError: the queue pair takes its receives from an SRQ, or has none (XRC).
+
+        See ibv_post_recv(3).
+        """
+        raise NotImplementedError
 
     def post_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -761,10 +1065,10 @@ class QP(PostTarget, struct="ibv_qp"):
 
         See ibv_post_recv(3).
         """
-        self._recv.post(self, wrs)
+        raise NotImplementedError
 
     def _refuse_without_receives(self) -> None:
-        self._live()
+        self._open_struct()
         if self.qp_type in XRC:
             raise RdmaError(
                 f"{self} has no receive queue: a message goes to the XRC SRQ that it names "
@@ -772,15 +1076,16 @@ class QP(PostTarget, struct="ibv_qp"):
             )
         if self.srq is not None:
             raise RdmaError(
-                f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv()"
+                f"{self} takes its receives from {self.srq}: post them with srq.post_srq_recv() "
+                "or srq.post_srq_recv_columns()"
             )
 
     def prepare(self, wrs: SendWR | Iterable[SendWR]) -> Batch:
         """Check and pack send work requests once, for posting them many times.
 
         ``batch.post()`` posts the whole list; ``batch[index]`` changes fields for the next posts.
-        The list can be prepared in any state, and posted from RTS on. A checked queue pair accepts
-        it only while it has room for all of it.
+        The list can be prepared in any state, and posted from RTS on. A checked queue pair posts it
+        only if its queue has room for the whole list.
 
         Args:
             wrs: a SendWR or an iterable of them, but no BindMW.
@@ -824,9 +1129,9 @@ class QP(PostTarget, struct="ibv_qp"):
     def _prepared(self, queue: PostQueue, wrs: Any) -> Batch:
         batch = prepare(queue, self, wrs, self._batches)
         try:
-            self._live()
+            self._open_struct()
         except RdmaError:
-            # If another thread has closed the QP meanwhile, it may not have seen the list.
+            # Another thread may have closed the QP without seeing this new list.
             batch.close()
             raise
         return batch
@@ -842,11 +1147,11 @@ class QP(PostTarget, struct="ibv_qp"):
         wr_id: int = 0,
         send_flags: int = SendFlags.SIGNALED,
     ) -> None:
-        """Post the binding of a type 1 window to part of a region (RC, UC, XRC_SEND).
+        """Bind a type 1 window to part of a region (RC, UC, XRC_SEND).
 
-        It takes a slot in the send queue and completes there as BIND_MW.
-        ``mw.rkey`` is the new key at once; a peer may use it after the
-        completion.  Binding a bound window again invalidates its previous key.
+        The bind is posted to the send queue and completes as BIND_MW.  ``mw.rkey`` is the
+        new key at once, but a peer may use it only after the completion.  Binding a bound
+        window again invalidates its previous key.
 
         Args:
             mw: the window; post a BindMW to bind one of type 2.
@@ -854,12 +1159,13 @@ class QP(PostTarget, struct="ibv_qp"):
                 window is unbound; also needed to unbind.
             addr: address of the first byte.
             length: bytes; 0 unbinds the window.
-            mw_access_flags: what the peer may do through the window, an Access.
+            mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE
+                and REMOTE_ATOMIC, and ZERO_BASED for addresses that start at 0.
             wr_id: comes back in the completion, 0..2^64-1.
             send_flags: SIGNALED, FENCE or both; 0 for neither.
 
         Raises:
-            PostError: the library or the device refused it; the window keeps its
+            PostError: the library or the device refused the bind; the window keeps its
                 previous key.
             ClosedError: the QP is closed.
 
@@ -874,47 +1180,59 @@ class QP(PostTarget, struct="ibv_qp"):
             length=length,
             mw_access_flags=mw_access_flags,
         )
-        # rxe keeps what was posted before RTS, and carries it out in RTS.
+        # rxe queues a bind that is posted before RTS, and executes it in RTS.
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
-        """Say what is wrong, or may go wrong: a checklist of why sends do not complete.
+        """Diagnose why sends do not complete, or may not.
 
         It checks the state, the port, the GID and the path; the time until
         RETRY_EXC_ERR and RNR_RETRY_EXC_ERR; what is outstanding on the queues and in
         the CQs; and whether the peer is connected to this queue pair, agrees on MTU
-        and PSNs, and has receives.  It changes nothing and reports each problem as a
-        finding.
+        and PSNs, and has receives posted.  It changes nothing and reports each problem
+        as a finding.
 
         Args:
-            peer: the other side, or its endpoint().  A connected queue pair finds a
+            peer: the peer's queue pair, or its endpoint().  A connected queue pair finds a
                 peer on the same open device by itself.
 
         Returns:
             findings, the problems first.
 
         Raises:
-            TypeError: the peer is neither.
+            TypeError: peer is neither.
         """
         return _checklist(self, peer)
+
+
+with_c_methods(QP)
+
+
+def _given(options: dict[str, int | None]) -> dict[str, int]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _taken(options: dict[str, int], names: set[str]) -> dict[str, int]:
+    """Remove and return the options with these names."""
+    return {name: options.pop(name) for name in names & options.keys()}
 
 
 _checklist: Callable[[QP, QP | Endpoint | None], list[Finding]]
 
 
 def set_checklist(function: Callable[[QP, QP | Endpoint | None], list[Finding]]) -> None:
-    """Set what QP.diagnose calls: the resources know none of the tools."""
+    """Set the function that QP.diagnose calls: resources cannot import tools."""
     global _checklist
     _checklist = function
 
 
 def asked_gid_index(qp: QP) -> int | None:
-    """Return the GID index that a queue pair was created with, or None if it chooses."""
+    """Return the GID index that a queue pair was created with, or None if it was not given."""
     return qp._gid_index
 
 
 def chosen_gid(qp: QP) -> GIDChoice | None:
-    """Return the GID that a queue pair has chosen, or None if it has not yet."""
+    """Return the GID that a queue pair uses, or None if none is chosen yet."""
     return qp._gid
 
 
@@ -926,21 +1244,30 @@ def oldest_send(qp: QP) -> int | None:
 
 def sends_for_receive(qp: QP) -> int | None:
     """Return how many pending sends consume a receive; None where the device does not know."""
-    count: int | None = qp._verb(provider_of(qp.pd.context).sends_for_receive)
+    count: int | None = qp._verb(provider_of(qp.context).sends_for_receive)
     return count
 
 
 def _why_not_sending(qp: QP) -> str:
-    return check_send_state(qp._state) or f"the QP is in {qp._state.name}"
+    # Another thread may have changed the state since the post was refused.
+    return check_send_state(qp._state) or (
+        f"the QP was not ready to send; it is now in {qp._state.name}: another thread has changed "
+        "its state meanwhile"
+    )
 
 
 def _why_not_receiving(qp: QP) -> str:
     qp._refuse_without_receives()
+    if qp._state is not QPState.RESET:
+        return (
+            f"the QP was in RESET; it is now in {qp._state.name}: another thread has changed its "
+            "state meanwhile"
+        )
     return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
 
 
 def _why_refused(qp: QP, code: int, wr: Any) -> str:
-    name = qp.pd.context.name
+    name = qp.context.name
     if code in (errno.EOPNOTSUPP, errno.ENOSYS):
         what = getattr(getattr(wr, "opcode", None), "name", "the call")
         return f"{what} is not supported by {name}"

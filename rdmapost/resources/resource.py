@@ -14,6 +14,8 @@ import contextlib
 import errno
 import functools
 import os
+import time
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -101,24 +103,29 @@ class Resource(native.Handle, ClosesOnExit):
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
         # Its own finalizer, or one of a base class in front.
-        if cls.__del__ is not native.Handle.__del__ and not hasattr(cls.__del__, "_finalizes"):
-            cls.__del__ = _and_finalized(cls.__del__)  # type: ignore[assignment, method-assign]
+        finalizer: Any = cls.__del__
+        if finalizer is not native.Handle.__del__ and not isinstance(finalizer, native.Finalizing):
+            finalizer = native.Finalizing(finalizer, types.MethodType)
+            cls.__del__ = finalizer  # type: ignore[method-assign]
         if struct is None:
             return
         _structs[cls] = ffi.typeof(f"struct {struct} *")
-        cls.__init__ = _once(cls.__init__)  # type: ignore[method-assign]
+        # By setattr: jedi takes an assignment for the definition, and shows no signature.
+        fixed: dict[str, Any] = {"__init__": _once(cls.__init__)}
         for base in cls.__mro__[: cls.__mro__.index(Resource)]:
             for name in base.__dict__.get("__slots__", ()):
                 if not name.startswith("_"):
-                    setattr(cls, name, _fixed(name, base.__dict__[name]))
+                    fixed[name] = _fixed(name, base.__dict__[name])
+        for name, member in fixed.items():
+            setattr(cls, name, member)
 
     def _refuse_inherited(self) -> None:
         """Refuse a resource inherited across a fork, in a method that accepts closed ones."""
         if self.closed and self._pid not in (0, os.getpid()):
-            self._live()
+            self._open_struct()
 
     def __enter__(self) -> Self:
-        self._live()
+        self._open_struct()
         return self
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -137,8 +144,7 @@ class Resource(native.Handle, ClosesOnExit):
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _refuse_children(self) -> None:
-        """Refuse to be closed, unless all children are only waiting for their finalizers to
-        retry."""
+        """Close children that nothing refers to; raise InUseError if others are open."""
         children = open_children(self)
         some_closed = close_dropped(children)
         names = [str(child) for child in children if not child.closed]
@@ -169,7 +175,7 @@ _structs: dict[type, Any] = {}
 
 
 def _once(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that leaves a made resource unchanged, and reports its end."""
+    """Return a constructor that runs once, and tells C when it begins and ends."""
 
     @functools.wraps(init)
     def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
@@ -179,25 +185,11 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             self._end_making(True)
         except BaseException:
             self._end_making(False)
-            # The traceback may keep it for long, and nothing else refers to it.
+            # Close it now: the traceback may keep it alive for long.
             close_quietly(self)
             raise
 
     return __init__
-
-
-def _and_finalized(finalizer: Callable[[Resource], object]) -> Callable[[Resource], None]:
-    """Return a finalizer that also calls that of every resource."""
-
-    @functools.wraps(finalizer)
-    def __del__(self: Resource) -> None:
-        try:
-            finalizer(self)
-        finally:
-            native.Handle.__del__(self)
-
-    __del__._finalizes = True  # type: ignore[attr-defined]
-    return __del__
 
 
 def _fixed(name: str, member: Any) -> property:
@@ -236,11 +228,11 @@ native.describe_handles(
 
 def struct_of(resource: Resource) -> Any:
     """Return the struct of a resource; raise ClosedError if it is closed."""
-    return resource._live()
+    return resource._open_struct()
 
 
 def close_quietly(resource: Resource) -> None:
-    """Close what no caller has, while an error propagates."""
+    """Close a resource that no caller has, without raising: another error is propagating."""
     with contextlib.suppress(RdmaError):
         native.Handle.close(resource)
 
@@ -257,6 +249,60 @@ def open_children(resource: Resource) -> list[Any]:
         for handle in reversed(open_handles())
         if not handle._inner and any(parent is resource for parent in handle._parents)
     ]
+
+
+def close_with_all_below(resource: Resource) -> dict[Any, RdmaError]:
+    """Close all descendants of a resource, then the resource, in an order that devices accept.
+
+    Windows go before queue pairs and regions, and children before their parents.
+
+    Returns:
+        The resources that are still open, each with its error, in the order of closing.
+    """
+    below = [handle for handle in open_handles() if _hangs_on(handle, resource)]
+    left = [*sorted(below, key=lambda handle: handle._rank), resource]
+    windows = [handle for handle in left if not handle._rank]
+    end = time.monotonic() + _BINDS_S
+    while True:
+        for handle in left:
+            if hasattr(handle, "_in_flight"):
+                handle._keep_completions()
+        windows = list(_close_each(windows))
+        # A window with a bind in flight cannot be closed yet; its queue pair may need time.
+        if not windows or time.monotonic() > end:
+            break
+        time.sleep(0.001)
+    while left:
+        errors = _close_each(left)
+        if len(errors) == len(left):
+            return errors
+        # Some of these were in use by others that are closed now.
+        left = list(errors)
+    return {}
+
+
+_BINDS_S = 0.5
+"""How long to wait for the completions of binds."""
+
+
+def _close_each(handles: list[Any]) -> dict[Any, RdmaError]:
+    """Close the resources that can be closed; return the others with their errors."""
+    errors = {}
+    for handle in handles:
+        try:
+            handle.close()
+        except RdmaError as error:
+            errors[handle] = error
+    return errors
+
+
+def _hangs_on(handle: Any, resource: Resource) -> bool:
+    parents = list(handle._parents)
+    while parents:
+        if (parent := parents.pop()) is resource:
+            return True
+        parents += parent._parents
+    return False
 
 
 def open_handles() -> list[Any]:

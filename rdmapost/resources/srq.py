@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .._arguments import counted, expect, fill, index, member
+from .._arguments import counted, expect, fill, index, member, shown, within
 from .._binding import address_of, ffi, lib
-from ..enums import QPType, SRQAttrMask, SRQType
-from ..errors import RdmaError, UnsupportedError, describe_errno, where_explained
+from ..enums import DeviceCap, QPType, SRQAttrMask, SRQType, WCExFlags
+from ..errors import (
+    ClosedError,
+    RdmaError,
+    UnsupportedError,
+    VerbsError,
+    describe_errno,
+    where_explained,
+)
+from ..posting.columns import Column, LocalRows, with_c_methods
 from ..posting.fields import Verb
 from ..posting.queue import PostQueue, Reasons
 from ..posting.rules import Limits
 from ..posting.wr import OpsWR, RecvWR
 from .cq import CQ, keep_completions
-from .device import provider_of, query_device_ex
+from .device import NO_MORE, no_more, provider_of
+from .device_attr import TMCaps, beyond
 from .memory import PD
-from .posted import PostTarget
 from .resource import struct_of
+from .work_queues import HasWorkQueues
 from .xrcd import XRCD
 
 
@@ -28,9 +38,9 @@ class SRQAttr:
     """Attributes of a shared receive queue (ibv_query_srq(3)).
 
     Attributes:
-        max_wr: work requests it holds.
-        max_sge: SGEs of each.
-        srq_limit: the limit event fires when fewer are left; 0 when not armed.
+        max_wr: work requests it can hold.
+        max_sge: SGEs per work request.
+        srq_limit: the event fires when fewer receives than this remain; 0 if not armed.
     """
 
     max_wr: int
@@ -38,44 +48,48 @@ class SRQAttr:
     srq_limit: int
 
 
-class SRQ(PostTarget, struct="ibv_srq"):
+class SRQ(HasWorkQueues, struct="ibv_srq"):
     """A shared receive queue: receives for many queue pairs (ibv_create_srq_ex(3)).
 
     Args:
         pd: the protection domain.
         max_wr: work requests it must hold, at most the device's max_srq_wr.
-        max_sge: SGEs of each, at most the device's max_srq_sge.  Some devices accept
-            0 for these, and grant more.
-        srq_type: BASIC, for queue pairs created with it; XRC, for messages that
-            name it; or TM, with a matching list.
+        max_sge: SGEs per work request, at most the device's max_srq_sge.  Some devices accept
+            0 and round it up.
+        srq_type: BASIC, for queue pairs that are created with this SRQ; XRC, for messages
+            that name it; or TM, with a matching list.
         xrcd: the XRC domain (XRC).
-        cq: where receives complete (XRC, TM), and operations (TM); for TM it is
-            created with tm_info=True.
+        cq: where receives (XRC, TM) and operations (TM) complete; a TM SRQ's CQ must have
+            been created with WCExFlags.WITH_TM_INFO.
         max_num_tags: entries of the matching list (TM).
         max_ops: operations on the list that are outstanding at once (TM).
         checked: check work requests before they are posted.
 
     Attributes:
-        max_wr, max_sge: what the device granted.
-        srq_type, xrcd, cq, max_num_tags, max_ops: as given.
+        max_sge: what the device granted.
+        srq_type: its type.
+        xrcd: the XRC domain (XRC), or None.
+        cq: where receives and operations complete (XRC, TM), or None.
+        max_num_tags: entries of the matching list (TM), or 0.
+        max_ops: operations outstanding at once (TM), or 0.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: max_wr or max_sge does not fit 32 bits, the device has fewer tags or
-            operations, or what the type needs is missing.
+        TypeError: an argument has the wrong type.
+        ValueError: max_wr or max_sge does not fit 32 bits, max_num_tags or max_ops exceeds the
+            device's limit, or an argument that the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device does not support the type.
-        VerbsError: the device refused: a number is too large, or 0.
+        VerbsError: the device refused; the text says which limit was exceeded.
     """
 
     __slots__ = (
+        "_max_wr",
         "_ops",
         "_recv",
         "cq",
         "max_num_tags",
         "max_ops",
         "max_sge",
-        "max_wr",
         "srq_type",
         "xrcd",
     )
@@ -99,6 +113,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         expect("pd", pd, PD)
         expect("xrcd", xrcd, XRCD, None)
         expect("cq", cq, CQ, None)
+        self.context = pd.context
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = member("srq_type", srq_type, SRQType)
         tagged = self.srq_type is SRQType.TM
@@ -112,8 +127,13 @@ class SRQ(PostTarget, struct="ibv_srq"):
         init = ffi.new("struct ibv_srq_init_attr_ex *")
         fill(init.attr, max_wr=max_wr, max_sge=max_sge)
         fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
-        self._create(init)
-        self.max_wr: int = init.attr.max_wr
+        try:
+            self._create(init)
+        except VerbsError as error:
+            if error.errno in NO_MORE:
+                error.hint = self._why_not_created(init.attr, error)
+            raise
+        self._max_wr: int = init.attr.max_wr
         self.max_sge: int = init.attr.max_sge
         domain = address_of(struct_of(pd))
         limits = Limits(QPType.RC, domain, 0, self.max_sge, 0, {})
@@ -130,7 +150,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         self._ops.set_ready(True)
 
     def __str__(self) -> str:
-        if not hasattr(self, "max_wr"):
+        if not hasattr(self, "_max_wr"):
             return self._type_name
         prefix = "" if self.srq_type is SRQType.BASIC else f"{self.srq_type.name} "
         return f"{prefix}SRQ of {counted(self.max_wr, 'work request')}"
@@ -143,10 +163,13 @@ class SRQ(PostTarget, struct="ibv_srq"):
         ):
             if (given is not None) != wanted:
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
-            if given is not None and given.context is not self.pd.context:
+            if given is not None and given.context is not self.context:
                 return f"the {given} was created on another open device than the PD"
-        if srq_type is SRQType.TM and self.cq is not None and not self.cq._extended:
-            return "an SRQ of type TM needs a CQ that reports tags: CQ(context, tm_info=True)"
+        if srq_type is SRQType.TM and not _reports_tags(self.cq):
+            return (
+                "an SRQ of type TM needs a CQ that reports tags: "
+                "CQ(context, wc_flags=WCExFlags.WITH_TM_INFO)"
+            )
         return None
 
     def _query_tm(self) -> int:
@@ -154,10 +177,10 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
         Raises:
             UnsupportedError: the device has no tag matching.
-            ValueError: more is requested than it has.
+            ValueError: max_num_tags or max_ops exceeds the device's limit.
         """
-        context = self.pd.context
-        caps = query_device_ex(context).tm_caps
+        context = self.context
+        caps: TMCaps = context.attr.tm_caps
         if not caps.max_num_tags:
             raise UnsupportedError(
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
@@ -165,17 +188,18 @@ class SRQ(PostTarget, struct="ibv_srq"):
         for name in ("max_num_tags", "max_ops"):
             value, limit = getattr(self, name), getattr(caps, name)
             if not 1 <= value <= limit:
-                raise ValueError(f"{name}={value} is not in 1..{limit}, what {context.name} has")
-        max_sge: int = caps.max_sge
-        return max_sge
+                raise ValueError(
+                    f"{name}={shown(value)} is not in 1..{limit}, the limit of {context.name}"
+                )
+        return caps.max_sge
 
     def _create(self, init: Any) -> Any:
-        context, pd = self.pd.context, self.pd
+        context, pd = self.context, self.pd
         provider = provider_of(context)
         given = (pd, self.xrcd, self.cq)
         parents = tuple(parent for parent in given if parent is not None)
         if self.srq_type is SRQType.BASIC:
-            # Use the older call, which every driver has.
+            # Every driver supports the older call.
             init_attr = ffi.new("struct ibv_srq_init_attr *")
             init_attr.attr = init.attr
             handle = self._make(provider.create_srq, (pd, init_attr), provider.destroy_srq, parents)
@@ -193,23 +217,37 @@ class SRQ(PostTarget, struct="ibv_srq"):
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
         return self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
 
+    def _why_not_created(self, asked: Any, error: VerbsError) -> str:
+        context = self.context
+        if not context.attr.max_srq:
+            return f"{context.name} has no shared receive queues"
+        return (
+            beyond(
+                context.attr,
+                ("max_wr", asked.max_wr, "max_srq_wr"),
+                ("max_sge", asked.max_sge, "max_srq_sge"),
+            )
+            or error.hint
+            or no_more(context, "SRQs", "max_srq", error.errno or 0)
+        )
+
     def _keep_completions(self) -> None:
         if self.cq is not None and any(queue.outstanding for queue in self._in_flight):
             keep_completions(self.cq)
 
     @property
     def srq_num(self) -> int:
-        """Its number, which a message to it carries as remote_srqn (XRC).
+        """The SRQ's number, which an XRC send names as remote_srqn.
 
         Raises:
-            RdmaError: it is not of type XRC.
+            RdmaError: the SRQ is not of type XRC.
             ClosedError: the SRQ is closed.
 
         See ibv_get_srq_num(3).
         """
         if self.srq_type is not SRQType.XRC:
-            raise RdmaError(f"{self} has no number that a message could name; XRC has")
-        number: int = self._verb(provider_of(self.pd.context).get_srq_num)
+            raise RdmaError(f"{self} has no SRQ number; only XRC SRQs have one")
+        number: int = self._verb(provider_of(self.context).get_srq_num)
         return number
 
     @property
@@ -217,7 +255,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         """How many receives are posted and not completed, not counting the matching list.
 
         Raises:
-            ClosedError: another process opened the SRQ, and forked this one.
+            ClosedError: the SRQ was inherited through a fork.
         """
         self._refuse_inherited()
         return self._recv.in_flight.outstanding
@@ -227,7 +265,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
         """How many tagged receives are posted, and neither completed nor known to be removed.
 
         Raises:
-            ClosedError: another process opened the SRQ, and forked this one.
+            ClosedError: the SRQ was inherited through a fork.
         """
         self._refuse_inherited()
         return 0 if self._ops.tagged is None else self._ops.tagged.outstanding
@@ -236,27 +274,91 @@ class SRQ(PostTarget, struct="ibv_srq"):
     def outstanding_ops(self) -> int:
         """How many operations are posted and not known to be done.
 
-        Unsignaled ones count until a later one completes.
+        Unsignaled operations count until a later one completes.
 
         Raises:
-            ClosedError: another process opened the SRQ, and forked this one.
+            ClosedError: the SRQ was inherited through a fork.
         """
         self._refuse_inherited()
         return self._ops.in_flight.outstanding
 
+    @property
+    def max_wr(self) -> int:
+        """Receives it can hold: at least as many as its creation or last modify requested."""
+        return self._max_wr
+
     def query(self) -> SRQAttr:
-        """Return its attributes as they are now (ibv_query_srq(3))."""
+        """Return its current attributes (ibv_query_srq(3))."""
         raw = ffi.new("struct ibv_srq_attr *")
-        self._verb(provider_of(self.pd.context).query_srq, raw)
+        self._verb(provider_of(self.context).query_srq, raw)
         return SRQAttr(raw.max_wr, raw.max_sge, raw.srq_limit)
 
+    def modify(self, *, max_wr: int | None = None, srq_limit: int | None = None) -> None:
+        """Change how many receives it can hold, or arm its limit event, or both.
+
+        Posted receives stay posted.
+
+        Args:
+            max_wr: receives it must hold: at least as many as are posted, at most the
+                device's max_srq_wr.  The device may grant more: see the attribute max_wr.
+            srq_limit: as for arm_limit; at most max_wr.
+
+        Raises:
+            TypeError: a number is not an integer.
+            ValueError: a number is not in 0..2^32-1, or none is given.
+            ClosedError: the SRQ is closed.
+            UnsupportedError: the device cannot do this.
+            VerbsError: the device refused; the text says which limit was exceeded.
+
+        See ibv_modify_srq(3).
+        """
+        given = {"max_wr": max_wr, "srq_limit": srq_limit}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if not changes:
+            raise ValueError("pass max_wr, srq_limit or both")
+        raw = ffi.new("struct ibv_srq_attr *")
+        fill(raw, **changes)
+        mask = 0
+        for name in changes:
+            mask |= _MASKS[name]
+        try:
+            self._verb(provider_of(self.context).modify_srq, raw, mask)
+        except VerbsError as error:
+            if error.errno in NO_MORE:
+                error.hint = self._why_not_modified(mask, raw) or error.hint
+            raise
+        finally:
+            # Also if a signal handler has raised after the call; and again if another thread has
+            # modified it meanwhile.
+            noted = None
+            with contextlib.suppress(ClosedError):
+                while mask & SRQAttrMask.MAX_WR and noted != (granted := self.query().max_wr):
+                    self._max_wr = noted = granted
+                    self._recv.resize(granted)
+
+    def _why_not_modified(self, mask: int, asked: Any) -> str | None:
+        attr, max_wr = self.context.attr, asked.max_wr
+        if not mask & SRQAttrMask.MAX_WR:
+            max_wr = self._max_wr
+        elif reason := beyond(attr, ("max_wr", max_wr, "max_srq_wr")):
+            return reason
+        elif max_wr < self.outstanding:
+            return f"max_wr={max_wr} is less than the {self.outstanding} receives that are posted"
+        elif not attr.device_cap_flags & DeviceCap.SRQ_RESIZE:
+            return f"{self.context.name} cannot resize an SRQ: it has no DeviceCap.SRQ_RESIZE"
+        if mask & SRQAttrMask.LIMIT and asked.srq_limit > max_wr:
+            return f"srq_limit={asked.srq_limit} is more than max_wr={max_wr}"
+        if (armed := self.query().srq_limit) > max_wr:
+            return f"max_wr={max_wr} is less than the armed srq_limit={armed}; arm_limit(0) disarms"
+        return None
+
     def arm_limit(self, srq_limit: int) -> None:
-        """Arm a single event for when fewer than srq_limit receives remain.
+        """Arm the limit event, which fires once when fewer than srq_limit receives remain.
 
         The event is SRQ_LIMIT_REACHED.
 
         Args:
-            srq_limit: the limit; 0 disarms.
+            srq_limit: the limit; 0 disarms the event.
 
         Raises:
             TypeError: srq_limit is not an integer.
@@ -266,9 +368,7 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
         See ibv_modify_srq(3).
         """
-        raw = ffi.new("struct ibv_srq_attr *")
-        fill(raw, srq_limit=srq_limit)
-        self._verb(provider_of(self.pd.context).modify_srq, raw, SRQAttrMask.LIMIT)
+        self.modify(srq_limit=within("srq_limit", srq_limit, 0, (1 << 32) - 1))
 
     def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post receives that any queue pair of this SRQ may use.
@@ -283,14 +383,26 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
         See ibv_post_srq_recv(3).
         """
-        self._recv.post(self, wrs)
+        raise NotImplementedError
+
+    def post_srq_recv_columns(self, sg_list: LocalRows = (), /, *, wr_id: Column = 0) -> int:
+        """Post many receives whose fields are in columns, and return how many were posted.
+
+        It works like QP.post_recv_columns, and raises the same errors.
+
+        Args:
+            sg_list, wr_id: as for QP.post_columns.
+
+        See ibv_post_srq_recv(3).
+        """
+        raise NotImplementedError
 
     def post_srq_ops(self, wrs: OpsWR | Iterable[OpsWR]) -> None:
         """Post tag-matching operations.
 
-        The post gives each TagAdd its handle.  The buffers of a tagged receive
-        stay alive until the completion that carries its recv_wr_id and all of
-        the data, or that of the TagDel that removed it.
+        Posting a TagAdd sets its handle.  A tagged receive's buffers stay alive until
+        the completion that has its recv_wr_id and reports all data delivered, or until
+        the completion of the TagDel that removed it.
 
         Args:
             wrs: an OpsWR or an iterable of them, read and posted as by QP.post_send.
@@ -303,7 +415,17 @@ class SRQ(PostTarget, struct="ibv_srq"):
 
         See ibv_post_srq_ops(3).
         """
-        self._ops.post(self, wrs)
+        raise NotImplementedError
+
+
+def _reports_tags(cq: CQ | None) -> bool:
+    return cq is not None and bool(cq.wc_flags & WCExFlags.WITH_TM_INFO)
+
+
+_MASKS = {"max_wr": SRQAttrMask.MAX_WR, "srq_limit": SRQAttrMask.LIMIT}
+
+
+with_c_methods(SRQ)
 
 
 def _why_refused(srq: SRQ, code: int, wr: Any) -> str:

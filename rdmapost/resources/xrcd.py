@@ -21,7 +21,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
             fail if it already exists.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: fd is not in -1..2^31-1, or oflags has another flag.
         ClosedError: the device is closed.
         UnsupportedError: the device has no XRC.

@@ -1,4 +1,4 @@
-"""The state machine of a queue pair as data: which attributes each transition needs.
+"""The queue pair state machine as data: which attributes each ibv_modify_qp requires and allows.
 
 From ibv_modify_qp(3).  A transition is (state, next state); a QP type has only
 those in the table.  RESET and ERR can be reached from every state.
@@ -40,7 +40,7 @@ REQUIRED: dict[T, dict[tuple[S, S], M]] = {
     }
     for qp_type, masks in _TO_RTS.items()
 }
-"""For each QP type, the attributes that a transition needs besides qp_state."""
+"""For each QP type, the attributes that a transition requires besides qp_state."""
 
 _PATH = M.ALT_PATH | M.ACCESS_FLAGS | M.PATH_MIG_STATE
 _RUNNING = {
@@ -107,6 +107,8 @@ FIELDS: dict[str, M] = {
 RANGES: dict[str, tuple[int, int]] = {
     "path_mtu": (1, 5),
     "dest_qp_num": (0, 0xFFFFFF),
+    "rq_psn": (0, 0xFFFFFF),
+    "sq_psn": (0, 0xFFFFFF),
     "timeout": (0, 31),
     "retry_cnt": (0, 7),
     "rnr_retry": (0, 7),
@@ -124,7 +126,7 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
         ends = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
-        remedy = ": take it back with to_reset() first" if state is S.ERR else ""
+        remedy = ": call to_reset() first" if state is S.ERR else ""
         return (
             f"{qp_type.name} queue pairs cannot go from {state.name} to {to.name}; "
             f"from {state.name} they can go to {', '.join(ends)}{remedy}"

@@ -1,4 +1,4 @@
-"""Wire formats that the model device, the resources and the tools share."""
+"""Wire formats: the sizes and layouts of headers, of InfiniBand, RoCE v2 and TCP/IP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,40 @@ from struct import Struct
 
 GRH_BYTES = 40
 """Bytes at the start of a UD receive's buffers, whether there is a header or not."""
+
+BTH_BYTES = 12
+"""The base transport header, which every packet has."""
+DETH_BYTES = 8
+"""The datagram extended transport header (UD)."""
+RETH_BYTES = 16
+"""The RDMA extended transport header (reads and writes)."""
+IMM_BYTES = 4
+"""Immediate data."""
+ICRC_BYTES = 4
+"""The invariant CRC at the end of a packet."""
+
+ETHERNET_BYTES = 14
+"""An Ethernet header without VLAN tags."""
+IPOIB_BYTES = 4
+"""The header of an IP-over-InfiniBand message (RFC 4391)."""
+ETHERTYPE_IPV4, ETHERTYPE_IPV6 = 0x0800, 0x86DD
+IPPROTO_TCP, IPPROTO_UDP = 6, 17
+TCP_BYTES, UDP_BYTES = 20, 8
+"""Bytes of a TCP header without options, and of a UDP header."""
+
+IPV4 = Struct("!BBHHHBBH4s4s")
+"""An IPv4 header: version and length, TOS, total length, identification, fragment, TTL, protocol,
+checksum, source, destination."""
+IPV4_VERSION_IHL = 0x45
+"""The first byte of an IPv4 header without options."""
+IPV6 = Struct("!IHBB16s16s")
+"""An IPv6 header, and a GRH: version, traffic class and flow label; payload length, next header,
+hop limit, source, destination."""
+DONT_FRAGMENT = 0x4000
+"""A flag in the fragment field of an IPv4 header."""
+
+ROCE_V2_BYTES = IPV4.size + UDP_BYTES + BTH_BYTES + RETH_BYTES + IMM_BYTES + ICRC_BYTES
+"""The most that RoCE v2 over IPv4 adds to the payload of a packet."""
 
 IPV4_MAPPED = bytes(10) + b"\xff\xff"
 """The start of a GID that holds an IPv4 address."""
@@ -35,6 +69,16 @@ def checksum_residue(data: bytes | bytearray | memoryview) -> int:
     """
     # 2^16 is 1 modulo 2^16 - 1, so a long number leaves the sum of its words.
     return int.from_bytes(data if len(data) % 2 == 0 else bytes(data) + b"\0") % 0xFFFF
+
+
+def ipv4_header(
+    tos: int, length: int, fragment: int, ttl: int, protocol: int, src: bytes, dst: bytes
+) -> bytes:
+    """Return an IPv4 header without options, with its checksum."""
+    fields = (IPV4_VERSION_IHL, tos, length, 0, fragment, ttl, protocol)
+    # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
+    checksum = -checksum_residue(IPV4.pack(*fields, 0, src, dst)) % 0xFFFF
+    return IPV4.pack(*fields, checksum, src, dst)
 
 
 def is_multicast_gid(gid: bytes) -> bool:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from .._arguments import content, member, within
 from ..enums import QPType
-from ..standard.wire import TMH, TMHOpcode, checksum_residue
+from ..standard.wire import (
+    DONT_FRAGMENT,
+    ETHERNET_BYTES,
+    ETHERTYPE_IPV4,
+    IPOIB_BYTES,
+    IPPROTO_TCP,
+    IPV4,
+    IPV4_VERSION_IHL,
+    TMH,
+    TMHOpcode,
+    checksum_residue,
+)
 
 __all__ = ["EAGER", "ETHERNET_BYTES", "TMH_BYTES", "ethernet", "tagged", "tcp", "what_is_wrong"]
 
-ETHERNET_BYTES = 14
 TMH_BYTES = TMH.size
 """Bytes of the tag-matching header."""
 EAGER = int(TMHOpcode.EAGER)
@@ -18,11 +29,10 @@ EAGER = int(TMHOpcode.EAGER)
 
 # Locally administered, and addresses for documentation (RFC 5737).
 _MACS = bytes.fromhex("020000000002020000000001")
-_ADDRESSES = bytes([192, 0, 2, 1, 192, 0, 2, 2])
-_IPV4, _EXPERIMENTAL = 0x0800, 0x88B5
-_PROTOCOL_TCP = 6
+_ADDRESSES = bytes([192, 0, 2, 1]), bytes([192, 0, 2, 2])
+_EXPERIMENTAL = 0x88B5
+"""An EtherType for experiments."""
 _PSH_ACK, _ACK = 0x18, 0x10
-_IPOIB_BYTES, _IPV4_BYTES = 4, 20
 
 
 def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
@@ -30,8 +40,12 @@ def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
 
     Args:
         ethertype: the type of the payload, 0..65535.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is out of range.
     """
-    return _MACS + ethertype.to_bytes(2)
+    return _MACS + within("ethertype", ethertype, 0, 0xFFFF).to_bytes(2)
 
 
 def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
@@ -41,8 +55,14 @@ def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
         tag: 0..2^64-1.
         payload: the data after the header.
         app_ctx: 32 bits that the receiver's completion shows (tm_priv).
+
+    Raises:
+        TypeError: a number is not an integer, or the payload is not bytes.
+        ValueError: a number is out of range.
     """
-    return TMH.pack(EAGER, app_ctx, tag) + payload
+    app_ctx = within("app_ctx", app_ctx, 0, (1 << 32) - 1)
+    tag = within("tag", tag, 0, (1 << 64) - 1)
+    return TMH.pack(EAGER, app_ctx, tag) + content("payload", payload)
 
 
 def tcp(qp_type: QPType) -> bytes:
@@ -50,10 +70,21 @@ def tcp(qp_type: QPType) -> bytes:
 
     Args:
         qp_type: RAW_PACKET for Ethernet, UD for IP over InfiniBand (RFC 4391).
+
+    Raises:
+        TypeError: it is not a QPType.
+        ValueError: it is another type.
     """
-    link = ethernet(_IPV4) if qp_type is QPType.RAW_PACKET else struct.pack("!HH", _IPV4, 0)
+    qp_type = member("qp_type", qp_type, QPType)
+    if qp_type not in (QPType.RAW_PACKET, QPType.UD):
+        raise ValueError(f"qp_type: TSO is for RAW_PACKET and UD, not {qp_type.name}")
+    link = (
+        ethernet(ETHERTYPE_IPV4)
+        if qp_type is QPType.RAW_PACKET
+        else struct.pack("!HH", ETHERTYPE_IPV4, 0)
+    )
     # The device fills in lengths and checksums.
-    ip = struct.pack("!BBHHHBBH", 0x45, 0, 40, 1, 0x4000, 64, _PROTOCOL_TCP, 0) + _ADDRESSES
+    ip = IPV4.pack(IPV4_VERSION_IHL, 0, 40, 1, DONT_FRAGMENT, 64, IPPROTO_TCP, 0, *_ADDRESSES)
     return link + ip + struct.pack("!HHIIBBHHH", 40000, 5001, 1000, 1, 0x50, _PSH_ACK, 8192, 0, 0)
 
 
@@ -72,7 +103,7 @@ def what_is_wrong(
     starts = range(0, len(payload) or 1, mss)
     if len(packets) != len(starts):
         return f"{len(packets)} segments arrived, not {len(starts)}"
-    link = ETHERNET_BYTES if qp_type is QPType.RAW_PACKET else _IPOIB_BYTES
+    link = ETHERNET_BYTES if qp_type is QPType.RAW_PACKET else IPOIB_BYTES
     for index, (packet, start) in enumerate(zip(packets, starts, strict=True)):
         piece = payload[start : start + mss]
         last = start + mss >= len(payload)
@@ -86,7 +117,7 @@ def _what_differs(
 ) -> str | None:
     if packet[len(hdr) :] != piece:
         return f"its {max(0, len(packet) - len(hdr))} bytes of payload are wrong"
-    ip, tcp = link, link + _IPV4_BYTES
+    ip, tcp = link, link + IPV4.size
     ident, sequence = _number(hdr, ip + 4, 2) + index, _number(hdr, tcp + 4, 4) + start
     for what, found, expected in (
         ("link header", packet[:link], hdr[:link]),
@@ -99,7 +130,7 @@ def _what_differs(
     ):
         if found != expected:
             return f"its {what} is {found.hex()}, not {expected.hex()}"
-    pseudo = packet[ip + 12 : tcp] + struct.pack("!HH", _PROTOCOL_TCP, len(packet) - tcp)
+    pseudo = packet[ip + 12 : tcp] + struct.pack("!HH", IPPROTO_TCP, len(packet) - tcp)
     for what, covered in (("IPv4", packet[ip:tcp]), ("TCP", pseudo + packet[tcp:])):
         if checksum_residue(covered):
             return f"its {what} checksum is wrong"

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from .._arguments import expect, member, time_limit, within
-from ..enums import Access, DeviceCap, MWType, QPType, SRQType
+from ..enums import Access, DeviceCap, MWType, QPType, SRQType, WCExFlags
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
 from ..resources.cq import CQ, WC
-from ..resources.device import Context, query_device_ex
+from ..resources.device import Context
 from ..resources.memory import MR, MW, PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
@@ -64,6 +64,7 @@ class Loopback(ResourceHolder):
         max_inline_data: bytes of one inline work request.
         max_recv_sge: SGEs of one receive.
         max_tso_header: bytes of the header of a TSO; 0 for no TSO.
+        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, to post these.
         srq_type: give the remote side a shared receive queue: BASIC, or TM with a matching
             list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both, from 1.
@@ -76,10 +77,10 @@ class Loopback(ResourceHolder):
         address: the fields of a work request that address the remote side.
         srq: the remote side's shared receive queue, or None.
         headroom: bytes before a received message: the GRH on UD.
-        timeout: as given.
+        timeout: seconds for all waits in total.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, the device has no such port, or it cannot
             hold that many completions.
         RdmaError: the port has no GID.
@@ -99,6 +100,7 @@ class Loopback(ResourceHolder):
         max_inline_data: int = 0,
         max_recv_sge: int = 1,
         max_tso_header: int = 0,
+        send_ops_flags: int = 0,
         srq_type: SRQType | None = None,
         port_num: int = 1,
         gid_index: int | None = None,
@@ -139,12 +141,16 @@ class Loopback(ResourceHolder):
             self._pd = stack.add(PD(context))
             (cq, mr), (remote_cq, remote_mr) = (
                 (
-                    stack.add(CQ(context, cqe, tm_info=tm_info)),
+                    stack.add(CQ(context, cqe, wc_flags=wc_flags)),
                     stack.add(MR(self._pd, max(1, size), allowed)),
                 )
-                for size, allowed, tm_info in (
-                    (local_size, int(Access.LOCAL_WRITE), False),
-                    (remote_size + depth * self.headroom, access, tagged),
+                for size, allowed, wc_flags in (
+                    (local_size, int(Access.LOCAL_WRITE), WCExFlags(0)),
+                    (
+                        remote_size + depth * self.headroom,
+                        access,
+                        WCExFlags.WITH_TM_INFO if tagged else WCExFlags(0),
+                    ),
                 )
             )
             # A window may be bound to any region, and a work request may name it.
@@ -166,9 +172,9 @@ class Loopback(ResourceHolder):
             if self.srq is not None:
                 stack.add(self.srq)
             self.local, self.remote = (
-                Side(stack.add(QP(self._pd, kind, side_cq, **given)), side_cq, side_mr)
-                for kind, side_cq, side_mr, given in (
-                    (qp_type, cq, mr, options),
+                Side(stack.add(self._queue_pair(side_type, side_cq, given)), side_cq, side_mr)
+                for side_type, side_cq, side_mr, given in (
+                    (qp_type, cq, mr, {**options, "send_ops_flags": send_ops_flags}),
                     (remote_type, remote_cq, remote_mr, remote_options),
                 )
             )
@@ -179,6 +185,11 @@ class Loopback(ResourceHolder):
                 stack.before_closing(partial(drop_outstanding, side.qp))
             self._connect(qp_type)
         self._deadline = time.monotonic() + self.timeout
+
+    def _queue_pair(self, qp_type: QPType, cq: CQ, options: dict[str, Any]) -> QP:
+        if qp_type is QPType.XRC_RECV:
+            return QP(None, qp_type, **options)
+        return QP(self._pd, qp_type, cq, **options)
 
     def _connect(self, qp_type: QPType) -> None:
         here, there = self.local.qp, self.remote.qp
@@ -280,7 +291,7 @@ class Loopback(ResourceHolder):
         Args:
             length: bytes of the message.
             index: which receive, from 0.
-            room: bytes that it holds; length unless given.
+            room: message bytes that each receive can hold; `length` unless given.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -375,11 +386,7 @@ def _require(
         raise _Lacking("ibv_open_xrcd", "XRC is", context)
     if srq_type is not None and not attr.max_srq:
         raise _Lacking("ibv_create_srq", "shared receive queues are", context)
-    if not max_tso_header and srq_type is not SRQType.TM:
-        return
-    extended = query_device_ex(context)
-    tso = extended.tso_caps
-    if max_tso_header and not (tso.max_tso and tso.supported_qpts >> qp_type & 1):
+    if max_tso_header and not attr.tso_caps.supports(qp_type):
         raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)
-    if srq_type is SRQType.TM and not extended.tm_caps.max_num_tags:
+    if srq_type is SRQType.TM and not attr.tm_caps.max_num_tags:
         raise _Lacking("ibv_create_srq_ex", "tag matching is", context)

@@ -98,7 +98,7 @@ def drop_outstanding(qp: QP) -> None:
 
 
 def refuse_inherited(what: str, pid: int) -> None:
-    """Refuse what the child of a fork has of the process that opened it, whose sockets it shares.
+    """Raise ClosedError in the child of a fork, which shares its parent's sockets.
 
     Raises:
         ClosedError: this is another process.

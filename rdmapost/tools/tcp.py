@@ -15,7 +15,8 @@ from ..errors import RdmaError
 
 LINGER_S = 0.5
 LINGER_BYTES = 1 << 16
-"""How long, and for how many bytes, to read on after the last message, so that it is not lost."""
+"""After sending the last message, how long and how many bytes to keep reading: closing a socket
+with unread data resets the connection, and the peer may lose the message."""
 
 _LOOK_UP_S = 5.0
 _KEEPALIVE = (
@@ -39,7 +40,7 @@ class TCPTimeout(TCPError, TimeoutError):
 
 
 def errno_of(error: OSError) -> int | None:
-    """Return an error's errno, or None: getaddrinfo's EAI_ codes are no errnos."""
+    """Return an error's errno, or None: getaddrinfo's EAI_ codes are not errnos."""
     return None if isinstance(error, socket.gaierror) else error.errno
 
 
@@ -218,7 +219,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
             poller = select.poll()
             poller.register(sock, select.POLLOUT)
             if left <= 0 or not poller.poll(left * 1000 + 1):
-                raise TimeoutError(f"it did not take its answers within {timeout:g} s") from None
+                raise TimeoutError(f"it did not read the answers within {timeout:g} s") from None
 
 
 def drain(sock: socket.socket) -> None:

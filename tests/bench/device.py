@@ -46,10 +46,10 @@ class Bench:
         self.near.connect(self.far.endpoint())
         self.far.connect(self.near.endpoint())
 
-    def remote(self, kind: Any, size: int, **fields: Any) -> Any:
+    def remote(self, wr_type: Any, size: int, **fields: Any) -> Any:
         """Return a work request from the first half of the memory to the second."""
         mr = self.mr
-        return kind(mr[0:size], remote_addr=mr.addr + 2 * MIB, rkey=mr.rkey, **fields)
+        return wr_type(mr[0:size], remote_addr=mr.addr + 2 * MIB, rkey=mr.rkey, **fields)
 
     def drain(self, count: int) -> None:
         """Poll for this many completions."""
@@ -68,8 +68,8 @@ class Bench:
 
     def sent(self, each: int) -> tuple[float, float]:
         """Post receives and sends into them; return as ``posted``, without the receives' post."""
-        into, out = self.mr[2 * MIB : 2 * MIB + 8], self.mr[0:8]
-        self.far.post_recv([rp.RecvWR(into) for _ in range(each)])
+        target, out = self.mr[2 * MIB : 2 * MIB + 8], self.mr[0:8]
+        self.far.post_recv([rp.RecvWR(target) for _ in range(each)])
         start = time.perf_counter()
         self.near.post_send([rp.Send(out) for _ in range(each)])
         posted = time.perf_counter()

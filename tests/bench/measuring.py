@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 LENGTHS = (1, 2, 8, 32, 256)
 SGES = (1, 4)
+COLUMNS = (1, 32, 256, 4096)
 WORK = 4096
 """Work requests in one timed run: enough to measure, few enough to stay in the caches."""
 

@@ -10,8 +10,8 @@
  * records what is posted, and polls return it in order, all successful.
  *
  * For tests of error messages, NULL_REFUSES in the environment names a control
- * verb and the errno with which it fails ("ibv_reg_mr=12"), and NULL_PORT_STATE
- * sets the port's state.
+ * verb and the errno with which it fails ("ibv_reg_mr=12"); NULL_PORT_STATE
+ * and NULL_ACTIVE_SPEED_EX set attributes of the port.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -84,12 +84,12 @@ void null_mark(void)
 /* Return the errno with which a control verb must fail, and set errno to it, or 0. */
 static int refuses(const char *call)
 {
-	const char *told = getenv("NULL_REFUSES");
+	const char *refusal = getenv("NULL_REFUSES");
 	size_t length = strlen(call);
 
-	if (!told || strncmp(told, call, length) || told[length] != '=')
+	if (!refusal || strncmp(refusal, call, length) || refusal[length] != '=')
 		return 0;
-	return errno = atoi(told + length + 1);
+	return errno = atoi(refusal + length + 1);
 }
 
 /* ---- data verbs ---------------------------------------------------------- */
@@ -256,6 +256,8 @@ static int query_port(struct ibv_context *context, uint8_t port_num,
 	};
 
 	const char *state = getenv("NULL_PORT_STATE");
+	const char *speed = getenv("NULL_ACTIVE_SPEED_EX");
+	uint32_t active_speed_ex = speed ? (uint32_t)atoi(speed) : 0;
 
 	(void)context;
 	if (port_num != 1)
@@ -264,6 +266,9 @@ static int query_port(struct ibv_context *context, uint8_t port_num,
 		found.state = atoi(state);
 	memset(attr, 0, size);
 	memcpy(attr, &found, size < sizeof(found) ? size : sizeof(found));
+	/* As libibverbs does since release 50. */
+	if (size >= 56)
+		memcpy((char *)attr + 52, &active_speed_ex, 4);
 	return 0;
 }
 

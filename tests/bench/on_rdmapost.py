@@ -6,6 +6,7 @@ The arguments are the number of runs and the cases to time: all by default, or
 
 from __future__ import annotations
 
+import array
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import measuring
-from measuring import LENGTHS, SGES, Case, NullDevice
+from measuring import COLUMNS, LENGTHS, SGES, Case, NullDevice
 
 import rdmapost as rp
 from rdmapost._binding import ffi
@@ -149,11 +150,13 @@ class Bench:
         """Setting a prepared work request's fields, and a struct's field through cffi."""
         one = qp.prepare(eval(build("RDMA_WRITE"), self.names))[0]
         struct = ffi.new("struct ibv_send_wr *")
-        names = {**self.names, "one": one, "struct": struct}
+        other = rp.MR(self.pd, 64, ALL)[0:8]
+        names = {**self.names, "one": one, "struct": struct, "other": other}
         for name, statement in (
             ("remote_addr", "one.remote_addr = addr"),
             ("wr_id", "one.wr_id = 7"),
             ("sg_list", "one.sg_list = sge"),
+            ("sg_list/regions", "one.sg_list = other; one.sg_list = sge"),
             ("struct", "struct.wr.rdma.remote_addr = addr"),
         ):
             # Nothing is posted.
@@ -179,6 +182,43 @@ class Bench:
             self.null.remember(False)
 
         yield Case("poll/16", "poll(16)", 16, {"poll": self.cq.poll}, before)
+        for length in (16, 256):
+
+            def rows_before(number: int, length: int = length) -> None:
+                self.null.remember(True)
+                ids = array.array("q", range(length))
+                for _ in range(number):
+                    qp.post_columns(rp.RdmaWrite, wr_id=ids)
+                self.null.remember(False)
+
+            names = {"poll_into": self.cq.poll_into, "rows": bytearray(48 * length)}
+            yield Case(f"poll_into/{length}", "poll_into(rows)", length, names, rows_before)
+
+    def columns(self, qp: rp.QP) -> Iterator[Case]:
+        """Lists by columns, in arrays as numpy has them: memory of 8-byte integers."""
+        for length in COLUMNS:
+            names = {
+                **self.names,
+                "post": qp.post_columns,
+                "blocks": self.names["mr"].blocks,
+                "ranges": self.names["mr"].ranges,
+                "index": array.array("q", (i % 512 for i in range(length))),
+                "there": array.array("Q", range(0, 8 * length, 8)),
+                "lengths": array.array("q", [8] * length),
+                "ids": array.array("Q", range(length)),
+            }
+            fixed = "remote_addr=there, rkey=rkey, signal_every=64"
+            for name, statement in (
+                ("two", f"post(RdmaWrite, blocks(index, 8), {fixed})"),
+                ("four", f"post(RdmaWrite, ranges(index, lengths), wr_id=ids, {fixed})"),
+            ):
+                yield Case(
+                    f"columns/{name}/{length}",
+                    statement,
+                    length,
+                    names,
+                    after=lambda: qp._send.in_flight.clear(),
+                )
 
     def lives(self, qp: rp.QP) -> Iterator[Case]:
         """From creating a work request to polling its completion, which includes deferred work."""
@@ -212,6 +252,7 @@ class Bench:
                 yield from self.patches(qp)
                 yield from self.pieces(qp)
                 yield from self.polls(qp)
+                yield from self.columns(qp)
                 yield from self.lives(qp)
 
     def growth(self, runs: int) -> dict[str, float]:

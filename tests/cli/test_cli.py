@@ -91,6 +91,9 @@ def test_data_from_a_closed_standard_input_is_a_usage_error() -> None:
         (["send", "--qp-type", "rd"], "'rd' is not one of"),
         (["send", "--imm", "1", "--invalidate"], "mutually exclusive"),
         (["tso", "--qp-type", "rc"], "'rc' is not one of"),
+        (["read", "--qp-type", "uc"], "'uc' is not one of 'rc', 'xrc'"),
+        (["atomic", "cas", "--qp-type", "uc"], "'uc' is not one of 'rc', 'xrc'"),
+        (["write", "--qp-type", "ud"], "'ud' is not one of 'rc', 'uc', 'xrc'"),
         (["tso", "--mss", "0"], "0 is not at least 1"),
         (["tso", "--header", "xyz"], "'xyz' is not bytes in hexadecimal"),
         (["invalidate", "--qp-type", "raw"], "'raw' is not one of"),
@@ -109,8 +112,12 @@ def test_data_from_a_closed_standard_input_is_a_usage_error() -> None:
         (["send", "-d", "soft0", "-d", ""], "'--device': it is empty"),
         (["doctor", "-d", ""], "'--device': it is empty"),
         (["serve", "-d", "soft0", "--bind", ""], "'--bind': it is empty"),
+        (
+            ["serve", "--max-clients", "65537"],
+            "'--max-clients': 65537 is not at least 1 and at most",
+        ),
         (["pingpong", "-d", "soft0", "--wait", "1", "--bind", ""], "'--bind': it is empty"),
-        (["pingpong", "-d", "soft0", ""], "'[HOST]': it is empty"),
+        (["pingpong", "-d", "soft0", ""], "'[HOST[:PORT]]': it is empty"),
     ],
 )
 def test_usage_error_exits_with_2_and_points_to_the_help(args: list[str], says: str) -> None:
@@ -192,26 +199,31 @@ NOTHING = {
     "RDMAPOST_DEVICE": "",
     "RDMAPOST_REQUIRE_DEVICE": "",
 }
-FALLBACK = "no RDMA device: using soft0, the software device of this process"
+FALLBACK = "using soft0, the software device of this process"
 
 
 @pytest.mark.parametrize("command", [["send"], ["tso"], ["tag", "add"], ["check"]], ids=" ".join)
 def test_command_without_a_device_falls_back_to_soft0_and_says_so(command: list[str]) -> None:
     ended = process(*command, "--json", **NOTHING)
-    assert (ended.returncode, ended.stderr) == (0, f"{FALLBACK}\n")
+    assert ended.returncode == 0
+    [line] = ended.stderr.splitlines()
+    assert line.startswith(f"{FALLBACK}: libibverbs cannot be loaded (/nonexistent")
+    assert "RDMAPOST_LIBIBVERBS names it" in line
+    assert "no RDMA device" not in line
     doc = json.loads(ended.stdout)
     assert (doc["device"], doc["kind"]) == ("soft0", "soft")
 
 
 def test_verbose_says_why_soft0_was_chosen() -> None:
     ended = process("send", "-v", **NOTHING)
-    assert ended.stderr.startswith(f"{FALLBACK}\nlibibverbs cannot be loaded")
-    assert "device   soft0 (soft), no RDMA device\n" in ended.stderr
+    assert ended.stderr.startswith(f"{FALLBACK}: libibverbs cannot be loaded")
+    assert "device   soft0 (soft), because libibverbs cannot be loaded\n" in ended.stderr
 
 
 def test_devices_lists_soft0_where_there_is_no_rdma_device() -> None:
     ended = process("devices", "--json", **NOTHING)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0
+    assert ended.stderr.startswith("rdmapost devices: libibverbs cannot be loaded (/nonexistent")
     assert [(d["name"], d["kind"]) for d in json.loads(ended.stdout)["devices"]] == [
         ("soft0", "soft")
     ]
@@ -231,13 +243,10 @@ def test_soft0_by_name_satisfies_a_required_device() -> None:
         assert (ended.returncode, ended.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("error", [rp.NoDeviceError, rp.NoRdmaError])
-def test_fallback_says_that_no_port_is_active(
-    error: type[rp.RdmaError], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fallback_says_that_no_port_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose(name: str | None = None) -> rp.Context:
         if name is None:
-            raise error("mlx5_0 port 1 is DOWN")
+            raise rp.NoDeviceError("mlx5_0 port 1 is DOWN")
         return rp.open_device(name)
 
     info = rp.DeviceInfo(name="mlx5_0", kind="verbs", guid=0, node_type=1, dev_path="")
@@ -337,9 +346,9 @@ def test_ctrl_c_in_a_command_exits_with_130(
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["send"], 1, "rdmapost: [Errno 28] No space left on device\n"),
-        (["check"], 1, "rdmapost: [Errno 28] No space left on device\n"),
-        (["devices"], 1, "rdmapost: [Errno 28] No space left on device\n"),
+        (["send"], 1, "rdmapost: cannot write the output: No space left on device\n"),
+        (["check"], 1, "rdmapost: cannot write the output: No space left on device\n"),
+        (["devices"], 1, "rdmapost: cannot write the output: No space left on device\n"),
         (["send", "--size", "x"], 2, "'x' is not a size"),
         (["send", "-d", "nowhere0"], 3, "there is no RDMA device nowhere0"),
     ],
@@ -363,6 +372,22 @@ def test_output_that_cannot_be_written_is_one_line_without_a_traceback(
     assert ran.returncode == code
     assert says in ran.stderr
     assert len(ran.stderr.splitlines()) == (2 if code == 2 else 1)
+
+
+@pytest.mark.parametrize("args", [["send"], ["devices", "--json"], ["--help"]], ids=" ".join)
+def test_closed_standard_output_is_an_error(args: list[str]) -> None:
+    ran = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-P", "-m", "rdmapost.cli", *args],
+        env={**os.environ, "RDMAPOST_DEVICE": "soft0"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        "rdmapost: cannot write the output: Bad file descriptor\n",
+    )
 
 
 def test_empty_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

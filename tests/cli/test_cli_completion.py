@@ -129,7 +129,7 @@ def script(shell: str) -> str:
         (["se"], ["send", "serve"]),
         (["send", "-d", "soft"], ["soft0"]),
         (["explain", "RNR_"], ["RNR_RETRY_EXC_ERR"]),
-        (["write", "--qp-type", "r"], ["rc", "raw"]),
+        (["send", "--qp-type", "r"], ["rc", "raw"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -162,3 +162,14 @@ def test_bash_completes_with_the_printed_script(
     )
     assert done.stderr == ""
     assert done.stdout.split() == completed
+
+
+@pytest.mark.parametrize("shell", ["fish", "zsh"])
+def test_description_of_a_command_is_whole(shell: str) -> None:
+    whole = "Atomically change 64 bits at a second queue pair, or at HOST."
+    assert any(line.endswith(whole) for line in answer(shell, "atomi"))
+
+
+def test_fish_script_keeps_commas_in_a_description() -> None:
+    """The type ends at the first comma; the others are in the description."""
+    assert 'string split --max 1 ","' in script("fish")

@@ -30,7 +30,7 @@ def lines_on_a_terminal(width: int, program: list[str]) -> list[str]:
             [sys.executable, "-P", *program],
             stdout=subprocess.PIPE,
             stderr=stderr,
-            env={**os.environ, **LACKING},
+            env={**os.environ, **LACKING, "NO_COLOR": "1"},
             timeout=LIMIT,
             check=False,
         )

@@ -8,7 +8,8 @@ import click
 import pytest
 from support.cli_runner import run
 
-from rdmapost.cli.app import LazyCommand, app
+from rdmapost.cli.app import app
+from rdmapost.cli.groups import LazyCommand
 
 
 def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:

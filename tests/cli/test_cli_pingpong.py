@@ -139,12 +139,12 @@ def test_json_document_has_the_measurements(context):
         "qp_type": "RC",
         "size": 100,
         "iters": 20,
-        "gid_index": rp.choose_gid(context).index,
+        "gid_index": context.choose_gid().index,
         "round_trips": 20,
         "validated": True,
         "remote": {
             "lid": server.local.lid,
-            "qpn": server.local.qpn,
+            "qp_num": server.local.qp_num,
             "psn": server.local.psn,
             "gid": str(server.local.gid),
         },
@@ -230,7 +230,7 @@ def test_verbose_shows_both_addresses(context):
         (["h", "-r", "0"], "0 is not at least 1"),
         (["h", "--tcp-port", "70000"], "70000 is not at least 0 and at most 65535"),
         (["h", "--sl", "16"], "16 is not at least 0 and at most 15"),
-        (["h", "--timeout", "0"], "0 is not a time of more than 0 s"),
+        (["h", "--timeout", "0"], "expected more than 0 s and at most 86400 s, got 0"),
         (["a", "b"], "unexpected extra argument"),
     ],
 )
@@ -246,7 +246,7 @@ def test_help_fits_a_terminal_and_names_the_other_side():
     ran = run("pingpong", "--help")
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
-    for word in ("[HOST]", "ibv_rc_pingpong", "-g INDEX", "exposes no memory"):
+    for word in ("[HOST[:PORT]]", "ibv_rc_pingpong", "-g INDEX", "exposes no memory"):
         assert word in ran.out
 
 
@@ -267,7 +267,7 @@ def test_failure_with_json_keeps_what_was_known(context):
     assert ran.code == 1
     assert ran.doc["role"] == "client"
     assert ran.doc["size"] == 64
-    assert ran.doc["local"]["qpn"] > 0
+    assert ran.doc["local"]["qp_num"] > 0
     assert ran.doc["error"].startswith("cannot connect to")
 
 
@@ -295,7 +295,7 @@ def test_missing_device_exits_with_3():
 def test_server_without_a_client_gives_up_after_wait(context):
     ran = run("pingpong", "-d", context.name, "--tcp-port", "0", "--bind", HOST, "--wait", "0.2")
     assert ran.code == 1
-    assert re.search(rf"rdmapost: no client came to {HOST}:\d+ within 0\.2 s\n$", ran.err)
+    assert re.search(rf"rdmapost: no client connected to {HOST}:\d+ within 0\.2 s\n$", ran.err)
 
 
 def test_client_that_is_not_a_pingpong_is_reported_in_one_line(context):

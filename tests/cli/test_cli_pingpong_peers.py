@@ -43,7 +43,7 @@ LISTENS = r"^waiting for a client on \S+:\d+$"
 
 @pytest.fixture
 def device_gid(verbs_context: rp.Context) -> str:
-    return str(rp.choose_gid(verbs_context).index)
+    return str(verbs_context.choose_gid().index)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_client_measures_against_a_stock_server(device, device_gid, qp_type, opt
     assert doc["round_trips"] == doc["iters"]
     assert f"{2 * doc['size'] * doc['iters']} bytes in " in out
     assert f"{doc['iters']} iters in " in out
-    assert f"QPN {doc['local']['qpn']:#08x}" in out
+    assert f"QPN {doc['local']['qp_num']:#08x}" in out
 
 
 @STOCK

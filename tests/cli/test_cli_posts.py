@@ -104,7 +104,7 @@ def test_devices_reports_ports_and_gids(context: rp.Context) -> None:
     assert port["state"] == "ACTIVE"
     assert port["link_layer"] == now.link_layer.name
     assert port["active_mtu"] == now.active_mtu.bytes
-    assert port["gid_index"] == rp.choose_gid(context).index
+    assert port["gid_index"] == context.choose_gid().index
     assert [gid["gid"] for gid in port["gids"]] == [
         str(entry.gid) for entry in context.query_gid_table(1)
     ]
@@ -116,17 +116,17 @@ def test_devices_prints_a_table(context: rp.Context) -> None:
     assert max(map(len, ran.out.splitlines())) <= 80
     (row,) = [line for line in ran.out.splitlines() if line.startswith(f"{context.name} ")]
     assert row.split()[1] == ("software" if context.kind == "soft" else "verbs")
-    assert f"*  GID {rp.choose_gid(context).index} " in ran.out
+    assert f"*  GID {context.choose_gid().index} " in ran.out
 
 
 def test_verbose_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
-    choice = rp.choose_gid(context)
+    choice = context.choose_gid()
     quiet, verbose = on(context, "devices"), on(context, "devices", "-v")
     assert quiet.err == ""
     assert verbose.out == quiet.out
-    kind = "" if choice.gid_type is None else f" ({choice.gid_type.name})"
+    gid_type = "" if choice.gid_type is None else f" ({choice.gid_type.name})"
     assert verbose.err == (
-        f"{context.name} port 1: GID {choice.index}, {choice.gid}{kind}: {choice.reason}\n"
+        f"{context.name} port 1: GID {choice.index}, {choice.gid}{gid_type}: {choice.reason}\n"
     )
 
 
@@ -166,7 +166,7 @@ def test_send_reports_the_message_that_arrived(
         "status": "SUCCESS",
         "wr_id": 1,
         "byte_len": 6,
-        "gid_index": rp.choose_gid(context).index,
+        "gid_index": context.choose_gid().index,
         "data": "hällo",
         "encoding": "utf-8",
         "received": "hällo",
@@ -310,7 +310,7 @@ def test_result_as_text_is_cut_to_80_columns(context: rp.Context) -> None:
 @pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 def test_verbose_shows_device_port_and_gid_and_why(context: rp.Context, qp_type: str) -> None:
     ran = on(context, "send", "-v", "--json", "--qp-type", qp_type)
-    gid = rp.choose_gid(context)
+    gid = context.choose_gid()
     assert ran.doc["status"] == "SUCCESS"
     assert f"{context.name} ({context.kind}), asked for" in ran.err
     assert f"{gid.index}, {gid.gid}" in ran.err
@@ -340,9 +340,7 @@ def test_gid_index_option_selects_the_gid(context: rp.Context) -> None:
     [
         (["send", "--qp-type", "ud", "--fence"], "FENCE has no meaning on UD QPs"),
         (["send", "--qp-type", "ud", "--size", "64K"], "a message on this UD QP holds at most"),
-        (["atomic", "cas", "--qp-type", "uc"], "ATOMIC_CMP_AND_SWP is not an opcode of UC QPs"),
-        (["read", "--qp-type", "uc"], "RDMA_READ is not an opcode of UC QPs"),
-        (["write", "--qp-type", "ud"], "RDMA_WRITE is not an opcode of UD QPs"),
+        (["send", "--qp-type", "ud", "--invalidate"], "SEND_WITH_INV is not an opcode of UD QPs"),
         (["write", "--solicited"], "SOLICITED has no meaning on RDMA_WRITE"),
     ],
 )
@@ -375,3 +373,31 @@ def test_missing_port_or_gid_is_a_usage_error(
     ran = on(context, *command, option, "99")
     assert (ran.code, ran.out) == (2, "")
     assert says in ran.err
+
+
+@pytest.mark.parametrize(("compare", "swapped"), [("7", True), ("8", False)])
+def test_compare_and_swap_says_whether_it_swapped(
+    context: rp.Context, compare: str, swapped: bool
+) -> None:
+    args = ["atomic", "cas", "--initial", "7", "--compare", compare]
+    assert done(context, *args)["swapped"] is swapped
+    assert f"  swapped  {str(swapped).lower()}\n" in on(context, *args).out
+
+
+def test_fetch_and_add_says_nothing_of_swapping(context: rp.Context) -> None:
+    assert "swapped" not in done(context, "atomic", "fetch-add")
+
+
+@pytest.mark.parametrize(
+    ("command", "qp_types"),
+    [
+        (["send"], "rc|uc|ud|xrc|raw"),
+        (["write"], "rc|uc|xrc"),
+        (["read"], "rc|xrc"),
+        (["atomic", "cas"], "rc|xrc"),
+        (["atomic", "fetch-add"], "rc|xrc"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_qp_type_offers_those_that_have_the_opcode(command: list[str], qp_types: str) -> None:
+    assert f"--qp-type [{qp_types}]" in run(*command, "--help").out

@@ -52,7 +52,7 @@ def test_send_to_a_server_reports_what_arrived(
         "status": "SUCCESS",
         "wr_id": 1,
         "byte_len": 6,
-        "gid_index": rp.choose_gid(context).index,
+        "gid_index": context.choose_gid().index,
         "data": "h\u00e4llo",
         "encoding": "utf-8",
         "received": "h\u00e4llo",
@@ -231,7 +231,7 @@ def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["send", "::1"], "an IPv6 address stands in brackets: [::1]"),
+        (["send", "::1"], "write an IPv6 address in brackets: [::1]"),
         (["send", "host:port"], "'port' is not a port"),
         (["write", ":5"], "has no host"),
         (["read", "127.0.0.1", "--data", "x"], "set the memory that is read without HOST"),

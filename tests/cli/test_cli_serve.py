@@ -142,7 +142,7 @@ def test_serve_shows_what_each_client_gets_and_does(
     assert docs[1] == {
         "client": 1,
         "qp_type": "RC",
-        "qpn": offer.endpoint.qpn,
+        "qp_num": offer.endpoint.qp_num,
         "addr": offer.addr,
         "rkey": offer.rkey,
         "size": 4096,
@@ -457,3 +457,9 @@ def test_ctrl_c_in_a_finalizer_ends_a_command_with_130() -> None:
         timeout=LIMIT,
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_help_says_what_json_prints_here() -> None:
+    text = " ".join(run("serve", "--help").out.split())
+    assert "--json Print one JSON object per line, for each event." in text
+    assert "Print one JSON document." in run("send", "--help").out

@@ -48,7 +48,7 @@ class Bench:
             with rp.MR(self.pds[0], 4096, REGIONS["a"].access) as gone:
                 self.gone = gone.lkey
             self.cq = stack.enter_context(rp.CQ(context, 1024))
-            gid = rp.choose_gid(context)
+            gid = context.choose_gid()
             self.path = rp.AHAttr(dgid=gid.gid, sgid_index=gid.index)
             self.ah = stack.enter_context(rp.AH(self.pds[0], self.path))
             self._stack = stack.pop_all()

@@ -15,7 +15,7 @@ from .model import GRH, REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sg
 
 __all__ = ["program_of"]
 
-_MOST_UD = 1024
+_MAX_UD = 1024
 """Bytes of a datagram; nearly every receive of one has room for so many."""
 
 _SIZES = (1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 64, 65, 100, 255, 1000, 1024)
@@ -69,8 +69,8 @@ class _Step:
     def _one_of(self, *values: Any) -> Any:
         return self._random.choice(values)
 
-    def _number(self, most: int) -> int:
-        return self._random.randint(0, max(0, most))
+    def _number(self, limit: int) -> int:
+        return self._random.randint(0, max(0, limit))
 
     # ---- memory -------------------------------------------------------------
 
@@ -80,15 +80,15 @@ class _Step:
         sge = Sge(region, 0 if self._chance(30) else self._number(room), size)
         if not self._wrong():
             return sge
-        kind = self._one_of("wrong", "gone", "other", "alien", "end", "none")
-        if kind == "end":
+        fault = self._one_of("wrong", "gone", "other", "alien", "end", "none")
+        if fault == "end":
             return Sge(region, room + 1 + self._number(size - 1), size)
-        if kind == "alien":
+        if fault == "alien":
             return Sge("alien", 0, min(size, 1024))
-        key = {"wrong": f"{region}:wrong", "other": "a" if region != "a" else "b"}.get(kind, kind)
+        key = {"wrong": f"{region}:wrong", "other": "a" if region != "a" else "b"}.get(fault, fault)
         return Sge(region, sge.offset, size, key)
 
-    def sges(self, region: str, most: int) -> tuple[Sge, ...]:
+    def sges(self, region: str, limit: int) -> tuple[Sge, ...]:
         """Draw a list of buffers."""
         count = self._one_of(1, 1, 1, 1, 2, 2, 3, 4, 0)
         if self._wrong():
@@ -96,7 +96,7 @@ class _Step:
         found: list[Sge] = []
         for _ in range(count):
             size = self._one_of(*(_LONG if self._chance(15) else _SIZES))
-            size = min(size, most - sum(sge.length for sge in found))
+            size = min(size, limit - sum(sge.length for sge in found))
             if size:
                 found.append(self.sge(region, size))
         return tuple(found)
@@ -146,11 +146,11 @@ class _Step:
         atomic = op.startswith("ATOMIC")
         writes = atomic or op == "RDMA_READ"
         local = "a" if writes != self._wrong() else self._one_of("a", "a", "a", "const")
-        most = min(REGIONS[local].size, _MOST_UD if self._type == "UD" else 8192)
+        limit = min(REGIONS[local].size, _MAX_UD if self._type == "UD" else 8192)
         if atomic and not self._wrong():
             sges: tuple[Sge, ...] = (self.sge(local, 8),)
         else:
-            sges = self.sges(local, most)
+            sges = self.sges(local, limit)
         size = sum(sge.length for sge in sges)
         fields: dict[str, Any] = {"flags": self.flags(op, size)}
         if op.startswith(("RDMA", "ATOMIC")):
@@ -201,7 +201,7 @@ class _Step:
         if self._type == "UD":
             if self._wrong():
                 return R((self.sge("inbox", GRH + size - 1),))
-            size = _MOST_UD
+            size = _MAX_UD
             first = self._one_of(0, 0, 1, 39, 40, 41, 100)
             room = GRH + size + self._one_of(0, 60) - first
             return R(tuple(self.sge("inbox", length) for length in (first, room) if length))

@@ -33,7 +33,7 @@ PATIENCE_S = 4.0
 
 _SILENT_S = 0.5
 _DROP_S = 0.02
-_LOOK_AGAIN_S = 0.0003
+_POLL_INTERVAL_S = 0.0003
 
 # What a receive work request of the peer's answers.
 _CONSUMING = frozenset({"SEND", "SEND_WITH_IMM", "SEND_WITH_INV", "RDMA_WRITE_WITH_IMM"})
@@ -217,7 +217,7 @@ class Run(Stage):
         if expected.states[number] != before:
             deadline = time.monotonic() + _SILENT_S
             while self._states() != expected.states[number] and time.monotonic() < deadline:
-                time.sleep(_LOOK_AGAIN_S)
+                time.sleep(_POLL_INTERVAL_S)
         if self._unacknowledged(step) and self._may_go_on(number, step):
             time.sleep(_DROP_S)
             self._take(self.bench.cq.poll())
@@ -230,7 +230,7 @@ class Run(Stage):
                 return
             if time.monotonic() > deadline:
                 raise AssertionError("the soft device does not come to an end")
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_INTERVAL_S)
 
     def _unacknowledged(self, step: Step) -> TypeGuard[Post]:
         """Whether a step's sends say nothing, or nothing about their arrival."""
@@ -249,7 +249,7 @@ class Run(Stage):
                 for name, bytes_ in content.items()
             ):
                 return
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_INTERVAL_S)
             self._take(self.bench.cq.poll())
 
     def _may_go_on(self, number: int, step: Post) -> bool:

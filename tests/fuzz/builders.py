@@ -11,10 +11,11 @@ from draw import Draw
 from world import Memory, World, filled
 
 import rdmapost as rp
-from rdmapost import Access, QPType, SRQType
+from rdmapost import Access, QPType, SendOps, SRQType
 
 __all__ = [
     "ALL",
+    "FLUSHED",
     "NEVER",
     "acting",
     "closing",
@@ -30,6 +31,7 @@ NEVER = 31
 """A timeout of hours, for an acknowledgement."""
 
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+FLUSHED = ALL | Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
 
 
 def acting(world: World, draw: Draw) -> Callable[[], Any]:
@@ -81,8 +83,8 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
     if access is None:
         access = draw.among(
             ALL,
-            ALL,
-            ALL | Access.MW_BIND,
+            FLUSHED,
+            FLUSHED | Access.MW_BIND,
             ALL | Access.MW_BIND,
             ALL | Access.ZERO_BASED,
             ALL | Access.MW_BIND | Access.ZERO_BASED,
@@ -101,7 +103,7 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
             region.buffer[:] = filled(size)
             world.keep("targets", (region.addr, size, region.rkey), draw)
         return
-    memory = Memory(draw.of(Memory.KINDS), draw.among(64, 256, 256, 4096))
+    memory = Memory(draw.of(Memory.TYPES), draw.among(64, 256, 256, 4096))
     region = world.call(rp.MR, pd, memory.given(), num(world, draw, int(access), int(ALL), 40))
     world.memories.append(memory)
     if region is None:
@@ -133,13 +135,16 @@ def make_pair(
         "checked": not draw.one_in(4),
     }
     far = dict(options)
+    if qp_type in (QPType.RC, QPType.XRC_SEND):
+        both = SendOps.FLUSH | SendOps.ATOMIC_WRITE
+        options["send_ops_flags"] = draw.among(both, both, SendOps.FLUSH, 0)
     if qp_type in (QPType.UD, QPType.RAW_PACKET):
         options["max_tso_header"] = draw.among(0, 64, 256)
     if qp_type is QPType.XRC_SEND:
         srq = make_srq(world, draw, pd, SRQType.XRC)
         xrcd = getattr(srq, "xrcd", None)
         a = world.call(rp.QP, pd, qp_type, cq, **options)
-        b = world.call(rp.QP, pd, QPType.XRC_RECV, cq, xrcd=xrcd, **far)
+        b = world.call(rp.QP, None, QPType.XRC_RECV, xrcd=xrcd, **far)
     else:
         a = world.call(rp.QP, pd, qp_type, cq, other, **options)
         b = world.call(rp.QP, pd, qp_type, cq, srq=srq, **far)
@@ -159,21 +164,22 @@ def join(world: World, draw: Draw, a: Any, b: Any) -> None:
     more = {"rnr_retry": 0, "retry_cnt": 0, "timeout": NEVER if world.serial else 1}
     if not world.serial and draw.one_in(2):
         more = {"rnr_retry": 1, "min_rnr_timer": 1, "retry_cnt": 1, "timeout": 1}
-    access = draw.among(ALL & ~Access.LOCAL_WRITE, Access.REMOTE_WRITE, 0, int(ALL))
+    remote = FLUSHED & ~Access.LOCAL_WRITE
+    access = draw.among(remote, Access.REMOTE_WRITE, 0, int(ALL))
     for qp, end in ((a, ends[1]), (b, ends[0])):
         world.call(qp.connect, end, access=access, **more)
     if a.qp_type is QPType.UD:
         world.keep("AH", world.call(a.ah_to, ends[1]), draw)
 
 
-def make_srq(world: World, draw: Draw, pd: Any, kind: SRQType) -> Any:
+def make_srq(world: World, draw: Draw, pd: Any, srq_type: SRQType) -> Any:
     """Make a shared receive queue."""
-    options: dict[str, Any] = {"srq_type": kind, "checked": not draw.one_in(4)}
-    if kind is not SRQType.BASIC:
+    options: dict[str, Any] = {"srq_type": srq_type, "checked": not draw.one_in(4)}
+    if srq_type is not SRQType.BASIC:
         options["cq"] = world.pick("CQ", draw)
-    if kind is SRQType.TM:
+    if srq_type is SRQType.TM:
         options |= {"max_num_tags": draw.among(1, 4, 64), "max_ops": draw.among(1, 4, 64)}
-    if kind is SRQType.XRC:
+    if srq_type is SRQType.XRC:
         options["xrcd"] = world.pick("XRCD", draw) or world.keep(
             "XRCD", world.call(rp.XRCD, pd.context), draw
         )

@@ -66,7 +66,7 @@ def work(options: Any) -> int:
     keep = None
     if options.keep is not None:
         keep = frozenset(int(place) for place in options.keep.split(",") if place)
-    tell = print if options.program is not None else None
+    log = print if options.program is not None else None
     # What runs first imports and caches: not in a program that is to be replayed.
     for index in range(_WARMING):
         run(plan_of(_WARM_SEED, index, 1))
@@ -89,11 +89,9 @@ def work(options: Any) -> int:
 
             tick(0)
             plan = plan_of(options.seed, program, options.threads)
-            if tell is not None:
-                tell(
-                    f"{plan.flavour}, {plan.threads} threads, {plan.interrupts or 'no'} interrupts"
-                )
-            world = run(plan, tell=tell, keep=keep, tick=tick)
+            if log is not None:
+                log(f"{plan.flavour}, {plan.threads} threads, {plan.interrupts or 'no'} interrupts")
+            world = run(plan, log=log, keep=keep, tick=tick)
             total += world.count
             if world.findings:
                 kind, signature, text = world.findings[0]

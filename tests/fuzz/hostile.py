@@ -161,31 +161,31 @@ def number(draw: Draw, value: int, other: int, act: Act) -> Any:
         other: what it may tell instead.
         act: what it may do when it is asked.
     """
-    kind = draw.below(12)
-    if kind < 3:
+    choice = draw.below(12)
+    if choice < 3:
         try:
             return draw.of(_WIDTHS)(value)
         except OverflowError:
             return np.uint64(value & (1 << 64) - 1)
-    if kind == 3:
+    if choice == 3:
         lying = Lying(value)
         lying.other = other
         return lying
-    if kind == 4:
+    if choice == 4:
         lying = Lying(other)
         lying.other = value
         return lying
-    if kind < 7:
+    if choice < 7:
         return Acting(value, act)
-    if kind == 7:
+    if choice == 7:
         acting = ActingInt(value)
         acting.act = act
         return acting
-    if kind == 8:
+    if choice == 8:
         return Changing(value, other)
-    if kind == 9:
+    if choice == 9:
         return draw.among(None, "1", 1.0, b"1", [], object(), float("nan"), 1j, _Strange.BIT)
-    if kind == 10:
+    if choice == 10:
         return draw.among(
             -1,
             1 << 31,
@@ -256,11 +256,11 @@ class Fake:
         self._handle = 0x41414141
 
 
-def posing(kind: type, pd: Any = None) -> Any:
+def posing(cls: type, pd: Any = None) -> Any:
     """Return an object that says to be of a class and is not.
 
     Args:
-        kind: the class.
+        cls: the class.
         pd: what it says that its protection domain is.
     """
 
@@ -269,7 +269,7 @@ def posing(kind: type, pd: Any = None) -> Any:
 
         @property
         def __class__(self) -> Any:
-            return kind
+            return cls
 
         def __getattr__(self, name: str) -> Any:
             return {"closed": False, "pd": pd, "_handle": 0x41414141, "type": 2}.get(name, 0)
@@ -304,22 +304,22 @@ class Counting(bytearray):
 def header(draw: Draw, size: int, data: bytes) -> Any:
     """Return the header of a TSO, in one of many forms."""
     data = (data * (size // max(1, len(data)) + 1))[:size]
-    kind = draw.below(11)
-    if kind < 3:
+    choice = draw.below(11)
+    if choice < 3:
         return data
-    if kind == 3:
+    if choice == 3:
         return bytearray(data)
-    if kind == 4:
+    if choice == 4:
         return memoryview(data)
-    if kind == 5:
+    if choice == 5:
         return array.array("I", bytes(size // 4 * 4))
-    if kind == 6:
+    if choice == 6:
         return Counting(data)
-    if kind == 7:
+    if choice == 7:
         return np.zeros(size, np.uint64)
-    if kind == 8:
+    if choice == 8:
         return memoryview(bytearray(2 * size))[::2]
-    if kind == 9:
+    if choice == 9:
         return memoryview(bytes(size // 4 * 4)).cast("I")
     return draw.among(None, "text", 5, [1, 2], object(), posing(bytes))
 

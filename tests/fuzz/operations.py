@@ -16,14 +16,25 @@ from typing import Any
 
 import hostile
 import numpy as np
-from builders import ALL, NEVER, acting, closing, join, make_mr, make_pair, make_srq, num, wr_id
+from builders import (
+    ALL,
+    FLUSHED,
+    NEVER,
+    acting,
+    closing,
+    join,
+    make_mr,
+    make_pair,
+    make_srq,
+    num,
+    wr_id,
+)
 from draw import Draw
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
-from world import ALPHABET, Hostile, World
+from world import ALPHABET, Hostile, Memory, World, address_of
 
 import rdmapost as rp
 from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType
-from rdmapost.resources import aio
 
 __all__ = ["act", "step"]
 
@@ -35,13 +46,13 @@ def post_send(world: World, draw: Draw) -> None:
     qp = world.pick("QP", draw)
     if qp is None:
         return
-    kinds = EVERY_SEND if draw.one_in(12) else SENDS[qp.qp_type]
+    wr_types = EVERY_SEND if draw.one_in(12) else SENDS[qp.qp_type]
 
     def make() -> Any:
         if draw.one_in(8):
             return world.pick("wrs", draw)
         maker = Maker(world, draw, qp.checked)
-        wr = maker.send(draw.of(kinds), qp)
+        wr = maker.send(draw.of(wr_types), qp)
         if maker.owned and draw.one_in(4):
             world.keep("wrs", wr, draw)
         return wr
@@ -61,11 +72,76 @@ def post_inline(world: World, draw: Draw) -> None:
         reset(world, draw, *pair)
     maker = Maker(world, draw, qp.checked)
     maker.inline = True
-    addr, _length, rkey = live_target(world, draw) or (0, 0, 0)
+    addr, _length, rkey = open_target(world, draw) or (0, 0, 0)
     sges = draw.among(maker.sges, maker.sge, maker.buffer, maker.sges, maker.outside)()
     flags = draw.among(10, SendFlags.INLINE | SendFlags.SIGNALED, np.uint64(10))
     wr = world.build(rp.RdmaWrite, sges, remote_addr=addr, rkey=rkey, send_flags=flags)
     world.call(qp.post_send, wr)
+
+
+def column(world: World, draw: Draw, count: int, end: int) -> Any:
+    """Return a column of numbers below `end`, now and then another, or what is no column."""
+    numbers = [draw.below(end) for _ in range(count)]
+    if draw.one_in(6):
+        numbers[draw.below(count)] = draw.among(-1, -(1 << 31), (1 << 31) - 1, end, end + 1)
+    made: Any = np.array(numbers, draw.among("i8", "i8", "i4"))
+    if draw.one_in(4):
+        made = np.repeat(made, 2)[::2]
+    if not draw.one_in(12):
+        return made
+    released = memoryview(bytearray(8 * count)).cast("q")
+    released.release()
+    wrong = made.astype("f8"), made[:-1], made.tolist(), released, made.reshape(-1, 1), None
+    return draw.of(wrong)
+
+
+def post_columns(world: World, draw: Draw) -> None:
+    """Post rows to a queue pair or an SRQ, mostly of memory that is there."""
+    qp, region = world.pick("QP", draw), world.pick("MR", draw)
+    if qp is None or region is None:
+        return
+    count, size = draw.among(1, 2, 3, 20, 150), draw.among(8, 8, 1, 64)
+    blocks = max(1, region.length // size)
+    if draw.one_in(3):
+        local = world.build(
+            region.ranges,
+            column(world, draw, count, blocks),
+            draw.among(size, column(world, draw, count, size + 1)),
+        )
+    else:
+        local = world.build(region.blocks, column(world, draw, count, blocks), size)
+    local = draw.among(local, local, local, (), [])
+    ids = draw.among(wr_id(world, draw), column(world, draw, count, 1000))
+    if draw.one_in(4):
+        world.call(qp.post_recv_columns, local, wr_id=ids)
+        return
+    if draw.one_in(8) and (srq := world.pick("SRQ", draw)) is not None:
+        world.call(srq.post_srq_recv_columns, local, wr_id=ids)
+        return
+    addr, length, rkey = open_target(world, draw) or (0, 1, 0)
+    wr_type = draw.of((rp.RdmaWrite, rp.RdmaRead, rp.Send, rp.RdmaWriteWithImm, *ATOMICS))
+    fields: dict[str, Any] = {}
+    if wr_type is not rp.Send:
+        target = column(world, draw, count, max(1, length // 8))
+        fields["remote_addr"] = draw.among(addr, world.build(rp.Blocks, addr, target, 8))
+        fields["rkey"] = num(world, draw, rkey, 0, 24, near=region)
+    if draw.one_in(3):
+        fields["signal_every"] = num(world, draw, draw.among(1, 2, 64, 0), 1)
+    if draw.one_in(5):
+        fields["send_flags"] = draw.among(SendFlags.INLINE, SendFlags.FENCE, 1 << 9)
+    world.call(qp.post_columns, wr_type, local, wr_id=ids, **fields)
+
+
+def poll_into(world: World, draw: Draw) -> None:
+    cq = world.pick("CQ", draw)
+    if cq is None:
+        return
+    rows: Any = bytearray(48 * draw.among(1, 3, 64, 200) + draw.among(0, 0, 0, 0, 8))
+    rows = draw.among(rows, memoryview(rows), rows, None if draw.one_in(4) else rows)
+    if draw.one_in(8):
+        world.call(cq.wait_into, rows, draw.among(1, 2, 0), draw.among(0, 0.0005))
+    else:
+        world.call(cq.poll_into, rows)
 
 
 def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
@@ -75,7 +151,7 @@ def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
     join(world, draw, a, b)
 
 
-def live_target(world: World, draw: Draw) -> Any:
+def open_target(world: World, draw: Draw) -> Any:
     """Return the address, length and key of memory of a peer, mostly one that is there."""
     open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
     if open_to_all and draw.below(4):
@@ -158,9 +234,9 @@ def bind_right(world: World, draw: Draw) -> None:
 def poll(world: World, draw: Draw) -> None:
     for cq in list(world.pools["CQ"]) if draw.one_in(2) else [world.pick("CQ", draw)]:
         if cq is not None:
-            most = draw.among(64, 64, 1, 3, 1000, 0, -1)
-            found = world.call(cq.poll, num(world, draw, most, 1, 40))
-            if found and most >= 0 and type(found) is not list:
+            limit = draw.among(64, 64, 1, 3, 1000, 0, -1)
+            found = world.call(cq.poll, num(world, draw, limit, 1, 40))
+            if found and limit >= 0 and type(found) is not list:
                 world.found("poll", None, f"poll returned a {type(found).__name__}")
 
 
@@ -184,7 +260,7 @@ def notify(world: World, draw: Draw) -> None:
 def async_event(world: World, draw: Draw) -> None:
     context = world.pick("Context", draw)
     if context is not None:
-        event = world.call(rp.get_async_event, context, draw.among(0, 0, 0.0003))
+        event = world.call(context.get_async_event, draw.among(0, 0, 0.0003))
         if event is not None:
             world.note(event)
 
@@ -222,9 +298,9 @@ def in_asyncio(world: World, draw: Draw) -> None:
     async def some() -> None:
         waits: list[Any] = [cq.completions(draw.among(1, 2, 0), 0.0005) for cq in cqs]
         if channel is not None and choices[0] < 4:
-            waits.append(aio.get_cq_event(channel, 0.0005))
+            waits.append(channel.cq_event(0.0005))
         if context is not None and choices[1] < 3:
-            waits.append(aio.get_async_event(context, 0.0005))
+            waits.append(context.async_event(0.0005))
         tasks = [asyncio.ensure_future(each) for each in waits]
         try:
             await asyncio.sleep(0)
@@ -267,11 +343,11 @@ def prepare(world: World, draw: Draw) -> None:
     if draw.one_in(3):
         wrs, prepare_it = several(world, draw, maker.recv), qp.prepare_recv
     else:
-        kinds = SENDS[qp.qp_type]
+        wr_types = SENDS[qp.qp_type]
 
         def make() -> Any:
             own = Maker(world, draw, qp.checked)
-            return own.send(draw.of(kinds), qp)
+            return own.send(draw.of(wr_types), qp)
 
         wrs, prepare_it = several(world, draw, make), qp.prepare
     batch = world.keep("Batch", world.call(prepare_it, wrs), draw)
@@ -335,41 +411,41 @@ def patch(world: World, draw: Draw, prepared: Any) -> None:
 def make(world: World, draw: Draw) -> None:
     """Make a resource of some kind."""
     context, pd = world.pick("Context", draw), world.pick("PD", draw)
-    kind = draw.below(20)
-    if kind == 0 or context is None:
+    choice = draw.below(20)
+    if choice == 0 or context is None:
         world.keep("Context", world.call(rp.open_device, "soft0"), draw)
-    elif kind < 3 or pd is None:
+    elif choice < 3 or pd is None:
         world.keep("PD", world.call(rp.PD, context), draw)
-    elif kind < 6:
+    elif choice < 6:
         channel = world.pick("CompChannel", draw) if draw.one_in(2) else None
         cqe = num(world, draw, draw.among(1024, 1024, 1024, 64, 1), 5)
-        options = {"channel": channel, "tm_info": draw.one_in(3), "comp_vector": 0}
+        options = {"channel": channel, "wc_flags": draw.one_in(3) * 0x480, "comp_vector": 0}
         world.keep("CQ", world.call(rp.CQ, context, cqe, **options), draw)
-    elif kind == 6:
+    elif choice == 6:
         world.keep("CompChannel", world.call(rp.CompChannel, context), draw)
-    elif kind < 11:
+    elif choice < 11:
         make_mr(world, draw, pd)
-    elif kind < 13:
-        kinds = draw.among(MWType.TYPE_1, MWType.TYPE_2, 2, 3)
-        world.keep("MW", world.call(rp.MW, pd, num(world, draw, kinds, 1)), draw)
-    elif kind == 13:
+    elif choice < 13:
+        mw_type = draw.among(MWType.TYPE_1, MWType.TYPE_2, 2, 3)
+        world.keep("MW", world.call(rp.MW, pd, num(world, draw, mw_type, 1)), draw)
+    elif choice == 13:
         qp, peer = world.pick("QP", draw), world.pick("QP", draw)
         end = None if peer is None else world.call(peer.endpoint)
         if end is not None and qp is not None:
             path = world.call(qp.path_to, end)
             if path is not None:
                 world.keep("AH", world.call(rp.AH, pd, path), draw)
-    elif kind == 14:
+    elif choice == 14:
         world.keep("XRCD", world.call(rp.XRCD, context), draw)
-    elif kind < 17:
+    elif choice < 17:
         make_srq(world, draw, pd, draw.among(SRQType.BASIC, SRQType.XRC, SRQType.TM))
     else:
-        kinds = draw.among(
+        qp_type = draw.among(
             QPType.RC, QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET
         )
-        if not world.clean or kinds in (QPType.RC, QPType.UC):
-            shared = draw.among(None, None, SRQType.BASIC) if kinds is QPType.RC else None
-            make_pair(world, draw, pd, kinds, shared)
+        if not world.clean or qp_type in (QPType.RC, QPType.UC):
+            shared = draw.among(None, None, SRQType.BASIC) if qp_type is QPType.RC else None
+            make_pair(world, draw, pd, qp_type, shared)
 
 
 def make_wrong(world: World, draw: Draw) -> None:
@@ -378,8 +454,8 @@ def make_wrong(world: World, draw: Draw) -> None:
     cq, qp = world.pick("CQ", draw), world.pick("QP", draw)
     if pd is None or context is None or cq is None:
         return
-    kind = draw.below(8)
-    if kind < 3:
+    choice = draw.below(8)
+    if choice < 3:
         wrong: Any = draw.among(
             b"readonly",
             0,
@@ -400,7 +476,7 @@ def make_wrong(world: World, draw: Draw) -> None:
             if isinstance(wrong, np.ndarray) and wrong.dtype == object:
                 world.found("objects", None, "an array of objects was registered")
             world.keep("MR", made, draw)
-    elif kind == 3:
+    elif choice == 3:
         options = draw.among(
             {"max_send_wr": 1 << 20},
             {"max_inline_data": 1 << 20},
@@ -411,11 +487,11 @@ def make_wrong(world: World, draw: Draw) -> None:
             {"gid_index": 77},
         )
         world.keep("QP", world.call(rp.QP, pd, QPType.RC, cq, **options), draw)
-    elif kind == 4:
+    elif choice == 4:
         world.call(rp.CQ, context, draw.among(0, -1, 1 << 30, 1 << 70), comp_vector=draw.below(2))
-    elif kind == 5:
+    elif choice == 5:
         world.call(rp.SRQ, pd, draw.among(0, 1 << 20, -1), draw.among(0, 1, 1000))
-    elif kind == 6 and qp is not None:
+    elif choice == 6 and qp is not None:
         name = draw.among("qp_state", "path_mtu", "timeout", "nothing", "rq_psn", "dest_qp_num")
         value = draw.below(70)
         if name == "timeout" and world.serial:
@@ -434,19 +510,19 @@ _CLOSED_MOST = ("Batch", "Batch", "MW", "QP", "AH", "MR", "MR", "MR", "CQ", "SRQ
 
 def close(world: World, draw: Draw) -> None:
     """Close something, whether or not it is in use."""
-    kind = draw.of(_CLOSED_MOST) if draw.below(8) else draw.among("PD", "XRCD", "Context")
-    thing = world.pick(kind, draw)
+    type_name = draw.of(_CLOSED_MOST) if draw.below(8) else draw.among("PD", "XRCD", "Context")
+    thing = world.pick(type_name, draw)
     if thing is not None:
         closing(world, thing)()
         if draw.one_in(3):
             with contextlib.suppress(ValueError):
-                world.pools[kind].remove(thing)
+                world.pools[type_name].remove(thing)
 
 
 def drop(world: World, draw: Draw) -> None:
     """Let go of something: its finalizer may be what closes it."""
-    kind = draw.of((*_CLOSED_MOST, "wrs", "sges"))
-    pool = world.pools[kind]
+    type_name = draw.of((*_CLOSED_MOST, "wrs", "sges"))
+    pool = world.pools[type_name]
     if len(pool) <= draw.below(3):
         return
     with contextlib.suppress(IndexError):
@@ -468,15 +544,15 @@ def change_state(world: World, draw: Draw) -> None:
     qp, peer = world.pick("QP", draw), world.pick("QP", draw)
     if qp is None or peer is None:
         return
-    kind = draw.below(12)
-    if kind < 5:
+    choice = draw.below(12)
+    if choice < 5:
         # Most queue pairs are to be of use again.
         world.call(qp.to_reset)
         join(world, draw, qp, peer)
-    elif kind < 10:
+    elif choice < 10:
         verbs = (qp.to_err, qp.to_sqd, qp.to_rts, qp.to_reset, qp.to_init)
-        world.call(verbs[kind - 5])
-    elif kind == 10:
+        world.call(verbs[choice - 5])
+    elif choice == 10:
         world.call(qp.modify, qp_state=draw.of(tuple(QPState)))
     else:
         world.call(qp.to_rts)
@@ -496,28 +572,28 @@ def write_locally(mr: Any) -> None:
 
 def query(world: World, draw: Draw) -> None:
     """Ask for things that change nothing."""
-    qp, cq, mr = (world.pick(kind, draw) for kind in ("QP", "CQ", "MR"))
-    context, srq, mw = (world.pick(kind, draw) for kind in ("Context", "SRQ", "MW"))
-    kind = draw.below(9)
-    if kind == 0 and qp is not None:
+    qp, cq, mr = (world.pick(type_name, draw) for type_name in ("QP", "CQ", "MR"))
+    context, srq, mw = (world.pick(type_name, draw) for type_name in ("Context", "SRQ", "MW"))
+    choice = draw.below(9)
+    if choice == 0 and qp is not None:
         world.call(qp.query)
-    elif kind == 1 and qp is not None:
+    elif choice == 1 and qp is not None:
         world.call(getattr, qp, draw.among("state", "outstanding", "gid"))
-    elif kind == 2 and srq is not None:
+    elif choice == 2 and srq is not None:
         world.call(srq.query)
         world.call(srq.arm_limit, num(world, draw, draw.below(8), 1, 6))
-    elif kind == 3 and context is not None:
+    elif choice == 3 and context is not None:
         world.call(context.query_port, num(world, draw, draw.below(3), 1, 4))
         world.call(context.query_gid_table)
-    elif kind == 4 and mw is not None:
+    elif choice == 4 and mw is not None:
         world.call(getattr, mw, "rkey")
         world.call(mw.next_rkey)
-    elif kind == 5 and mr is not None:
+    elif choice == 5 and mr is not None:
         bounds = (draw.among(None, 0, -8, 1 << 70, "x"), draw.among(None, 8, -1, 1 << 64, 1.5))
         world.call(mr.__getitem__, slice(*bounds, draw.among(None, None, 1)))
-    elif kind == 6 and mr is not None and int(mr.access) & 1:
+    elif choice == 6 and mr is not None and int(mr.access) & 1:
         write_locally(mr)
-    elif kind == 7 and qp is not None:
+    elif choice == 7 and qp is not None:
         verb = qp.attach_mcast if draw.one_in(2) else qp.detach_mcast
         world.call(verb, draw.among("ff0e::1", "ff0e::2", "::1", b"x"))
     else:
@@ -597,7 +673,7 @@ def traffic(world: World, draw: Draw) -> None:
     pair, region, target = (
         world.pick("pairs", draw),
         world.pick("MR", draw),
-        live_target(world, draw),
+        open_target(world, draw),
     )
     if pair is None or region is None or target is None or region.closed:
         return
@@ -608,33 +684,37 @@ def traffic(world: World, draw: Draw) -> None:
         reset(world, draw, a, b)
     if b.qp_type in (QPType.UD, QPType.RAW_PACKET):
         region = max(world.pools["MR"], key=len, default=region)
-    kinds = SENDS[a.qp_type]
+    wr_types = SENDS[a.qp_type]
     srq = b.srq if b.qp_type is not QPType.XRC_RECV else world.pick("SRQ", draw)
     for place in range(draw.among(2, 5, 20)):
         size = min(region.length, 4096 if b.qp_type is QPType.UD else 64)
-        into = world.build(region.__getitem__, slice(0, size))
+        recv_sge = world.build(region.__getitem__, slice(0, size))
         sge = world.build(region.__getitem__, slice(8, draw.among(16, 16, 64)))
-        if sge is None or into is None:
+        if sge is None or recv_sge is None:
             return
-        kind, recv = draw.of(kinds), rp.RecvWR(into, wr_id=place)
-        if not issubclass(kind, rp.RdmaWrite | rp.RdmaRead | rp.BindMW):
+        wr_type, recv = draw.of(wr_types), rp.RecvWR(recv_sge, wr_id=place)
+        if not issubclass(wr_type, rp.RdmaWrite | rp.RdmaRead | rp.BindMW):
             if srq is not None:
                 world.call(srq.post_srq_recv, recv)
             elif b.qp_type is not QPType.XRC_RECV:
                 world.call(b.post_recv, recv)
         flags = draw.among(2, 2, 2, 0, SendFlags.SIGNALED, 3, 10)
-        if kind is rp.BindMW:
+        if wr_type is rp.BindMW:
             bind_right(world, draw)
             continue
         fits = flags & ~1 if a.qp_type in (QPType.UC, QPType.UD, QPType.RAW_PACKET) else flags
-        if kind in (rp.RdmaRead, rp.LocalInv, rp.TSO, *ATOMICS):
+        if wr_type in (rp.RdmaRead, rp.LocalInv, rp.TSO, rp.AtomicWrite, rp.Flush, *ATOMICS):
             fits &= ~INLINE
         values: dict[str, Any] = {"wr_id": place, "send_flags": fits}
-        names = {field.name for field in fields(kind)}
+        names = {field.name for field in fields(wr_type)}
         if "sg_list" in names:
-            values["sg_list"] = sge._replace(length=8) if kind in ATOMICS else sge
+            values["sg_list"] = sge._replace(length=8) if wr_type in ATOMICS else sge
         if "remote_addr" in names:
             values |= {"remote_addr": (target[0] + 7) & ~7, "rkey": target[2]}
+        if wr_type is rp.Flush:
+            values["length"] = 8
+        if wr_type is rp.AtomicWrite:
+            values["atomic_wr"] = int.from_bytes(_WORD, "little")
         if "ah" in names and a.qp_type is QPType.UD:
             values |= {
                 "ah": world.pick("AH", draw),
@@ -643,21 +723,69 @@ def traffic(world: World, draw: Draw) -> None:
             }
         if "remote_srqn" in names and a.qp_type is QPType.XRC_SEND and srq is not None:
             values["remote_srqn"] = world.build(getattr, srq, "srq_num") or 0
-        if kind is rp.TSO:
+        if wr_type is rp.TSO:
             values |= {"hdr": bytes(54), "mss": 16}
-        if kind in (rp.LocalInv, rp.SendWithInv):
+        if wr_type in (rp.LocalInv, rp.SendWithInv):
             window = world.pick("MW", draw)
             values["invalidate_rkey"] = (
                 0 if window is None else world.build(getattr, window, "rkey") or 0
             )
             if draw.below(4):
                 continue
-        world.call(a.post_send, kind(**values))
+        world.call(a.post_send, wr_type(**values))
         if place % 4 == 3:
             poll(world, draw)
             if world.call(getattr, a, "state") is not QPState.RTS:
                 break
     poll(world, draw)
+
+
+def rereg(world: World, draw: Draw) -> None:
+    """Register a region again."""
+    region, pd = world.pick("MR", draw), world.pick("PD", draw)
+    # What is read-only is watched as such.
+    if region is None or not int(region.access) & Access.LOCAL_WRITE:
+        return
+    if draw.below(3):
+        access = draw.among(ALL, FLUSHED, ALL | Access.MW_BIND, Access.LOCAL_WRITE)
+        options = {"access": num(world, draw, int(access), 1 << 40, 12, region)}
+        world.call(region.rereg, **(options if draw.below(3) else {"pd": pd}))
+        return
+    old = [memory for memory in world.memories if memory.region and memory.region() is region]
+    memory = Memory(draw.among("guarded", "bytearray", "mmap", "numpy", "array"), 256)
+    world.memories.append(memory)
+    memory.abandoned()
+    world.call(region.rereg, memory=memory.given())
+    if region.buffer_addr == address_of(memory.given()):
+        for each in old:
+            each.abandoned()
+        memory.registered(region, False)
+    world.keep("targets", (region.addr, region.length, region.rkey), draw)
+
+
+def resize(world: World, draw: Draw) -> None:
+    """Change the size of a queue, end waits for a CQ, or advise on memory."""
+    cq, srq = world.pick("CQ", draw), world.pick("SRQ", draw)
+    pd, region = world.pick("PD", draw), world.pick("MR", draw)
+    choice = draw.below(4)
+    if choice == 0 and cq is not None:
+        world.call(cq.resize, num(world, draw, draw.among(1024, 2048, 64, 1, 0), 1 << 40, 6, cq))
+    elif choice == 1 and srq is not None:
+        limit = draw.among({}, {"srq_limit": 3})
+        world.call(
+            srq.modify, max_wr=num(world, draw, draw.among(64, 8, 1, 0), 1 << 40, 6), **limit
+        )
+    elif choice == 2 and cq is not None:
+        world.call(cq.cancel_waits)
+    elif pd is not None and region is not None:
+        sges = Maker(world, draw, True).sges()
+        world.call(pd.advise_mr, draw.below(4), sges, num(world, draw, draw.below(3), 1, 6))
+
+
+def close_context(world: World, draw: Draw) -> None:
+    context = world.pick("Context", draw)
+    if context is not None and len(world.pools["Context"]) > 1:
+        world.call(context.close_all)
 
 
 def race(world: World, draw: Draw) -> None:
@@ -668,20 +796,20 @@ def race(world: World, draw: Draw) -> None:
         return
     end = world.call(qp.endpoint)
     path = None if end is None else world.call(qp.path_to, end)
-    kind = draw.below(8)
+    choice = draw.below(8)
     thing: Any = None
-    if kind < 2:
+    if choice < 2:
         channel = world.keep("CompChannel", world.call(rp.CompChannel, context), draw)
         thing = world.call(rp.CQ, context, 64, channel=channel)
         verb = draw.among(lambda: thing.req_notify(), lambda: thing.poll())
-        if kind and channel is not None:
+        if choice and channel is not None:
             if thing is not None:
                 world.call(thing.close)
             thing = channel
             verb = draw.among(
                 lambda: channel.get_cq_event(0), lambda: rp.CQ(context, 4, channel=channel)
             )
-    elif kind < 4:
+    elif choice < 4:
         thing = world.call(rp.PD, context)
         verb = draw.among(
             lambda: rp.AH(thing, path),
@@ -690,7 +818,7 @@ def race(world: World, draw: Draw) -> None:
             lambda: rp.SRQ(thing),
             lambda: rp.QP(thing, QPType.RC, cq),
         )
-    elif kind == 4:
+    elif choice == 4:
         thing = world.call(rp.QP, pd, QPType.RC, cq)
         region = world.pick("MR", draw)
         verb = draw.among(
@@ -702,14 +830,14 @@ def race(world: World, draw: Draw) -> None:
             lambda: thing.post_send(rp.RdmaWrite(region[:8])),
             lambda: thing.connect(end),
         )
-    elif kind == 5:
+    elif choice == 5:
         thing = world.call(rp.SRQ, pd)
         verb = draw.among(
             lambda: thing.query(),
             lambda: thing.arm_limit(1),
             lambda: rp.QP(pd, QPType.RC, cq, srq=thing),
         )
-    elif kind == 6:
+    elif choice == 6:
         thing = world.call(rp.CQ, context, 64)
         verb = draw.among(
             lambda: thing.poll(), lambda: thing.wait(1, 0.0001), lambda: rp.QP(pd, QPType.RC, thing)
@@ -720,7 +848,7 @@ def race(world: World, draw: Draw) -> None:
             lambda: thing.query_port(),
             lambda: rp.PD(thing),
             lambda: rp.CQ(thing, 4),
-            lambda: rp.get_async_event(thing),
+            lambda: thing.get_async_event(0),
             lambda: rp.CompChannel(thing),
             lambda: rp.XRCD(thing),
         )
@@ -744,6 +872,8 @@ def race(world: World, draw: Draw) -> None:
 _STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
     (post_send, 30),
     (post_inline, 8),
+    (post_columns, 12),
+    (poll_into, 5),
     (post_recv, 10),
     (post_shared, 8),
     (bind_type_1, 2),
@@ -768,6 +898,9 @@ _STEPS: tuple[tuple[Callable[[World, Draw], None], int], ...] = (
     (reconnect, 3),
     (traffic, 20),
     (race, 8),
+    (rereg, 3),
+    (resize, 2),
+    (close_context, 1),
 )
 _WEIGHTED = tuple(what for what, weight in _STEPS for _ in range(weight))
 _INNER = (
@@ -776,6 +909,7 @@ _INNER = (
     close,
     drop,
     post_inline,
+    post_columns,
     post_send,
     poll,
     collect,
@@ -783,6 +917,8 @@ _INNER = (
     change_shared,
     use_batch,
     traffic,
+    rereg,
+    resize,
 )
 
 

@@ -43,11 +43,11 @@ class Plan:
     steps: tuple[tuple[int, ...], ...]
 
 
-def plan_of(seed: int, index: int, most_threads: int) -> Plan:
+def plan_of(seed: int, index: int, max_threads: int) -> Plan:
     """Return the program with a number."""
     own = mix(seed, index)
     draw = Draw(own)
-    threads = 1 if draw.one_in(2) else 1 + draw.below(most_threads)
+    threads = 1 if draw.one_in(2) else 1 + draw.below(max_threads)
     interrupts = ""
     if draw.one_in(4):
         interrupts = "counted" if threads == 1 else "timer"
@@ -65,7 +65,7 @@ def plan_of(seed: int, index: int, most_threads: int) -> Plan:
 def run(
     plan: Plan,
     *,
-    tell: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
     keep: frozenset[int] | None = None,
     tick: Callable[[int], None] = lambda count: None,
 ) -> World:
@@ -73,14 +73,14 @@ def run(
 
     Args:
         plan: the program.
-        tell: gets every call as text.
+        log: gets every call as text.
         keep: which of its operations to run, by their place; all unless given.
         tick: gets the number of calls made, now and then.
     """
     draw = Draw(mix(plan.seed, 1))
     _begin_anew()
     before = residue()
-    with World(plan.seed, tell) as world:
+    with World(plan.seed, log) as world:
         world.act = lambda seed: act(world, seed)  # type: ignore[method-assign]
         world.clean = plan.flavour in _CLEAN
         world.serial = plan.threads == 1
@@ -118,8 +118,8 @@ def _run_steps(
                 return
             if keep is not None and place not in keep:
                 continue
-            if world.tell is not None:
-                world.tell(f"[{which}:{place}]")
+            if world.log is not None:
+                world.log(f"[{which}:{place}]")
             try:
                 step(world, Draw(seed))
             except Exception as error:
@@ -144,10 +144,14 @@ def begin(world: World, draw: Draw, flavour: str) -> None:
     """Make what nearly every operation needs."""
     context = world.keep("Context", world.call(rp.open_device, "soft0"), draw)
     pd = world.keep("PD", world.call(rp.PD, context), draw)
-    world.keep("CQ", world.call(rp.CQ, context, 1024, tm_info=flavour == "tm"), draw)
+    world.keep(
+        "CQ",
+        world.call(rp.CQ, context, 1024, wc_flags=(flavour == "tm") * rp.WCExFlags.WITH_TM_INFO),
+        draw,
+    )
     for access in (ALL | Access.MW_BIND, ALL, ALL):
         make_mr(world, draw, pd, access)
-    kinds = {
+    qp_types = {
         "rc": QPType.RC,
         "uc": QPType.UC,
         "ud": QPType.UD,
@@ -156,9 +160,9 @@ def begin(world: World, draw: Draw, flavour: str) -> None:
         "srq": QPType.RC,
         "tm": QPType.RC,
     }
-    for kind in ("rc", "ud", "xrc") if flavour == "mixed" else (flavour,):
-        shared = {"srq": SRQType.BASIC, "tm": SRQType.TM}.get(kind)
-        make_pair(world, draw, pd, kinds[kind], shared)
+    for name in ("rc", "ud", "xrc") if flavour == "mixed" else (flavour,):
+        shared = {"srq": SRQType.BASIC, "tm": SRQType.TM}.get(name)
+        make_pair(world, draw, pd, qp_types[name], shared)
     if flavour not in ("ud", "raw"):
-        for kind in MWType:
-            world.keep("MW", world.call(rp.MW, pd, kind), draw)
+        for mw_type in MWType:
+            world.keep("MW", world.call(rp.MW, pd, mw_type), draw)

@@ -33,17 +33,16 @@ _CONNECTED = (
     rp.RdmaRead,
     rp.AtomicCmpAndSwp,
     rp.AtomicFetchAndAdd,
+    rp.AtomicWrite,
+    rp.Flush,
     rp.LocalInv,
     rp.BindMW,
     rp.BindMW,
 )
+_RC_ONLY = (rp.RdmaRead, rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd, rp.AtomicWrite, rp.Flush)
 SENDS = {
     QPType.RC: _CONNECTED,
-    QPType.UC: tuple(
-        kind
-        for kind in _CONNECTED
-        if kind not in (rp.RdmaRead, rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd)
-    ),
+    QPType.UC: tuple(wr_type for wr_type in _CONNECTED if wr_type not in _RC_ONLY),
     QPType.XRC_SEND: _CONNECTED,
     QPType.XRC_RECV: _CONNECTED,
     QPType.UD: (rp.Send, rp.SendWithImm, rp.TSO),
@@ -80,40 +79,40 @@ class Maker:
 
     def sge(self, size: int | None = None) -> Any:
         world, draw = self.world, self.draw
-        kind = draw.below(40)
-        if self.inline and kind < 12:
+        choice = draw.below(40)
+        if self.inline and choice < 12:
             return self.buffer()
         region = world.pick("MR", draw)
-        if region is None or kind == 39:
+        if region is None or choice == 39:
             return world.pick("sges", draw) or self.buffer()
         length = region.length
         start = draw.below(length)
         if draw.below(3):
             start &= ~7
         stop = min(length, start + (draw.among(8, 8, 16, 64, 100) if size is None else size))
-        if kind < 28:
+        if choice < 28:
             sge = world.build(region.__getitem__, slice(start, stop))
             if sge is not None and draw.one_in(8):
                 world.keep("sges", sge, draw)
             return sge if sge is not None else self.buffer()
         addr, count = region.addr + start, stop - start
-        if kind < 31 and self.raw:
+        if choice < 31 and self.raw:
             self.owned = False
             if draw.below(3):
                 return rp.SGE(addr, count, region.lkey)
             return rp.SGE(draw.bits() >> draw.below(64), count, draw.bits() >> 32 | 1 << 31)
-        if kind < 34:
+        if choice < 34:
             return self.outside()
-        if kind < 36:
+        if choice < 36:
             return rp.SGE(
                 num(world, draw, addr, 8, 2, region),
                 num(world, draw, count, 1 << 20, 2, region),
                 num(world, draw, region.lkey, 1, 4, region),
                 region,
             )
-        if kind == 36:
+        if choice == 36:
             return hostile.sge_class()(addr, count, region.lkey, region)
-        if kind == 37 and self.checked:
+        if choice == 37 and self.checked:
             self.owned = False
             fake = hostile.Fake(region.pd, 0, 1 << 63, region.lkey)
             return rp.SGE(addr, count, region.lkey, draw.among(fake, object(), np.zeros(4), fake))
@@ -152,15 +151,15 @@ class Maker:
     def buffer(self) -> Any:
         """Make an SGE over a buffer that nothing else may hold."""
         draw, size = self.draw, self.draw.among(1, 8, 16, 60, 200)
-        kind = draw.below(8)
+        choice = draw.below(8)
         data: Any
-        if kind < 3:
+        if choice < 3:
             data = filled(size)[1:] + b"\xa0"
-        elif kind < 6:
+        elif choice < 6:
             data = bytearray(filled(size))
-            if kind == 5:
+            if choice == 5:
                 self.world.keep("buffers", data, draw)
-        elif kind == 6:
+        elif choice == 6:
             data = memoryview(np.full(size * 2, 0xA1, np.uint8))[size:]
         else:
             data = self.world.pick("buffers", draw)
@@ -173,29 +172,29 @@ class Maker:
         draw = self.draw
         if draw.below(3):
             return self.sge()
-        kind, count = draw.below(12), draw.among(0, 1, 1, 2, 3, 5, 9, 70)
+        choice, count = draw.below(12), draw.among(0, 1, 1, 2, 3, 5, 9, 70)
         # They are drawn now, or when they are asked for: in the order of the asking.
         act = acting(self.world, draw) if draw.one_in(2) else None
-        if kind < 3:
+        if choice < 3:
             return [self.sge() for _ in range(count)]
-        if kind == 3:
+        if choice == 3:
             return tuple(self.sge() for _ in range(count))
-        if kind == 4:
+        if choice == 4:
             # Another thread may change it while it is posted.
             shared = [self.sge() for _ in range(count)]
             if self.owned:
                 self.world.keep("lists", shared, draw)
             return shared
-        if kind == 5:
+        if choice == 5:
             return (self.temporary() for _ in range(count))
-        if kind == 6:
+        if choice == 6:
             return iter([self.temporary() for _ in range(count)])
-        if kind < 9:
+        if choice < 9:
             counts = [count] if draw.below(3) else [count, count + 3, 0, 1, -1]
             return hostile.OnDemand(self.temporary, count, counts, act)
-        if kind == 9:
+        if choice == 9:
             return hostile.Iterating(self.temporary, count, act)
-        if kind == 10:
+        if choice == 10:
             return draw.among(None, 5, "sges", object(), {}, b"bytes")
         return [self.sge(), draw.among(None, 5, (1, 2, 3), hostile.posing(rp.SGE), [])]
 
@@ -211,26 +210,26 @@ class Maker:
             2, 2, 2, 2, 2, 2, 0, 3, 6, 10, 10, 10, 10, 8, 18, 26, draw.below(64), 1 << 32
         )
         self.inline = bool(value & INLINE)
-        kind = draw.below(24)
-        if kind < 12:
+        choice = draw.below(24)
+        if choice < 12:
             return value
-        if kind < 17:
+        if choice < 17:
             return SendFlags(value & 31)
-        if kind < 20:
+        if choice < 20:
             return draw.among(np.uint8, np.uint64, np.int32)(value & 63)
-        if kind < 22:
+        if choice < 22:
             return value
         # Which face counts nobody knows.
         self.inline = True
         return hostile.number(draw, value, value ^ INLINE, acting(self.world, draw))
 
-    def send(self, kind: Any, qp: Any) -> Any:
+    def send(self, wr_type: Any, qp: Any) -> Any:
         """Make a send work request."""
         world, draw = self.world, self.draw
         values: dict[str, Any] = {"wr_id": wr_id(world, draw), "send_flags": self.flags()}
-        names = {field.name for field in fields(kind)}
+        names = {field.name for field in fields(wr_type)}
         if "sg_list" in names:
-            if kind in ATOMICS and draw.below(4):
+            if wr_type in ATOMICS and draw.below(4):
                 values["sg_list"] = self.sge(8)
             else:
                 values["sg_list"] = self.sges()
@@ -242,11 +241,18 @@ class Maker:
             values["remote_addr"] = num(world, draw, addr + offset)
             values["rkey"] = num(world, draw, rkey)
         if "compare_add" in names:
-            word = 0 if kind is rp.AtomicFetchAndAdd else int.from_bytes(ALPHABET[:8], "little")
+            word = 0 if wr_type is rp.AtomicFetchAndAdd else int.from_bytes(ALPHABET[:8], "little")
             word = word if world.clean else draw.among(word, draw.bits())
             values["compare_add"] = num(world, draw, word, word, 60) if not world.clean else word
             if "swap" in names:
                 values["swap"] = word
+        if wr_type is rp.AtomicWrite:
+            word = int.from_bytes(ALPHABET[8:16], "little")
+            values["atomic_wr"] = word if world.clean else num(world, draw, word, draw.bits())
+        if wr_type is rp.Flush:
+            values["length"] = num(world, draw, draw.among(8, 64, 0, 1 << 20), 1 << 40)
+            values["type"] = num(world, draw, draw.among(1, 1, 2, 3, 0), 7)
+            values["level"] = num(world, draw, draw.among(0, 1, 2), 1)
         if "imm_data" in names:
             values["imm_data"] = num(world, draw, draw.below(1 << 32))
         if "invalidate_rkey" in names:
@@ -261,17 +267,17 @@ class Maker:
             values["ah"] = self.handle("AH", rp.AH)
             values["remote_qpn"] = num(world, draw, getattr(peer, "qp_num", 0), 0, 12, values["ah"])
             values["remote_qkey"] = num(world, draw, rp.resources.qp.DEFAULT_QKEY)
-        if kind is rp.TSO:
+        if wr_type is rp.TSO:
             values["hdr"] = hostile.header(draw, draw.among(0, 14, 40, 54, 64, 70000), b"\xa1")
             values["mss"] = num(world, draw, draw.among(1, 64, 1000, 65535, 0))
-        if kind is rp.BindMW:
+        if wr_type is rp.BindMW:
             values |= self.bind()
-        return self.build(kind, values)
+        return self.build(wr_type, values)
 
-    def handle(self, pool: str, kind: type) -> Any:
+    def handle(self, pool: str, cls: type) -> Any:
         draw, pd = self.draw, self.world.pick("PD", self.draw)
         if draw.one_in(24):
-            return draw.among(None, 5, hostile.posing(kind, pd), hostile.posing(kind, pd), object())
+            return draw.among(None, 5, hostile.posing(cls, pd), hostile.posing(cls, pd), object())
         return self.world.pick(pool, draw)
 
     def bind(self) -> dict[str, Any]:
@@ -291,7 +297,7 @@ class Maker:
                 world.keep("targets", (region.addr, region.length, rkey), draw)
         return found
 
-    def build(self, kind: Any, values: dict[str, Any]) -> Any:
+    def build(self, wr_type: Any, values: dict[str, Any]) -> Any:
         world, draw = self.world, self.draw
         if draw.one_in(25):
             self.inline = True
@@ -302,9 +308,9 @@ class Maker:
             if isinstance(values[name], int):
                 choices.append(int(values[name]) ^ INLINE)
             if name != "send_flags" or self.checked or self.owned:
-                kind = hostile.property_class(kind, name, acting(world, draw), choices)
+                wr_type = hostile.property_class(wr_type, name, acting(world, draw), choices)
                 self.owned = False
-        return world.build(kind, **values)
+        return world.build(wr_type, **values)
 
     def recv(self) -> Any:
         """Make a receive."""
@@ -318,15 +324,15 @@ class Maker:
         values: dict[str, Any] = {"wr_id": wr_id(world, draw)}
         if draw.one_in(8):
             values["flags"] = num(world, draw, draw.below(5), 1, 3)
-        kind = draw.among(rp.TagAdd, rp.TagAdd, rp.TagAdd, rp.TagDel, rp.TagSync)
-        if kind is rp.TagAdd:
+        wr_type = draw.among(rp.TagAdd, rp.TagAdd, rp.TagAdd, rp.TagDel, rp.TagSync)
+        if wr_type is rp.TagAdd:
             values |= {
                 "recv_wr_id": wr_id(world, draw),
                 "sg_list": self.sges(),
                 "tag": num(world, draw, draw.below(4)),
                 "mask": draw.among((1 << 64) - 1, 3, 1),
             }
-        elif kind is rp.TagDel:
+        elif wr_type is rp.TagDel:
             added = world.pick("tags", draw)
             values["handle"] = draw.among(
                 getattr(added, "handle", None),
@@ -335,30 +341,30 @@ class Maker:
                 5,
                 hostile.posing(rp.TagHandle),
             )
-        wr = world.build(kind, **values)
-        if kind is rp.TagAdd:
+        wr = world.build(wr_type, **values)
+        if wr_type is rp.TagAdd:
             world.keep("tags", wr, draw)
         return wr
 
 
 def several(world: World, draw: Draw, make: Callable[[], Any]) -> Any:
     """Return one work request, or several in one of many forms."""
-    kind = draw.below(24)
-    if kind < 14:
+    choice = draw.below(24)
+    if choice < 14:
         return make()
     count = draw.among(0, 1, 2, 3, 5, 20)
     act = acting(world, draw) if draw.one_in(2) else None
-    if kind < 18:
+    if choice < 18:
         return [make() for _ in range(count)]
-    if kind == 18:
+    if choice == 18:
         return tuple(make() for _ in range(count))
-    if kind == 19:
+    if choice == 19:
         return (make() for _ in range(count))
-    if kind == 20:
+    if choice == 20:
         return iter([make() for _ in range(count)])
-    if kind == 21:
+    if choice == 21:
         return hostile.OnDemand(make, count, [count, count + 2, 0], act)
-    if kind == 22:
+    if choice == 22:
         return hostile.Iterating(make, count, act)
     return draw.among(
         None, 5, [make(), None, make()], [[make()]], object(), hostile.posing(rp.Send)

@@ -28,7 +28,7 @@ from draw import Draw, mix
 
 import rdmapost as rp
 
-__all__ = ["ALPHABET", "Hostile", "Memory", "World", "filled", "renumber", "residue"]
+__all__ = ["ALPHABET", "Hostile", "Memory", "World", "address_of", "filled", "renumber", "residue"]
 
 ALPHABET = bytes(range(0xA0, 0xB0)) + b"\0"
 """The only bytes that registered memory and inline data start with."""
@@ -116,7 +116,7 @@ class Memory:
     """Memory that is registered, and watched before, while and after that.
 
     Args:
-        kind: what it is.
+        type: what it is.
         size: bytes.
 
     Attributes:
@@ -124,10 +124,10 @@ class Memory:
         region: a weak reference to the region, once it is made.
     """
 
-    KINDS = ("guarded", "guarded", "bytearray", "bytearray", "mmap", "numpy", "array", "int")
+    TYPES = ("guarded", "guarded", "bytearray", "bytearray", "mmap", "numpy", "array", "int")
 
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind = kind
+    def __init__(self, type: str, size: int) -> None:
+        self.type = type
         self.size = size
         self.region: Any = None
         self.constant = False
@@ -135,19 +135,19 @@ class Memory:
         self.dangling = False
         self._start = 0
         self.whole: Any = None
-        if kind == "int":
+        if type == "int":
             return
-        if kind == "guarded":
+        if type == "guarded":
             self.whole = bytearray(_GUARD * _GUARDED + filled(size) + _GUARD * _GUARDED)
-        elif kind == "numpy":
+        elif type == "numpy":
             whole = np.frombuffer(
                 _GUARD * _GUARDED + filled(size) + _GUARD * _GUARDED, dtype=np.uint8
             )
             self.whole = whole.copy()
-        elif kind == "mmap":
+        elif type == "mmap":
             self.whole = mmap.mmap(-1, size)
             self.whole[:] = filled(size)
-        elif kind == "array":
+        elif type == "array":
             self.size = size = (size + 3) // 4 * 4
             self.whole = array.array("I", filled(size))
         else:
@@ -156,21 +156,21 @@ class Memory:
             # There is room from now on: it stays where it is when it grows in _retire.
             self.whole.append(0)
             self.whole.pop()
-        self._start = _address(self.whole)
+        self._start = address_of(self.whole)
 
     def given(self) -> Any:
         """Return what a region is made of; nothing here keeps a view of it."""
-        if self.kind == "int":
+        if self.type == "int":
             return self.size
-        if self.kind == "guarded":
+        if self.type == "guarded":
             return memoryview(self.whole)[_GUARDED:-_GUARDED]
-        if self.kind == "numpy":
+        if self.type == "numpy":
             return self.whole[_GUARDED:-_GUARDED]
         return self.whole
 
     def registered(self, region: Any, constant: bool) -> None:
         """Note the region that was made of it."""
-        if self.kind == "int":
+        if self.type == "int":
             self.whole = region.buffer
             self.whole[:] = filled(self.size)
         self.constant = constant
@@ -178,13 +178,13 @@ class Memory:
 
     def abandoned(self) -> None:
         """Note that no region was made of it after all."""
-        if self.kind != "int":
+        if self.type != "int":
             self.region = _none
 
     def content(self) -> bytes:
         """Return what a region covers."""
         whole = bytes(self.whole)
-        return whole[_GUARDED:-_GUARDED] if self.kind in ("guarded", "numpy") else whole
+        return whole[_GUARDED:-_GUARDED] if self.type in ("guarded", "numpy") else whole
 
     def wrong(self, alphabet: bool) -> str | None:
         """Say what has changed that nobody had a right to change, or None."""
@@ -200,7 +200,7 @@ class Memory:
             self._retire()
             return "a key is valid for memory that Python may free" if self.dangling else None
         whole = bytes(self.whole)
-        if self.kind in ("guarded", "numpy"):
+        if self.type in ("guarded", "numpy"):
             edge = _GUARD * _GUARDED
             if not whole.startswith(edge) or not whole.endswith(edge):
                 return "memory beside a region was written"
@@ -215,18 +215,18 @@ class Memory:
     def _retire(self) -> None:
         """Overwrite it, if nothing has a view of it any more: Python may free it then."""
         try:
-            if self.kind in ("bytearray", "guarded"):
+            if self.type in ("bytearray", "guarded"):
                 self.whole.append(0)
                 self.whole.pop()
                 self.whole[:] = _RETIRED * len(self.whole)
-            elif self.kind == "array":
+            elif self.type == "array":
                 self.whole.append(0)
                 self.whole.pop()
                 self.whole[:] = array.array("I", _RETIRED * self.size)
-            elif self.kind == "mmap":
+            elif self.type == "mmap":
                 self.whole.resize(self.size)
                 self.whole[:] = _RETIRED * self.size
-            elif self.kind == "numpy":
+            elif self.type == "numpy":
                 if (region := self.region()) is None or not region.closed:
                     return
                 self.whole[:] = _RETIRED[0]
@@ -240,13 +240,14 @@ class Memory:
             return
         self.retired = True
         if self._start and any(
-            self._start <= _address(region.memory) < self._start + len(bytes(self.whole))
+            self._start <= address_of(region.memory) < self._start + len(bytes(self.whole))
             for region in list(provider_parts()[2].device.memory.regions_by_lkey.values())
         ):
             self.dangling = True
 
 
-def _address(memory: Any) -> int:
+def address_of(memory: Any) -> int:
+    """Return where a buffer starts."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
@@ -272,7 +273,7 @@ class World:
 
     Args:
         seed: of the program.
-        tell: gets each call as text before it is made, or None.
+        log: gets each call as text before it is made, or None.
 
     Attributes:
         pools: open resources by kind, and what else is kept.
@@ -283,12 +284,12 @@ class World:
         count: calls made by each thread.
     """
 
-    def __init__(self, seed: int, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, seed: int, log: Callable[[str], None] | None = None) -> None:
         self.seed = seed
-        self.tell = tell
+        self.log = log
         self.pools: dict[str, list[Any]] = {
-            kind: []
-            for kind in (
+            type_name: []
+            for type_name in (
                 *ORDER,
                 "wrs",
                 "recvs",
@@ -344,16 +345,16 @@ class World:
             # It is made even where nobody is told: that is work for the collector, too, and a
             # replay is to be the same.
             said = f"{'  ' * depth}{_name(what)}({_shown(args, options)})"
-            if self.tell is not None:
-                self.tell(said)
+            if self.log is not None:
+                self.log(said)
             try:
                 if depth == 1 and self.interrupts and threading.current_thread() is _main:
                     return self._interruptible(what, args, options)
                 return what(*args, **options)
             except ALLOWED as error:
                 said = f"{'  ' * depth}-> {type(error).__name__}: {str(error)[:100]}"
-                if self.tell is not None:
-                    self.tell(said)
+                if self.log is not None:
+                    self.log(said)
             except Exception as error:
                 self.found("exception", error, f"{_name(what)}({_shown(args, options)})")
             return None
@@ -398,8 +399,8 @@ class World:
             return
         self._armed = False
         raises, seed = self._raises
-        if self.tell is not None:
-            self.tell(f"    signal: {'raises' if raises else 'acts'}")
+        if self.log is not None:
+            self.log(f"    signal: {'raises' if raises else 'acts'}")
         if raises:
             raise KeyboardInterrupt
         self.act(seed)
@@ -446,7 +447,7 @@ class World:
         """Look whether any memory has changed that should not have."""
         for memory in list(self.memories):
             if reason := memory.wrong(self.clean):
-                self.found("memory", None, f"{reason} ({memory.kind}, {memory.size} bytes)")
+                self.found("memory", None, f"{reason} ({memory.type}, {memory.size} bytes)")
                 return
 
     def retire(self, thing: Any) -> None:
@@ -454,17 +455,17 @@ class World:
         for memory in list(self.memories) if self.serial and isinstance(thing, rp.MR) else ():
             mine = memory.region is not None and memory.region() is thing
             if mine and (reason := memory.wrong(False)):
-                self.found("memory", None, f"{reason} ({memory.kind})")
+                self.found("memory", None, f"{reason} ({memory.type})")
 
     # ---- pools --------------------------------------------------------------
 
-    def keep(self, kind: str, thing: Any, draw: Draw) -> Any:
+    def keep(self, type_name: str, thing: Any, draw: Draw) -> Any:
         """Put something into a pool; it may push out something else."""
         if thing is None:
             return None
-        if kind in ORDER:
+        if type_name in ORDER:
             self.made.append(weakref.ref(thing))
-        pool = self.pools[kind]
+        pool = self.pools[type_name]
         if len(pool) >= POOL:
             # The last reference, perhaps: it is closed by its finalizer.
             with contextlib.suppress(IndexError):
@@ -473,9 +474,9 @@ class World:
             pool.append(thing)
         return thing
 
-    def pick(self, kind: str, draw: Draw) -> Any:
+    def pick(self, type_name: str, draw: Draw) -> Any:
         """Return something of a pool, or None if there is nothing."""
-        pool = self.pools[kind]
+        pool = self.pools[type_name]
         try:
             return pool[draw.below(len(pool))] if pool else None
         except IndexError:
@@ -509,9 +510,10 @@ class World:
         for name in ("pairs", "wrs", "recvs", "sges", "lists", "buffers", "tags"):
             self.pools[name].clear()
         gc.collect()
-        alive: dict[str, list[Any]] = {kind: [] for kind in ORDER}
+        alive: dict[str, list[Any]] = {type_name: [] for type_name in ORDER}
         for ref in self.made:
-            if (thing := ref()) is not None:
+            # The library closes what has been dropped: a queue pair after its windows.
+            if (thing := ref()) is not None and not getattr(thing, "_abandoned", False):
                 alive[type(thing).__name__].append(thing)
         for pool in self.pools.values():
             pool.clear()
@@ -520,12 +522,12 @@ class World:
         order = ("Batch", "QP", "MW", *ORDER[3:])
         if draw.one_in(2) and not self.overrun:
             order = ORDER
-        for kind in order:
-            for thing in alive[kind]:
+        for type_name in order:
+            for thing in alive[type_name]:
                 try:
                     thing.close()
                 except Exception as error:
-                    self.found("close", error, f"a {kind} cannot be closed: {error}")
+                    self.found("close", error, f"a {type_name} cannot be closed: {error}")
                     return
         thing = ref = None
         alive.clear()
@@ -554,7 +556,7 @@ class World:
                 self.found("drain", error, f"{qp} cannot be drained: {error}")
                 return
         for context in alive["Context"]:
-            while not context.closed and (event := rp.get_async_event(context)) is not None:
+            while not context.closed and (event := context.get_async_event(0)) is not None:
                 self.note(event)
         cqs = [cq for cq in alive["CQ"] if not cq.closed]
         for _ in range(1000):

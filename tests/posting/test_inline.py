@@ -1,160 +1,250 @@
-"""The largest inline size that a device grants, and how it is found."""
+"""INLINE: data copied when it is posted, its limit, and what it needs no registration for."""
 
 from __future__ import annotations
 
-import contextlib
+import array
 import errno
-from decimal import Decimal
-from fractions import Fraction
+import gc
+from typing import Any
 
 import pytest
-from support import interrupt_everywhere, needs
+from support import ALL, GRH, TYPES, in_flight, refused, soft_queues
+from support.in_flight import why_open, write_from
+from support.soft_queues import reason
+from support.tap import open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
 
-MOST_ATTEMPTS = 2 * 17 + 1
+soft = soft_queues.soft
+unchecked = soft_queues.unchecked
+pair = in_flight.pair
+
+INLINE = SendFlags.INLINE | SendFlags.SIGNALED
 
 
-@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_max_inline_is_the_largest_that_the_device_grants(pd, cq, qp_type):
-    """A queue pair gets it, and no queue pair gets a byte more."""
-    found = rp.max_inline(pd, qp_type, cq)
-    with rp.QP(pd, qp_type, cq, max_inline_data=found) as qp:
-        assert qp.max_inline_data >= found
-    more = None
-    with (
-        contextlib.suppress(rp.VerbsError),
-        rp.QP(pd, qp_type, cq, max_inline_data=found + 1) as qp,
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_inline_of_every_length_may_be_overwritten_at_once(connect, qp_type):
+    """Up to what the queue pair was granted, from memory that is not registered."""
+    pair = connect(qp_type, max_inline_data=64)
+    grh = GRH if qp_type is QPType.UD else 0
+    most = pair.a.max_inline_data
+    for size in sorted({0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, most - 1, most}):
+        data = bytearray(i % 251 + 1 for i in range(size))
+        sent = bytes(data)
+        pair.theirs.buffer[:] = bytes(len(pair.theirs))
+        pair.b.post_recv(rp.RecvWR(pair.theirs[: grh + most], wr_id=7))
+        sges = rp.SGE.from_buffer(data) if size else ()
+        pair.a.post_send(pair.send(sges, send_flags=INLINE, wr_id=9))
+        data[:] = b"\xff" * size
+        del sges
+        data.clear()
+        assert {wc.wr_id: wc.byte_len for wc in pair.wait(2)}[7] == grh + size
+        assert bytes(pair.theirs.buffer[grh : grh + most]) == sent + bytes(most - size)
+
+
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
+def test_inline_gathers_registered_and_unregistered_buffers(connect, wr_type):
+    pair = connect(max_inline_data=64)
+    pair.mine.buffer[:6] = b"region"
+    loose = bytearray(b"loose ")
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:64], wr_id=7))
+    sges = [rp.SGE.from_buffer(loose), pair.mine[:6], rp.SGE.from_buffer(b" bytes")]
+    pair.a.post_send(pair.wr(wr_type, sges, send_flags=INLINE, wr_id=9))
+    loose[:] = pair.mine.buffer[:6] = b"xxxxxx"
+    if wr_type is rp.RdmaWrite:
+        pair.a.post_send(rp.Send(wr_id=9))
+    assert [wc.wr_id for wc in pair.wait(3 if wr_type is rp.RdmaWrite else 2)].count(7) == 1
+    assert bytes(pair.theirs.buffer[:19]) == b"loose region bytes\0"
+
+
+def test_inline_ignores_the_lkey(connect, context):
+    """Nor the domain, nor whether the device could read the memory."""
+    pair = connect(max_inline_data=64)
+    with rp.PD(context) as other, rp.MR(other, bytearray(b"foreign!")) as mr:
+        for sge in (mr[:], mr[:]._replace(lkey=mr.lkey ^ 0xA5)):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, sge, send_flags=INLINE))
+            pair.wait()
+            assert bytes(pair.theirs.buffer[:8]) == b"foreign!"
+            pair.theirs.buffer[:8] = bytes(8)
+
+
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
+def test_inline_longer_than_granted_is_refused(connect, wr_type):
+    """Counted over all SGEs; unchecked the device counts."""
+    for checked, words in ((True, "bytes inline, but"), (False, "refused")):
+        pair = connect(max_inline_data=32, checked=checked)
+        most = pair.a.max_inline_data
+        sges = [rp.SGE.from_buffer(bytes(most)), rp.SGE.from_buffer(b"1")]
+        with pytest.raises(rp.PostError, match=words) as caught:
+            pair.a.post_send(pair.wr(wr_type, sges, send_flags=INLINE))
+        assert caught.value.errno in (errno.EINVAL, errno.ENOMEM)
+        if checked:
+            assert f"max_inline_data={most}" in str(caught.value)
+        assert pair.cq.poll() == []
+
+
+@pytest.mark.parametrize("wr_type", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
+def test_inline_has_no_meaning_on_what_fetches(rc, wr_type):
+    with pytest.raises(rp.PostError, match=f"INLINE has no meaning on {wr_type.opcode.name}"):
+        rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=INLINE))
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
+def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
+    """The data is as it was when posted, whatever happens to the buffer later."""
+    pair = connect(qp_type, max_inline_data=64)
+    for kind in (rp.Send, rp.SendWithImm, rp.RdmaWrite):
+        data = bytearray(b"inline data")
+        pair.theirs.buffer[:11] = bytes(11)
+        pair.b.post_recv(rp.RecvWR(() if kind is rp.RdmaWrite else pair.theirs[:64]))
+        flags = SendFlags.INLINE | SendFlags.SIGNALED
+        pair.a.post_send(pair.wr(kind, rp.SGE.from_buffer(data), send_flags=flags))
+        data[:] = b"overwritten"
+        data.clear()  # nothing holds it any more
+        if kind is rp.RdmaWrite:
+            # A message after it shows when a UC write has arrived.
+            pair.a.post_send(rp.Send())
+        pair.wait(3 if kind is rp.RdmaWrite else 2)
+        assert bytes(pair.theirs.buffer[:12]) == b"inline data\0"
+
+
+def test_inline_that_is_too_long_is_refused(connect):
+    pair = connect(max_inline_data=32)
+    most = pair.a.max_inline_data
+    assert most >= 32
+    data = rp.SGE.from_buffer(bytes(most + 1))
+    with pytest.raises(rp.PostError, match=f"max_inline_data={most}") as caught:
+        pair.a.post_send(rp.Send(data, send_flags=SendFlags.INLINE))
+    assert caught.value.errno == errno.EINVAL
+    pair.works()
+
+
+def test_unregistered_buffer_without_inline_is_refused(rc):
+    with pytest.raises(rp.PostError, match=r"can only be sent with SendFlags\.INLINE"):
+        rc.a.post_send(rp.Send(rp.SGE.from_buffer(array.array("B", b"abc"))))
+    with pytest.raises(rp.PostError, match=r"SendFlags\.INLINE"):
+        rc.b.post_recv(rp.RecvWR(rp.SGE.from_buffer(bytearray(8))))
+
+
+F = SendFlags
+SIGNALED_INLINE = F.SIGNALED | F.INLINE
+
+
+def inline(*sges: Any) -> rp.Send:
+    return rp.Send(sges, send_flags=SIGNALED_INLINE)
+
+
+BIG = 1 << 31
+
+
+def test_inline_needs_no_registration(soft):
+    data = rp.SGE.from_buffer(b"x" * 64)
+    soft.qp().post_send(rp.Send(data, send_flags=SIGNALED_INLINE))
+    assert "can only be sent with SendFlags.INLINE" in reason(soft.qp().post_send, rp.Send(data))
+
+
+def test_unchecked_inline_data_of_up_to_32_bits_is_left_to_the_device(unchecked):
+    memory = unchecked.region(BIG)
+    said = reason(unchecked.qp().post_send, inline(memory[:], memory[1:]))
+    assert "soft0" in said
+    assert "2^32" not in said
+
+
+def test_inline_by_number_is_refused(soft):
+    """It would read arbitrary memory of this process."""
+    said = reason(soft.qp().post_send, inline(rp.SGE(5, 5, 5)))
+    assert "SGE.from_buffer" in said
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_inline_buffer_at_an_illegal_address(connect, checked):
+    """A driver copies from there when posting, so the memory must exist."""
+    pair = connect(checked=checked, max_inline_data=64)
+    with rp.MR(pair.pd, 64) as mr:
+        closed = mr[:8]
+    zero_based = pair.mine[:8]._replace(addr=0)
+    for sge, words in (
+        (closed, "MR of 64 bytes .* is closed"),
+        (zero_based, "lies outside MR"),
+        (pair.mine[:]._replace(length=1 << 31), "lies outside MR"),
+        (pair.mine[8:16]._replace(addr=pair.mine.addr - 1), "lies outside MR"),
+        (pair.mine[:8]._replace(owner=object()), "owner: expected MR or a buffer, got object"),
     ):
-        more = qp.max_inline_data
-    assert more is None or more <= found
-
-
-def test_so_many_bytes_can_be_posted_inline(connect, pd, cq, context):
-    found = rp.max_inline(pd, QPType.RC, cq)
-    needs(found, "inline data", context)
-    pair = connect(max_inline_data=found)
-    data = bytes(i % 251 for i in range(found))
-    inline = rp.SGE.from_buffer(bytearray(data))
-    pair.a.post_send(
-        pair.wr(rp.RdmaWrite, inline, send_flags=SendFlags.INLINE | SendFlags.SIGNALED)
-    )
+        refused(pair, rp.Send(sge, send_flags=INLINE), words)
+    if checked:
+        # Unchecked, the caller vouches for the memory.
+        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE is only numbers")
+    # A buffer cannot be freed or moved while an SGE names it.
+    data = array.array("B", b"held")
+    wr = pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=INLINE)
+    with pytest.raises(BufferError):
+        data.extend(b"more than before")
+    del data
+    gc.collect()
+    pair.a.post_send(wr)
     pair.wait()
-    assert bytes(pair.theirs.buffer[:found]) == data
+    assert bytes(pair.theirs.buffer[:5]) == b"held\0"
+    pair.works()
 
 
-@pytest.mark.parametrize("enough", [0, 1, 63, 64, 65, 100])
-def test_max_inline_returns_at_most_at_most(pd, cq, context, enough):
-    most = rp.max_inline(pd, QPType.RC, cq)
-    assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, most)
+def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
+    """That of the others in the list is not."""
+    pair = connect(max_inline_data=64)
+    inline, plain = rp.MR(pd, 64), rp.MR(pd, 64)
+    wrs = [write_from(pair, inline, 1), write_from(pair, plain, 2), write_from(pair, inline, 3)]
+    for wr in (wrs[0], wrs[2]):
+        wr.send_flags = SendFlags.INLINE
+    wrs[1].send_flags = SendFlags(0)
+    pair.a.post_send(wrs)
+    assert pair.a.outstanding.send == 3
+    inline.close()
+    assert "wr_id 2" in why_open(plain.close)
+    pair.a.to_reset()
+    plain.close()
 
 
-def test_max_inline_leaves_no_queue_pair_open(context, cq):
-    pd = rp.PD(context)
-    rp.max_inline(pd, QPType.RC, cq, max_send_sge=2, max_send_wr=8)
-    pd.close()
-    assert pd.closed
-
-
-@pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
-def test_size_that_is_no_whole_number(pd, cq, at_most, monkeypatch):
-    """It is refused before the search, which would not end."""
-    monkeypatch.setattr(
-        rp.tools.max_inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made")
+def test_flags_that_only_resemble_inline_release_no_memory(stack):
+    """The flag of a tagged receive that has the value of INLINE, and INLINE on a bind."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    tap = open_tap(context)
+    stack.callback(tap.close)
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    srq = rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq, checked=False)
+    qp = rp.QP(pd, QPType.RC, cq, checked=False)
+    qp.connect(qp.endpoint())
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    # It reports them as posted, and never completes them.
+    tap.refuse(rc=0, bad=0)
+    srq.post_srq_ops(rp.TagAdd(sg_list=mr[:8], recv_wr_id=5, flags=int(SendFlags.INLINE)))
+    assert "wr_id 5" in why_open(mr.close)
+    srq.close()
+    assert why_open(mr.close) == ""
+    mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
+    qp.post_send(
+        rp.BindMW(
+            mw=mw,
+            rkey=mw.next_rkey(),
+            mr=mr,
+            addr=mr.addr,
+            length=64,
+            wr_id=6,
+            send_flags=SendFlags.INLINE,
+        )
     )
-    words = f"^at_most: expected int, got {type(at_most).__name__}"
-    with pytest.raises(TypeError, match=words):
-        rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
+    assert "wr_id 6" in why_open(mr.close)
+    assert "wr_id 6" in why_open(mw.close)
+    qp.close()
+    mw.close()
+    mr.close()
 
 
-@pytest.mark.parametrize("at_most", [-1, (1 << 31) + 1])
-def test_size_that_does_not_fit(pd, cq, at_most):
-    with pytest.raises(ValueError, match=f"at_most={at_most} is not in"):
-        rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
-
-
-def test_max_inline_of_a_refused_queue_pair_raises_its_error(pd, cq, context):
-    """Then it is not the inline data that is refused."""
-    most = context.attr.max_qp_wr
-    with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1}, but the device's"):
-        rp.max_inline(pd, QPType.RC, cq, max_send_wr=most + 1)
-    with pytest.raises(TypeError, match="max_inline_data"):
-        rp.max_inline(pd, QPType.RC, cq, max_inline_data=8)
-
-
-class Driver:
-    """Stands in for QP, with the habits of drivers that are not available here.
-
-    Args:
-        limit: the bytes that it takes.
-        habit: "refuses" more than that, "rounds" what it grants up to its limit
-            or the next multiple of 48, or always "grants" its limit.
-        code: the errno of a refusal.
-    """
-
-    def __init__(self, limit: int, habit: str, code: int = errno.EINVAL) -> None:
-        self.limit, self.habit, self.code = limit, habit, code
-        self.attempts = self.open = 0
-        self.stuck = 0
-        """Which of the queue pairs cannot be destroyed."""
-
-    def __call__(self, *_: object, max_inline_data: int) -> Driver:
-        self.attempts += 1
-        if self.habit != "grants" and max_inline_data > self.limit:
-            raise rp.VerbsError("ibv_create_qp", self.code)
-        self.max_inline_data = max_inline_data
-        if self.habit == "rounds":
-            self.max_inline_data = min(self.limit, -(-max_inline_data // 48) * 48)
-        elif self.habit == "grants":
-            self.max_inline_data = self.limit
-        self.open += 1
-        return self
-
-    def __enter__(self) -> Driver:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self.open -= 1
-        if self.attempts == self.stuck:
-            raise rp.VerbsError("ibv_destroy_qp", self.code)
-
-
-@pytest.mark.parametrize("habit", ["refuses", "rounds", "grants"])
-@pytest.mark.parametrize(
-    "limit", [0, 1, 28, 63, 64, 65, 127, 128, 188, 512, 988, 1024, 4000, 65535, 65536]
-)
-def test_max_inline_finds_the_limit_whatever_a_driver_grants(monkeypatch, limit, habit):
-    driver = Driver(limit, habit)
-    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
-    assert rp.max_inline(None, QPType.RC, None) == limit
-    assert driver.attempts <= MOST_ATTEMPTS
-    assert driver.open == 0
-
-
-def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refused(monkeypatch):
-    """Though drivers say EINVAL to both."""
-    driver = Driver(100, "refuses")
-    driver.stuck = 2
-    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
-    monkeypatch.setattr(rp.tools.max_inline, "close_quietly", lambda _: None)
-    with pytest.raises(rp.VerbsError, match=r"^ibv_destroy_qp"):
-        rp.max_inline(None, QPType.RC, None)
-    assert driver.attempts == 2
-
-
-def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
-    """The first probe, which all others are like."""
-    assert interrupt_everywhere(lambda: rp.max_inline(pd, QPType.RC, cq, at_most=0)) > 50
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])
-def test_refusal_for_another_reason_is_reported(monkeypatch, code):
-    driver = Driver(100, "refuses", code)
-    monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
-    with pytest.raises(rp.VerbsError, match=errno.errorcode[code]):
-        rp.max_inline(None, QPType.RC, None)
-    assert driver.open == 0
+def test_inline_work_request_does_not_keep_its_region(connect):
+    pair = connect(max_inline_data=64)
+    mr = rp.MR(pair.pd, 64)
+    flags = rp.SendFlags.INLINE
+    pair.a.post_send(pair.wr(rp.RdmaWrite, mr[:8], send_flags=flags))
+    mr.close()
+    pair.works()

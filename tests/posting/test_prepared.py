@@ -13,13 +13,19 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from typing import Any
 
 import pytest
-from support import ALL, Connect, Pair, needs
+from support import ALL, Connect, Pair, in_flight, needs, watching
+from support.in_flight import gone, why_open, write_from
+from support.soft_queues import Soft
 
 import rdmapost as rp
 from rdmapost import QPState, QPType, SendFlags, WCStatus
 from rdmapost.posting.fields import NUMBER_FIELDS
+
+pair = in_flight.pair
+watched = watching.watched
 
 
 def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
@@ -155,13 +161,14 @@ def test_inline_data_is_read_at_each_post(connect: Connect):
         ("remote_addr", "there", "remote_addr: expected int, got str"),
         ("sg_list", (), "0 SGEs, but it was prepared with 1"),
         ("sg_list", rp.SGE(1, 0, 2), "length 0"),
-        ("sg_list", 5, "sg_list"),
+        ("sg_list", 5, "sg_list: expected SGEs, got int"),
     ],
 )
 def test_wrong_values_are_refused_and_change_nothing(rc, field, value, text):
     batch = rc.a.prepare(write(rc))
     before = getattr(batch[0], field)
-    with pytest.raises((ValueError, TypeError), match=text):
+    wrong_type = "expected" in text
+    with pytest.raises(TypeError if wrong_type else ValueError, match=text):
         setattr(batch[0], field, value)
     assert getattr(batch[0], field) == before
     batch.post()
@@ -388,8 +395,9 @@ def test_address_of_an_atomic_that_is_no_number_is_not_called_misaligned(rc):
         def __index__(self) -> int:
             raise KeyError("mine")
 
+    with pytest.raises(TypeError, match="remote_addr: expected int, got str"):
+        item.remote_addr = "x"
     for wrong, said in (
-        ("x", "remote_addr: expected int, got str"),
         (-8, r"remote_addr=-8 is not in 0..2\^64-1"),
         (1 << 64, r"remote_addr=\d+ is not in 0..2\^64-1"),
         (9, "remote_addr=0x9 is not a multiple"),
@@ -506,7 +514,7 @@ def test_the_collector_may_take_a_list_and_its_region_in_one_cycle(rc, pd, monke
 
 def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
     """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
-    needs(context.kind == "soft", "verb that is written in Python", context)
+    needs(context.kind == "soft", "verbs written in Python", context)
     from rdmapost.providers.soft0.engine import responder
 
     copy = responder.copy
@@ -531,7 +539,7 @@ def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monk
 
 def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     """Code that runs in the middle of a post, such as a finalizer, can post to the same queue."""
-    needs(context.kind == "soft", "verb that is written in Python", context)
+    needs(context.kind == "soft", "verbs written in Python", context)
     from rdmapost.providers.soft0.engine import responder
 
     copy, batch, posted = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
@@ -556,7 +564,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
 @pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
     """What was posted is still carried out."""
-    needs(context.kind == "soft", "verb that is written in Python", context)
+    needs(context.kind == "soft", "verbs written in Python", context)
     from rdmapost.providers.soft0.engine import responder
 
     copy, struck = responder.copy, []
@@ -582,7 +590,7 @@ def test_finalizer_that_posts_to_the_same_queue_in_the_middle_of_a_post_does_not
     context, rc, monkeypatch, what
 ):
     """What a finalizer does in the middle of a post to the same queue takes effect."""
-    needs(context.kind == "soft", "verb that is written in Python", context)
+    needs(context.kind == "soft", "verbs written in Python", context)
     from rdmapost.providers.soft0.engine import responder
 
     copy, batch, said = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
@@ -636,7 +644,7 @@ def test_work_requests_of_a_prepared_list_that_the_device_refuses_are_named_and_
     context, rc
 ):
     """What the device did not accept is undone, and named."""
-    needs(context.kind == "soft", "way to make a post fail", context)
+    needs(context.kind == "soft", "injected post failures", context)
     batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])
     context.faults.fail_post(12, after=2)
     with pytest.raises(rp.PostError) as caught:
@@ -955,3 +963,101 @@ def test_finalizer_of_a_list_that_is_being_prepared_does_nothing(connect):
         batch.post()
         pair.wait(3)
     assert bytes(pair.theirs.buffer[:40]) == b"x" * 40
+
+
+def test_closed_prepared_list_releases_its_memory_while_it_is_referenced(pair, pd):
+    first, second = rp.MR(pd, 64), rp.MR(pd, 64)
+    regions = weakref.ref(first), weakref.ref(second)
+    batch = pair.a.prepare(write_from(pair, first))
+    batch[0].sg_list = second[:8]
+    del first, second
+    assert not gone(regions[1])
+    batch.close()
+    assert gone(*regions)
+
+
+def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
+    mr = rp.MR(pd, 64)
+    region = weakref.ref(mr)
+    batch = pair.a.prepare([write_from(pair, mr), write_from(pair, mr)])
+    del mr
+    for name, value in (("wr_id", -1), ("rkey", 1 << 32), ("sg_list", ()), ("sg_list", 5)):
+        with pytest.raises((ValueError, TypeError), match=r"wr_id|rkey|SGE"):
+            setattr(batch[1], name, value)
+    batch.close()
+    assert gone(region)
+
+
+def test_setting_a_number_that_closes_its_prepared_list_raises_closed_error(pair, pd):
+    """From its __index__, so that the list is gone by the time the number is found not to fit."""
+    batch = pair.a.prepare(write_from(pair, pair.mine))
+    item = batch[0]
+
+    class Closing:
+        def __index__(self) -> int:
+            batch.close()
+            return 1 << 64
+
+    for name in ("wr_id", "rkey"):
+        with pytest.raises(rp.ClosedError, match="the prepared list of 1 is closed"):
+            setattr(item, name, Closing())
+
+
+def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(pair, pd):
+    first, second, third = (rp.MR(pd, 64) for _ in range(3))
+    wrs = [write_from(pair, first, 1), write_from(pair, third, 2)]
+    wrs[0].sg_list = [first[:8], second[:8]]
+    for wr in wrs:
+        wr.send_flags = SendFlags(0)
+    batch = pair.a.prepare(wrs)
+    batch.post()
+    batch.close()
+    for mr in (first, second, third):
+        assert why_open(mr.close)
+    pair.a.to_reset()
+    for mr in (first, second, third):
+        mr.close()
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_closed_prepared_list_raises_closed_error(checked):
+    with contextlib.ExitStack() as stack:
+        batch = Soft(stack, checked=checked).qp().prepare([rp.LocalInv()] * 3)
+        batch.close()
+        with pytest.raises(rp.ClosedError, match=r"^the prepared list of 3 is closed$"):
+            batch.post()
+
+
+def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched):
+    """The address handle and the header of every work request in the list."""
+    mr, hdr = watched.mr, bytearray(b"header")
+    with contextlib.ExitStack() as stack:
+        ud = stack.enter_context(
+            rp.QP(watched.pd, QPType.UD, watched.cq, checked=watched.checked, max_tso_header=32)
+        )
+        ud.connect()
+        ah = stack.enter_context(ud.ah_to(ud.endpoint()))
+        fields: Any = {"ah": ah, "remote_qpn": ud.qp_num, "remote_qkey": 5}
+        tso = rp.TSO(mr[:8], hdr=hdr, mss=100, **fields)
+        for wrs in ([rp.Send(mr[:8], **fields)], [tso], [rp.Send(mr[:8], **fields), tso, tso, tso]):
+            batch = ud.prepare(wrs)
+            for i, item in enumerate(batch):
+                item.sg_list = mr[8 * i : 8 * i + 4]
+            with pytest.raises(rp.InUseError):
+                ah.close()
+            if wrs[-1] is tso:
+                item.mss = 7
+                assert item.mss == 7
+                with pytest.raises(BufferError):
+                    hdr.extend(b"more")
+            batch.post()
+            records = watched.tap.last()
+            assert [record.sges for record in records] == [
+                [(mr.addr + 8 * i, 4, mr.lkey)] for i in range(len(wrs))
+            ]
+            assert {record.wr.wr.ud.remote_qkey for record in records if not record.hdr} <= {5}
+            assert {record.hdr for record in records} <= {None, b"header"}
+            assert (records[-1].hdr and records[-1].wr.tso.mss) in (None, 7)
+            watched.cq.wait(len(wrs))
+            batch.close()
+            hdr.extend(b"")

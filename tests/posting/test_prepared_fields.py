@@ -49,10 +49,11 @@ def test_a_number_of_32_bits_is_kept_whole(write, name, value):
 def test_number_that_does_not_fit_is_refused_and_changes_nothing(write, name, bits, wrong):
     before = getattr(write, name)
     value = 1 << bits if wrong == "over" else wrong
-    said = rf"{name}=.* is not in 0\.\.2\^{bits}-1"
+    said, error = rf"{name}=.* is not in 0\.\.2\^{bits}-1", ValueError
     if not isinstance(value, int):
+        error = TypeError
         said = f"{name}: expected int, got {type(value).__name__}"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(error, match=said):
         setattr(write, name, value)
     assert getattr(write, name) == before
 
@@ -77,6 +78,26 @@ def test_another_object_has_no_such_field(write, other):
     if other is not None:
         with pytest.raises(TypeError, match="of another class"):
             field.__get__(other)
+
+
+def test_what_is_no_number_cannot_be_read_as_one(connect):
+    """The address handle is a pointer to C, and the SGEs another class's."""
+    ud = connect(rp.QPType.UD)
+    to = {"ah": ud.a.ah_to(ud.b.endpoint()), "remote_qpn": ud.b.qp_num}
+    with ud.a.prepare(rp.Send(ud.mine[:8], **to)) as batch:
+        number = type(type(batch[0]).__dict__["remote_qpn"])
+        refused = 0
+        for index in range(-1, 12):
+            field = number(rp.Send, index)
+            try:
+                assert field.__get__(batch[0]) in (ud.b.qp_num, 0, 0x11111111)
+            except TypeError:
+                with pytest.raises(TypeError, match="no number of it"):
+                    field.__set__(batch[0], 16)
+                refused += 1
+        assert refused >= 8
+        batch.post()
+    assert ud.wait()[0].wr_id == 0
 
 
 def test_prepared_work_request_that_no_batch_made_has_no_fields(write):

@@ -42,8 +42,8 @@ def sections(data: bytes, wanted: int) -> Iterator[tuple[bytes, int]]:
         struct.unpack_from(f"{ORDER}4xI16xQQI", data, start + index * size)
         for index in range(count)
     ]
-    for kind, offset, length, link in found:
-        if kind == wanted:
+    for section_type, offset, length, link in found:
+        if section_type == wanted:
             yield data[offset : offset + length], found[link][1]
 
 
@@ -195,7 +195,12 @@ def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
         "print(lib.ibv_query_gid(NULL, 1, 0, NULL) == -1)\n"
         "lib.ibv_free_device_list(NULL)\n"
         "print(lib.rp_reg_mr(NULL, NULL, 1, 0) == NULL, ffi.errno == errno.EINVAL)\n"
-        "print(lib.rp_query_port(NULL, 1, NULL) == errno.EINVAL)\n"
+        "print(lib.ibv_rereg_mr(NULL, 0, NULL, NULL, 0, 0) == -1)\n"
+        "print(lib.ibv_reg_dmabuf_mr(NULL, 0, 1, 0, 0, 0) == NULL, ffi.errno == errno.EOPNOTSUPP)\n"
+        "print(lib.rp_advise_mr(NULL, 0, 0, NULL, 0) == errno.EINVAL)\n"
+        "print(lib.rp_query_port(NULL, 1, NULL, NULL) == errno.EINVAL)\n"
+        "print(lib.ibv_resize_cq(NULL, 1) == errno.EOPNOTSUPP)\n"
+        "print(lib.rp_query_rt_values(NULL, NULL) == errno.EINVAL)\n"
     )
     assert set(said.split()) == {"True"}
 
@@ -209,13 +214,13 @@ def test_poll_of_no_entries_is_refused_by_the_shim():
 # ---- layout and values ------------------------------------------------------------
 
 
-def declared(kind: str) -> list[str]:
+def declared(keyword: str) -> list[str]:
     text = (ROOT / "rdmapost" / "_c" / "libibverbs" / "verbs.cdef.h").read_text()
-    return re.findall(rf"^{kind} (\w+) \{{", text, re.MULTILINE)
+    return re.findall(rf"^{keyword} (\w+) \{{", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    "name", [f"{kind} {name}" for kind in ("struct", "union") for name in declared(kind)]
+    "name", [f"{keyword} {name}" for keyword in ("struct", "union") for name in declared(keyword)]
 )
 def test_struct_has_the_layout_of_the_header(name):
     """cffi compares size and offsets with the compiled header when the type is completed."""
@@ -238,10 +243,17 @@ MEMBERS = {
     "ibv_wc_status": (enums.WCStatus, "IBV_WC_"),
     "ibv_wc_opcode": (enums.WCOpcode, "IBV_WC_"),
     "ibv_wc_flags": (enums.WCFlags, "IBV_WC_"),
+    "ibv_create_cq_wc_flags": (enums.WCExFlags, "IBV_WC_EX_"),
     "ibv_mtu": (enums.MTU, "IBV_"),
     "ibv_port_state": (enums.PortState, "IBV_PORT_"),
     "ibv_node_type": (enums.NodeType, "IBV_NODE_"),
     "ibv_atomic_cap": (enums.AtomicCap, "IBV_ATOMIC_"),
+    "ibv_transport_type": (enums.TransportType, "IBV_TRANSPORT_"),
+    "ibv_port_cap_flags": (enums.PortCap, "IBV_PORT_"),
+    "ibv_odp_general_caps": (enums.ODPGeneralCap, "IBV_ODP_"),
+    "ibv_odp_transport_cap_bits": (enums.ODPTransportCap, "IBV_ODP_"),
+    "ibv_raw_packet_caps": (enums.RawPacketCap, "IBV_RAW_PACKET_CAP_"),
+    "ibv_tm_cap_flags": (enums.TMCap, "IBV_TM_CAP_"),
     "ibv_event_type": (enums.EventType, "IBV_EVENT_"),
 }
 
@@ -249,20 +261,14 @@ MEMBERS = {
 @pytest.mark.parametrize("name", sorted(MEMBERS))
 def test_enumeration_agrees_with_the_header(name):
     """Every enumerator of the header that we declare is a member, with its value."""
-    kind, prefix = MEMBERS[name]
+    enumeration, prefix = MEMBERS[name]
     header = ffi.typeof(f"enum {name}").relements
     assert header
-    ours = {prefix + member.name: member.value for member in kind}
+    ours = {prefix + member.name: member.value for member in enumeration}
     assert {key: ours.get(key) for key in header} == dict(header)
 
 
-INTERNAL = {
-    "ibv_transport_type",
-    "ibv_qp_init_attr_mask",
-    "ibv_srq_init_attr_mask",
-    "ibv_xrcd_init_attr_mask",
-    "ibv_create_cq_wc_flags",
-}
+INTERNAL = {"ibv_qp_init_attr_mask", "ibv_srq_init_attr_mask", "ibv_xrcd_init_attr_mask"}
 """Enumerations that only the library itself uses: they have no Python class."""
 
 

@@ -66,7 +66,9 @@ SAMPLES: dict[str, Any] = {
     "int | None": 2,
     "bool": True,
     "tuple[str, ...]": ("SEND", "SEND_WITH_IMM"),
+    "tuple[RdmaError, ...]": (),  # exceptions that are alike are not equal
     "WC": COMPLETION,
+    "WC | None": COMPLETION,
     "WCStatus": rp.WCStatus.LOC_PROT_ERR,
     "Context": SimpleNamespace(name="soft0"),
     "Any": rp.Send(rp.SGE(4096, 8, 5), wr_id=9),
@@ -303,3 +305,34 @@ def test_exception_that_a_user_derives_survives_too() -> None:
     error = Mine()
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert whole(other) == whole(error)
+
+
+def post_error(index: int | None, count: int) -> str:
+    return str(
+        rp.PostError("ibv_post_send", errno.EINVAL, "why", index=index, posted=index, count=count)
+    )
+
+
+def test_post_error_says_which_and_why():
+    assert post_error(3, 8) == "ibv_post_send: work request 4 of 8 (index 3): why [EINVAL]"
+    assert post_error(0, 1) == "ibv_post_send: why [EINVAL]"
+    assert post_error(None, 1) == "ibv_post_send: why [EINVAL]"
+    assert post_error(None, 8) == "ibv_post_send: one of 8 work requests: why [EINVAL]"
+
+
+def test_errors_are_also_the_standard_ones():
+    error = rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise the limit")
+    assert isinstance(error, OSError)
+    assert (error.errno, error.strerror) == (errno.ENOMEM, "Cannot allocate memory")
+    assert str(error) == "ibv_reg_mr: ENOMEM (12, Cannot allocate memory): raise the limit"
+    assert str(rp.VerbsError("x", 9999)) == "x: errno 9999"
+    assert issubclass(rp.WaitTimeout, TimeoutError)
+    assert issubclass(rp.ClosedError, ValueError)
+    assert issubclass(rp.PostError, rp.VerbsError)
+    unsupported = rp.UnsupportedError("ibv_alloc_mw", errno.EOPNOTSUPP)
+    assert str(unsupported) == "ibv_alloc_mw is not supported"
+
+
+@pytest.mark.parametrize("name", rp.errors.__all__)
+def test_every_error_is_an_rdma_error(name):
+    assert issubclass(getattr(rp, name), rp.RdmaError)

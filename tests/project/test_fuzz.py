@@ -37,7 +37,7 @@ sys.path.insert(0, sys.argv[1])
 from programs import plan_of, run
 
 for program in range(8):
-    run(plan_of(3, program, 1), tell=print if program == 7 else None)
+    run(plan_of(3, program, 1), log=print if program == 7 else None)
 """
 
 
@@ -72,4 +72,7 @@ def test_finding_comes_with_the_command_that_replays_it(tmp_path):
 
 def _without_addresses(said: str) -> list[str]:
     # Long lines are cut, where depends on the addresses.
-    return [re.sub(r"0x[0-9a-f]+|\d{5,}|psn=\d+", "N", line)[:100] for line in said.splitlines()]
+    return [
+        re.sub(r"0x[0-9a-f]+|\d{5,}|(?:psn|qp_num)=\d+", "N", line)[:100]
+        for line in said.splitlines()
+    ]

@@ -13,7 +13,8 @@ import pytest
 from support import prints
 
 import rdmapost as rp
-from rdmapost.cli.app import LazyCommand, app
+from rdmapost.cli.app import app
+from rdmapost.cli.groups import LazyCommand
 
 
 def modules_after(statements: str) -> set[str]:
@@ -97,7 +98,10 @@ def test_help_imports_neither_the_library_nor_a_command() -> None:
         "rdmapost",
         "rdmapost.cli",
         "rdmapost.cli.app",
+        "rdmapost.cli.exit_codes",
         "rdmapost.cli.failure",
+        "rdmapost.cli.groups",
+        "rdmapost.cli.options",
         "rdmapost.cli.output",
     }
 

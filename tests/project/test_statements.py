@@ -236,16 +236,16 @@ def test_every_member_opcode_and_flag_has_one_statement() -> None:
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("test_posting::test_example_send", {"soft0", "verbs"}),
-        ("test_rules::test_each_rule_of_bind_info_refuses_its_case", set()),
+        ("test_send::test_example_send", {"soft0", "verbs"}),
+        ("test_mw_type_2_bind_and_invalidate::test_each_rule_of_bind_info_refuses_its_case", set()),
         (
-            "test_soft_tags::test_tag_operation_on_a_queue_without_a_matching_list_is_refused",
+            "test_soft_tag_ops::test_tag_operation_on_a_queue_without_a_matching_list_is_refused",
             {"soft0"},
         ),
         ("test_xrc::test_both_ends_say_what_they_cannot_do", {"soft0"}),
-        ("test_states::test_unchecked_send_before_rts_is_refused_by_the_device", {"soft0"}),
-        ("test_memory::test_tag_matching_is_not_supported", {"verbs"}),
-        ("test_events::TestFaults::test_a_post_is_refused", {"soft0"}),
+        ("test_qp_states::test_unchecked_send_before_rts_is_refused_by_the_device", {"soft0"}),
+        ("test_driver_errnos::test_tag_matching_is_not_supported", {"verbs"}),
+        ("test_soft_faults::TestFaults::test_a_post_is_refused", {"soft0"}),
     ],
 )
 def test_devices_of_one_test_have_their_own_names(name: str, devices: set[str]) -> None:

@@ -1,179 +1,55 @@
-"""Asynchronous events new in libibverbs; and these and a CQ's events under interrupts.
-
-No device here gives events on demand, so a library with the benchmarks' null device does.
-"""
+"""Asynchronous events: ibv_get_async_event."""
 
 from __future__ import annotations
 
-import os
-import pathlib
 import select
-import shutil
-import subprocess
 import textwrap
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 
 import pytest
-from support import ROOT, prints
+from support import ALL, async_events, connected, event_library, needs, prints, until
+from support.event_library import INTERRUPT
 
 import rdmapost as rp
+from rdmapost import EventType, WCStatus
 
-LIBRARY = r"""
-#include "null.c"
-
-static struct ibv_async_event queue[64];
-static unsigned int head, tail, acknowledged;
-
-void event_add(int type, int port);
-void event_add_qp(int type, struct ibv_qp *qp);
-unsigned int event_acknowledged(void);
-
-void event_add(int type, int port)
-{
-	queue[tail % 64].event_type = type;
-	queue[tail++ % 64].element.port_num = port;
-}
-
-void event_add_qp(int type, struct ibv_qp *qp)
-{
-	queue[tail % 64].event_type = type;
-	queue[tail++ % 64].element.qp = qp;
-}
-
-unsigned int event_acknowledged(void)
-{
-	return acknowledged;
-}
-
-int ibv_get_async_event(struct ibv_context *context, struct ibv_async_event *event)
-{
-	(void)context;
-	if (head == tail) {
-		errno = EAGAIN;
-		return -1;
-	}
-	*event = queue[head++ % 64];
-	return 0;
-}
-
-void ibv_ack_async_event(struct ibv_async_event *event)
-{
-	(void)event;
-	acknowledged++;
-}
-
-static struct ibv_cq *cq_events[64];
-static unsigned int cq_head, cq_tail, cq_acknowledged;
-
-void event_add_cq(struct ibv_cq *cq);
-unsigned int event_cq_acknowledged(void);
-
-void event_add_cq(struct ibv_cq *cq)
-{
-	cq_events[cq_tail++ % 64] = cq;
-}
-
-unsigned int event_cq_acknowledged(void)
-{
-	return cq_acknowledged;
-}
-
-int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context)
-{
-	unsigned int head = __atomic_load_n(&cq_head, __ATOMIC_SEQ_CST);
-
-	(void)channel;
-	(void)cq_context;
-	do {
-		if (head == cq_tail) {
-			errno = EAGAIN;
-			return -1;
-		}
-		*cq = cq_events[head % 64];
-	} while (!__atomic_compare_exchange_n(&cq_head, &head, head + 1, 0,
-		__ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST));
-	return 0;
-}
-
-void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int count)
-{
-	(void)cq;
-	__atomic_add_fetch(&cq_acknowledged, count, __ATOMIC_SEQ_CST);
-}
-"""
-
-SETUP = """
-import ctypes, os, signal, sys
-import rdmapost as rp
-library = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
-library.event_add_qp.argtypes = [ctypes.c_int, ctypes.c_void_p]
-library.event_add_cq.argtypes = [ctypes.c_void_p]
-context = rp.open_device("null0")
-"""
-
-INTERRUPT = '''
-def interrupted(call, moment):
-    """Call, with a SIGINT at one of the moments at which Python runs signal handlers.
-
-    Return whether there was one, and what the call returned.
-    """
-    at, result = 0, None
-    def look(frame, event, argument):
-        nonlocal at
-        # At the start of a function, and when a call of C has come back.
-        if event in ("call", "c_return", "c_exception"):
-            at += 1
-            if at == moment:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGINT)
-    try:
-        sys.setprofile(look)
-        try: result = call()
-        finally: sys.setprofile(None)
-    except KeyboardInterrupt: return True, None
-    return False, result
-'''
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """The null device with events, compiled."""
-    cc = os.environ.get("CC", "cc").split()
-    if shutil.which(cc[0]) is None:
-        pytest.skip("there is no C compiler")
-    into = tmp_path_factory.mktemp("events")
-    (into / "events.c").write_text(LIBRARY)
-    built = subprocess.run(
-        [
-            *cc,
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-std=gnu11",
-            "-I",
-            ROOT / "tests/bench",
-            "-o",
-            into / "events.so",
-            into / "events.c",
-        ],
-        env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
-        check=False,
-        capture_output=True,
-    )
-    if built.returncode:
-        pytest.skip("the null device does not compile here: are libibverbs' headers there?")
-    return into / "events.so"
+no_old_events = async_events.no_old_events
+library = event_library.library
+said = event_library.said
 
 
 @pytest.fixture
-def said(library: pathlib.Path) -> Callable[[str], list[str]]:
-    """Run a program on the null device; return the lines that it printed."""
+def mr(pd, stack):
+    return stack.enter_context(rp.MR(pd, 4096, ALL))
 
-    def run(code: str) -> list[str]:
-        env = {"RDMAPOST_LIBIBVERBS": str(library), "ASAN_OPTIONS": "detect_leaks=0"}
-        return prints(SETUP + INTERRUPT + textwrap.dedent(code), **env).splitlines()
 
-    return run
+@pytest.mark.usefixtures("no_old_events")
+def test_an_access_error_is_an_event_of_the_responder(context, pd, cq, mr, stack):
+    needs(context.kind == "soft", "asynchronous event for access errors", context)
+    near, far = connected(stack, pd, cq, cq)
+    near.post_send(rp.RdmaWrite(mr[0:8], remote_addr=mr.addr, rkey=mr.rkey ^ 1))
+    assert cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
+    event = context.get_async_event(5)
+    assert event == rp.AsyncEvent(EventType.QP_ACCESS_ERR, far)
+    assert context.get_async_event(0) is None
+
+
+def test_closing_a_device_wakes_a_thread_that_waits_for_its_events(context):
+    other, raised = rp.open_device(context.name), []
+
+    def wait():
+        try:
+            other.get_async_event(None)
+        except rp.ClosedError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    until(lambda: other._poller.waiting)
+    other.close()
+    thread.join(20)
+    assert raised == [f"device {other.name} is closed"]
 
 
 def test_event_of_a_type_that_is_not_known_comes_as_its_number(said) -> None:
@@ -182,9 +58,9 @@ def test_event_of_a_type_that_is_not_known_comes_as_its_number(said) -> None:
         library.event_add(77, 12345)
         library.event_add(rp.EventType.PORT_ERR, 1)
         for _ in range(2):
-            event = rp.get_async_event(context)
+            event = context.get_async_event(0)
             print(repr(event.event_type), event.element, library.event_acknowledged())
-        print(rp.get_async_event(context))
+        print(context.get_async_event(0))
     """) == ["77 None 1", "<EventType.PORT_ERR: 10> 1 2", "None"]
 
 
@@ -193,8 +69,8 @@ def test_event_of_the_whole_device_names_no_port(said, name: str) -> None:
     """The kernel fills in a meaningless port."""
     assert said(f"""
         library.event_add(rp.EventType.{name}, 1)
-        print(*rp.get_async_event(context), library.event_acknowledged())
-    """) == [f"{8 if name == 'DEVICE_FATAL' else 20} None 1"]
+        print(*context.get_async_event(0), library.event_acknowledged())
+    """) == [f"{name} None 1"]
 
 
 def test_interrupt_at_any_moment_loses_no_event_of_the_library_and_acknowledges_it_once(
@@ -206,11 +82,11 @@ def test_interrupt_at_any_moment_loses_no_event_of_the_library_and_acknowledges_
         qp = rp.QP(pd, rp.QPType.RC, cq)
         for moment in range(1, 200):
             library.event_add_qp(rp.EventType.QP_FATAL, address_of(qp._handle))
-            hit, event = interrupted(lambda: rp.get_async_event(context), moment)
+            hit, event = interrupted(lambda: context.get_async_event(0), moment)
             if hit:
-                event = rp.get_async_event(context)
+                event = context.get_async_event(0)
             assert event == (rp.EventType.QP_FATAL, qp), (moment, event)
-            assert rp.get_async_event(context) is None, moment
+            assert context.get_async_event(0) is None, moment
             assert library.event_acknowledged() == moment, moment
             if not hit: break
         print(moment)
@@ -229,11 +105,11 @@ def test_interrupt_at_any_moment_loses_no_event_of_soft0() -> None:
                     qp.connect(qp.endpoint())
                     # The responder, which is the same queue pair, meets a key that is wrong.
                     qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=1))
-                    hit, event = interrupted(lambda: rp.get_async_event(context), moment)
+                    hit, event = interrupted(lambda: context.get_async_event(0), moment)
                     if hit:
-                        event = rp.get_async_event(context)
+                        event = context.get_async_event(0)
                     assert event == (rp.EventType.QP_ACCESS_ERR, qp), (moment, event)
-                    assert rp.get_async_event(context) is None, moment
+                    assert context.get_async_event(0) is None, moment
                 if not hit: break
             print(moment)
         """)
@@ -257,7 +133,7 @@ def test_events_of_closed_resources_are_dropped_on_soft0(soft0) -> None:
                     qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=1))
                     assert select.select([soft0.async_fd], [], [], 0)[0]
                 assert not select.select([soft0.async_fd], [], [], 0)[0]
-        assert rp.get_async_event(soft0) is None
+        assert soft0.get_async_event(0) is None
 
 
 def test_event_of_an_open_queue_pair_outlives_another_one_on_soft0(soft0) -> None:
@@ -271,8 +147,8 @@ def test_event_of_an_open_queue_pair_outlives_another_one_on_soft0(soft0) -> Non
             for qp in (closed, stays):
                 qp.connect(qp.endpoint())
                 qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=1))
-        assert rp.get_async_event(soft0) == (rp.EventType.QP_ACCESS_ERR, stays)
-        assert rp.get_async_event(soft0) is None
+        assert soft0.get_async_event(0) == (rp.EventType.QP_ACCESS_ERR, stays)
+        assert soft0.get_async_event(0) is None
 
 
 def test_threads_that_take_events_share_them_out(said) -> None:
@@ -282,7 +158,7 @@ def test_threads_that_take_events_share_them_out(said) -> None:
         sys.setswitchinterval(1e-6)
         taken = []
         def take():
-            while (event := rp.get_async_event(context)) is not None:
+            while (event := context.get_async_event(0)) is not None:
                 taken.append(event.element)
         for turn in range(50):
             for port in range(60):
@@ -290,54 +166,7 @@ def test_threads_that_take_events_share_them_out(said) -> None:
             threads = [threading.Thread(target=take) for _ in range(4)]
             for thread in threads: thread.start()
             for thread in threads: thread.join(60)
-            while (event := rp.get_async_event(context)) is not None:
+            while (event := context.get_async_event(0)) is not None:
                 taken.append(event.element)
         print(sorted(taken) == list(range(3000)), library.event_acknowledged())
     """) == ["True 3000"]
-
-
-def test_interrupt_at_any_moment_loses_no_event_of_a_cq_and_acknowledges_it_once(said) -> None:
-    """ibv_destroy_cq(3) waits for ever if one is not acknowledged."""
-    lines = said("""
-        from rdmapost._binding import address_of
-        channel = rp.CompChannel(context)
-        cq, other = rp.CQ(context, channel=channel), rp.CQ(context, channel=channel)
-        for moment in range(1, 400):
-            library.event_add_cq(address_of(other._handle))
-            hit, found = interrupted(lambda: channel.get_cq_event(0), moment)
-            # Taken or not, none is left that is not acknowledged.
-            taken = library.event_cq_acknowledged()
-            assert taken in (moment - 1, moment), (moment, taken)
-            if hit:
-                found = channel.get_cq_event(0)
-            assert found is other, (moment, found)
-            assert channel.get_cq_event(0) is None, moment
-            assert library.event_cq_acknowledged() == moment, moment
-            if not hit: break
-        print(moment)
-    """)
-    assert 5 < int(lines[0]) < 400
-
-
-def test_threads_that_take_events_of_cqs_share_them_out(said) -> None:
-    """One announcement wakes one thread, and none is left behind."""
-    assert said("""
-        import threading
-        from rdmapost._binding import address_of
-        sys.setswitchinterval(1e-6)
-        channel = rp.CompChannel(context)
-        cqs = [rp.CQ(context, channel=channel) for _ in range(60)]
-        taken = []
-        def take():
-            while (cq := channel.get_cq_event(0)) is not None:
-                taken.append(cq)
-        for turn in range(50):
-            for cq in cqs:
-                library.event_add_cq(address_of(cq._handle))
-            threads = [threading.Thread(target=take) for _ in range(4)]
-            for thread in threads: thread.start()
-            for thread in threads: thread.join(60)
-            take()
-        print(sorted(map(id, taken)) == sorted(50 * [*map(id, cqs)]))
-        print(library.event_cq_acknowledged())
-    """) == ["True", "3000"]

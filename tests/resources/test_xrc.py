@@ -25,7 +25,7 @@ class Xrc:
         self.theirs = stack.enter_context(rp.MR(pd, 4096, ALL))
         self.srqs = [self.queue(stack, pd) for _ in range(queues)]
         self.a = rp.QP(pd, QPType.XRC_SEND, self.cq, max_inline_data=16)
-        self.b = rp.QP(pd, QPType.XRC_RECV, self.cq, xrcd=self.xrcd)
+        self.b = rp.QP(None, QPType.XRC_RECV, xrcd=self.xrcd)
         stack.callback(self.b.close)
         stack.callback(self.a.close)
         self.connect()
@@ -175,10 +175,36 @@ def test_both_ends_say_what_they_cannot_do(xrc):
             qp.post_recv(rp.RecvWR(xrc.theirs[:8]))
 
 
+def test_target_has_no_pd_and_no_cqs_of_its_own(xrc):
+    """It lives as long as its domain, and is diagnosed and reset like any other."""
+    assert (xrc.b.pd, xrc.b.send_cq, xrc.b.recv_cq) == (None, None, None)
+    assert xrc.b.context is xrc.pd.context
+    assert xrc.b.query().init_attr.qp_type is QPType.XRC_RECV
+    for qp in (xrc.a, xrc.b):
+        assert {finding.severity for finding in qp.diagnose()} <= {"ok", "info"}
+    assert "peer" in {finding.name for finding in xrc.a.diagnose()}
+    with pytest.raises(TypeError, match="pd: expected PD, got NoneType"):
+        xrc.b.ah_to(xrc.a.endpoint())
+    for qp in (xrc.a, xrc.b):
+        qp.to_reset()
+    xrc.connect()
+    srq = xrc.srqs[0]
+    srq.post_srq_recv(rp.RecvWR(xrc.theirs[:64]))
+    assert xrc.post(rp.Send(xrc.mine[:4], remote_srqn=srq.srq_num)) == 0
+
+
 def test_missing_xrc_argument_is_named(context, xrc, pd, cq):
     for make, words in (
-        (lambda: rp.QP(pd, QPType.XRC_RECV, cq), "XRC_RECV queue pairs need an XRC domain"),
-        (lambda: rp.QP(pd, QPType.RC, cq, xrcd=xrc.xrcd), "RC queue pairs have no use for"),
+        (lambda: rp.QP(pd, QPType.XRC_RECV, xrcd=xrc.xrcd), "XRC_RECV queue pairs have no PD"),
+        (
+            lambda: rp.QP(None, QPType.XRC_RECV, cq, xrcd=xrc.xrcd),
+            "have no PD and no CQs, but use those of the SRQ",
+        ),
+        (lambda: rp.QP(None, QPType.XRC_RECV), "XRC_RECV queue pairs need an XRC domain"),
+        (
+            lambda: rp.QP(pd, QPType.RC, cq, xrcd=xrc.xrcd),
+            "xrcd is only for XRC_RECV queue pairs, not RC",
+        ),
         (lambda: rp.QP(pd, QPType.RC, cq, srq=xrc.srqs[0]), "belong to the SRQ that a message"),
         (lambda: rp.QP(pd, QPType.XRC_SEND, cq, srq=xrc.srqs[0]), "belong to the SRQ"),
         (lambda: rp.SRQ(pd, srq_type=SRQType.XRC, cq=cq), "type XRC needs an XRC domain"),
@@ -236,7 +262,7 @@ def test_opening_one_file_twice_gives_one_xrc_domain(context, pd, stack, tmp_pat
         one = Xrc(stack, pd, queues=0)
         cq = stack.enter_context(rp.CQ(context))
         with rp.SRQ(pd, srq_type=SRQType.XRC, xrcd=first, cq=cq) as srq:
-            target = rp.QP(pd, QPType.XRC_RECV, cq, xrcd=second)
+            target = rp.QP(None, QPType.XRC_RECV, xrcd=second)
             one.a.to_reset()
             one.a.connect(target.endpoint())
             target.connect(one.a.endpoint())

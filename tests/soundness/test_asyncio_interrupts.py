@@ -9,11 +9,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from moments import Interrupted, Moment, interrupt_at_each_moment
-from rig import LIMIT, Rig, until
+from connected_pair import LIMIT, Rig, until
+from interrupts import Interrupted, Moment, interrupt_at_each_moment
 
 import rdmapost as rp
-from rdmapost.resources import aio
 
 RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
 HERE = "/rdmapost/resources/"
@@ -82,7 +81,7 @@ def test_interrupt_while_tasks_wait_for_completions_loses_no_completion_and_no_d
         assert sorted(wc.wr_id for wc in rig.found) == [3, 4, 5]
         rig.close()
 
-    interrupt_at_each_moment(Rig, act, check, handler=RAISES[raises], within=HERE, most=60)
+    interrupt_at_each_moment(Rig, act, check, handler=RAISES[raises], within=HERE, max_moments=60)
 
 
 @pytest.mark.parametrize("raises", RAISES)
@@ -106,8 +105,8 @@ def test_interrupt_while_tasks_wait_for_events_loses_no_event(raises) -> None:
             rig.found.append(await wait)
 
         tasks = [
-            asyncio.create_task(note(aio.get_cq_event(channel, LIMIT))),
-            asyncio.create_task(note(aio.get_async_event(rig.context, LIMIT))),
+            asyncio.create_task(note(channel.cq_event(LIMIT))),
+            asyncio.create_task(note(rig.context.async_event(LIMIT))),
         ]
         await asyncio.sleep(0)
         cq.req_notify()
@@ -122,20 +121,20 @@ def test_interrupt_while_tasks_wait_for_events_loses_no_event(raises) -> None:
     def check(rig: Rig, moment: Moment) -> None:
         channel, cq, srq, qp = rig.more
         announced = qp.outstanding.send > 0
-        for event in (channel.get_cq_event(0), rp.get_async_event(rig.context)):
+        for event in (channel.get_cq_event(0), rig.context.get_async_event(0)):
             rig.found += [event] if event is not None else []
         if announced:
             assert {cq, (rp.EventType.SRQ_LIMIT_REACHED, srq)} == {*rig.found}
             assert len(rig.found) == 2
 
         async def again() -> None:
-            assert await aio.get_async_event(rig.context, 0.001) is None
-            assert await aio.get_cq_event(channel, 0.001) is None
+            assert await rig.context.async_event(0.001) is None
+            assert await channel.cq_event(0.001) is None
 
         asyncio.run(again())
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=RAISES[raises], within=HERE, most=60)
+    interrupt_at_each_moment(make, act, check, handler=RAISES[raises], within=HERE, max_moments=60)
 
 
 class _Looping(Rig):
@@ -181,7 +180,7 @@ def test_task_gets_the_completion_that_an_interrupted_thread_put_back(verb: str)
         rig.turn()
         raise Interrupted
 
-    interrupt_at_each_moment(_Looping, act, check, handler=interrupt, within=HERE, most=60)
+    interrupt_at_each_moment(_Looping, act, check, handler=interrupt, within=HERE, max_moments=60)
 
 
 def test_task_gets_the_completion_that_an_interrupted_task_put_back() -> None:
@@ -209,4 +208,4 @@ def test_task_gets_the_completion_that_an_interrupted_task_put_back() -> None:
         rig.drain()
         rig.close()
 
-    interrupt_at_each_moment(Rig, act, check, handler=Interrupted, within=HERE, most=60)
+    interrupt_at_each_moment(Rig, act, check, handler=Interrupted, within=HERE, max_moments=60)

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from connected_pair import LIMIT, Number, Rig, thread, until
+from interrupts import Moment, interrupt_at_each_moment
 from isolated import TIMES, isolated
-from moments import Moment, interrupt_at_each_moment
-from rig import LIMIT, Number, Rig, thread, until
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -234,7 +234,7 @@ def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
         rig.works()
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=close, most=30, seconds=6)
+    interrupt_at_each_moment(make, act, check, handler=close, max_moments=30, seconds=6)
 
 
 @pytest.mark.parametrize("field", ["wr_id", "remote_qpn", "remote_qkey", "send_flags"])
@@ -288,7 +288,7 @@ def test_field_that_closes_the_address_handle_of_its_post_causes_no_post_of_a_de
 
 # ---- copies -----------------------------------------------------------------------
 
-KINDS: dict[str, Callable[[Rig], Any]] = {
+MAKERS: dict[str, Callable[[Rig], Any]] = {
     "Context": lambda rig: rig.context,
     "PD": lambda rig: rig.pd,
     "CQ": lambda rig: rig.cq,
@@ -302,25 +302,25 @@ KINDS: dict[str, Callable[[Rig], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_name", MAKERS)
 @isolated(silent=True)
-def test_copying_a_resource_is_refused_and_names_its_type(kind, device):
+def test_copying_a_resource_is_refused_and_names_its_type(type_name, device):
     """copy, deepcopy, and pickle in each protocol: a second owner would close it twice."""
     rig = Rig(device)
-    thing = KINDS[kind](rig)
+    thing = MAKERS[type_name](rig)
     if thing not in (rig.context, rig.pd, rig.cq, rig.mr, rig.a):
         rig.more.append(thing)
-    ways: list[Callable[[Any], object]] = [copy.copy, copy.deepcopy]
-    ways += [
+    copiers: list[Callable[[Any], object]] = [copy.copy, copy.deepcopy]
+    copiers += [
         lambda thing, protocol=protocol: pickle.dumps(thing, protocol)
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1)
     ]
-    for way in ways:
+    for copier in copiers:
         for value in (thing, [thing], {"it": (thing,)}):
-            if way is copy.copy and value is not thing:
+            if copier is copy.copy and value is not thing:
                 continue
-            with pytest.raises(TypeError, match=rf"\b{kind}\b") as caught:
-                way(value)
+            with pytest.raises(TypeError, match=rf"\b{type_name}\b") as caught:
+                copier(value)
             said = str(caught.value)
             assert "cdata" not in said
             assert "_thread" not in said
@@ -420,15 +420,15 @@ def test_thread_that_keeps_polling_for_events_does_not_block_closing_the_channel
     rig = Rig(device)
     for _ in range(5):
         channel = rp.CompChannel(rig.context)
-        looked = threading.Event()
+        polled = threading.Event()
 
-        def look(channel: rp.CompChannel = channel, looked: threading.Event = looked) -> None:
+        def look(channel: rp.CompChannel = channel, polled: threading.Event = polled) -> None:
             while True:
                 channel.get_cq_event(0)
-                looked.set()
+                polled.set()
 
         with thread(look) as raised:
-            looked.wait()
+            polled.wait()
             start = time.monotonic()
             channel.close()
             assert time.monotonic() - start < TIMES

@@ -15,7 +15,7 @@ import faulthandler, os, sys
 faulthandler.enable()
 faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
 sys.path[:0] = sys.argv[3:]
-from rig import *
+from connected_pair import *
 rig = Rig(sys.argv[1])
 """
 
@@ -111,7 +111,7 @@ def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
     """Threads that post go on meanwhile, and the end does not wait for them."""
     import threading
 
-    from rig import Rig
+    from connected_pair import Rig
 
     import rdmapost as rp
 
@@ -141,7 +141,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
     import os
     import threading
 
-    from rig import Rig
+    from connected_pair import Rig
 
     class Owner:
         def __init__(self) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import random
 import signal
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from connected_pair import ALL, INLINE, Number, Rig
+from interrupts import Interrupted, Moment, interrupt_at_each_moment
 from isolated import TIMES, isolated
-from moments import Interrupted, Moment, interrupt_at_each_moment
-from rig import ALL, INLINE, Number, Rig
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback
@@ -82,13 +84,13 @@ def _finish(rig: Rig, nested: Nested, wr_ids: list[int]) -> None:
     rig.close()
 
 
-@pytest.mark.parametrize("kind", ["mr", "cq", "qp", "srq"])
+@pytest.mark.parametrize("name", ["mr", "cq", "qp", "srq"])
 @isolated(silent=True, timeout=30)
-def test_resource_dropped_near_the_recursion_limit_is_closed_later(kind, soft):
+def test_resource_dropped_near_the_recursion_limit_is_closed_later(name, soft):
     """Closing it takes frames that there are none left for: it comes later."""
     rig = Rig(soft)
     for room in range(1, 40):
-        box = [_victims(rig)[kind]]
+        box = [_victims(rig)[name]]
         gc.collect()
         there = len(open_handles())
 
@@ -416,4 +418,59 @@ def test_garbage_collector_within_a_verb_may_close_post_and_poll(verb, device):
     rig.drain()
     rig.works()
     batch.close()
+    rig.close()
+
+
+@isolated(warnings="ignore", timeout=60)
+def test_what_the_collector_finds_in_a_waiting_thread_can_be_closed_by_another(soft):
+    """Before that wait has ended."""
+    waiting = Rig(soft)
+    pd, cq = rp.PD(waiting.context), rp.CQ(waiting.context)
+    waiter = threading.Thread(target=waiting.cq.wait, args=(2,))
+    gc.disable()
+    waiter.start()
+
+    def drop() -> None:
+        cycle: list[Any] = [rp.MR(pd, 64), rp.QP(pd, rp.QPType.RC, cq)]
+        cycle.append(cycle)
+
+    drop()
+    gc.set_threshold(1, 1, 1)
+    # The first of the two that the thread waits for; it collects as it wakes.
+    waiting.a.post_send(waiting.write())
+    gc.enable()
+    end = time.monotonic() + 0.3
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    gc.disable()
+    cq.close()
+    pd.close()
+    waiting.a.post_send(waiting.write())
+    waiter.join()
+    waiting.close()
+
+
+@isolated(warnings="ignore", timeout=60)
+def test_interrupt_as_a_subclass_with_a_finalizer_is_dropped_leaves_nothing_open(soft):
+    class Region(rp.MR):
+        def __del__(self) -> None:
+            pass
+
+    def raise_it(number: int, frame: object) -> None:
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, raise_it)
+    sys.unraisablehook = lambda unraisable: None
+    rig, numbers = Rig(soft), random.Random(1)
+    for _ in range(1500):
+        pd = rp.PD(rig.context)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, numbers.uniform(5e-6, 150e-6))
+            for _ in range(6):
+                Region(pd, 64)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupted:
+            pass
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        pd.close()
     rig.close()

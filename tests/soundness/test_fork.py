@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import os
@@ -16,8 +17,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
+from connected_pair import LIMIT, Rig, open_files
 from isolated import TIMES, isolated
-from rig import LIMIT, Rig, open_files
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -57,7 +58,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
     rig.more += [channel, cq, srq, ud, ah, mw, mw_1, batch, receives]
     write, receive = rig.write(9), rig.receive(9)
     inline = rp.RdmaWrite(rig.mr[:8], send_flags=rp.SendFlags.INLINE, **to)
-    end = rig.b.endpoint()
+    end, ids = rig.b.endpoint(), array.array("q", [1, 2])
     attr = ah.attr
     bind = rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=rig.mr, addr=rig.mr.addr, length=8)
     return {
@@ -70,6 +71,11 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "post_send bind": lambda: rig.a.post_send(bind),
         "bind_mw": lambda: rig.a.bind_mw(mw_1, rig.mr, rig.mr.addr, 8, rp.Access.REMOTE_READ),
         "post_recv": lambda: rig.b.post_recv(receive),
+        "post_columns": lambda: rig.a.post_columns(rp.RdmaWrite, rig.mr.blocks(ids, 8), **to),
+        "post_recv_columns": lambda: rig.b.post_recv_columns(rig.mr[:8], wr_id=ids),
+        "post_srq_recv_columns": lambda: srq.post_srq_recv_columns(rig.mr[:8], wr_id=ids),
+        "poll_into": lambda: rig.cq.poll_into(bytearray(96)),
+        "wait_into": lambda: rig.cq.wait_into(bytearray(96), 1, 0.1),
         "post_srq_recv": lambda: srq.post_srq_recv(receive),
         "prepared": lambda: batch.post(),
         "prepared recv": lambda: receives.post(),
@@ -81,7 +87,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
         "srq.outstanding": lambda: srq.outstanding,
         "srq.outstanding_tags": lambda: srq.outstanding_tags,
         "srq.outstanding_ops": lambda: srq.outstanding_ops,
-        "get_async_event": lambda: rp_.get_async_event(rig.context),
+        "get_async_event": lambda: rig.context.get_async_event(0),
         "PD": lambda: rp_.PD(rig.context),
         "CQ": lambda: rp_.CQ(rig.context),
         "CompChannel": lambda: rp_.CompChannel(rig.context),
@@ -159,7 +165,12 @@ def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
     for _ in range(3):
         child = os.fork()
         if not child:
-            for take in (rig.cq.poll, lambda: rig.cq.wait(1, 0.05)):
+            for take in (
+                rig.cq.poll,
+                lambda: rig.cq.wait(1, 0.05),
+                lambda: rig.cq.poll_into(bytearray(480)),
+                lambda: rig.cq.wait_into(bytearray(480), 1, 0.05),
+            ):
                 try:
                     take()
                 except rp.RdmaError:
@@ -181,7 +192,7 @@ def test_child_forked_while_threads_wait_can_start_threads_and_exit(waits, devic
     verbs: dict[str, Callable[[float], object]] = {
         "wait": lambda seconds: rig.cq.wait(1, seconds),
         "get_cq_event": channel.get_cq_event,
-        "get_async_event": lambda seconds: rp.get_async_event(rig.context, seconds),
+        "get_async_event": lambda seconds: rig.context.get_async_event(seconds),
     }
     verb = verbs[waits]
     pids: list[int] = []
@@ -218,9 +229,9 @@ def test_child_forked_while_threads_wait_can_start_threads_and_exit(waits, devic
         assert not one.is_alive()
 
 
-@pytest.mark.parametrize("way", ["exit", "fall off", "del", "close", "exception"])
+@pytest.mark.parametrize("ending", ["exit", "fall off", "del", "close", "exception"])
 @isolated(silent=True, timeout=30)
-def test_forked_child_exits_promptly_whatever_other_threads_were_doing(way, device):
+def test_forked_child_exits_promptly_whatever_other_threads_were_doing(ending, device):
     """One posts a prepared list, one lists and INLINE, one polls, at the moment of the fork."""
     warnings.simplefilter("ignore", DeprecationWarning)
     sys.setswitchinterval(1e-5)
@@ -250,16 +261,16 @@ def test_forked_child_exits_promptly_whatever_other_threads_were_doing(way, devi
     for _ in range(12 // min(TIMES, 3)):
         child = os.fork()
         if not child:
-            if way == "exit":
+            if ending == "exit":
                 finish()
-            elif way == "exception":
+            elif ending == "exception":
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
                 raise RuntimeError("the child's own")
-            elif way == "del":
+            elif ending == "del":
                 del rig, other, batch, inline, threads
                 gc.collect()
                 finish()
-            elif way == "close":
+            elif ending == "close":
                 for thing in (batch, other, rig.a, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
                     # Nothing to be given back here; or it is said that it is another's.
                     try:
@@ -276,7 +287,7 @@ def test_forked_child_exits_promptly_whatever_other_threads_were_doing(way, devi
     for one in threads:
         one.join()
     batch.close()
-    assert set(statuses) == {1 if way == "exception" else 0}, statuses
+    assert set(statuses) == {1 if ending == "exception" else 0}, statuses
     rig.cq.poll(512)
     other.to_reset()
     rig.drain()
@@ -354,7 +365,7 @@ def test_pool_of_forked_processes_can_open_its_own_devices(soft):
 @isolated(silent=True, timeout=20)
 def test_child_forked_within_a_verb_can_exit(soft):
     """A handler or a finalizer may fork; the child goes on out of the verb and ends."""
-    from moments import Moment, interrupt_at_each_moment
+    from interrupts import Moment, interrupt_at_each_moment
 
     class Child(BaseException):
         """Leads the child out of everything."""
@@ -375,7 +386,7 @@ def test_child_forked_within_a_verb_can_exit(soft):
         rig.close()
 
     try:
-        interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=handler, most=20)
+        interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=handler, max_moments=20)
     except Child:
         finish()
 
@@ -394,7 +405,7 @@ IN_A_VERB: dict[str, Callable[[Any], object]] = {
 @isolated(silent=True, timeout=30)
 def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb, soft):
     """ClosedError and what to do, where it does not return; close() does nothing."""
-    from moments import Moment, interrupt_at_each_moment
+    from interrupts import Moment, interrupt_at_each_moment
 
     parent = os.getpid()
     reading, writing = os.pipe()
@@ -418,8 +429,8 @@ def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb
         except BaseException as error:
             if os.getpid() == parent:
                 raise
-            told = isinstance(error, rp.ClosedError) and "open the device again" in str(error)
-            if verb == "destroy" or not told:
+            refused = isinstance(error, rp.ClosedError) and "open the device again" in str(error)
+            if verb == "destroy" or not refused:
                 os.write(writing, f"{error!r}\n".encode())
         if os.getpid() != parent:
             os._exit(0)
@@ -429,7 +440,7 @@ def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb
         assert [wc.wr_id for wc in rig.found] == [5]
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, handler=fork, most=40, within=PACKAGE)
+    interrupt_at_each_moment(make, act, check, handler=fork, max_moments=40, within=PACKAGE)
     os.close(writing)
     with os.fdopen(reading) as said:
         wrong = said.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import gc
 import os
@@ -16,9 +17,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+from connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
+from interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
 from isolated import TIMES, isolated
-from moments import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
-from rig import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
 
 import rdmapost as rp
 from rdmapost import MWType, QPType, SRQType, connect
@@ -31,7 +32,7 @@ RAISES = {"KeyboardInterrupt": KeyboardInterrupt, "Exception": Interrupted}
 
 
 def _tag_matching(rig: Rig) -> rp.SRQ:
-    cq = rp.CQ(rig.context, tm_info=True)
+    cq = rp.CQ(rig.context, wc_flags=rp.WCExFlags.WITH_TM_INFO)
     rig.more.append(cq)
     return rp.SRQ(rig.pd, 8, 2, srq_type=SRQType.TM, cq=cq, max_num_tags=8, max_ops=8)
 
@@ -62,11 +63,11 @@ def _attached(rig: Rig) -> rp.QP:
     return qp
 
 
-KINDS: dict[str, Callable[[Rig], Any]] = {
+MAKERS: dict[str, Callable[[Rig], Any]] = {
     "Context": lambda rig: rp.open_device(rig.context.name),
     "PD": lambda rig: rp.PD(rig.context),
     "CQ": lambda rig: rp.CQ(rig.context),
-    "CQ-tm_info": lambda rig: rp.CQ(rig.context, tm_info=True),
+    "CQ-extended": lambda rig: rp.CQ(rig.context, wc_flags=rp.WCExFlags.WITH_TM_INFO),
     "CQ-channel": _with_channel,
     "CompChannel": lambda rig: rp.CompChannel(rig.context),
     "MR": lambda rig: rp.MR(rig.pd, 4096, ALL),
@@ -87,9 +88,9 @@ REAL = ["Context", "PD", "CQ", "CQ-channel", "MR", "MR-given", "MW", "SRQ", "QP"
 """Those that are also interrupted on a real device."""
 
 
-def _make(kind: str, device: str, raises: str, most: int) -> None:
+def _make(type_name: str, device: str, raises: str, max_moments: int) -> None:
     def act(rig: Rig) -> None:
-        rig.more.append(KINDS[kind](rig))
+        rig.more.append(MAKERS[type_name](rig))
 
     def check(rig: Rig, _: Moment) -> None:
         rig.works()
@@ -97,32 +98,37 @@ def _make(kind: str, device: str, raises: str, most: int) -> None:
         rig.close()
 
     interrupt_at_each_moment(
-        lambda: Rig(device), act, check, handler=RAISES[raises], most=most, seconds=8 * TIMES
+        lambda: Rig(device),
+        act,
+        check,
+        handler=RAISES[raises],
+        max_moments=max_moments,
+        seconds=8 * TIMES,
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_name", MAKERS)
 @isolated(silent=True)
-def test_interrupted_creation_leaves_nothing(kind, soft):
-    _make(kind, soft, "KeyboardInterrupt", 100)
+def test_interrupted_creation_leaves_nothing(type_name, soft):
+    _make(type_name, soft, "KeyboardInterrupt", 100)
 
 
-@pytest.mark.parametrize("kind", ["CQ", "MR", "QP", "SRQ-TM"])
+@pytest.mark.parametrize("type_name", ["CQ", "MR", "QP", "SRQ-TM"])
 @isolated(silent=True)
-def test_handlers_exception_during_creation_leaves_nothing(kind, soft):
-    _make(kind, soft, "Exception", 40)
+def test_handlers_exception_during_creation_leaves_nothing(type_name, soft):
+    _make(type_name, soft, "Exception", 40)
 
 
-@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize("type_name", REAL)
 @isolated(silent=True)
-def test_interrupted_creation_leaves_nothing_on_a_real_device(kind, real):
-    _make(kind, real, "KeyboardInterrupt", 25)
+def test_interrupted_creation_leaves_nothing_on_a_real_device(type_name, real):
+    _make(type_name, real, "KeyboardInterrupt", 25)
 
 
-def _close(kind: str, device: str, raises: str, most: int) -> None:
+def _close(type_name: str, device: str, raises: str, max_moments: int) -> None:
     def make() -> Rig:
         rig = Rig(device)
-        rig.more.append(KINDS[kind](rig))
+        rig.more.append(MAKERS[type_name](rig))
         return rig
 
     def check(rig: Rig, moment: Moment) -> None:
@@ -137,27 +143,27 @@ def _close(kind: str, device: str, raises: str, most: int) -> None:
         lambda rig: rig.more[-1].close(),
         check,
         handler=RAISES[raises],
-        most=most,
+        max_moments=max_moments,
         seconds=8 * TIMES,
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("type_name", MAKERS)
 @isolated(silent=True)
-def test_interrupted_close_can_be_repeated(kind, soft):
-    _close(kind, soft, "KeyboardInterrupt", 100)
+def test_interrupted_close_can_be_repeated(type_name, soft):
+    _close(type_name, soft, "KeyboardInterrupt", 100)
 
 
-@pytest.mark.parametrize("kind", ["CQ", "MR", "QP", "SRQ-TM"])
+@pytest.mark.parametrize("type_name", ["CQ", "MR", "QP", "SRQ-TM"])
 @isolated(silent=True)
-def test_close_interrupted_by_a_handlers_exception_can_be_repeated(kind, soft):
-    _close(kind, soft, "Exception", 40)
+def test_close_interrupted_by_a_handlers_exception_can_be_repeated(type_name, soft):
+    _close(type_name, soft, "Exception", 40)
 
 
-@pytest.mark.parametrize("kind", REAL)
+@pytest.mark.parametrize("type_name", REAL)
 @isolated(silent=True)
-def test_interrupted_close_can_be_repeated_on_a_real_device(kind, real):
-    _close(kind, real, "KeyboardInterrupt", 25)
+def test_interrupted_close_can_be_repeated_on_a_real_device(type_name, real):
+    _close(type_name, real, "KeyboardInterrupt", 25)
 
 
 def _loopback(context: rp.Context, opened: contextlib.ExitStack) -> Loopback:
@@ -202,7 +208,7 @@ def test_interrupted_close_of_several_resources_can_be_repeated(what, soft):
         things[1].close()
         assert not open_files() - files
 
-    interrupt_at_each_moment(make, act, check, most=100)
+    interrupt_at_each_moment(make, act, check, max_moments=100)
 
 
 @pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
@@ -302,7 +308,7 @@ def test_interrupted_reset_of_a_queue_pair_can_be_repeated(soft):
         rig.works()
         rig.close()
 
-    interrupt_at_each_moment(make, lambda rig: rig.a.to_reset(), check, most=80)
+    interrupt_at_each_moment(make, lambda rig: rig.a.to_reset(), check, max_moments=80)
 
 
 @isolated(silent=True, warnings="ignore")
@@ -343,7 +349,7 @@ def test_interrupted_region_keeps_its_memory_while_it_is_registered(device):
             things.pd.close()
             things.context.close()
 
-        interrupt_at_each_moment(Things, act, check, most=100 // TIMES, seconds=8 * TIMES)
+        interrupt_at_each_moment(Things, act, check, max_moments=100 // TIMES, seconds=8 * TIMES)
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -387,7 +393,7 @@ def test_interrupted_with_block_over_all_resources_closes_them(raises, soft):
         left = open_files() - things["files"]
         assert not left or warned() > things["warned"], f"left without a warning: {left}"
 
-    interrupt_at_each_moment(make, act, check, handler=RAISES[raises], most=150)
+    interrupt_at_each_moment(make, act, check, handler=RAISES[raises], max_moments=150)
 
 
 # ---- posting ----------------------------------------------------------------------
@@ -419,7 +425,21 @@ POSTS: dict[str, Callable[[Rig], Callable[[], object]]] = {
         _refused, partial(rig.a.post_send, [rig.write(1), rig.write(2, rkey=-1), rig.write(3)])
     ),
     "bind-mw": lambda rig: partial(rig.a.post_send, [_window(rig), rig.write(2)]),
+    "columns": lambda rig: partial(_by_columns, rig, [1, 2, 3]),
+    "columns-refused-at-2": lambda rig: partial(_refused, partial(_by_columns, rig, [1, 2, -1])),
 }
+
+
+def _by_columns(rig: Rig, ids: list[int]) -> None:
+    rig.mr.buffer[0] = 1
+    numbers = array.array("q", ids)
+    rig.a.post_columns(
+        rp.RdmaWrite,
+        rig.mr[:1],
+        wr_id=numbers,
+        remote_addr=rp.Blocks(rig.mr.addr + 1024, numbers, 1),
+        rkey=rig.mr.rkey,
+    )
 
 
 def _refused(post: Callable[[], object]) -> None:
@@ -459,7 +479,7 @@ def test_interrupted_post_counts_as_outstanding_what_the_device_has(how, raises,
         lambda rig: rig.post(),
         _post_check,
         handler=RAISES[raises],
-        most=120 if raises == "KeyboardInterrupt" else 40,
+        max_moments=120 if raises == "KeyboardInterrupt" else 40,
     )
 
 
@@ -470,7 +490,7 @@ def test_interrupted_post_counts_as_outstanding_what_a_real_device_has(how, real
         lambda: _post_rig(how, real),
         lambda rig: rig.post(),
         _post_check,
-        most=25,
+        max_moments=25,
         seconds=8 * TIMES,
     )
 
@@ -512,12 +532,23 @@ def test_interrupted_tso_counts_as_outstanding_what_the_device_has(soft):
         assert [wc.check().wr_id for wc in rig.cq.wait(1, 2)] == [1]
         rig.close()
 
-    interrupt_at_each_moment(make, act, check, most=80)
+    interrupt_at_each_moment(make, act, check, max_moments=80)
 
 
+def _receive(rig: Rig) -> None:
+    rig.b.post_recv([rig.receive(number) for number in (1, 2, 3)])
+
+
+def _receive_by_columns(rig: Rig) -> None:
+    rig.b.post_recv_columns(rig.mr[3072:3080], wr_id=array.array("i", [1, 2, 3]))
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["objects", "columns"])
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True)
-def test_interrupted_post_of_receives_counts_as_outstanding_what_the_device_has(raises, soft):
+def test_interrupted_post_of_receives_counts_as_outstanding_what_the_device_has(
+    raises, columns, soft
+):
     def check(rig: Rig, _: Moment) -> None:
         posted = rig.b.outstanding.recv
         rig.drain_receives()
@@ -529,10 +560,10 @@ def test_interrupted_post_of_receives_counts_as_outstanding_what_the_device_has(
 
     interrupt_at_each_moment(
         lambda: Rig(soft),
-        lambda rig: rig.b.post_recv([rig.receive(number) for number in (1, 2, 3)]),
+        _receive_by_columns if columns else _receive,
         check,
         handler=RAISES[raises],
-        most=80,
+        max_moments=80,
     )
 
 
@@ -572,9 +603,20 @@ class Shared(Rig):
         self.found += self.cq.poll()
 
 
+def _shared(rig: Shared) -> None:
+    rig.srq.post_srq_recv([rig.receive(number) for number in (1, 2, 3)])
+
+
+def _shared_by_columns(rig: Shared) -> None:
+    rig.srq.post_srq_recv_columns(rig.mr[3072:3080], wr_id=array.array("i", [1, 2, 3]))
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["objects", "columns"])
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True)
-def test_interrupted_post_to_an_srq_counts_as_outstanding_what_the_device_has(raises, soft):
+def test_interrupted_post_to_an_srq_counts_as_outstanding_what_the_device_has(
+    raises, columns, soft
+):
     def check(rig: Shared, _: Moment) -> None:
         posted = rig.srq.outstanding
         rig.send(posted)
@@ -587,10 +629,10 @@ def test_interrupted_post_to_an_srq_counts_as_outstanding_what_the_device_has(ra
 
     interrupt_at_each_moment(
         lambda: Shared(soft),
-        lambda rig: rig.srq.post_srq_recv([rig.receive(number) for number in (1, 2, 3)]),
+        _shared_by_columns if columns else _shared,
         check,
         handler=RAISES[raises],
-        most=80,
+        max_moments=80,
     )
 
 
@@ -616,7 +658,9 @@ def test_interrupted_post_of_tag_operations_counts_as_outstanding_what_the_devic
         assert [wc.check().wr_id for wc in cq.wait(1, 2)] == [9]
         rig.close()
 
-    interrupt_at_each_moment(make, lambda rig: rig.more[1].post_srq_ops(rig.ops), check, most=100)
+    interrupt_at_each_moment(
+        make, lambda rig: rig.more[1].post_srq_ops(rig.ops), check, max_moments=100
+    )
 
 
 # ---- polling ----------------------------------------------------------------------
@@ -630,7 +674,23 @@ def _take_by_wait(rig: Rig) -> None:
     rig.found.extend(rig.cq.wait(4, 5))
 
 
-TAKES = {"poll": _take_by_poll, "wait": _take_by_wait}
+EMPTY = b"\xee" * 48
+
+
+def _take_by_poll_into(rig: Rig) -> None:
+    rig.cq.poll_into(rig.rows)
+
+
+def _take_by_wait_into(rig: Rig) -> None:
+    rig.cq.wait_into(rig.rows, 4, 5)
+
+
+TAKES = {
+    "poll": _take_by_poll,
+    "wait": _take_by_wait,
+    "poll_into": _take_by_poll_into,
+    "wait_into": _take_by_wait_into,
+}
 
 
 @pytest.mark.parametrize("raises", RAISES)
@@ -643,15 +703,18 @@ def test_interrupted_poll_or_wait_loses_no_completion(how, raises, soft):
         rig = Rig(soft)
         rig.b.post_recv([rig.receive(10), rig.receive(11)])
         rig.a.post_send([rig.write(1), rig.write(2)])
-        rig.a.post_send([rp.Send(rig.mr[:1], wr_id=3), rp.Send(rig.mr[:1], wr_id=4)])
+        ids = array.array("q", [3, 4])
+        rig.a.post_columns(rp.Send, rig.mr[:1], wr_id=ids)
         return rig
 
     def check(rig: Rig, _: Moment) -> None:
         rig.drain()
         deadline = time.monotonic() + 2
-        while len(rig.found) < 6 and time.monotonic() < deadline:
+        rows = (rig.rows[at : at + 48] for at in range(0, len(rig.rows), 48))
+        taken = [int.from_bytes(row[:8], sys.byteorder) for row in rows if row != EMPTY]
+        while len(rig.found) + len(taken) < 6 and time.monotonic() < deadline:
             rig.found += rig.cq.poll()
-        assert sorted(wc.wr_id for wc in rig.found) == [1, 2, 3, 4, 10, 11]
+        assert sorted([wc.wr_id for wc in rig.found] + taken) == [1, 2, 3, 4, 10, 11]
         assert (rig.a.outstanding.send, rig.b.outstanding.recv) == (0, 0)
         rig.works()
         rig.close()
@@ -661,7 +724,7 @@ def test_interrupted_poll_or_wait_loses_no_completion(how, raises, soft):
         TAKES[how],
         check,
         handler=RAISES[raises],
-        most=150 if raises == "KeyboardInterrupt" else 50,
+        max_moments=150 if raises == "KeyboardInterrupt" else 50,
     )
 
 
@@ -681,7 +744,7 @@ def test_interrupted_poll_of_shared_receives_loses_no_completion(raises, soft):
         assert sorted(rig.receives()) == [*range(60)]
         rig.close()
 
-    interrupt_at_each_moment(make, _take_by_poll, check, handler=RAISES[raises], most=40)
+    interrupt_at_each_moment(make, _take_by_poll, check, handler=RAISES[raises], max_moments=40)
 
 
 @isolated(silent=True)
@@ -719,7 +782,7 @@ def test_interrupted_wait_for_missing_completions_leaves_the_cq_usable(sleeps, s
         rig.works()
         rig.close()
 
-    interrupt_at_each_moment(lambda: Rig(soft), act, check, most=60)
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, max_moments=60)
 
 
 # ---- handlers that raise nothing --------------------------------------------------
@@ -806,7 +869,7 @@ def test_signal_handler_may_poll_and_post_within_any_verb(verb, nested, soft):
             NESTED[nested](rig)
 
     interrupt_at_each_moment(
-        lambda: _verb_rig(soft), act, check, handler=handle, most=25, seconds=5
+        lambda: _verb_rig(soft), act, check, handler=handle, max_moments=25, seconds=5
     )
 
 
@@ -830,7 +893,7 @@ def test_signal_handler_may_close_within_any_verb(verb, soft):
         assert not left, f"descriptors left: {left}"
 
     interrupt_at_each_moment(
-        lambda: _verb_rig(soft), act, check, handler=_nested_close, most=40, seconds=5
+        lambda: _verb_rig(soft), act, check, handler=_nested_close, max_moments=40, seconds=5
     )
 
 
@@ -910,7 +973,7 @@ def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, wai
         act,
         check,
         handler=IN_THE_MIDDLE[nested],
-        most=40,
+        max_moments=40,
         seconds=5,
         within="/rdmapost/providers/soft0/",
     )

@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from connected_pair import Rig, thread
 from isolated import TIMES, isolated
-from rig import Rig, thread
 
 import rdmapost as rp
 

@@ -9,6 +9,7 @@ import pathlib
 import platform
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import pytest
 
 import rdmapost as rp
-from rdmapost import Access, QPType, WCStatus
+from rdmapost import Access, QPState, QPType, WCStatus
 from rdmapost.resources.resource import Resource, _all_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -37,6 +38,12 @@ GRH = 40
 
 LIMIT = 120.0
 """Seconds to wait for something that must happen."""
+
+MOMENT = 0.2
+"""Seconds after which what has not completed is not about to."""
+
+TYPES = [QPType.RC, QPType.UC, QPType.UD]
+CONNECTED = [QPType.RC, QPType.UC]
 
 
 def kernel() -> str:
@@ -118,9 +125,9 @@ class Pair:
         self.a.connect(self.b.endpoint(), **self._connect_options)
         self.b.connect(self.a.endpoint(), **self._connect_options)
 
-    def wr(self, kind: type, *args: Any, **fields: Any) -> Any:
+    def wr(self, wr_type: type, *args: Any, **fields: Any) -> Any:
         """Make a work request for a to post, with b's address or memory filled in."""
-        if self.type is QPType.UD and issubclass(kind, rp.Send | rp.SendWithImm):
+        if self.type is QPType.UD and issubclass(wr_type, rp.Send | rp.SendWithImm):
             assert self.ah is not None
             fields = {
                 "ah": self.ah,
@@ -129,9 +136,9 @@ class Pair:
                 **fields,
             }
         remote = rp.RdmaWrite | rp.RdmaWriteWithImm | rp.RdmaRead
-        if issubclass(kind, remote | rp.AtomicCmpAndSwp | rp.AtomicFetchAndAdd):
+        if issubclass(wr_type, remote | rp.AtomicCmpAndSwp | rp.AtomicFetchAndAdd):
             fields = {"remote_addr": self.theirs.addr, "rkey": self.theirs.rkey, **fields}
-        return kind(*args, **fields)
+        return wr_type(*args, **fields)
 
     def send(self, *args: Any, **fields: Any) -> Any:
         """Make a SEND for a to post."""
@@ -194,17 +201,16 @@ class Interrupted(BaseException):
 
 
 @contextlib.contextmanager
-def _no_gc_callbacks() -> Iterator[None]:
-    """Remove the garbage collector's callbacks (Hypothesis has one): interrupts there are lost."""
-    before = gc.callbacks.copy()
-    gc.callbacks.clear()
+def _no_automatic_gc() -> Iterator[None]:
+    """Let no collection start: its callbacks, and those of weak references, lose interrupts."""
+    gc.disable()
     try:
         yield
     finally:
-        gc.callbacks[:] = before
+        gc.enable()
 
 
-@_no_gc_callbacks()
+@_no_automatic_gc()
 def interrupt_everywhere(call: Callable[[], object]) -> int:
     """Interrupt a call at each point at which Python runs signal handlers, once each.
 
@@ -239,3 +245,71 @@ def interrupt_everywhere(call: Callable[[], object]) -> int:
         finally:
             sys.setprofile(None)
         assert _all_open() == before, f"at moment {seen}"
+
+
+def nothing_comes(cq: rp.CQ) -> None:
+    """Check that no completion comes for a moment."""
+    with pytest.raises(rp.WaitTimeout, match="0 of 1 completions came"):
+        cq.wait(timeout=MOMENT)
+
+
+def writes(pair: Pair, count: int, start: int = 0) -> list[rp.RdmaWrite]:
+    """Make writes of one byte each, whose values are 1, 2, 3, ..."""
+    pair.mine.buffer[:count] = bytes(range(1, count + 1))
+    return [
+        pair.wr(
+            rp.RdmaWrite, pair.mine[i : i + 1], remote_addr=pair.theirs.addr + i, wr_id=start + i
+        )
+        for i in range(count)
+    ]
+
+
+def connected(
+    stack: contextlib.ExitStack, pd: rp.PD, near_cq: rp.CQ, far_cq: rp.CQ
+) -> tuple[rp.QP, rp.QP]:
+    """Make two connected RC queue pairs, each with its own CQ."""
+    near = stack.enter_context(rp.QP(pd, QPType.RC, near_cq))
+    far = stack.enter_context(rp.QP(pd, QPType.RC, far_cq))
+    far.connect(near.endpoint())
+    near.connect(far.endpoint(), rnr_retry=1)
+    return near, far
+
+
+def waiting(source: rp.CQ | rp.CompChannel, threads: list[threading.Thread]) -> None:
+    """Wait until all threads wait for a CQ or a channel."""
+    until(lambda: source._poller.waiting == len(threads))
+
+
+def ended(threads: list[threading.Thread]) -> None:
+    """Join threads, which must end."""
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+
+
+def write(pair: Pair, wr_id: int = 0) -> Any:
+    """Make a write of one byte."""
+    return pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=wr_id)
+
+
+def refused(pair: Pair, wr: rp.SendWR, words: str) -> None:
+    """Check that a post is refused, with nothing posted."""
+    with pytest.raises(rp.PostError, match=words) as caught:
+        pair.a.post_send(wr)
+    assert caught.value.wr is wr
+    assert pair.a.outstanding.send == 0
+
+
+def climb(qp: rp.QP, state: QPState, remote: rp.Endpoint) -> None:
+    """Bring a queue pair up from RESET to a state, and down to SQD from RTS."""
+    connected = qp.qp_type is not QPType.UD
+    ways = {
+        QPState.INIT: qp.to_init,
+        QPState.RTR: lambda: qp.to_rtr(remote if connected else None),
+        QPState.RTS: lambda: qp.to_rts(rnr_retry=1),
+        QPState.SQD: qp.to_sqd,
+    }
+    for step, way in ways.items():
+        if qp.state < step <= state:
+            way()
+    assert qp.state is state

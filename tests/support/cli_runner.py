@@ -59,7 +59,7 @@ def done(context: rp.Context, *args: str) -> dict[str, Any]:
     """Run a command that must succeed on a device; return its JSON document."""
     ran = on(context, *args, "--json")
     assert ran.err == ""
-    assert ran.code == 0
+    assert ran.code == 0, ran.out
     return ran.doc
 
 

@@ -45,7 +45,7 @@ def main() -> None:
             sock.bind((f"127.0.0.{2 + opened % int(sources)}", 0))
         sock.connect((host, port))
         if behaviour == "half":
-            sock.send(b'{"rdmapost":1,"type":"hello","tok')
+            sock.send(b'{"rdmapost":2,"type":"hello","tok')
         elif behaviour == "guess":
             sock.send(json.dumps({**hello, "token": f"guess {opened}"}).encode() + b"\n")
         sock.setblocking(False)

@@ -7,7 +7,17 @@ import pathlib
 import re
 from dataclasses import dataclass
 
-__all__ = ["DOCUMENTS", "ROOT", "Block", "Command", "blocks", "commands_of", "prose", "shown"]
+__all__ = [
+    "DOCUMENTS",
+    "ROOT",
+    "TUTORIALS",
+    "Block",
+    "Command",
+    "blocks",
+    "commands_of",
+    "prose",
+    "shown",
+]
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = [
@@ -16,6 +26,8 @@ DOCUMENTS = [
     "SECURITY.md",
     *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
 ]
+TUTORIALS = {"docs/tutorial.md", "docs/tutorial-two-processes.md", "docs/tutorial-real-device.md"}
+"""Documents whose Python blocks build on each other."""
 
 _PROMPT = re.compile(r"(\w*)\$ (.*)")
 

@@ -26,6 +26,20 @@ def resources():
     return context, pd, cq
 """
 
+LIES = """
+import ctypes, os, sys
+# Every work request completes, and nothing is carried out.
+ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"]).null_remember(1)
+"""
+
+COMMAND = """
+from rdmapost.cli import main
+sys.stderr = sys.stdout
+sys.argv[1:] = os.environ["COMMAND"].split()
+try: main()
+except SystemExit as end: print("exit", end.code)
+"""
+
 
 @pytest.fixture(scope="module")
 def null(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -24,10 +24,10 @@ from rdmapost.tools.connect.protocol_messages import (
     Report,
     encode,
 )
-from rdmapost.tools.fabric import fabric_of
+from rdmapost.tools.reachability import fabric_of
 from support import LIMIT
 
-ENDPOINT = "qpn=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
+ENDPOINT = "qp_num=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
 
 
 class AsyncServerInThread:
@@ -126,7 +126,7 @@ def both_servers(
 
 def hello(context: rp.Context, token: str | None = None) -> Hello:
     """The hello of a client whose queue pair does not exist."""
-    gid = rp.choose_gid(context).gid
+    gid = context.choose_gid().gid
     return Hello(token, fabric_of(context), QPType.RC, rp.Endpoint.parse(ENDPOINT.format(gid=gid)))
 
 

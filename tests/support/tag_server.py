@@ -39,7 +39,9 @@ class Server:
     ) -> None:
         self.pd = pd
         context = pd.context
-        self.cq = stack.enter_context(rp.CQ(context, 256, channel=channel, tm_info=True))
+        self.cq = stack.enter_context(
+            rp.CQ(context, 256, channel=channel, wc_flags=rp.WCExFlags.WITH_TM_INFO)
+        )
         self.mr = stack.enter_context(rp.MR(pd, 65536, ALL))
         self.srq = rp.SRQ(pd, 16, 2, srq_type=SRQType.TM, cq=self.cq, **options)
         stack.callback(self.srq.close)

@@ -87,6 +87,7 @@ static struct {
 	int count, answers[POLLS]; /* completions that each poll returns, negative to fail; then 0 */
 	int polls, asked[POLLS], ended; /* polls, how many each requested; calls to ibv_end_poll() */
 	int left; /* completions left in this poll */
+	int drained; /* whether that has just become 0: a poll that asks once more finds none */
 	uint64_t next; /* the next one's wr_id; odd ones have failed */
 } script;
 
@@ -95,7 +96,7 @@ static struct ibv_context polled;
 const int *tap_asked(void);
 int tap_polls(void);
 int tap_ended(void);
-void *tap_cq(int extended, int tells_tags, const int *answers, int count);
+void *tap_cq(int extended, int reports_more, const int *answers, int count);
 
 static int begin(int asked)
 {
@@ -111,12 +112,12 @@ static enum ibv_wc_status status_of(uint64_t wr_id)
 	return wr_id & 1 ? IBV_WC_REM_OP_ERR : IBV_WC_SUCCESS;
 }
 
-static int poll_cq(struct ibv_cq *cq, int most, struct ibv_wc *wc)
+static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 {
-	int answer = begin(most);
+	int answer = begin(num_entries);
 
 	(void)cq;
-	for (int i = 0; i < answer && i < most; i++) {
+	for (int i = 0; i < answer && i < num_entries; i++) {
 		wc[i].wr_id = script.next++;
 		wc[i].status = status_of(wc[i].wr_id);
 	}
@@ -127,7 +128,7 @@ static int next_poll(struct ibv_cq_ex *cq)
 {
 	if (!script.left)
 		return ENOENT;
-	script.left--;
+	script.drained = !--script.left;
 	cq->wr_id = script.next++;
 	cq->status = status_of(cq->wr_id);
 	return 0;
@@ -135,7 +136,13 @@ static int next_poll(struct ibv_cq_ex *cq)
 
 static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 {
-	return begin((int)attr->comp_mask) < 0 ? EBUSY : next_poll(cq);
+	if (script.drained) {
+		script.drained = 0;
+		return ENOENT;
+	}
+	if (!script.left && begin((int)attr->comp_mask) < 0)
+		return EBUSY;
+	return next_poll(cq);
 }
 
 static void end_poll(struct ibv_cq_ex *cq)
@@ -166,13 +173,23 @@ static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm)
 	tm->priv = (uint32_t)(120 + cq->wr_id);
 }
 
+static uint64_t read_completion_ts(struct ibv_cq_ex *cq)
+{
+	return 130 + cq->wr_id;
+}
+
+static uint64_t read_completion_wallclock_ns(struct ibv_cq_ex *cq)
+{
+	return 140 + cq->wr_id;
+}
+
 /* Only one can exist at a time. */
-void *tap_cq(int extended, int tells_tags, const int *answers, int count)
+void *tap_cq(int extended, int reports_more, const int *answers, int count)
 {
 	static struct ibv_cq cq;
 	static struct ibv_cq_ex ex;
 
-	script.polls = script.ended = script.left = 0;
+	script.polls = script.ended = script.left = script.drained = 0;
 	script.next = 0;
 	script.count = count;
 	for (int i = 0; i < count; i++)
@@ -192,7 +209,9 @@ void *tap_cq(int extended, int tells_tags, const int *answers, int count)
 	ex.read_slid = read_slid;
 	ex.read_sl = read_sl;
 	ex.read_dlid_path_bits = read_dlid_path_bits;
-	ex.read_tm_info = tells_tags ? read_tm_info : NULL;
+	ex.read_tm_info = reports_more ? read_tm_info : NULL;
+	ex.read_completion_ts = reports_more ? read_completion_ts : NULL;
+	ex.read_completion_wallclock_ns = reports_more ? read_completion_wallclock_ns : NULL;
 	return extended ? (void *)&ex : (void *)&cq;
 }
 

@@ -109,8 +109,8 @@ def _compiled() -> Any:
     source = pathlib.Path(__file__).with_name("tap.c")
     if shutil.which(cc[0]) is None:
         return "there is no C compiler"
-    with tempfile.TemporaryDirectory() as into:
-        library = f"{into}/tap.so"
+    with tempfile.TemporaryDirectory() as directory:
+        library = f"{directory}/tap.so"
         done = subprocess.run(
             [
                 *cc,
@@ -153,20 +153,20 @@ class PolledCQ:
         extended: whether it is a ``struct ibv_cq_ex``.
         answers: how many completions each successive poll returns; negative if it fails. Later
             polls return none.
-        tells_tags: whether it has ``read_tm_info``.
+        reports_more: whether it reports tags and timestamps, too.
 
     Attributes:
         address: the address of its struct.
     """
 
-    def __init__(self, extended: bool, answers: list[int], tells_tags: bool = True) -> None:
+    def __init__(self, extended: bool, answers: list[int], reports_more: bool = True) -> None:
         self._library = _compiled()
         if isinstance(self._library, str):
             pytest.skip(self._library)
         self._library.tap_cq.restype = ctypes.c_void_p
         self._library.tap_asked.restype = ctypes.POINTER(ctypes.c_int)
         given = (ctypes.c_int * len(answers))(*answers)
-        self.address: int = self._library.tap_cq(extended, tells_tags, given, len(answers))
+        self.address: int = self._library.tap_cq(extended, reports_more, given, len(answers))
 
     @property
     def polls(self) -> int:

@@ -18,5 +18,7 @@ SEND_CLASSES = (
     rp.LocalInv,
     rp.BindMW,
     rp.TSO,
+    rp.AtomicWrite,
+    rp.Flush,
 )
 OPS_CLASSES = (rp.TagAdd, rp.TagDel, rp.TagSync)

@@ -1,9 +1,7 @@
 /* A handle's lifetime (handle.h). */
 #include "handles/handle.h"
 
-#include <pthread.h>
 #include <structmember.h>
-#include <time.h>
 #include <unistd.h>
 
 #define SHUT RP_SHUT
@@ -47,7 +45,7 @@ static struct {
 
 static unsigned int process = 1;
 
-_Thread_local struct rp_thread *rp_current;
+RP_THREAD_LOCAL struct rp_thread *rp_current;
 static _Thread_local struct rp_thread its_own;
 
 struct rp_thread *rp_first_thread(void)
@@ -144,6 +142,14 @@ void rp_raise(PyObject *exception)
 	Py_DECREF(exception);
 }
 
+int rp_refuse_call(void)
+{
+	rp_leave_call();
+	PyErr_Format(PyExc_RecursionError,
+		     "maximum recursion depth exceeded: %d calls of rdmapost in each other", MAX_CALLS);
+	return -1;
+}
+
 int rp_lacks_room(PyObject *exception)
 {
 	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
@@ -178,6 +184,22 @@ static void unlist(struct rp_handle *h)
 	if (list_as(h, NULL))
 		PyErr_Clear();
 	restore_error(error);
+}
+
+/*
+ * List an unreachable handle for close_dropped(): the collector has cleared the weak reference.
+ * Returns whether it is listed.
+ */
+static int list_again(struct rp_handle *h)
+{
+	struct error error = save_error();
+	PyObject *listed = PyWeakref_NewRef((PyObject *)h, NULL);
+	int done = listed && !list_as(h, listed);
+
+	PyErr_Clear();
+	Py_XDECREF(listed);
+	restore_error(error);
+	return done;
 }
 
 /* ---- users ---------------------------------------------------------------- */
@@ -224,7 +246,7 @@ static void close_quietly(struct rp_handle *h);
 static void close_abandoned(struct rp_handle *h)
 {
 	if (rp_exiting == RP_CLOSED_ALL || is_done(h) ||
-	    (state_of(h) == OPEN && !rp_is_open(h)) || is_busy(h))
+	    (state_of(h) == OPEN && !rp_is_open(h) && !h->spoiled) || is_busy(h))
 		return;
 	if (rp_thread()->top)
 		put_off(h, BY_FINALIZER);
@@ -233,9 +255,9 @@ static void close_abandoned(struct rp_handle *h)
 }
 
 /* A user has left: the last user of an unreachable handle closes it. */
-void rp_look_after(struct rp_handle *h)
+void rp_user_left(struct rp_handle *h)
 {
-	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !h->held_since)
+	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !RP_LOAD(&h->held_since))
 		close_abandoned(h);
 }
 
@@ -244,7 +266,7 @@ static void leave(struct rp_handle *h, uint64_t user)
 	if (h->process != process)
 		return;
 	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
-	rp_look_after(h);
+	rp_user_left(h);
 }
 
 int rp_is_open(const struct rp_handle *h)
@@ -275,12 +297,11 @@ void rp_end_use(struct rp_use *use)
 	rp_end_use_by(rp_thread(), use);
 }
 
-void rp_unname(struct rp_handle *h)
+void rp_unpin(struct rp_handle *h)
 {
-	if (h->process != process)
-		return;
 	RP_ADD(&h->posted, -1);
-	rp_look_after(h);
+	if (h->process == process)
+		rp_user_left(h);
 }
 
 /* ---- windows -------------------------------------------------------------- */
@@ -337,27 +358,18 @@ static int binds_windows(struct rp_handle *h)
 /* Hold back an unreachable queue pair; returns whether it was necessary and possible. */
 static int hold_back(struct rp_handle *h)
 {
-	struct error error;
-	PyObject *listed;
-	int held;
-
-	if (!binds_windows(h) || is_done(h) || rp_exiting || h->held_since)
+	if (!binds_windows(h) || is_done(h) || rp_exiting || RP_LOAD(&h->held_since) ||
+	    !list_again(h))
 		return 0;
-	error = save_error();
-	/* The collector has cleared the weak reference by which close_dropped() finds it. */
-	listed = PyWeakref_NewRef((PyObject *)h, NULL);
-	held = listed && !list_as(h, listed);
-	if (held) {
-		h->held_since = rp_now_ns();
-		push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
-	}
-	PyErr_Clear();
-	Py_XDECREF(listed);
-	restore_error(error);
-	return held;
+	RP_STORE(&h->held_since, rp_now_ns());
+	push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
+	return 1;
 }
 
-/* Close those that need wait no longer; may run any Python code. */
+/*
+ * Close those that need wait no longer; may run any Python code. One that is being closed stays
+ * listed, because that close may be interrupted.
+ */
 static void close_held_back(void)
 {
 	struct rp_handle *h = __atomic_exchange_n(&rp_held_back, NULL, __ATOMIC_SEQ_CST), *behind;
@@ -365,11 +377,13 @@ static void close_held_back(void)
 
 	for (; h; h = behind) {
 		behind = h->behind;
-		if (!is_done(h) && binds_windows(h) && now - h->held_since < HELD_NS) {
+		if (h->process == process && !is_done(h) &&
+		    (!rp_is_open(h) ||
+		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
 			push_held_back(h);
 			continue;
 		}
-		h->held_since = 0;
+		RP_STORE(&h->held_since, 0);
 		close_abandoned(h);
 		Py_DECREF((PyObject *)h);
 	}
@@ -383,7 +397,7 @@ static void unbind(struct rp_bound *bound)
 
 		RP_ADD(&bound->mr->windows, -1);
 		RP_ADD(&bound->binder->windows, -1);
-		rp_look_after(bound->mr);
+		rp_user_left(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
 		Py_DECREF(bound->binder->queue);
 		PyMem_Free(bound);
@@ -441,6 +455,11 @@ void rp_raise_closed(struct rp_handle *h)
 			     h, h->pid);
 	else if (rp_exiting == RP_CLOSED_ALL)
 		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
+	else if (h->spoiled)
+		PyErr_Format(python.closed,
+			     "%S cannot be used: it failed to be registered again; close it", h);
+	else if (h->remaking)
+		PyErr_Format(python.closed, "%S is being registered again by another thread", h);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
@@ -587,7 +606,7 @@ static void unmake(struct rp_handle *h, PyObject *made)
 	PyObject *done = NULL;
 
 	/* A call may fail for lack of memory; retry, since some may have been freed. */
-	for (int i = 0; !done && i < MOST_INTERRUPTS; i++) {
+	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
 		PyErr_Clear();
 		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
 	}
@@ -712,20 +731,23 @@ static PyObject *handle_end(PyObject *self, PyObject *well)
 }
 
 /*
- * _make(create, args, destroy, parents, keeps=None, access=0): call create with args
- * and take ownership of the struct it returns, as a child of each parent.
+ * _make(create, args, destroy, parents, keeps=None, access=0, start=0, unreadable=False): call
+ * create with args and take ownership of the struct it returns, as a child of each parent.
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	static char *names[] = { "create", "args", "destroy", "parents", "keeps", "access", NULL };
+	static char *names[] = { "create", "args",   "destroy", "parents",    "keeps",
+				 "access", "start", "unreadable", NULL };
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
+	unsigned long long start = 0;
 	unsigned int access = 0;
+	int unreadable = 0;
 	char before;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OI", names, &create,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OIKp", names, &create,
 					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
-					 &parents, &keeps, &access))
+					 &parents, &keeps, &access, &start, &unreadable))
 		return NULL;
 	if (rp_exiting == RP_CLOSED_ALL) {
 		PyErr_SetString(python.closed, "nothing can be opened: the interpreter is exiting");
@@ -739,6 +761,8 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->process = process;
 	h->pid = (int)getpid();
 	h->access = access;
+	h->start = start;
+	h->unreadable = (char)unreadable;
 	h->keeps = Py_XNewRef(keeps);
 	h->destroy = Py_NewRef(destroy);
 	h->parents = Py_NewRef(parents);
@@ -777,8 +801,8 @@ static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
 	return value;
 }
 
-/* _live(): return the struct, or raise ClosedError. */
-static PyObject *handle_live(PyObject *self, PyObject *unused)
+/* _open_struct(): return the struct, or raise ClosedError. */
+static PyObject *open_struct(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *cdata = get_held(h, &h->cdata);
@@ -789,7 +813,7 @@ static PyObject *handle_live(PyObject *self, PyObject *unused)
 	return cdata;
 }
 
-/* The struct, or None if closed; formats no message, so __str__ may use it. */
+/* The struct, or None if closed. */
 static PyObject *get_struct(PyObject *self, void *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -797,6 +821,23 @@ static PyObject *get_struct(PyObject *self, void *unused)
 
 	(void)unused;
 	return cdata ? cdata : Py_NewRef(Py_None);
+}
+
+/*
+ * _peek(name): return an attribute of the struct, or None if closed; formats no message, so __str__
+ * may use it.
+ */
+static PyObject *handle_peek(PyObject *self, PyObject *name)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	struct rp_use use;
+	PyObject *value;
+
+	if (rp_begin_use(h, &use))
+		return Py_NewRef(Py_None);
+	value = PyObject_GetAttr(h->cdata, name);
+	rp_end_use(&use);
+	return value;
 }
 
 static PyObject *get_closed(PyObject *self, void *unused)
@@ -998,23 +1039,40 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call _forget() until it completes, then release every reference. The device has already destroyed
- * the object, so an exception does not stop this; the first one stays set.
+ * Call a method, perhaps with an argument, until it completes: the device has already done its part.
+ * Returns the first exception, and leaves none set.
  */
-static void finish(struct rp_handle *h)
+static struct error insist(struct rp_handle *h, const char *method, PyObject *argument)
 {
 	struct error first = { NULL, NULL, NULL };
-	int forgotten = 0;
+	PyObject *done = NULL;
 
-	for (int i = 0; !forgotten && i < MOST_INTERRUPTS; i++) {
-		forgotten = !ask(h, "_forget");
+	/* It may be impossible in the child of a fork that a signal handler has made. */
+	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == process); i++) {
+		done = PyObject_CallMethod((PyObject *)h, method, argument ? "(O)" : NULL, argument);
 		if (!first.type)
 			first = save_error();
 		PyErr_Clear();
 	}
+	Py_XDECREF(done);
+	return first;
+}
+
+/* Call _forget(), then release every reference. An exception does not stop this, and stays set. */
+static void finish(struct rp_handle *h)
+{
+	struct error first = insist(h, "_forget", NULL);
+
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
 	restore_error(first);
+}
+
+/* The handle stays open after all. */
+static void reopen(struct rp_handle *h)
+{
+	if (!h->spoiled)
+		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 }
 
 /* Close a handle now; 0, or -1 with an exception. */
@@ -1031,9 +1089,12 @@ static int close_now(struct rp_handle *h)
 	if (!stopped)
 		finish(h);
 	h->releasing = 0;
-	if (stopped) /* it stays open after all */
-		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	if (stopped)
+		reopen(h);
 	end_claim(h);
+	/* Interrupted, and no user is left that will try again. */
+	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
+		put_off(h, BY_FINALIZER);
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != process && PyErr_ExceptionMatches(python.error))
 		PyErr_Clear();
@@ -1091,7 +1152,7 @@ static int close_insistently(struct rp_handle *h)
 	PyObject *first = NULL;
 	int failed = close_now(h), refusals = 0, known = 0;
 
-	for (int i = 1; failed && i < MOST_INTERRUPTS; i++) {
+	for (int i = 1; failed && i < MAX_INTERRUPTS; i++) {
 		known = PyErr_ExceptionMatches(python.error);
 		/* An apparent refusal by the device may be a handler's exception: retry. */
 		refusals += known && h->refused;
@@ -1185,6 +1246,9 @@ void rp_close_put_off(void)
 		}
 		Py_DECREF((PyObject *)h);
 	}
+	/* Their windows may have been among those. */
+	if (RP_LOAD(&rp_held_back))
+		close_held_back();
 	me->draining = 0;
 	rp_deliver_soon();
 	restore_error(error);
@@ -1205,6 +1269,178 @@ static PyObject *handle_close(PyObject *self, PyObject *unused)
 		failed = close_now(h);
 	Py_DECREF(self);
 	return failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* ---- registering again ----------------------------------------------------- */
+
+/* What a region is to become. */
+struct form {
+	PyObject *parents, *keeps;
+	unsigned int access;
+	unsigned long long start;
+	int unreadable;
+	PyObject *settled; /* for _settle() */
+};
+
+enum { UNCHANGED, CHANGED, SPOILED };
+
+/*
+ * What a call of ibv_rereg_mr has left; `code` is the errno unless CHANGED, or 0 with an exception
+ * set. The region is spoiled unless the call says otherwise: a device that does not have the verb
+ * has not begun.
+ */
+static int outcome(PyObject *result, long *code)
+{
+	long said = result && result != Py_None ? PyLong_AsLong(result) : 0;
+	PyObject *number;
+
+	*code = 0;
+	if (!result)
+		return UNCHANGED;
+	if (said == 0 || said == IBV_REREG_MR_ERR_DO_FORK_OLD)
+		return CHANGED;
+	number = PyObject_GetAttrString(python.ffi, "errno");
+	*code = number ? PyLong_AsLong(number) : EIO;
+	Py_XDECREF(number);
+	PyErr_Clear();
+	if (*code <= 0)
+		*code = EIO;
+	if (said == IBV_REREG_MR_ERR_INPUT || said == IBV_REREG_MR_ERR_DONT_FORK_NEW ||
+	    *code == EOPNOTSUPP || *code == ENOSYS)
+		return UNCHANGED;
+	return SPOILED;
+}
+
+/*
+ * Call the verb, once nothing uses the region. Release what the old region was made of only if the
+ * device has the new one; if it may have either, keep both. 0, or -1 with an exception.
+ */
+static int change(struct rp_handle *h, PyObject *function, PyObject *args, const struct form *new)
+{
+	PyObject *parents = h->parents, *keeps = h->keeps;
+	PyObject *both_parents = PySequence_Concat(parents, new->parents);
+	PyObject *both = PyTuple_Pack(2, keeps ? keeps : Py_None, new->keeps);
+	struct rp_use uses[MAX_ARGS];
+	PyObject *result;
+	int used, now;
+	long code;
+
+	if (!both_parents || !both || join_parents(new->parents)) {
+		Py_XDECREF(both_parents);
+		Py_XDECREF(both);
+		return -1;
+	}
+	result = call(function, (PyObject *)h, args, uses, &used);
+	/* No Python code runs from here until the handle records the outcome. */
+	now = outcome(result, &code);
+	if (now == CHANGED) {
+		h->parents = Py_NewRef(new->parents);
+		h->keeps = Py_NewRef(new->keeps);
+		h->access = new->access;
+		h->start = new->start;
+		h->unreadable = (char)new->unreadable;
+	} else if (now == SPOILED) {
+		h->parents = Py_NewRef(both_parents);
+		h->keeps = Py_NewRef(both);
+		h->spoiled = 1;
+	}
+	end_uses(uses, used);
+	if (code)
+		raise_failed(function, code);
+	if (now == CHANGED) {
+		restore_error(insist(h, "_settle", new->settled));
+		leave_parents(parents, PyTuple_Size(parents));
+	} else if (now == UNCHANGED) {
+		leave_parents(new->parents, PyTuple_Size(new->parents));
+	}
+	if (now != UNCHANGED) {
+		struct error error = save_error();
+
+		Py_DECREF(parents);
+		Py_XDECREF(keeps);
+		restore_error(error);
+	}
+	Py_XDECREF(result);
+	Py_DECREF(both_parents);
+	Py_DECREF(both);
+	return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Wait for verbs, and refuse if anything in flight names it; 0, -1, or 1 as sleep_on(). */
+static int wait_until_unused(struct rp_handle *h, struct pause *pause)
+{
+	PyObject *refused;
+
+	while (VERBS(load(&h->word))) {
+		int stopped = sleep_on(h, pause);
+
+		if (stopped)
+			return stopped;
+	}
+	h->releasing = 1;
+	while (load(&h->posted) || __atomic_load_n(&h->windows, __ATOMIC_SEQ_CST)) {
+		refused = PyObject_CallMethod((PyObject *)h, "_refuse_change", NULL);
+		if (!refused)
+			return -1;
+		Py_DECREF(refused);
+	}
+	return h->process != process;
+}
+
+/*
+ * _remake(function, args, before, parents, keeps, access, start, unreadable, settled): register a
+ * memory region again, by calling function with the struct and args, and make it a child of the new
+ * parents. This waits until other threads' verbs on the region end, and refuses new ones; it raises
+ * if work in flight or a window uses the region. Once the region has changed, it calls
+ * _settle(settled). Returns False, without calling function, if the parents are no longer the tuple
+ * `before`, because another thread has changed the region meanwhile.
+ */
+static PyObject *handle_remake(PyObject *self, PyObject *args)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	struct pause pause = { 1, 0 };
+	struct rp_use own;
+	struct form new;
+	PyObject *function, *values, *before;
+	int failed, claimed, stale = 0;
+
+	if (!PyArg_ParseTuple(args, "OO!OO!OIKpO", &function, &PyTuple_Type, &values, &before,
+			      &PyTuple_Type, &new.parents, &new.keeps, &new.access, &new.start, &new.unreadable,
+			      &new.settled))
+		return NULL;
+	if (rp_in_verb()) {
+		PyErr_Format(python.in_use,
+			     "%S cannot be registered again in the middle of a verb of this thread "
+			     "(this is a signal handler or a finalizer)", h);
+		return NULL;
+	}
+	if (is_done(h) || rp_exiting == RP_CLOSED_ALL) {
+		rp_raise_closed(h);
+		return NULL;
+	}
+	/* Closes that signal handlers and finalizers ask for wait for the end. */
+	rp_push_use(rp_thread(), h, &own);
+	failed = shut(h, &pause);
+	claimed = !failed;
+	if (claimed && state_of(h) == OPEN && !h->spoiled) {
+		h->remaking = 1;
+		failed = wait_until_unused(h, &pause);
+		stale = h->parents != before;
+		if (!failed && !stale)
+			failed = change(h, function, values, &new);
+	} else if (claimed) {
+		failed = 1;
+	}
+	if (failed > 0 && !PyErr_Occurred())
+		rp_raise_closed(h);
+	if (claimed) {
+		h->releasing = h->remaking = 0;
+		if (state_of(h) == OPEN)
+			reopen(h);
+		end_claim(h);
+	}
+	rp_pop_use(rp_thread(), &own);
+	return failed ? NULL : PyBool_FromLong(!stale);
 }
 
 /* The default for hooks. */
@@ -1251,8 +1487,12 @@ static void handle_finalize(PyObject *self)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	if (!hold_back(h))
-		close_abandoned(h);
+	if (hold_back(h))
+		return;
+	/* Another thread may have to close it before this one's verb ends, or its last user leaves. */
+	if (state_of(h) == OPEN && (rp_thread()->top || is_busy(h)))
+		list_again(h);
+	close_abandoned(h);
 }
 
 static void handle_dealloc(PyObject *self)
@@ -1286,9 +1526,11 @@ static PyMethodDef handle_methods[] = {
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
 	{ "_end_making", handle_end, METH_O, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
-	{ "_live", handle_live, METH_NOARGS, "Return the struct, or raise ClosedError." },
+	{ "_peek", handle_peek, METH_O, NULL },
+	{ "_remake", handle_remake, METH_VARARGS, NULL },
+	{ "_open_struct", open_struct, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
-	  "Release the resource.  Calling it again does nothing.\n\n"
+	  "close($self, /)\n--\n\nRelease the resource.  Calling it again does nothing.\n\n"
 	  "It waits for other threads' verbs and for a concurrent close() of the same resource;\n"
 	  "if waiting could deadlock with that close(), it returns at once and the other thread\n"
 	  "finishes the job.  In the middle of a verb of this thread (a signal handler, a\n"
@@ -1316,6 +1558,8 @@ static PyMemberDef handle_members[] = {
 	/* Whether its last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
+	/* It can only be closed. */
+	{ "_spoiled", T_BOOL, offsetof(struct rp_handle, spoiled), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 
@@ -1343,7 +1587,7 @@ static void finalizer_finalize(PyObject *self)
 	struct error error = save_error(), first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
-	for (int i = 0; !done && i < MOST_INTERRUPTS; i++) {
+	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
 		done = PyObject_CallMethod(self, "_finalize", NULL);
 		if (!done && PyErr_ExceptionMatches(PyExc_Warning)) {
 			PyErr_WriteUnraisable(self);
@@ -1366,6 +1610,88 @@ static void finalizer_finalize(PyObject *self)
 
 static PyType_Slot finalizer_slots[] = {
 	{ Py_tp_finalize, finalizer_finalize },
+	{ 0, NULL },
+};
+
+/*
+ * Finalizing(finalizer, bind): a subclass's __del__, which calls its finalizer and then that of every
+ * resource, even if a signal handler raises before the first has begun. `bind` is types.MethodType.
+ */
+struct finalizing {
+	PyObject_HEAD
+	PyObject *finalizer, *bind;
+};
+
+static PyObject *finalizing_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	PyObject *finalizer, *bind;
+	struct finalizing *f;
+
+	(void)kwargs;
+	if (!PyArg_ParseTuple(args, "OO", &finalizer, &bind))
+		return NULL;
+	f = (struct finalizing *)PyType_GenericAlloc(type, 0);
+	if (f) {
+		f->finalizer = Py_NewRef(finalizer);
+		f->bind = Py_NewRef(bind);
+	}
+	return (PyObject *)f;
+}
+
+static PyObject *finalizing_call(PyObject *self, PyObject *args, PyObject *kwargs)
+{
+	/* The collector may clear it meanwhile. */
+	PyObject *finalizer = Py_XNewRef(((struct finalizing *)self)->finalizer);
+	PyObject *result = finalizer ? PyObject_Call(finalizer, args, kwargs) : Py_NewRef(Py_None);
+	PyObject *resource = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
+
+	if (resource && rp_is_handle(resource)) {
+		struct error error = save_error();
+
+		handle_finalize(resource);
+		restore_error(error);
+	}
+	Py_XDECREF(finalizer);
+	return result;
+}
+
+static PyObject *finalizing_get(PyObject *self, PyObject *resource, PyObject *type)
+{
+	(void)type;
+	if (!resource || !((struct finalizing *)self)->bind)
+		return Py_NewRef(self);
+	return PyObject_CallFunctionObjArgs(((struct finalizing *)self)->bind, self, resource, NULL);
+}
+
+static int finalizing_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	Py_VISIT(Py_TYPE(self));
+	Py_VISIT(((struct finalizing *)self)->finalizer);
+	Py_VISIT(((struct finalizing *)self)->bind);
+	return 0;
+}
+
+static int finalizing_clear(PyObject *self)
+{
+	Py_CLEAR(((struct finalizing *)self)->finalizer);
+	Py_CLEAR(((struct finalizing *)self)->bind);
+	return 0;
+}
+
+static void finalizing_dealloc(PyObject *self)
+{
+	PyObject_GC_UnTrack(self);
+	finalizing_clear(self);
+	rp_free(self);
+}
+
+static PyType_Slot finalizing_slots[] = {
+	{ Py_tp_new, finalizing_new },
+	{ Py_tp_call, finalizing_call },
+	{ Py_tp_descr_get, finalizing_get },
+	{ Py_tp_traverse, finalizing_traverse },
+	{ Py_tp_clear, finalizing_clear },
+	{ Py_tp_dealloc, finalizing_dealloc },
 	{ 0, NULL },
 };
 
@@ -1454,6 +1780,8 @@ int rp_add_handle(PyObject *module)
 	return pthread_atfork(NULL, NULL, after_fork) ||
 	       rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
+	       rp_add_type(module, "rdmapost._verbs.Finalizing", sizeof(struct finalizing),
+			   Py_TPFLAGS_HAVE_GC, finalizing_slots, NULL) ||
 	       rp_add_type(module, "rdmapost._verbs.Finalizer", sizeof(PyObject),
 			   Py_TPFLAGS_BASETYPE, finalizer_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

@@ -38,19 +38,23 @@ struct rp_handle {
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* that process's */
 	unsigned int access; /* a memory region's flags */
+	uint64_t start; /* a memory region's first address, as SGEs give it */
+	char unreadable; /* a memory region of addresses that this process may not be able to read */
+	char remaking; /* its closer is in _remake() */
+	char spoiled; /* _remake() failed: it can only be closed, and stays SHUT */
 	char state;
 	char releasing; /* its closer may still use it */
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
 	char kept; /* so it is kept until the process ends */
-	char put_off; /* its close is deferred to the end of a verb: waits end now */
+	char put_off; /* its close is deferred to the end of a verb, but waits on it end now */
 };
 
 extern PyObject *rp_handle_type;
 
 /* How many times to try what must complete even if a signal handler raises in it. */
-enum { MOST_INTERRUPTS = 16 };
+enum { MAX_INTERRUPTS = 16 };
 
 /* How far interpreter shutdown has got, or 0. */
 enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
@@ -73,9 +77,16 @@ struct rp_thread {
 	struct rp_handle *closing; /* the innermost handle it is closing */
 	struct rp_handle *first_put_off, *last_put_off;
 	int draining;
+	int calls; /* see rp_enter_call() */
 };
 
-extern _Thread_local struct rp_thread *rp_current; /* NULL until rp_first_thread() */
+/* glibc keeps room for the thread-local words of libraries that are loaded late; musl does not. */
+#ifdef __GLIBC__
+#define RP_THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
+#else
+#define RP_THREAD_LOCAL _Thread_local
+#endif
+extern RP_THREAD_LOCAL struct rp_thread *rp_current; /* NULL until rp_first_thread() */
 struct rp_thread *rp_first_thread(void);
 void rp_stand_for(struct rp_thread *thread);
 
@@ -84,6 +95,24 @@ static inline struct rp_thread *rp_thread(void)
 	struct rp_thread *me = rp_current;
 
 	return me ? me : rp_first_thread();
+}
+
+/*
+ * Begin a call that may run the caller's code with much of the C stack in use; 0, or -1 with a
+ * RecursionError. Python's own limit is too high for that: 3.13 allows 10000 calls of C functions.
+ */
+enum { MAX_CALLS = 50 };
+
+int rp_refuse_call(void);
+
+static inline int rp_enter_call(void)
+{
+	return rp_thread()->calls++ < MAX_CALLS ? 0 : rp_refuse_call();
+}
+
+static inline void rp_leave_call(void)
+{
+	rp_thread()->calls--;
 }
 
 static inline int rp_is_handle(PyObject *object)
@@ -125,7 +154,7 @@ void rp_raise_forked(void);
 /* rp_begin_use() and rp_end_use() for callers that already have rp_thread(). */
 #define RP_SHUT (1ull << 63)
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
-void rp_look_after(struct rp_handle *handle);
+void rp_user_left(struct rp_handle *handle);
 void rp_close_put_off(void);
 
 /* Unreachable queue pairs that wait for their windows; see hold_back(). */
@@ -165,7 +194,7 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 	if (handle->process == me->mark >> 32) {
 		RP_ADD(&handle->word, -1);
 		if (RP_LOAD(&handle->abandoned))
-			rp_look_after(handle);
+			rp_user_left(handle);
 	}
 	rp_pop_use(me, use);
 }
@@ -186,8 +215,8 @@ static inline PyObject *rp_run_device(void)
 PyObject *rp_take_exception(void);
 
 /*
- * soft0/verb.c: rp_raise_later() saves a signal handler's exception that cannot propagate, and
- * steals the reference; after rp_deliver_soon() it is raised once this thread is out of C.
+ * soft0/transaction.c: rp_raise_later() saves a signal handler's exception that cannot propagate,
+ * and steals the reference; after rp_deliver_soon() it is raised once this thread is out of C.
  */
 void rp_raise_later(PyObject *exception);
 /* Save the current exception likewise; clear one for lack of memory or stack. */
@@ -200,16 +229,16 @@ void rp_deliver_soon(void);
 void rp_raise(PyObject *exception);
 
 /* Count a work request in flight that names the handle; the caller is using the handle. */
-static inline void rp_name(struct rp_handle *handle)
+static inline void rp_pin(struct rp_handle *handle)
 {
 	RP_ADD(&handle->posted, 1);
 }
 
 /*
- * Undo rp_name(). The caller still holds a reference. May run any Python code, as
+ * Undo rp_pin(). The caller still holds a reference. May run any Python code, as
  * releasing the last reference may.
  */
-void rp_unname(struct rp_handle *handle);
+void rp_unpin(struct rp_handle *handle);
 
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
@@ -224,7 +253,7 @@ struct rp_binder {
  * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the
  * window releases the regions bound earlier; queues are not ordered with respect to each other, so
  * another queue's bind is earlier only if it had completed when this one was posted. The window now
- * also references `mr`, unless NULL. Both handles are named (rp_name). May run any Python code.
+ * also references `mr`, unless NULL. Both handles are pinned (rp_pin). May run any Python code.
  */
 void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
 	     uint64_t serial);
@@ -238,14 +267,14 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 void rp_wake(struct rp_lock *lock);
 
 /* Try to acquire a lock; an owner from before a fork no longer exists. */
-static inline int rp_try_for(struct rp_lock *lock, const struct rp_thread *me)
+static inline int rp_try_acquire(struct rp_lock *lock, const struct rp_thread *me)
 {
 	uint64_t owner = RP_LOAD(&lock->owner);
 
 	return (!owner || (owner ^ me->mark) >> 32) && rp_swap_word(&lock->owner, &owner, me->mark);
 }
 
-static inline void rp_give(struct rp_lock *lock)
+static inline void rp_release(struct rp_lock *lock)
 {
 	RP_STORE(&lock->owner, 0);
 	if (RP_LOAD(&lock->waiting))

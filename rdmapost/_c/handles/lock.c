@@ -11,9 +11,9 @@ int rp_owns(const struct rp_lock *lock)
 	return RP_LOAD(&lock->owner) == rp_thread()->mark;
 }
 
-int rp_take(struct rp_lock *lock)
+int rp_acquire(struct rp_lock *lock)
 {
-	if (rp_try_for(lock, rp_thread()))
+	if (rp_try_acquire(lock, rp_thread()))
 		return 0;
 	if (rp_owns(lock)) {
 		PyErr_SetString(PyExc_RuntimeError,
@@ -22,7 +22,7 @@ int rp_take(struct rp_lock *lock)
 	}
 	/* Any release after this sees the waiter. */
 	RP_ADD(&lock->waiting, 1);
-	while (!rp_try_for(lock, rp_thread())) {
+	while (!rp_try_acquire(lock, rp_thread())) {
 		Py_BEGIN_ALLOW_THREADS
 		PyThread_acquire_lock(lock->given, WAIT_LOCK);
 		Py_END_ALLOW_THREADS

@@ -1,5 +1,5 @@
 /*
- * libibverbs, loaded at first use instead of linked.
+ * libibverbs, loaded by dlopen at first use instead of linked.
  *
  * FUNCTIONS lists every exported function that we call: its result, name,
  * parameters, arguments, and the value returned if the library lacks it (with
@@ -17,12 +17,10 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
-#include <string.h>
 
 /* Header macros that hide exported functions. */
 #undef ibv_query_port
 #undef ibv_reg_mr
-#undef ibv_reg_mr_iova
 
 #define E(F, name, parameters, arguments) F(int, name, parameters, arguments, EOPNOTSUPP)
 #define FUNCTIONS(F, V)                                                                           \
@@ -53,12 +51,19 @@
 	F(struct ibv_mr *, ibv_reg_mr_iova2,                                                      \
 	  (struct ibv_pd *pd, void *a, size_t l, uint64_t i, unsigned int f), (pd, a, l, i, f),   \
 	  NULL)                                                                                   \
+	F(struct ibv_mr *, ibv_reg_dmabuf_mr,                                                     \
+	  (struct ibv_pd *pd, uint64_t o, size_t l, uint64_t i, int d, int f), (pd, o, l, i, d, f), \
+	  NULL)                                                                                   \
+	F(int, ibv_rereg_mr,                                                                      \
+	  (struct ibv_mr *mr, int f, struct ibv_pd *pd, void *a, size_t l, int m),                \
+	  (mr, f, pd, a, l, m), IBV_REREG_MR_ERR_INPUT)                                           \
 	E(F, ibv_dereg_mr, (struct ibv_mr *mr), (mr))                                             \
 	F(struct ibv_comp_channel *, ibv_create_comp_channel, (struct ibv_context *c), (c), NULL) \
 	E(F, ibv_destroy_comp_channel, (struct ibv_comp_channel *ch), (ch))                       \
 	F(struct ibv_cq *, ibv_create_cq,                                                         \
 	  (struct ibv_context *c, int n, void *x, struct ibv_comp_channel *ch, int v),            \
 	  (c, n, x, ch, v), NULL)                                                                 \
+	E(F, ibv_resize_cq, (struct ibv_cq *cq, int n), (cq, n))                                  \
 	E(F, ibv_destroy_cq, (struct ibv_cq *cq), (cq))                                           \
 	F(int, ibv_get_cq_event, (struct ibv_comp_channel *ch, struct ibv_cq **cq, void **x),     \
 	  (ch, cq, x), -1)                                                                        \
@@ -73,10 +78,15 @@
 	E(F, ibv_query_qp,                                                                        \
 	  (struct ibv_qp *qp, struct ibv_qp_attr *a, int m, struct ibv_qp_init_attr *i),          \
 	  (qp, a, m, i))                                                                          \
+	F(int, ibv_query_qp_data_in_order,                                                        \
+	  (struct ibv_qp *qp, enum ibv_wr_opcode op, uint32_t f), (qp, op, f), -1)                \
 	E(F, ibv_destroy_qp, (struct ibv_qp *qp), (qp))                                           \
 	F(struct ibv_ah *, ibv_create_ah, (struct ibv_pd *pd, struct ibv_ah_attr *a), (pd, a),    \
 	  NULL)                                                                                   \
 	E(F, ibv_destroy_ah, (struct ibv_ah *ah), (ah))                                           \
+	F(int, ibv_init_ah_from_wc,                                                               \
+	  (struct ibv_context *c, uint8_t p, struct ibv_wc *w, struct ibv_grh *g,                 \
+	   struct ibv_ah_attr *a), (c, p, w, g, a), -1)                                           \
 	E(F, ibv_attach_mcast, (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l),           \
 	  (qp, g, l))                                                                             \
 	E(F, ibv_detach_mcast, (struct ibv_qp *qp, const union ibv_gid *g, uint16_t l),           \
@@ -162,87 +172,4 @@ int rp_load(const char *path, char *why, size_t size)
 int rp_has_symbol(const char *name)
 {
 	return library && name && dlsym(library, name) != NULL;
-}
-
-struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
-			 unsigned int access)
-{
-	if (!pd) {
-		errno = EINVAL;
-		return NULL;
-	}
-	if (!(access & IBV_ACCESS_OPTIONAL_RANGE))
-		return ibv_reg_mr(pd, addr, length, (int)access);
-	return ibv_reg_mr_iova2(pd, addr, length, (uintptr_t)addr, access);
-}
-
-struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
-			    struct ibv_comp_channel *channel, int comp_vector)
-{
-	if (!context) {
-		errno = EINVAL;
-		return NULL;
-	}
-	return ibv_create_cq(context, cqe, NULL, channel, comp_vector);
-}
-
-struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
-			       struct ibv_comp_channel *channel,
-			       int comp_vector)
-{
-	struct ibv_cq_init_attr_ex attr = {
-		.cqe = (uint32_t)cqe,
-		.channel = channel,
-		.comp_vector = (uint32_t)comp_vector,
-		.wc_flags = IBV_WC_EX_WITH_BYTE_LEN | IBV_WC_EX_WITH_IMM |
-			    IBV_WC_EX_WITH_QP_NUM | IBV_WC_EX_WITH_SRC_QP |
-			    IBV_WC_EX_WITH_SLID | IBV_WC_EX_WITH_SL |
-			    IBV_WC_EX_WITH_DLID_PATH_BITS |
-			    IBV_WC_EX_WITH_TM_INFO,
-	};
-	struct ibv_cq_ex *cq;
-
-	if (!context) {
-		errno = EINVAL;
-		return NULL;
-	}
-	cq = ibv_create_cq_ex(context, &attr);
-	return cq ? ibv_cq_ex_to_cq(cq) : NULL;
-}
-
-int rp_get_async_event(struct ibv_context *context,
-		       struct ibv_async_event *event)
-{
-	int failed;
-
-	if (!context || !event) {
-		errno = EINVAL;
-		return -1;
-	}
-	failed = ibv_get_async_event(context, event);
-	/* Acknowledge at once: an object with an unacknowledged event cannot be destroyed. */
-	if (!failed)
-		ibv_ack_async_event(event);
-	return failed;
-}
-
-int rp_query_port(struct ibv_context *context, uint8_t port_num,
-		  struct ibv_port_attr *attr)
-{
-	if (!context || !attr)
-		return EINVAL;
-	return ___ibv_query_port(context, port_num, attr);
-}
-
-int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
-{
-	/* Drivers dereference every pointer, even the region's in a bind of length 0. */
-	if (!qp || !mw || !bind || !bind->bind_info.mr)
-		return EINVAL;
-	if (!mw->context || mw->context != qp->context ||
-	    mw->context != bind->bind_info.mr->context)
-		return EINVAL;
-	if (!mw->context->ops.bind_mw)
-		return EOPNOTSUPP;
-	return ibv_bind_mw(qp, mw, bind);
 }

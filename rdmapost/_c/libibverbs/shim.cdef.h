@@ -1,21 +1,92 @@
-/* The shim's own calls; shim.h documents them. */
+/* The shim's own calls, for C (shim.h includes this) and for cffi (build_ffi.py). */
 
+/* ---- loader.c: libibverbs, opened at first use -------------------------- */
+
+/*
+ * Open the library at `path` and fill the table of functions. Returns 0 if it
+ * is open (now or already), else -1 with the reason in `why`, of `size` bytes.
+ * The library is never closed.
+ */
 int rp_load(const char *path, char *why, size_t size);
+
+/* Whether the open library has this symbol (1) or not (0). */
 int rp_has_symbol(const char *name);
+
+/* ---- control_verbs.c: control verbs that need more than a forwarder ------ */
+
+/* ibv_reg_mr, through ibv_reg_mr_iova2 where an optional access flag needs it. */
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
+
+/* ibv_advise_mr, which the header defines only as an inline. Returns 0 or an errno. */
+int rp_advise_mr(struct ibv_pd *pd, unsigned int advice, uint32_t flags, struct ibv_sge *sg_list,
+		 uint32_t num_sge);
+
+/* ibv_create_cq without a cq_context. */
 struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
 			    struct ibv_comp_channel *channel, int comp_vector);
+
+/* ibv_create_cq_ex for completions that also report what `wc_flags` adds to an ibv_wc. */
 struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
 			       struct ibv_comp_channel *channel,
-			       int comp_vector);
+			       int comp_vector, uint64_t wc_flags);
+
+/* ibv_query_rt_values_ex, for the raw clock. Returns 0 or an errno. */
+int rp_query_rt_values(struct ibv_context *context, uint64_t *raw_clock);
+
+/* ibv_get_async_event and ibv_ack_async_event in one call: no signal handler between them. */
 int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event);
+
+/* ibv_query_port with the full struct (a macro in the header), and what releases since 50 add. */
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
-		  struct ibv_port_attr *attr);
+		  struct ibv_port_attr *attr, uint32_t *active_speed_ex);
+
+/* ibv_bind_mw, which the header defines only as an inline; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
+/* ---- posting/build_wr.c: work requests that only ibv_wr_*() posts ------------------ */
+
+/*
+ * A FLUSH or ATOMIC_WRITE as struct ibv_send_wr, which has no members for them. Those that it has
+ * in common with an RDMA write are in the same place.
+ */
+struct rp_built_wr {
+	uint64_t wr_id;
+	struct ibv_send_wr *next;
+	struct ibv_sge *sg_list;
+	int num_sge;
+	enum ibv_wr_opcode opcode;
+	unsigned int send_flags;
+	uint32_t imm_data;
+	uint64_t remote_addr;
+	uint32_t rkey;
+	uint32_t length;
+	uint64_t atomic_wr; /* the value */
+	uint32_t type, level;
+	uint32_t remote_srqn;
+};
+
+/* ---- poll_cq.c: polling -------------------------------------------------- */
+
+/*
+ * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
+ * nanoseconds to get at least `min`. Returns the number polled, or -1
+ * with errno set.
+ */
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
+
+/* What an extended CQ reports besides: a message's tag and its sender's data, and when it completed. */
+struct rp_wc_ex {
+	struct ibv_wc_tm_info tm;
+	uint64_t completion_ts;
+	uint64_t completion_wallclock_ns;
+};
+
+/*
+ * The same for an extended CQ; `more` is as long as `wc`. What the CQ does not report
+ * is set to 0; that is always the case for pkey_index.
+ */
 int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-		  struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns);
+		  struct rp_wc_ex *more, int max, int min, int64_t spin_ns);

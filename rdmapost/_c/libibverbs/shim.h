@@ -3,7 +3,7 @@
  *
  * The header defines the posting calls as static inline, so no library exports
  * them. Here they are renamed while the header is read, and their names are
- * declared as ordinary functions: symbols.c defines them, and they are the only
+ * declared as ordinary functions: shim.c defines them, and they are the only
  * symbols (besides PyInit__verbs) that the module exports.
  */
 #ifndef RDMAPOST_SHIM_H
@@ -48,41 +48,28 @@ RP_EXPORT int ibv_poll_cq(struct ibv_cq *cq, int num_entries,
 			  struct ibv_wc *wc);
 RP_EXPORT int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
 
-/* ---- loader.c: libibverbs, opened at first use -------------------------- */
+#include "libibverbs/shim.cdef.h"
+
+/* Not in the headers before rdma-core 44 and 45. */
+enum { RP_WR_FLUSH = 14, RP_WR_ATOMIC_WRITE = 15 };
+
+static inline int rp_is_built(const struct ibv_send_wr *wr)
+{
+	return (int)wr->opcode == RP_WR_FLUSH || (int)wr->opcode == RP_WR_ATOMIC_WRITE;
+}
 
 /*
- * Open the library at `path` and fill the table of functions. Returns 0 if it
- * is open (now or already), else -1 with the reason in `why`, of `size` bytes.
- * The library is never closed.
+ * struct ibv_qp_ex of rdma-core 45, whichever header this is compiled with: releases only add
+ * members at its end. If a library lacks the last ones, its drivers do not know their bits in
+ * send_ops_flags, and refuse to create a queue pair with them.
  */
-int rp_load(const char *path, char *why, size_t size);
-
-/* Whether the open library has this symbol (1) or not (0). */
-int rp_has_symbol(const char *name);
-
-/* ibv_reg_mr, through ibv_reg_mr_iova2 where an optional access flag needs it. */
-struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
-			 unsigned int access);
-
-/* ibv_create_cq without a cq_context. */
-struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
-			    struct ibv_comp_channel *channel, int comp_vector);
-
-/* ibv_create_cq_ex for completions that also report tags (tag matching). */
-struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
-			       struct ibv_comp_channel *channel,
-			       int comp_vector);
-
-/* ibv_get_async_event and ibv_ack_async_event in one call: no signal handler between them. */
-int rp_get_async_event(struct ibv_context *context,
-		       struct ibv_async_event *event);
-
-/* ibv_query_port with the full struct (a macro in the header). */
-int rp_query_port(struct ibv_context *context, uint8_t port_num,
-		  struct ibv_port_attr *attr);
-
-/* ibv_bind_mw, which the header defines only as an inline; no pointer may be NULL. */
-int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
+struct rp_qp_ex {
+	_Alignas(8) char since_24[offsetof(struct ibv_qp_ex, wr_abort) + sizeof(void (*)(void))];
+	void (*wr_atomic_write)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
+				const void *atomic_wr);
+	void (*wr_flush)(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, size_t len,
+			 uint8_t type, uint8_t level);
+};
 
 static inline int64_t rp_now_ns(void)
 {
@@ -91,23 +78,5 @@ static inline int64_t rp_now_ns(void)
 	clock_gettime(CLOCK_MONOTONIC, &now);
 	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
-
-/* ---- poll.c: polling ----------------------------------------------------- */
-
-/*
- * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
- * nanoseconds to get at least `min`. Returns the number polled, or -1
- * with errno set.
- */
-int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
-	       int64_t spin_ns);
-
-/*
- * The same for an extended CQ, which also reports a tag-matching message's tag
- * and the sender's data: they go into `tm`, which is as long as `wc`.
- * An extended CQ does not report pkey_index, which is set to 0.
- */
-int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-		  struct ibv_wc_tm_info *tm, int max, int min, int64_t spin_ns);
 
 #endif

@@ -25,6 +25,15 @@ struct ibv_gid_entry {
 	uint32_t ndev_ifindex;
 };
 
+struct ibv_grh {
+	uint32_t version_tclass_flow;
+	uint16_t paylen;
+	uint8_t next_hdr;
+	uint8_t hop_limit;
+	union ibv_gid sgid;
+	union ibv_gid dgid;
+};
+
 struct ibv_global_route {
 	union ibv_gid dgid;
 	uint32_t flow_label;
@@ -46,7 +55,34 @@ struct ibv_ah_attr {
 /* ---- enumerations ------------------------------------------------------- */
 
 enum ibv_node_type { IBV_NODE_CA, IBV_NODE_RNIC, ... };
-enum ibv_transport_type { IBV_TRANSPORT_IB, IBV_TRANSPORT_IWARP, ... };
+enum ibv_transport_type {
+	IBV_TRANSPORT_UNKNOWN, IBV_TRANSPORT_IB, IBV_TRANSPORT_IWARP,
+	IBV_TRANSPORT_USNIC, IBV_TRANSPORT_USNIC_UDP,
+	IBV_TRANSPORT_UNSPECIFIED, ...
+};
+enum ibv_port_cap_flags {
+	IBV_PORT_SM, IBV_PORT_NOTICE_SUP, IBV_PORT_TRAP_SUP,
+	IBV_PORT_OPT_IPD_SUP, IBV_PORT_AUTO_MIGR_SUP, IBV_PORT_SL_MAP_SUP,
+	IBV_PORT_MKEY_NVRAM, IBV_PORT_PKEY_NVRAM, IBV_PORT_LED_INFO_SUP,
+	IBV_PORT_SYS_IMAGE_GUID_SUP, IBV_PORT_PKEY_SW_EXT_PORT_TRAP_SUP,
+	IBV_PORT_EXTENDED_SPEEDS_SUP, IBV_PORT_CAP_MASK2_SUP,
+	IBV_PORT_CM_SUP, IBV_PORT_SNMP_TUNNEL_SUP, IBV_PORT_REINIT_SUP,
+	IBV_PORT_DEVICE_MGMT_SUP, IBV_PORT_VENDOR_CLASS_SUP,
+	IBV_PORT_DR_NOTICE_SUP, IBV_PORT_CAP_MASK_NOTICE_SUP,
+	IBV_PORT_BOOT_MGMT_SUP, IBV_PORT_LINK_LATENCY_SUP,
+	IBV_PORT_CLIENT_REG_SUP, IBV_PORT_IP_BASED_GIDS, ...
+};
+enum ibv_odp_general_caps { IBV_ODP_SUPPORT, IBV_ODP_SUPPORT_IMPLICIT, ... };
+enum ibv_odp_transport_cap_bits {
+	IBV_ODP_SUPPORT_SEND, IBV_ODP_SUPPORT_RECV, IBV_ODP_SUPPORT_WRITE,
+	IBV_ODP_SUPPORT_READ, IBV_ODP_SUPPORT_ATOMIC,
+	IBV_ODP_SUPPORT_SRQ_RECV, ...
+};
+enum ibv_raw_packet_caps {
+	IBV_RAW_PACKET_CAP_CVLAN_STRIPPING, IBV_RAW_PACKET_CAP_SCATTER_FCS,
+	IBV_RAW_PACKET_CAP_IP_CSUM, IBV_RAW_PACKET_CAP_DELAY_DROP, ...
+};
+enum ibv_tm_cap_flags { IBV_TM_CAP_RC, ... };
 enum ibv_atomic_cap { IBV_ATOMIC_NONE, IBV_ATOMIC_HCA, IBV_ATOMIC_GLOB };
 enum ibv_mtu {
 	IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096, ...
@@ -229,8 +265,20 @@ int ibv_query_gid(struct ibv_context *context, uint8_t port_num, int index,
 ssize_t ibv_query_gid_table(struct ibv_context *context,
 			    struct ibv_gid_entry *entries, size_t max_entries,
 			    uint32_t flags);
+int ibv_query_gid_ex(struct ibv_context *context, uint32_t port_num,
+		     uint32_t gid_index, struct ibv_gid_entry *entry,
+		     uint32_t flags);
 int ibv_query_pkey(struct ibv_context *context, uint8_t port_num, int index,
 		   uint16_t *pkey);
+
+struct ibv_odp_caps {
+	uint64_t general_caps;
+	struct {
+		uint32_t rc_odp_caps;
+		uint32_t uc_odp_caps;
+		uint32_t ud_odp_caps;
+	} per_transport_caps;
+};
 
 struct ibv_tso_caps {
 	uint32_t max_tso;
@@ -248,9 +296,14 @@ struct ibv_tm_caps {
 struct ibv_device_attr_ex {
 	struct ibv_device_attr orig_attr;
 	uint32_t comp_mask;
+	struct ibv_odp_caps odp_caps;
+	uint64_t completion_timestamp_mask;
+	uint64_t hca_core_clock;
+	uint64_t device_cap_flags_ex;
 	struct ibv_tso_caps tso_caps;
 	uint32_t raw_packet_caps;
 	struct ibv_tm_caps tm_caps;
+	uint32_t xrc_odp_caps;
 	...;
 };
 
@@ -314,6 +367,10 @@ struct ibv_mw_bind {
 struct ibv_pd *ibv_alloc_pd(struct ibv_context *context);
 int ibv_dealloc_pd(struct ibv_pd *pd);
 int ibv_dereg_mr(struct ibv_mr *mr);
+int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, size_t length,
+		 int access);
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova,
+				 int fd, int access);
 struct ibv_mw *ibv_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int ibv_dealloc_mw(struct ibv_mw *mw);
 
@@ -381,7 +438,9 @@ struct ibv_cq_init_attr_ex {
 enum ibv_create_cq_wc_flags {
 	IBV_WC_EX_WITH_BYTE_LEN, IBV_WC_EX_WITH_IMM, IBV_WC_EX_WITH_QP_NUM,
 	IBV_WC_EX_WITH_SRC_QP, IBV_WC_EX_WITH_SLID, IBV_WC_EX_WITH_SL,
-	IBV_WC_EX_WITH_DLID_PATH_BITS, IBV_WC_EX_WITH_TM_INFO, ...
+	IBV_WC_EX_WITH_DLID_PATH_BITS, IBV_WC_EX_WITH_COMPLETION_TIMESTAMP,
+	IBV_WC_EX_WITH_TM_INFO, IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK,
+	...
 };
 
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context);
@@ -391,6 +450,7 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
 			     struct ibv_comp_channel *channel, int comp_vector);
 struct ibv_cq_ex *ibv_create_cq_ex(struct ibv_context *context,
 				   struct ibv_cq_init_attr_ex *cq_attr);
+int ibv_resize_cq(struct ibv_cq *cq, int cqe);
 int ibv_destroy_cq(struct ibv_cq *cq);
 int ibv_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
 int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
@@ -535,7 +595,7 @@ struct ibv_ah {
 
 enum ibv_qp_init_attr_mask {
 	IBV_QP_INIT_ATTR_PD, IBV_QP_INIT_ATTR_XRCD,
-	IBV_QP_INIT_ATTR_MAX_TSO_HEADER, ...
+	IBV_QP_INIT_ATTR_MAX_TSO_HEADER, IBV_QP_INIT_ATTR_SEND_OPS_FLAGS, ...
 };
 
 struct ibv_qp_init_attr_ex {
@@ -551,6 +611,7 @@ struct ibv_qp_init_attr_ex {
 	struct ibv_xrcd *xrcd;
 	uint32_t create_flags;
 	uint16_t max_tso_header;
+	uint64_t send_ops_flags;
 	...;
 };
 
@@ -561,9 +622,13 @@ struct ibv_qp *ibv_create_qp(struct ibv_pd *pd,
 int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask);
 int ibv_query_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int attr_mask,
 		 struct ibv_qp_init_attr *init_attr);
+int ibv_query_qp_data_in_order(struct ibv_qp *qp, enum ibv_wr_opcode op, uint32_t flags);
 int ibv_destroy_qp(struct ibv_qp *qp);
 struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
 int ibv_destroy_ah(struct ibv_ah *ah);
+int ibv_init_ah_from_wc(struct ibv_context *context, uint8_t port_num,
+			struct ibv_wc *wc, struct ibv_grh *grh,
+			struct ibv_ah_attr *ah_attr);
 int ibv_attach_mcast(struct ibv_qp *qp, const union ibv_gid *gid,
 		     uint16_t lid);
 int ibv_detach_mcast(struct ibv_qp *qp, const union ibv_gid *gid,

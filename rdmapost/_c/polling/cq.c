@@ -1,9 +1,10 @@
 /*
  * Polling a completion queue, and waiting for its events.
  *
- * Polled completions are matched with their work requests at once, without running Python, and
- * appended to the backlog. They become WCs only after the lock is released, because creating them
- * may run finalizers and raise any exception. Undelivered ones return to the front.
+ * Polled completions are matched with their work requests at once (posting/inflight.c restores the
+ * caller's wr_id), without running Python, and appended to the backlog. They become WCs only after
+ * the lock is released, because creating them may run finalizers and raise any exception.
+ * Undelivered ones return to the front.
  *
  * Waiting threads are kept in a list, each with its own eventfd. One of them, the leader, also
  * sleeps on the completion channel. If asyncio tasks are waiting, their event loop does that
@@ -11,6 +12,7 @@
  */
 #include "posting/inflight.h"
 
+#include <endian.h>
 #include <math.h>
 #include <poll.h>
 #include <structmember.h>
@@ -19,48 +21,53 @@
 
 enum { BATCH = 64 };
 
+/* Python preallocates the integers up to 256. */
+enum { SMALL_NUMBERS = 256 };
+
 /* In ms; a signal just before the sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
-/* A thread polls this often while tasks lead: their event loop may be stopped or blocked. */
-enum { LOOK_NS = 20000000 };
+/* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
+enum { RECHECK_NS = 20000000 };
 
 /* How long a wait leaves completions to the waits that began before it. */
 enum { YIELD_NS = 10000000 };
 
 struct waiter {
 	struct waiter *next;
-	uint64_t count; /* completions that it wants */
-	int fd; /* an eventfd, or -1 before it sleeps */
+	uint64_t count; /* completions that it waits for */
+	int fd; /* its eventfd, or -1 before it sleeps */
 	int woken;
 };
 
-/* Every CQ has one; so does every completion channel, to wait for its events. */
+/* Every CQ has a poller; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
-	struct rp_lock lock; /* for all that follows */
+	struct rp_lock lock; /* protects the members below */
 	struct waiter *first;
 	struct waiter *leader;
-	unsigned int waiting; /* threads */
-	unsigned int process; /* generation of the one they belong to */
-	PyObject *tasks; /* tells the leading event loop to look, or NULL */
-	PyObject *queues; /* a dict of the queues by number */
+	unsigned int waiting; /* number of waiting threads */
+	unsigned int process; /* generation of those threads' process */
+	unsigned int cancels; /* number of cancel() calls */
+	PyObject *tasks; /* has the leading event loop poll; or NULL */
+	PyObject *queues; /* dict: queues by number */
+	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
 	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is pending */
-	int channel; /* its descriptor */
-	int extended; /* whether the CQ is, and reports tags */
+	int channel; /* that channel's descriptor, or -1 */
+	unsigned int wc_flags; /* extra fields of an extended CQ; 0 if not extended */
 	int64_t spin_ns;
-	struct rp_settled *backlog, **end; /* settled completions, and where the next goes */
-	size_t there; /* in the backlog */
-	struct rp_settled *spare; /* for the next poll */
+	struct rp_completion *backlog, **end; /* matched completions, and where the next goes */
+	size_t there; /* completions in the backlog */
+	struct rp_completion *spare; /* for the next poll */
 	size_t spares;
 };
 
 /* Take the lock. Threads that waited before a fork are gone, and so are their stacks. */
-static void take(struct poller *p)
+static void lock_poller(struct poller *p)
 {
 	unsigned int process;
 
-	rp_take(&p->lock);
+	rp_acquire(&p->lock);
 	process = (unsigned int)(p->lock.owner >> 32);
 	if (p->process != process) {
 		p->process = process;
@@ -69,21 +76,21 @@ static void take(struct poller *p)
 	}
 }
 
-static void give(struct poller *p)
+static void unlock_poller(struct poller *p)
 {
-	rp_give(&p->lock);
+	rp_release(&p->lock);
 }
 
 /*
- * Take the lock in the middle of a verb; 0, or -1 with an exception and no lock, in the child of a
- * fork that Python code has made meanwhile.
+ * Take the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if Python
+ * code has forked meanwhile and this is the child.
  */
-static int take_here(struct poller *p, struct rp_handle *handle)
+static int lock_in_verb(struct poller *p, struct rp_handle *handle)
 {
-	take(p);
+	lock_poller(p);
 	if (handle->process == p->process)
 		return 0;
-	give(p);
+	unlock_poller(p);
 	rp_raise_closed(handle);
 	return -1;
 }
@@ -102,7 +109,7 @@ static int read_deadline(PyObject *timeout, int64_t *deadline)
 	return 0;
 }
 
-/* A time that is so many ns away, or the deadline if that is earlier. */
+/* The time `ns` from now, or the deadline if that is earlier. */
 static int64_t within(int64_t ns, int64_t deadline)
 {
 	int64_t then = rp_now_ns() + ns;
@@ -117,7 +124,7 @@ static void wake(struct waiter *w)
 	w->woken = 1;
 }
 
-/* Wake those whose wants can be met, and one to lead if none does. */
+/* Wake the threads whose count is available and, if no thread leads, one to lead. */
 static void wake_waiters(struct poller *p)
 {
 	uint64_t left = p->there;
@@ -149,7 +156,7 @@ static void part(struct poller *p, struct waiter *me)
 {
 	struct waiter **at = &p->first;
 
-	take(p);
+	lock_poller(p);
 	while (*at && *at != me)
 		at = &(*at)->next;
 	if (*at) {
@@ -161,12 +168,12 @@ static void part(struct poller *p, struct waiter *me)
 	if (me->fd >= 0)
 		close(me->fd);
 	wake_waiters(p);
-	give(p);
+	unlock_poller(p);
 }
 
 /*
- * Sleep, without the lock, until woken, until the deadline, or until `fd`, unless -1,
- * is readable: then 1; else 0, or -1 with an exception.
+ * Sleep, without the lock, until woken, until the deadline, or until `fd` is readable (-1: no fd).
+ * 1 if `fd` is readable; else 0, or -1 with an exception.
  */
 static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadline)
 {
@@ -175,11 +182,11 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	eventfd_t counted;
 	int n;
 
-	take(p);
+	lock_poller(p);
 	if (me->fd < 0)
 		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
 	n = errno;
-	give(p);
+	unlock_poller(p);
 	if (me->fd < 0) {
 		rp_raise_verbs("eventfd", n);
 		return -1;
@@ -191,10 +198,10 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
 	if (n > 0 && fds[1].revents) {
-		take(p);
+		lock_poller(p);
 		eventfd_read(me->fd, &counted);
 		me->woken = 0;
-		give(p);
+		unlock_poller(p);
 	}
 	if (n <= 0 && PyErr_CheckSignals())
 		return -1;
@@ -202,7 +209,7 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 }
 
 /* Call a function, unless NULL, ignoring its result; 0, or -1. */
-static int tell(PyObject *function)
+static int call_optional(PyObject *function)
 {
 	PyObject *done = function ? PyObject_CallNoArgs(function) : Py_NewRef(Py_None);
 
@@ -211,30 +218,30 @@ static int tell(PyObject *function)
 }
 
 /* Notify the leading event loop to poll, or to give up the lead if it is closed; 0, or -1. */
-static int tell_tasks(struct poller *p)
+static int notify_tasks(struct poller *p)
 {
 	PyObject *tasks;
 	int failed;
 
-	take(p);
+	lock_poller(p);
 	tasks = Py_XNewRef(p->tasks);
-	give(p);
-	failed = tell(tasks);
+	unlock_poller(p);
+	failed = call_optional(tasks);
 	Py_XDECREF(tasks);
 	return failed;
 }
 
 /*
- * Have the tasks look at what has been put back: they may have looked while it was out. An exception
- * that is set stays set.
+ * Have the tasks poll again after completions were put back: they may have polled while these were
+ * taken. A pending exception stays set.
  */
 static void announce_to_tasks(struct poller *p)
 {
 	PyObject *type, *value, *trace;
 
 	PyErr_Fetch(&type, &value, &trace);
-	/* A signal handler may raise before the event loop has been told. */
-	for (int i = 0; RP_LOAD(&p->tasks) && tell_tasks(p) && i < MOST_INTERRUPTS; i++)
+	/* A signal handler may raise before the event loop has been notified. */
+	for (int i = 0; RP_LOAD(&p->tasks) && notify_tasks(p) && i < MAX_INTERRUPTS; i++)
 		rp_handler_raised();
 	rp_deliver_soon();
 	PyErr_Restore(type, value, trace);
@@ -253,7 +260,7 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 	return -1;
 }
 
-/* Whether it is open; if not, an exception is set. */
+/* Return whether the handle is open; if not, set an exception. */
 static int is_open(struct rp_handle *handle)
 {
 	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
@@ -270,10 +277,9 @@ static int is_open(struct rp_handle *handle)
 #define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 
 /*
- * until(handle, fd, function, timeout, tasks): call a function until it returns
- * something, sleeping on the descriptor in between. None on timeout;
- * NotImplemented if tasks wait for the same events and the caller is not one of
- * them.
+ * until(handle, fd, function, timeout, tasks): call a function until its result is not None, and
+ * sleep on the descriptor between calls. Returns that result; None on timeout; NotImplemented if
+ * tasks wait for the same events and the caller is not one of them.
  */
 METHOD(until)
 {
@@ -289,19 +295,19 @@ METHOD(until)
 	fd = (int)PyLong_AsLong(args[1]);
 	if (PyErr_Occurred() || read_deadline(args[3], &deadline))
 		goto out;
-	/* A loop whose tasks are gone gives way. */
-	if (args[4] != Py_True && RP_LOAD(&p->tasks) && tell_tasks(p))
+	/* An event loop whose tasks are gone gives up the lead. */
+	if (args[4] != Py_True && RP_LOAD(&p->tasks) && notify_tasks(p))
 		goto out;
-	take(p);
+	lock_poller(p);
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
 		join(p, &me);
-	give(p);
+	unlock_poller(p);
 	if (claimed) {
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
 	}
-	/* A close from now on wakes us; an earlier one did not. */
+	/* A close from now on wakes this thread; an earlier one did not. */
 	while (is_open(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
 	       rp_now_ns() < deadline) {
 		Py_CLEAR(found);
@@ -314,51 +320,62 @@ out:
 	return found;
 }
 
-/* release(): the handle is shut: wake the waiting threads, and tell the event loop. */
+/* release(): the handle is closing; wake the waiting threads, and notify the event loop. */
 static PyObject *release(PyObject *self, PyObject *unused)
 {
 	struct poller *p = POLLER(self);
 
 	(void)unused;
-	take(p);
+	lock_poller(p);
 	for (struct waiter *w = p->first; w; w = w->next)
 		wake(w);
-	give(p);
-	return tell_tasks(p) ? NULL : Py_NewRef(Py_None);
+	unlock_poller(p);
+	return notify_tasks(p) ? NULL : Py_NewRef(Py_None);
+}
+
+/* cancel(): end the waits in progress. */
+static PyObject *cancel(PyObject *self, PyObject *unused)
+{
+	struct poller *p = POLLER(self);
+
+	lock_poller(p);
+	RP_ADD(&p->cancels, 1);
+	unlock_poller(p);
+	return release(self, unused);
 }
 
 /*
- * claim(tasks): let an event loop lead, if nothing else is waiting; whether it does. Another
- * leading loop is told to look first, and gives way if its tasks are gone.
+ * claim(tasks): let an event loop lead if nothing else is waiting; return whether it leads. Another
+ * leading loop is notified first, and gives up the lead if its tasks are gone.
  */
 static PyObject *claim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
 	int leads;
 
-	if (RP_LOAD(&p->tasks) != tasks && tell_tasks(p))
+	if (RP_LOAD(&p->tasks) != tasks && notify_tasks(p))
 		return NULL;
-	take(p);
+	lock_poller(p);
 	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
 	leads = p->tasks == tasks;
-	give(p);
+	unlock_poller(p);
 	return PyBool_FromLong(leads);
 }
 
-/* unclaim(tasks): that event loop no longer leads. */
+/* unclaim(tasks): end an event loop's lead. */
 static PyObject *unclaim(PyObject *self, PyObject *tasks)
 {
 	struct poller *p = POLLER(self);
 	int leads;
 
-	take(p);
+	lock_poller(p);
 	leads = p->tasks == tasks;
 	if (leads) {
 		p->tasks = NULL;
 		wake_waiters(p);
 	}
-	give(p);
+	unlock_poller(p);
 	if (leads)
 		Py_DECREF(tasks);
 	Py_RETURN_NONE;
@@ -366,17 +383,18 @@ static PyObject *unclaim(PyObject *self, PyObject *tasks)
 
 /* ---- the backlog -------------------------------------------------------- */
 
-/* The queues whose work requests a batch has retired. */
+/* Queues to release after a batch: those that it retired from, and previous values of `last`. */
 struct touched {
-	struct rp_in_flight *queue[BATCH];
+	struct rp_in_flight *queue[2 * BATCH];
 	int count;
+	char *rows; /* where the next completion goes, or NULL for the backlog */
 };
 
-/* Ensure `count` spares; 0 or ENOMEM. */
+/* Ensure that there are `count` spares; 0 or ENOMEM. */
 static int reserve(struct poller *p, size_t count)
 {
 	while (p->spares < count) {
-		struct rp_settled *s = PyMem_Calloc(1, sizeof(*s));
+		struct rp_completion *s = PyMem_Calloc(1, sizeof(*s));
 
 		if (!s)
 			return ENOMEM;
@@ -388,9 +406,9 @@ static int reserve(struct poller *p, size_t count)
 }
 
 /* Take `count` off the front of the backlog. */
-static struct rp_settled *take_first(struct poller *p, uint64_t count)
+static struct rp_completion *take_first(struct poller *p, uint64_t count)
 {
-	struct rp_settled *list = p->backlog, **last = &list;
+	struct rp_completion *list = p->backlog, **last = &list;
 
 	for (; count; count--, p->there--)
 		last = &(*last)->next;
@@ -401,38 +419,110 @@ static struct rp_settled *take_first(struct poller *p, uint64_t count)
 	return list;
 }
 
-/* Retire what was polled and add it to the backlog; the lock is held. */
-static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_wc_tm_info *tm,
-		   int count, struct touched *touched)
+/* A completion in the caller's buffer (WC_DTYPE), which may be at any address. */
+typedef struct ibv_wc row_wc __attribute__((aligned(1)));
+
+/* Copy what is valid of a completion into a row. */
+static inline void put_row(char **rows, const struct ibv_wc *wc, uint64_t wr_id)
+{
+	row_wc *row = (void *)*rows;
+	uint32_t imm_data = 0;
+
+	*rows += sizeof(*row);
+	if (__builtin_expect(wc->status != IBV_WC_SUCCESS, 0)) {
+		*row = (struct ibv_wc){ .wr_id = wr_id, .status = wc->status,
+					.vendor_err = wc->vendor_err, .qp_num = wc->qp_num };
+		return;
+	}
+	if (wc->opcode & IBV_WC_RECV && wc->wc_flags & IBV_WC_WITH_IMM)
+		imm_data = be32toh(wc->imm_data);
+	else if (wc->opcode & IBV_WC_RECV && wc->wc_flags & IBV_WC_WITH_INV)
+		imm_data = wc->invalidated_rkey;
+	if (row != wc)
+		*row = *wc;
+	row->wr_id = wr_id;
+	row->imm_data = imm_data;
+}
+
+/* Copy a completion in the backlog into a row; 0, or -1 with an exception. */
+static int put_kept_row(char **rows, struct rp_completion *s)
+{
+	Py_ssize_t size;
+	PyObject *row;
+	char *bytes;
+
+	if (!s->made) {
+		put_row(rows, &s->wc, s->wr_id ? PyLong_AsUnsignedLong(s->wr_id) : s->wc.wr_id);
+		return 0;
+	}
+	row = PyObject_CallMethod(s->made, "_row", NULL);
+	if (!row || PyBytes_AsStringAndSize(row, &bytes, &size) || size != sizeof(s->wc)) {
+		if (!PyErr_Occurred())
+			PyErr_SetString(PyExc_TypeError, "a completion is not a row");
+		Py_XDECREF(row);
+		return -1;
+	}
+	memcpy(*rows, bytes, sizeof(s->wc));
+	*rows += sizeof(s->wc);
+	Py_DECREF(row);
+	return 0;
+}
+
+/*
+ * Restore the wr_ids of polled completions, and add them to the backlog or to the caller's rows.
+ * The lock is held.
+ */
+static void match_completions(struct poller *p, const struct ibv_wc *wc,
+			      const struct rp_wc_ex *more, int count, struct touched *touched)
 {
 	struct rp_in_flight *queue = NULL;
-	uint64_t number = 0;
+	uint64_t number = 0, number_of_row = 0;
 
 	for (int i = 0; i < count; i++) {
 		int good = wc[i].status == IBV_WC_SUCCESS;
 		int matched = good && wc[i].wc_flags & IBV_WC_TM_MATCH;
 		int whole = wc[i].wc_flags & IBV_WC_TM_DATA_VALID;
-		struct rp_settled *s = p->spare;
+		struct rp_completion *s = p->spare;
+		PyObject *wr_id;
 
 		if (!queue || number != wc[i].wr_id >> 32) {
 			number = wc[i].wr_id >> 32;
-			queue = rp_find_queue(p->queues, wc[i].wr_id);
+			queue = p->last && p->last->base >> 32 == number ?
+					(struct rp_in_flight *)Py_NewRef((PyObject *)p->last) :
+					rp_find_queue(p->queues, wc[i].wr_id);
 			/* Nobody waits for the completions of a destroyed queue. */
 			if (!queue)
 				continue;
 			touched->queue[touched->count++] = queue;
+			if (queue != p->last && p->last)
+				touched->queue[touched->count++] = p->last;
+			if (queue != p->last)
+				p->last = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
 		}
-		if (p->extended && matched && !whole)
-			rp_match(queue, wc[i].wr_id);
-		s->wr_id = rp_complete(queue, wc[i].wr_id, wc[i].status);
-		if (!s->wr_id)
+		if (touched->rows && rp_complete_row(queue, wc[i].wr_id, &number_of_row)) {
+			put_row(&touched->rows, &wc[i], number_of_row);
 			continue;
+		}
+		if (p->wc_flags && matched && !whole)
+			rp_match(queue, wc[i].wr_id);
+		if (!rp_complete(queue, wc[i].wr_id, wc[i].status, &wr_id, &number_of_row))
+			continue;
+		if (touched->rows) {
+			put_row(&touched->rows, &wc[i],
+				wr_id ? PyLong_AsUnsignedLong(wr_id) : number_of_row);
+			Py_XDECREF(wr_id);
+			continue;
+		}
+		s->wr_id = wr_id;
 		s->made = NULL;
 		s->wc = wc[i];
+		s->wc.wr_id = number_of_row;
+		s->has = good ? p->wc_flags : 0;
 		/* An unexpected message has the tag in its header. */
-		s->has_tm = p->extended && matched && wc[i].opcode == IBV_WC_TM_RECV;
-		if (s->has_tm)
-			s->tm = tm[i];
+		if (!matched || wc[i].opcode != IBV_WC_TM_RECV)
+			s->has &= ~(unsigned int)IBV_WC_EX_WITH_TM_INFO;
+		if (s->has)
+			s->more = more[i];
 		p->spare = s->next;
 		p->spares--;
 		s->next = NULL;
@@ -443,39 +533,42 @@ static void settle(struct poller *p, const struct ibv_wc *wc, const struct ibv_w
 }
 
 /*
- * Poll once for up to `most`, with the lock held, spinning up to `spin_ns` for
+ * Poll for up to `max` completions, with the lock held, spinning up to `spin_ns` until there are
  * that many. Returns how many were polled, or a negative errno.
  */
-static int poll_batch(struct poller *p, const struct rp_handle *handle, int most, int64_t spin_ns,
+static int poll_batch(struct poller *p, const struct rp_handle *handle, int max, int64_t spin_ns,
 		      struct touched *touched)
 {
-	struct ibv_wc_tm_info tm[BATCH];
-	struct ibv_wc wc[BATCH];
-	int least = spin_ns ? most : 0, n;
+	struct rp_wc_ex more[BATCH];
+	struct ibv_wc polled[BATCH], *wc = polled;
+	int min = spin_ns ? max : 0, n;
 	PyThreadState *thread;
 
-	if (reserve(p, (size_t)most))
+	if (!touched->rows && reserve(p, (size_t)max))
 		return -ENOMEM;
+	if (touched->rows && !((uintptr_t)touched->rows % _Alignof(struct ibv_wc)))
+		wc = (void *)touched->rows;
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
-	n = p->extended ? rp_poll_cq_ex(handle->address, wc, tm, most, least, spin_ns) :
-			  rp_poll_cq(handle->address, wc, most, least, spin_ns);
+	n = p->wc_flags ? rp_poll_cq_ex(handle->address, wc, more, max, min, spin_ns) :
+			  rp_poll_cq(handle->address, wc, max, min, spin_ns);
 	if (n < 0)
 		n = errno ? -errno : -EIO;
 	if (thread)
 		PyEval_RestoreThread(thread);
-	settle(p, wc, tm, n, touched);
+	match_completions(p, wc, more, n, touched);
 	return n;
 }
 
-/* `count`, if they and `promised` more are available, else none; with `fewer`, up to `count`. */
+/* Take `count` if `promised` more are also available, else none; with `fewer`, up to `count`. */
 struct order {
 	uint64_t count, promised;
 	const struct waiter *after; /* waits that began before it come first; NULL for none */
 	int fewer;
 	int64_t spin_ns;
-	int error; /* of polling */
-	int deferred; /* whether, if none are taken, only earlier waits keep it from them */
+	int error; /* from polling */
+	int deferred; /* none were taken, only because earlier waits come first */
+	char *rows; /* the next row in the caller's buffer, or NULL for WCs */
 };
 
 /* How many completions the waits that began before `me` are about to take. */
@@ -490,11 +583,11 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 }
 
 /*
- * Poll until the backlog has enough or the CQ is empty; then take what is wanted, if `taken` is
- * not NULL. 0, or -1 with a signal handler's exception, or if one has forked.
+ * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take what was
+ * ordered. 0, or -1 with an exception: a signal handler's, or because one has forked.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
-		  struct rp_settled **taken)
+		  struct rp_completion **taken)
 {
 	PyObject *raised;
 	uint64_t wanted = order->count + order->promised;
@@ -509,15 +602,17 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			rp_raise(raised);
 			return -1;
 		}
-		if (take_here(p, handle))
+		if (lock_in_verb(p, handle))
 			return -1;
 		ahead = ahead_of(p, order->after);
+		touched.rows = order->fewer && !p->there ? order->rows : NULL;
 		if (p->there < wanted + ahead) {
 			uint64_t lacking = wanted + ahead - p->there;
 
 			polled = poll_batch(p, handle, lacking < BATCH ? (int)lacking : BATCH,
 					    order->spin_ns, &touched);
 			order->error = polled < 0 ? -polled : 0;
+			order->rows = touched.rows ? touched.rows : order->rows;
 		}
 		ahead = ahead_of(p, order->after);
 		order->deferred = p->there >= wanted;
@@ -525,19 +620,20 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
 			wake_waiters(p);
-		give(p);
+		unlock_poller(p);
 		for (int i = 0; i < touched.count; i++) {
 			rp_drop_done(touched.queue[i]);
 			Py_DECREF((PyObject *)touched.queue[i]);
 		}
-	} while (polled == BATCH);
+		/* Completions in the caller's rows are delivered: nothing may fail from here on. */
+	} while (polled == BATCH && !touched.rows);
 	return 0;
 }
 
-/* Free the first of a list; returns the next. */
-static struct rp_settled *free_settled(struct rp_settled *s)
+/* Free the first completion of a list; return the next. */
+static struct rp_completion *free_completion(struct rp_completion *s)
 {
-	struct rp_settled *next = s->next;
+	struct rp_completion *next = s->next;
 
 	Py_XDECREF(s->wr_id);
 	Py_XDECREF(s->made);
@@ -549,44 +645,44 @@ static struct rp_settled *free_settled(struct rp_settled *s)
  * Turn a delivered list into spares, as many as it takes to put it back without memory; free the
  * excess.
  */
-static void recycle(struct poller *p, struct rp_settled *list, size_t delivered)
+static void recycle(struct poller *p, struct rp_completion *list, size_t delivered)
 {
-	take(p);
+	lock_poller(p);
 	for (; list && p->spares < (delivered < BATCH ? BATCH : delivered); p->spares++) {
-		struct rp_settled *s = list;
+		struct rp_completion *s = list;
 
 		list = s->next;
 		s->next = p->spare;
 		p->spare = s;
 	}
-	give(p);
+	unlock_poller(p);
 	while (list)
-		list = free_settled(list);
+		list = free_completion(list);
 }
 
 /* A spare, which every completion just delivered has left, or a new one; NULL if out of memory. */
-static struct rp_settled *take_spare(struct poller *p)
+static struct rp_completion *take_spare(struct poller *p)
 {
-	struct rp_settled *s;
+	struct rp_completion *s;
 
-	take(p);
+	lock_poller(p);
 	s = p->spare;
 	if (s) {
 		p->spare = s->next;
 		p->spares--;
 	}
-	give(p);
+	unlock_poller(p);
 	return s ? s : PyMem_Calloc(1, sizeof(*s));
 }
 
-/* Put what was not delivered at the front of the backlog. */
-static void put_back(struct poller *p, struct rp_settled *list)
+/* Return undelivered completions to the front of the backlog. */
+static void put_back(struct poller *p, struct rp_completion *list)
 {
-	struct rp_settled **last = &list;
+	struct rp_completion **last = &list;
 
 	if (!list)
 		return;
-	take(p);
+	lock_poller(p);
 	for (; *last; last = &(*last)->next)
 		p->there++;
 	if (!p->backlog)
@@ -594,7 +690,7 @@ static void put_back(struct poller *p, struct rp_settled *list)
 	*last = p->backlog;
 	p->backlog = list;
 	wake_waiters(p);
-	give(p);
+	unlock_poller(p);
 	announce_to_tasks(p);
 }
 
@@ -605,26 +701,30 @@ static PyObject *raise_polling(int error)
 }
 
 /*
- * Gather what is wanted, make WCs and append them to a list. Returns how many,
- * or -1 with an exception: what is not in the list is back in the backlog. A
- * polling error is raised only if no WC was made.
+ * Gather the completions that an order asks for, and append a WC for each to a list. Returns how
+ * many, or -1 with an exception; those not appended go back to the backlog. A polling error is
+ * raised only if there was no completion.
  */
 static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *order,
-		      PyObject *into)
+		      PyObject *wcs)
 {
-	struct rp_settled *list = NULL, *done = NULL;
+	struct rp_completion *list = NULL, *done = NULL;
+	const char *rows = order->rows;
 	Py_ssize_t n = 0;
 
 	if (gather(p, handle, order, &list))
 		return -1;
+	if (order->rows != rows)
+		return (order->rows - rows) / (Py_ssize_t)sizeof(struct ibv_wc);
 	if (!list && order->error) {
 		raise_polling(order->error);
 		return -1;
 	}
 	while (list) {
-		struct rp_settled *s = list;
-		PyObject *wc = s->made ? Py_NewRef(s->made) : rp_make_completion(s);
-		int failed = !wc || PyList_Append(into, wc);
+		struct rp_completion *s = list;
+		PyObject *wc = order->rows ? NULL : s->made ? Py_NewRef(s->made) : rp_make_wc(s);
+		int failed = order->rows ? put_kept_row(&order->rows, s) :
+					   !wc || PyList_Append(wcs, wc);
 
 		Py_XDECREF(wc);
 		if (failed) {
@@ -655,7 +755,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 	return -1;
 }
 
-/* poll(handle, most, into): append what is available now to an empty list. */
+/* poll(handle, max_entries, wcs): append what is available now to an empty list. */
 METHOD(poll_now)
 {
 	struct order order = { .fewer = 1 };
@@ -668,6 +768,149 @@ METHOD(poll_now)
 		n = get(POLLER(self), use.handle, &order, args[2]);
 	rp_end_use(&use);
 	return n < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/*
+ * After get() has written the first rows, with the result `got`, add what else is available.
+ * Returns the number of all rows, or -1.
+ */
+static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py_buffer *view,
+			    struct order *begun, Py_ssize_t got)
+{
+	struct order order = { .fewer = 1, .rows = begun->rows, .error = begun->error };
+	char *end = (char *)view->buf + view->len;
+
+	while (got > 0 && order.rows < end) {
+		order.count = (uint64_t)(end - order.rows) / sizeof(struct ibv_wc);
+		got = get(p, handle, &order, NULL);
+	}
+	if (got < 0 && order.rows == view->buf)
+		return -1;
+	/* The rows are delivered; raise a signal handler's exception later. */
+	if (got < 0 && order.error)
+		PyErr_Clear();
+	else if (got < 0)
+		rp_handler_raised();
+	if (got < 0)
+		rp_deliver_soon();
+	return (order.rows - (char *)view->buf) / (Py_ssize_t)sizeof(struct ibv_wc);
+}
+
+/* Raises TypeError for a memoryview of pointers that Python follows; see check_rows(). */
+static PyObject *rows_checker;
+
+/* The format of numpy's arrays of WC_DTYPE. */
+static const char WC_FORMAT[] =
+	"T{L:wr_id:I:status:I:opcode:I:vendor_err:I:byte_len:I:imm_data:I:qp_num:I:src_qp:"
+	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
+
+static int export_rows(PyObject *buffer, Py_buffer *view)
+{
+	int failed;
+
+	if (rp_enter_call())
+		return -1;
+	failed = PyObject_GetBuffer(buffer, view, PyBUF_CONTIG | PyBUF_FORMAT);
+	rp_leave_call();
+	if (!failed)
+		return 0;
+	/* numpy raises ValueError. */
+	if (PyErr_ExceptionMatches(PyExc_ValueError)) {
+		PyObject *type, *value, *traceback;
+
+		PyErr_Fetch(&type, &value, &traceback);
+		PyErr_Format(PyExc_BufferError, "%S", value ? value : type);
+		Py_XDECREF(type);
+		Py_XDECREF(value);
+		Py_XDECREF(traceback);
+	}
+	return -1;
+}
+
+/* Check a memoryview: a class may return a different buffer at each call. */
+static int export_checked(PyObject *buffer, Py_buffer *view)
+{
+	PyObject *memory = PyMemoryView_FromObject(buffer);
+	PyObject *checked =
+		memory ? PyObject_CallFunctionObjArgs(rows_checker, memory, NULL) : NULL;
+	int failed = !checked || export_rows(memory, view);
+
+	Py_XDECREF(checked);
+	Py_XDECREF(memory);
+	return failed ? -1 : 0;
+}
+
+static int get_rows(PyObject *buffer, Py_buffer *view)
+{
+	static char nowhere[1];
+
+	if (export_rows(buffer, view))
+		return -1;
+	if (!PyByteArray_CheckExact(buffer) && (!view->format || strcmp(view->format, WC_FORMAT))) {
+		PyBuffer_Release(view);
+		if (export_checked(buffer, view))
+			return -1;
+	}
+	/* An empty buffer may be at NULL, which means WCs here. */
+	if (!view->buf)
+		view->buf = nowhere;
+	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)
+		return 0;
+	PyBuffer_Release(view);
+	PyErr_SetString(PyExc_ValueError, "the buffer does not hold whole rows of 48 bytes");
+	return -1;
+}
+
+/* Reserve the result's memory, so that rows written can always be counted in it. */
+static PyObject *reserve_number(void)
+{
+	return PyLong_FromSsize_t(PY_SSIZE_T_MAX);
+}
+
+/* Return the number of rows, freeing the reserve for it (its reference is stolen); NULL for -1. */
+static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
+{
+	PyObject *number = n < 0 ? NULL : PyLong_FromSsize_t(n);
+	int lacks_memory = n >= 0 && !number;
+
+	Py_XDECREF(reserve);
+	if (!lacks_memory)
+		return number;
+	PyErr_Clear();
+	return PyLong_FromSsize_t(n);
+}
+
+struct rp_slot rp_poller_slot;
+
+PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
+{
+	PyObject **at = rp_slot_at(self, &rp_poller_slot);
+	PyObject *p = at && *at ? Py_NewRef(*at) : PyObject_GetAttr(self, rp_poller_slot.name);
+	PyObject *reserve = NULL;
+	struct rp_use use;
+	Py_ssize_t n = -1;
+	Py_buffer view;
+
+	if (!p && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+		/* Its constructor has not run. */
+		PyErr_Clear();
+		rp_raise_closed((struct rp_handle *)self);
+	}
+	if (p && !get_rows(buffer, &view)) {
+		if (!begin(&self, 1, 1, &use)) {
+			struct order order = { .rows = view.buf };
+
+			/* Small numbers are preallocated. */
+			if (view.len > SMALL_NUMBERS * (Py_ssize_t)sizeof(struct ibv_wc))
+				reserve = reserve_number();
+			if (!PyErr_Occurred())
+				n = fill_rows(POLLER(p), use.handle, &view, &order, 1);
+			rp_end_use(&use);
+		}
+		PyBuffer_Release(&view);
+	}
+	Py_XDECREF(p);
+	return number_of_rows(n, reserve);
 }
 
 /* Ask for an event; 0, or -1 with an exception. */
@@ -688,12 +931,12 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	struct order order = { .count = me->count };
 	int leads, ready;
 
-	if (take_here(p, handle))
+	if (lock_in_verb(p, handle))
 		return -1;
 	if (!p->leader && !p->tasks)
 		p->leader = me;
 	leads = p->leader == me;
-	give(p);
+	unlock_poller(p);
 	if (leads) {
 		/* Then poll again: what arrived before this raises no event. */
 		if (ask_for_event(handle, 0))
@@ -702,16 +945,16 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 			return -1;
 		if (p->there >= me->count)
 			return 0;
-	} else if (tell_tasks(p)) {
+	} else if (notify_tasks(p)) {
 		return -1;
 	}
-	if (RP_LOAD(&p->tasks)) /* then it does not lead */
-		deadline = within(LOOK_NS, deadline);
+	if (RP_LOAD(&p->tasks)) /* then this thread does not lead */
+		deadline = within(RECHECK_NS, deadline);
 	ready = sleep_on(p, me, leads ? p->channel : -1, deadline);
-	return ready > 0 ? tell(p->drop_event) : ready;
+	return ready > 0 ? call_optional(p->drop_event) : ready;
 }
 
-/* Let earlier waits take theirs, if some are left time for that; 1, 0 if none are, or -1. */
+/* Give earlier waits time to take their completions; 1, 0 if that time is up, or -1. */
 static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t deadline)
 {
 	if (!*until)
@@ -721,7 +964,7 @@ static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t de
 	return sleep_on(p, me, -1, *until) < 0 ? -1 : 1;
 }
 
-/* Wait briefly, outside the list, in the middle of another verb; 0, or -1. */
+/* Sleep briefly in the middle of another verb, without joining the list; 0, or -1. */
 static int nap(void)
 {
 	Py_BEGIN_ALLOW_THREADS
@@ -731,9 +974,12 @@ static int nap(void)
 }
 
 /*
- * wait(handle, count, promised, timeout, into): append that many to an empty
- * list once they, and those promised to others, are available. Returns how many
- * are on timeout, else None.
+ * wait(handle, count, promised, timeout, wcs): once `count` completions and those promised to
+ * others are available, append `count` of them to `wcs`, an empty list. Returns None, or on timeout
+ * how many are available; raises WaitCancelled after cancel().
+ *
+ * If `wcs` is a buffer with room for `count` rows, write them and all others that are available.
+ * Returns how many, or on timeout -1 minus how many are available.
  */
 METHOD(wait_for)
 {
@@ -742,37 +988,61 @@ METHOD(wait_for)
 	/* The outer verb may be a leading wait, which cannot continue before this returns. */
 	int nested = rp_in_verb(), joined = 0;
 	struct order order = { .count = 0 };
-	PyObject *result = NULL;
+	PyObject *result = NULL, *reserve = NULL;
+	unsigned int cancels = RP_LOAD(&p->cancels);
 	int64_t deadline, until = 0;
 	struct rp_use use;
+	Py_buffer view;
 
 	if (begin(args, nargs, 5, &use))
 		return NULL;
-	if (read_count(args[1], "count", &order.count) ||
+	if (!PyList_Check(args[4])) {
+		if (get_rows(args[4], &view)) {
+			rp_end_use(&use);
+			return NULL;
+		}
+		order.rows = view.buf;
+		reserve = reserve_number();
+	}
+	if ((order.rows && !reserve) ||
+	    read_count(args[1], order.rows ? "min" : "count", &order.count) ||
 	    read_count(args[2], "promised", &order.promised) ||
 	    read_deadline(args[3], &deadline))
 		goto out;
 	me.count = order.count + order.promised;
 	order.after = nested ? NULL : &me;
 	while (is_open(use.handle)) {
-		Py_ssize_t n = get(p, use.handle, &order, args[4]);
+		Py_ssize_t n;
 
+		/* First: a cancelled wait takes nothing, even if completions have come since. */
+		if (RP_LOAD(&p->cancels) != cancels) {
+			rp_raise_cancelled((PyObject *)use.handle);
+			break;
+		}
+		n = get(p, use.handle, &order, args[4]);
 		if (n || !order.count) {
-			result = n < 0 ? NULL : Py_NewRef(Py_None);
+			if (order.rows) {
+				n = fill_rows(p, use.handle, &view, &order, n ? n : 1);
+				result = number_of_rows(n, reserve);
+				reserve = NULL;
+			} else {
+				result = n < 0 ? NULL : Py_NewRef(Py_None);
+			}
 			break;
 		}
 		if (rp_now_ns() >= deadline && !order.deferred) {
-			result = PyLong_FromSize_t(p->there);
+			result = PyLong_FromSsize_t(order.rows ? -1 - (Py_ssize_t)p->there :
+								 (Py_ssize_t)p->there);
 			break;
 		}
 		if (nested) {
 			if (nap())
 				break;
 		} else if (!joined) {
-			/* A close from now on wakes us. */
-			take(p);
+			/* A close from now on wakes this thread. */
+			lock_poller(p);
 			join(p, &me);
-			give(p);
+			unlock_poller(p);
 			joined = 1;
 			order.spin_ns = p->spin_ns;
 		} else if (order.deferred) {
@@ -792,11 +1062,14 @@ METHOD(wait_for)
 	if (joined)
 		part(p, &me);
 out:
+	if (order.rows)
+		PyBuffer_Release(&view);
+	Py_XDECREF(reserve);
 	rp_end_use(&use);
 	return result;
 }
 
-/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; its size. */
+/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; return its size. */
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);
@@ -831,11 +1104,11 @@ METHOD(notify)
 static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 {
 	struct poller *p = POLLER(self);
-	struct rp_settled *list = NULL;
+	struct rp_completion *list = NULL;
 	int failed = 0;
 
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
-		struct rp_settled *s = take_spare(p);
+		struct rp_completion *s = take_spare(p);
 
 		failed = !s;
 		if (failed)
@@ -848,18 +1121,45 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
+/* first_failed(): the first failed completion in the backlog, where it stays; or None. */
+static PyObject *first_failed(PyObject *self, PyObject *unused)
+{
+	struct poller *p = POLLER(self);
+	struct rp_completion copy = { .wr_id = NULL };
+	int found = 0;
+
+	(void)unused;
+	lock_poller(p);
+	for (const struct rp_completion *s = p->backlog; s && !found; s = s->next) {
+		found = s->made ? PyLong_AsLong(PyTuple_GetItem(s->made, 1)) != IBV_WC_SUCCESS :
+				  s->wc.status != IBV_WC_SUCCESS;
+		copy = *s;
+	}
+	/* Whether or not it has failed, it is in the backlog until the lock is released. */
+	Py_XINCREF(copy.wr_id);
+	Py_XINCREF(copy.made);
+	unlock_poller(p);
+	if (!found)
+		Py_CLEAR(copy.made);
+	else if (!copy.made)
+		copy.made = rp_make_wc(&copy);
+	Py_XDECREF(copy.wr_id);
+	return found ? copy.made : Py_NewRef(Py_None);
+}
+
 /* ---- the type ----------------------------------------------------------- */
 
-/* Poller(queues, extended, spin_ns, channel, drop_event): without a channel, -1 and None. */
+/* Poller(queues, wc_flags, spin_ns, channel, drop_event): without a channel, -1 and None. */
 static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	PyObject *queues, *drop_event;
-	int extended, channel;
+	unsigned int wc_flags;
+	int channel;
 	long long spin_ns;
 	struct poller *p;
 
 	(void)kwargs;
-	if (!PyArg_ParseTuple(args, "O!pLiO", &PyDict_Type, &queues, &extended, &spin_ns, &channel,
+	if (!PyArg_ParseTuple(args, "O!ILiO", &PyDict_Type, &queues, &wc_flags, &spin_ns, &channel,
 			      &drop_event))
 		return NULL;
 	p = (struct poller *)PyType_GenericAlloc(type, 0);
@@ -868,7 +1168,7 @@ static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	p->end = &p->backlog;
 	p->queues = Py_NewRef(queues);
 	p->drop_event = Py_NewRef(drop_event);
-	p->extended = extended;
+	p->wc_flags = wc_flags;
 	p->channel = channel;
 	p->spin_ns = spin_ns;
 	if (rp_init_lock(&p->lock))
@@ -883,8 +1183,9 @@ static int poller_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT(p->tasks);
 	Py_VISIT(p->queues);
+	Py_VISIT((PyObject *)p->last);
 	Py_VISIT(p->drop_event);
-	for (struct rp_settled *s = p->backlog; s; s = s->next) {
+	for (struct rp_completion *s = p->backlog; s; s = s->next) {
 		Py_VISIT(s->wr_id);
 		Py_VISIT(s->made);
 	}
@@ -903,11 +1204,12 @@ static void poller_dealloc(PyObject *self)
 
 	PyObject_GC_UnTrack(self);
 	while (p->backlog)
-		p->backlog = free_settled(p->backlog);
+		p->backlog = free_completion(p->backlog);
 	while (p->spare)
-		p->spare = free_settled(p->spare);
+		p->spare = free_completion(p->spare);
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
+	Py_XDECREF((PyObject *)p->last);
 	Py_XDECREF(p->drop_event);
 	rp_free_lock(&p->lock);
 	rp_free(self);
@@ -920,7 +1222,9 @@ static PyMethodDef poller_methods[] = {
 	RP_METHOD(fill),
 	RP_METHOD(notify),
 	{ "put_back", put_back_made, METH_O, NULL },
+	{ "first_failed", first_failed, METH_NOARGS, NULL },
 	{ "release", release, METH_NOARGS, NULL },
+	{ "cancel", cancel, METH_NOARGS, NULL },
 	{ "claim", claim, METH_O, NULL },
 	{ "unclaim", unclaim, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
@@ -932,9 +1236,9 @@ static PyObject *get_tasks(PyObject *self, void *unused)
 	PyObject *tasks;
 
 	(void)unused;
-	take(p);
+	lock_poller(p);
 	tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
-	give(p);
+	unlock_poller(p);
 	return tasks;
 }
 
@@ -945,6 +1249,7 @@ static PyGetSetDef poller_getset[] = {
 
 static PyMemberDef poller_members[] = {
 	{ "waiting", T_UINT, offsetof(struct poller, waiting), READONLY, NULL },
+	{ "cancels", T_UINT, offsetof(struct poller, cancels), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 
@@ -960,7 +1265,7 @@ static PyType_Slot poller_slots[] = {
 };
 
 /*
- * get_cq_event(channel, into): take an event off a non-blocking completion
+ * get_cq_event(channel, cqs): take an event off a non-blocking completion
  * channel, acknowledge it, and make its CQ struct's address a key of the dict.
  * True, or None if there was no event. One call, because ibv_destroy_cq(3)
  * waits for ever for what an interrupt leaves unacknowledged.
@@ -990,8 +1295,18 @@ METHOD(get_cq_event)
 	return failed ? NULL : Py_NewRef(Py_True);
 }
 
+/* describe_rows(checker): the function that checks a buffer for rows of completions. */
+static PyObject *describe_rows(PyObject *self, PyObject *checker)
+{
+	(void)self;
+	if (!rows_checker)
+		rows_checker = Py_NewRef(checker); /* never released */
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
 	RP_METHOD(get_cq_event),
+	{ "describe_rows", describe_rows, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -1,4 +1,4 @@
-/* Work requests posted and not known to be done (inflight.h). */
+/* Records of posted work requests, which give the caller's wr_id back (inflight.h). */
 #include "posting/post.h"
 
 #include <structmember.h>
@@ -14,23 +14,23 @@ static inline int is_handle(PyObject *object)
 	       (object != Py_None && !PyBytes_CheckExact(object) && rp_is_handle(object));
 }
 
-/* Name or unname a handle, or those in a tuple; returns the first that is not open, or NULL. */
-static PyObject *each(PyObject *held, int unname)
+/* Pin or unpin a handle, or those in a tuple; returns the first that is not open, or NULL. */
+static PyObject *each(PyObject *refs, int unpin)
 {
-	int many = held && PyTuple_CheckExact(held);
-	Py_ssize_t count = many ? PyTuple_Size(held) : held != NULL;
+	int many = refs && PyTuple_CheckExact(refs);
+	Py_ssize_t count = many ? PyTuple_Size(refs) : refs != NULL;
 	PyObject *closed = NULL;
 
 	for (Py_ssize_t i = count; i--;) {
-		PyObject *one = many ? PyTuple_GetItem(held, i) : held;
+		PyObject *one = many ? PyTuple_GetItem(refs, i) : refs;
 		PyObject *found = NULL;
 
 		if (PyTuple_CheckExact(one)) {
-			found = each(one, unname);
-		} else if (is_handle(one) && unname) {
-			rp_unname((struct rp_handle *)one);
+			found = each(one, unpin);
+		} else if (is_handle(one) && unpin) {
+			rp_unpin((struct rp_handle *)one);
 		} else if (is_handle(one)) {
-			rp_name((struct rp_handle *)one);
+			rp_pin((struct rp_handle *)one);
 			found = rp_is_open((struct rp_handle *)one) ? NULL : one;
 		}
 		closed = found ? found : closed;
@@ -38,14 +38,14 @@ static PyObject *each(PyObject *held, int unname)
 	return closed;
 }
 
-PyObject *rp_name_all(PyObject *held)
+PyObject *rp_pin_all(PyObject *refs)
 {
-	return each(held, 0);
+	return each(refs, 0);
 }
 
-void rp_unname_all(PyObject *held)
+void rp_unpin_all(PyObject *refs)
 {
-	each(held, 1);
+	each(refs, 1);
 }
 
 /* ---- the entries -------------------------------------------------------- */
@@ -54,6 +54,9 @@ static struct rp_entry *at(const struct rp_in_flight *q, uint64_t index)
 {
 	return &q->entries[index & (q->size - 1)];
 }
+
+/* The most slots in a queue that completes in any order; more do not fit in a cookie. */
+enum { MAX_SLOTS = 0xFFFFFF };
 
 static int grow_once(struct rp_in_flight *q)
 {
@@ -85,6 +88,11 @@ int rp_grow(struct rp_in_flight *q, size_t count)
 	int failed = 0;
 
 	RP_BEGIN(q);
+	if (!q->in_order && count > MAX_SLOTS - q->end) {
+		PyErr_Format(PyExc_MemoryError, "at most %d receives of an SRQ are kept track of",
+			     MAX_SLOTS);
+		failed = -1;
+	}
 	while (!failed && q->size - (q->end - q->dropped) < count)
 		failed = grow_once(q);
 	RP_END();
@@ -92,19 +100,19 @@ int rp_grow(struct rp_in_flight *q, size_t count)
 }
 
 /*
- * The low half of a slot's ticket, never 0: 1 + its index, and how often it has been used, so that
- * a stale ticket finds nothing.
+ * The low half of a slot's cookie, never 0: 1 + its index, and how often it has been used, so that
+ * a stale cookie finds nothing.
  */
-static uint32_t end_of_ticket(const struct rp_in_flight *q, size_t index)
+static uint32_t low_half_of_cookie(const struct rp_in_flight *q, size_t index)
 {
 	return (uint32_t)q->entries[index].generation << 24 | (uint32_t)(index + 1);
 }
 
-struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *ticket)
+struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie)
 {
 	struct rp_entry *entry = &q->entries[q->free - 1];
 
-	*ticket = q->base | end_of_ticket(q, q->free - 1);
+	*cookie = q->base | low_half_of_cookie(q, q->free - 1);
 	q->free = entry->count;
 	q->end++;
 	return entry;
@@ -115,12 +123,12 @@ static int is_there(const struct rp_entry *entry)
 	return entry->state != RP_FREE && entry->state != RP_DONE;
 }
 
-/* In a queue without order, the outstanding entry that a ticket names. */
-static struct rp_entry *find(const struct rp_in_flight *q, uint64_t ticket)
+/* In a queue without order, the outstanding entry that a cookie names. */
+static struct rp_entry *find(const struct rp_in_flight *q, uint64_t cookie)
 {
-	size_t index = (size_t)(ticket & 0xFFFFFF) - 1;
+	size_t index = (size_t)(cookie & MAX_SLOTS) - 1;
 
-	return index < q->size && end_of_ticket(q, index) == (uint32_t)ticket &&
+	return index < q->size && low_half_of_cookie(q, index) == (uint32_t)cookie &&
 	       is_there(&q->entries[index]) ? &q->entries[index] : NULL;
 }
 
@@ -133,30 +141,48 @@ static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 	q->done++;
 }
 
-static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
+/* The wr_id of one of an entry's work requests: a new reference, or NULL for the number. */
+static PyObject *find_wr_id(const struct rp_entry *entry, uint64_t index, uint64_t *number)
 {
 	PyObject *wr_id = entry->wr_id;
 
+	if (entry->state == RP_ROWS) {
+		*number = ((const uint64_t *)(uintptr_t)entry->serial)[index];
+		return NULL;
+	}
+	if (PyBytes_CheckExact(wr_id)) {
+		*number = ((const uint64_t *)(const void *)PyBytes_AsString(wr_id))[index];
+		return NULL;
+	}
 	if ((PyObject *)Py_TYPE(wr_id) == rp_sent_type)
 		wr_id = PyTuple_GetItem(((struct rp_sent *)wr_id)->wr_ids, (Py_ssize_t)index);
-	return Py_XNewRef(wr_id);
+	return Py_NewRef(wr_id);
 }
 
-/* A TAG_DEL is done, and so is its receive, unless a message matched first. */
-static void release(struct rp_in_flight *tagged, uint32_t ticket, uint64_t serial)
+/* Return it as a new reference; NULL with an exception. */
+static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
+{
+	uint64_t number;
+	PyObject *wr_id = find_wr_id(entry, index, &number);
+
+	return wr_id ? wr_id : PyLong_FromUnsignedLongLong(number);
+}
+
+/* A TAG_DEL has succeeded: retire the receive it removed, unless a message matched that first. */
+static void release(struct rp_in_flight *tagged, uint32_t cookie, uint64_t serial)
 {
 	struct rp_entry *entry;
 
 	RP_BEGIN(tagged);
-	entry = find(tagged, ticket);
+	entry = find(tagged, cookie);
 	if (entry && entry->serial == serial && entry->state == RP_POSTED)
 		retire(tagged, entry);
 	RP_END();
 }
 
 /*
- * Note a bind's outcome. An error is the last entry's; whether an unsignaled one before it was
- * carried out is unknown.
+ * Note a bind's outcome. An error status belongs to the last entry; whether the unsignaled binds
+ * before it took effect is unknown.
  */
 static void note_bind(struct rp_entry *entry, int last, int status)
 {
@@ -167,76 +193,83 @@ static void note_bind(struct rp_entry *entry, int last, int status)
 		entry->state = RP_POSTED;
 }
 
-static PyObject *complete_in_order(struct rp_in_flight *q, uint64_t ticket, int status)
+static int complete_in_order(struct rp_in_flight *q, uint64_t cookie, int status,
+			     PyObject **wr_id, uint64_t *number)
 {
-	uint64_t ahead = (ticket - q->done) & UINT32_MAX;
-	PyObject *wr_id = NULL;
+	uint64_t ahead = (cookie - q->done) & UINT32_MAX;
+	int found = 0;
 
 	if (ahead >= q->posted - q->done)
-		return NULL;
+		return 0;
 	q->done += ahead + 1;
-	while (!wr_id && q->first != q->end) {
+	while (!found && q->first != q->end) {
 		struct rp_entry *entry = at(q, q->first);
 		uint64_t left = entry->count - q->begun;
 
-		if (ahead < left)
-			wr_id = wr_id_of(entry, q->begun + ahead);
+		found = ahead < left;
+		if (found)
+			*wr_id = find_wr_id(entry, q->begun + ahead, number);
 		if (ahead + 1 < left) {
 			q->begun += ahead + 1;
 			continue;
 		}
 		q->begun = 0;
 		q->first++;
-		ahead -= ahead < left ? ahead : left;
+		ahead -= found ? ahead : left;
 		if (entry->state >= RP_BIND)
-			note_bind(entry, wr_id != NULL, status);
-		/* An error is the last entry's, which has removed nothing. */
-		if (entry->removes && q->tagged && (!wr_id || status == IBV_WC_SUCCESS))
+			note_bind(entry, found, status);
+		/* An error status belongs to the last entry: that TAG_DEL removed nothing. */
+		if (entry->removes && q->tagged && (!found || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes, entry->serial);
 	}
-	return wr_id;
+	return found;
 }
 
-static PyObject *complete_any(struct rp_in_flight *q, uint64_t ticket)
+static int complete_any(struct rp_in_flight *q, uint64_t cookie, PyObject **wr_id,
+			uint64_t *number)
 {
-	struct rp_entry *entry = find(q, ticket);
-	PyObject *wr_id = entry ? Py_NewRef(entry->wr_id) : NULL;
+	struct rp_entry *entry = find(q, cookie);
 
-	if (entry && entry->state == RP_EARLY)
+	if (!entry)
+		return 0;
+	*wr_id = find_wr_id(entry, entry->removes, number);
+	if (entry->state == RP_EARLY)
 		entry->state = RP_MATCHED;
-	else if (entry)
+	else
 		retire(q, entry);
-	return wr_id;
+	return 1;
 }
 
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket, int status)
+int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
+		uint64_t *number)
 {
-	PyObject *wr_id;
+	int found;
 
 	RP_BEGIN(q);
-	wr_id = q->in_order ? complete_in_order(q, ticket, status) : complete_any(q, ticket);
+	found = q->in_order ? complete_in_order(q, cookie, status, wr_id, number) :
+			      complete_any(q, cookie, wr_id, number);
 	RP_END();
-	return wr_id;
+	return found;
 }
 
-void rp_match(struct rp_in_flight *q, uint64_t ticket)
+void rp_match(struct rp_in_flight *q, uint64_t cookie)
 {
 	struct rp_entry *entry;
 
 	RP_BEGIN(q);
-	entry = q->in_order ? NULL : find(q, ticket);
+	entry = q->in_order ? NULL : find(q, cookie);
 	if (entry)
 		entry->state = RP_EARLY;
 	RP_END();
 }
 
-int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket, uint64_t serial)
+int rp_is_outstanding(struct rp_in_flight *q, uint64_t cookie, uint64_t serial)
 {
 	const struct rp_entry *entry;
 	int found;
 
 	RP_BEGIN(q);
-	entry = find(q, ticket);
+	entry = find(q, cookie);
 	found = entry && entry->serial == serial;
 	RP_END();
 	return found;
@@ -272,19 +305,19 @@ static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 }
 
 /* May run any Python code. */
-static void let_go(struct rp_in_flight *q, struct rp_entry *entry)
+static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	if (entry->state >= RP_BIND) {
-		PyObject *mr = PyTuple_GetItem(entry->held, 1);
+		PyObject *mr = PyTuple_GetItem(entry->refs, 1);
 
 		/* If the outcome is unknown, keep what was bound before and hold both. */
 		if (entry->state != RP_UNBIND)
-			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->held, 0),
+			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
 				entry->state != RP_BIND, &q->binder, entry->serial);
 	}
-	rp_unname_all(entry->held);
-	Py_XDECREF(entry->held);
+	rp_unpin_all(entry->refs);
+	Py_XDECREF(entry->refs);
 	Py_XDECREF(entry->wr_id);
 }
 
@@ -294,26 +327,26 @@ void rp_drop_all_done(struct rp_in_flight *q)
 
 	while (take_done(q, &entry))
 		/* It may recurse, so keep no state across it. */
-		let_go(q, &entry);
+		release_entry(q, &entry);
 	if (q->tagged)
 		rp_drop_done(q->tagged);
 }
 
-void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count, struct rp_entry *taken)
+void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct rp_entry *taken)
 {
 	struct rp_entry *entry;
 
-	taken->wr_id = taken->held = NULL;
+	taken->wr_id = taken->refs = NULL;
 	RP_BEGIN(q);
 	if (!q->in_order) {
-		entry = find(q, ticket);
+		entry = find(q, cookie);
 		if (entry) {
 			*taken = *entry;
 			free_slot(q, entry);
 			q->posted--;
 		}
 	} else if (q->end != q->first &&
-		   ((ticket + count) & UINT32_MAX) == (q->posted & UINT32_MAX)) {
+		   ((cookie + count) & UINT32_MAX) == (q->posted & UINT32_MAX)) {
 		entry = at(q, q->end - 1);
 		q->posted -= count;
 		if (entry->count > count) {
@@ -343,24 +376,98 @@ static void clear(struct rp_in_flight *q)
 	rp_drop_done(q);
 }
 
-struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket)
+/* ---- finding a queue by its number -------------------------------------- */
+
+/*
+ * A queue's value in the dict is its address; its dealloc removes that first, in the same call, so
+ * the address of one that has no references is never found. Without a GIL another thread could
+ * find it in between: there the value is the queue.
+ */
+static PyObject *value_of(struct rp_in_flight *q)
 {
-	PyObject *number = PyLong_FromUnsignedLong(ticket >> 32), *found = NULL, *queue;
+#ifdef Py_GIL_DISABLED
+	return Py_NewRef((PyObject *)q);
+#else
+	return PyLong_FromVoidPtr(q);
+#endif
+}
+
+static struct rp_in_flight *queue_of(PyObject *value)
+{
+#ifdef Py_GIL_DISABLED
+	return (struct rp_in_flight *)value;
+#else
+	return PyLong_AsVoidPtr(value);
+#endif
+}
+
+struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
+{
+	PyObject *number = PyLong_FromUnsignedLong(cookie >> 32), *value;
+	struct rp_in_flight *found = NULL, *queue;
 	Py_ssize_t at = 0;
 
 	if (number) {
-		found = rp_dict_get(queues, number);
+		value = rp_dict_get(queues, number);
 		Py_DECREF(number);
-		return (struct rp_in_flight *)found;
+		if (value)
+			found = (struct rp_in_flight *)Py_NewRef((PyObject *)queue_of(value));
+		Py_XDECREF(value);
+		return found;
 	}
-	/* No memory for an int is no reason to lose a completion. */
+	/* There was no memory for the key, but a completion must not be lost: search. */
 	PyErr_Clear();
 	RP_BEGIN(queues);
-	while (!found && PyDict_Next(queues, &at, NULL, &queue))
-		if (((struct rp_in_flight *)queue)->base >> 32 == ticket >> 32)
-			found = Py_NewRef(queue);
+	while (!found && PyDict_Next(queues, &at, NULL, &value)) {
+		queue = queue_of(value);
+		if (queue->base >> 32 == cookie >> 32)
+			found = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
+	}
 	RP_END();
-	return (struct rp_in_flight *)found;
+	return found;
+}
+
+/* enroll(queues): let rp_find_queue() find it there, until leave(). */
+static PyObject *in_flight_enroll(PyObject *self, PyObject *queues)
+{
+	struct rp_in_flight *q = (struct rp_in_flight *)self;
+	PyObject *key, *value;
+
+	if (!PyDict_CheckExact(queues) || q->queues) {
+		PyErr_SetString(PyExc_TypeError, "not a dict, or enrolled already");
+		return NULL;
+	}
+	key = PyLong_FromUnsignedLong(q->base >> 32);
+	value = value_of(q);
+	if (key && value && !PyDict_SetItem(queues, key, value)) {
+		q->queues = Py_NewRef(queues);
+		q->key = Py_NewRef(key);
+	}
+	Py_XDECREF(key);
+	Py_XDECREF(value);
+	return q->queues ? Py_NewRef(Py_None) : NULL;
+}
+
+static void leave(struct rp_in_flight *q)
+{
+	PyObject *queues = q->queues, *key = q->key, *type, *value, *traceback;
+
+	if (!queues)
+		return;
+	q->queues = q->key = NULL;
+	PyErr_Fetch(&type, &value, &traceback);
+	if (PyDict_DelItem(queues, key))
+		PyErr_Clear();
+	PyErr_Restore(type, value, traceback);
+	Py_DECREF(queues);
+	Py_DECREF(key);
+}
+
+static PyObject *in_flight_leave(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	leave((struct rp_in_flight *)self);
+	Py_RETURN_NONE;
 }
 
 /* ---- the type ----------------------------------------------------------- */
@@ -398,9 +505,10 @@ static int in_flight_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(Py_TYPE(self));
 	for (size_t i = q->dropped; i != (q->in_order ? q->end : q->size); i++) {
 		Py_VISIT(at(q, i)->wr_id);
-		Py_VISIT(at(q, i)->held);
+		Py_VISIT(at(q, i)->refs);
 	}
 	Py_VISIT(q->tagged);
+	Py_VISIT(q->queues);
 	return 0;
 }
 
@@ -415,6 +523,7 @@ static void in_flight_dealloc(PyObject *self)
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
 
 	PyObject_GC_UnTrack(self);
+	leave(q);
 	clear(q);
 	PyMem_Free(q->entries);
 	Py_XDECREF((PyObject *)q->tagged);
@@ -434,7 +543,7 @@ static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint
 	if (!q->in_order) {
 		for (size_t i = 0; i < q->size; i++)
 			if (is_there(&q->entries[i]) && !index--) {
-				*within = 0;
+				*within = q->entries[i].removes;
 				return &q->entries[i];
 			}
 		return NULL;
@@ -455,7 +564,7 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
 	uint64_t index = PyLong_AsUnsignedLongLong(arg), within;
-	PyObject *wr_id = NULL, *held = NULL, *made;
+	PyObject *wr_id = NULL, *refs = NULL, *made;
 	struct rp_entry *entry;
 
 	if (index == (uint64_t)-1 && PyErr_Occurred())
@@ -464,38 +573,60 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 	entry = outstanding(q, index, &within);
 	if (entry) {
 		wr_id = wr_id_of(entry, within);
-		held = entry->held;
+		refs = entry->refs;
 		if ((PyObject *)Py_TYPE(entry->wr_id) == rp_sent_type)
-			held = PyTuple_GetItem(((struct rp_sent *)entry->wr_id)->held,
+			refs = PyTuple_GetItem(((struct rp_sent *)entry->wr_id)->refs,
 				(Py_ssize_t)within);
-		Py_XINCREF(held);
+		Py_XINCREF(refs);
 	}
 	RP_END();
-	if (!wr_id)
+	if (!entry)
 		Py_RETURN_NONE;
-	made = PyTuple_Pack(2, wr_id, held ? held : Py_None);
-	Py_DECREF(wr_id);
-	Py_XDECREF(held);
+	made = wr_id ? PyTuple_Pack(2, wr_id, refs ? refs : Py_None) : NULL;
+	Py_XDECREF(wr_id);
+	Py_XDECREF(refs);
 	return made;
 }
 
-/* peek(ticket): the caller's wr_id of an outstanding work request, or None. */
-static PyObject *in_flight_peek(PyObject *self, PyObject *arg)
+static PyObject *peek(struct rp_in_flight *q, uint64_t cookie)
 {
-	struct rp_in_flight *q = (struct rp_in_flight *)self;
-	uint64_t ticket = PyLong_AsUnsignedLongLong(arg), within = 0;
 	struct rp_entry *entry;
 	PyObject *wr_id = NULL;
+	uint64_t within = 0;
 
-	if (ticket == (uint64_t)-1 && PyErr_Occurred())
-		return NULL;
 	RP_BEGIN(q);
-	entry = q->in_order ? outstanding(q, (ticket - q->done) & UINT32_MAX,
-					  &within) : find(q, ticket);
+	entry = q->in_order ? outstanding(q, (cookie - q->done) & UINT32_MAX,
+					  &within) : find(q, cookie);
 	if (entry)
-		wr_id = wr_id_of(entry, within);
+		wr_id = wr_id_of(entry, q->in_order ? within : entry->removes);
 	RP_END();
-	return wr_id ? wr_id : Py_NewRef(Py_None);
+	return entry ? wr_id : Py_NewRef(Py_None);
+}
+
+/* peek(cookie): the caller's wr_id of an outstanding work request, or None. */
+static PyObject *in_flight_peek(PyObject *self, PyObject *arg)
+{
+	uint64_t cookie = PyLong_AsUnsignedLongLong(arg);
+
+	if (cookie == (uint64_t)-1 && PyErr_Occurred())
+		return NULL;
+	return peek((struct rp_in_flight *)self, cookie);
+}
+
+/* peek_queues(queues, cookie): the same, of whichever queue enrolled there has the cookie. */
+static PyObject *peek_queues(PyObject *module, PyObject *args)
+{
+	struct rp_in_flight *q;
+	unsigned long long cookie;
+	PyObject *queues, *wr_id;
+
+	(void)module;
+	if (!PyArg_ParseTuple(args, "O!K", &PyDict_Type, &queues, &cookie))
+		return NULL;
+	q = rp_find_queue(queues, cookie);
+	wr_id = q ? peek(q, cookie) : Py_NewRef(Py_None);
+	Py_XDECREF((PyObject *)q);
+	return wr_id;
 }
 
 static PyObject *in_flight_outstanding(PyObject *self, void *unused)
@@ -513,6 +644,8 @@ static PyObject *in_flight_number(PyObject *self, void *unused)
 }
 
 static PyMethodDef in_flight_methods[] = {
+	{ "enroll", in_flight_enroll, METH_O, NULL },
+	{ "leave", in_flight_leave, METH_NOARGS, NULL },
 	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
 	{ "clear", in_flight_clear_all, METH_NOARGS,
@@ -538,7 +671,7 @@ static PyType_Slot in_flight_slots[] = {
 
 /* ---- a prepared list in flight ------------------------------------------ */
 
-PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held)
+PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs)
 {
 	struct rp_sent *sent = (struct rp_sent *)PyType_GenericAlloc(
 		(PyTypeObject *)rp_sent_type, 0);
@@ -546,8 +679,8 @@ PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held)
 	if (!sent)
 		return NULL;
 	sent->wr_ids = wr_ids;
-	sent->held = held;
-	rp_name_all(held);
+	sent->refs = refs;
+	rp_pin_all(refs);
 	return (PyObject *)sent;
 }
 
@@ -555,7 +688,7 @@ static int sent_traverse(PyObject *self, visitproc visit, void *arg)
 {
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT(((struct rp_sent *)self)->wr_ids);
-	Py_VISIT(((struct rp_sent *)self)->held);
+	Py_VISIT(((struct rp_sent *)self)->refs);
 	return 0;
 }
 
@@ -564,9 +697,9 @@ static void sent_dealloc(PyObject *self)
 	struct rp_sent *sent = (struct rp_sent *)self;
 
 	PyObject_GC_UnTrack(self);
-	rp_unname_all(sent->held);
+	rp_unpin_all(sent->refs);
 	Py_XDECREF(sent->wr_ids);
-	Py_XDECREF(sent->held);
+	Py_XDECREF(sent->refs);
 	rp_free(self);
 }
 
@@ -576,9 +709,15 @@ static PyType_Slot sent_slots[] = {
 	{ 0, NULL },
 };
 
+static PyMethodDef functions[] = {
+	{ "peek_queues", peek_queues, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
 int rp_add_in_flight(PyObject *module)
 {
-	return rp_add_type(module, "rdmapost._verbs.Sent", sizeof(struct rp_sent),
+	return PyModule_AddFunctions(module, functions) ||
+	       rp_add_type(module, "rdmapost._verbs.Sent", sizeof(struct rp_sent),
 			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, sent_slots, &rp_sent_type) ||
 	       rp_add_type(module, "rdmapost._verbs.InFlight", sizeof(struct rp_in_flight),
 			   Py_TPFLAGS_HAVE_GC, in_flight_slots, &rp_in_flight_type) ? -1 : 0;

@@ -1,8 +1,8 @@
 /*
- * Work requests posted to a queue and not known to be done.
+ * Records of posted work requests: from the cookie that the device returns to the caller's wr_id.
  *
  * A device returns only a work request's wr_id, and an error completion does
- * not even say which queue it was on. So we give it a ticket as wr_id, the
+ * not even say which queue it was on. So we give it a cookie as wr_id, the
  * queue's number and a count, and restore the caller's wr_id from the queue's
  * records. These also hold the memory, windows and address handles that a work
  * request names, until it is known to be done.
@@ -14,19 +14,21 @@
 
 /* An entry's state; a bind of unknown outcome stays RP_BIND or RP_UNBIND. */
 enum {
-	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY,
+	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY, RP_ROWS,
 	RP_BIND, RP_UNBIND, RP_BOUND, RP_UNBOUND,
 };
 
-/* A work request, or a prepared list of them. */
+/* A work request, a prepared list of them, or rows of columns. */
 struct rp_entry {
-	PyObject *wr_id; /* an int, or a struct rp_sent */
-	PyObject *held; /* one object, a tuple of them (for a bind: window, region), or NULL */
+	PyObject *wr_id; /* an int, bytes (a uint64_t for each row), or a struct rp_sent */
+	PyObject *refs; /* one object, a tuple of them (for a bind: window, region), or NULL */
 	uint32_t count; /* work requests; in a free or done slot, the next one */
-	uint32_t removes; /* low half of the ticket of the receive that a TAG_DEL removes, or 0 */
+	/* Low half of the cookie of the receive that a TAG_DEL removes, or 0; on an SRQ, the row. */
+	uint32_t removes;
 	/*
-	 * Unique in a queue that completes in any order; in order, the serial of the receive that a
-	 * TAG_DEL removes, or a bind's place among all binds.
+	 * In a queue that completes in any order, a number that is never reused. In one that
+	 * completes in order: for a TAG_DEL, the serial of the receive that it removes; for a bind,
+	 * its place among all binds; for RP_ROWS, the address of the wr_ids.
 	 */
 	uint64_t serial;
 	unsigned char generation, state;
@@ -36,16 +38,17 @@ struct rp_in_flight {
 	PyObject_HEAD
 	uint64_t posted; /* work requests so far */
 	uint64_t done; /* of these */
-	uint64_t base; /* the queue's part of a ticket */
+	uint64_t base; /* the queue's part of a cookie */
 	uint64_t begun; /* work requests done in the first entry */
 	struct rp_binder binder;
 	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
+	PyObject *queues, *key; /* the dict for rp_find_queue(), and its key there; or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */
 	/*
-	 * In order: a ring; entries from `dropped` to `first` are done but not dropped. In
-	 * any order: slots, `end` of them taken; `free` and `retired` are lists of them,
-	 * each 1 + the index of the first, or 0.
+	 * If the queue completes in order, `entries` is a ring, and those from `dropped` to `first`
+	 * are done but not dropped. If it completes in any order, they are slots, of which `end`
+	 * are taken; `free` and `retired` head lists of slots: 1 + the index of the first, or 0.
 	 */
 	size_t dropped, first, end;
 	uint32_t free, retired;
@@ -55,10 +58,11 @@ struct rp_in_flight {
 extern PyObject *rp_in_flight_type;
 
 /*
- * Return a new reference to a ticket's queue, or NULL without an exception.
- * `queues` is a dict of them by number (Context._queues).
+ * Return a new reference to a cookie's queue, or NULL without an exception.
+ * `queues` is a dict by number (Context._queues) of what are not references, because a record may
+ * hold memory whose owner refers to the queue pair: the collector would find none of them.
  */
-struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t ticket);
+struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
 
 /* Make room for `count` more entries; 0, or -1 with an exception. */
 int rp_grow(struct rp_in_flight *q, size_t count);
@@ -71,46 +75,63 @@ static inline int rp_reserve(struct rp_in_flight *q, size_t count)
 
 /*
  * Record a work request that is about to be posted; the caller has reserved a free slot. Returns
- * its ticket; the other work requests in a list have the tickets that follow. Takes over the
- * references, and the rp_name() calls, for the objects that the record holds.
+ * its cookie; the other work requests in a list have the cookies that follow. Takes over the
+ * references, and the rp_pin() calls, for the objects that the record holds.
  */
-struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *ticket);
+struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie);
 
 static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 {
 	struct rp_entry *entry;
-	uint64_t ticket;
+	uint64_t cookie;
 
 	RP_BEGIN(q);
 	if (q->in_order) {
 		entry = &q->entries[q->end++ & (q->size - 1)];
-		ticket = q->base | (q->posted & UINT32_MAX);
+		cookie = q->base | (q->posted & UINT32_MAX);
 	} else {
-		entry = rp_take_slot(q, &ticket);
+		entry = rp_take_slot(q, &cookie);
 		what.generation = entry->generation;
 		what.serial = q->posted;
 	}
 	*entry = what;
 	q->posted += what.count;
 	RP_END();
-	return ticket;
+	return cookie;
 }
 
 /*
- * Undo the record of what was not posted: the work request with this ticket, or the
+ * Undo the record of what was not posted: the work request with this cookie, or the
  * last `count` of a prepared list. Hands over the entry's references if nothing of it
- * is left. In a queue in order it is the latest; if not (a signal handler has posted
- * meanwhile), it stays until the queue is reset.
+ * is left. In a queue that completes in order, only the latest entry can go; if a signal
+ * handler has posted meanwhile, this one stays until the queue is reset.
  */
-void rp_unrecord(struct rp_in_flight *q, uint64_t ticket, uint64_t count, struct rp_entry *taken);
+void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct rp_entry *taken);
 
 /*
  * Retire a work request that has completed with a status and, if the queue completes in
- * order, all before it. Returns a new reference to the caller's wr_id, or NULL without an
- * exception if the ticket is not outstanding. Runs no Python code: rp_drop_done(), which
- * may run any, releases what is retired.
+ * order, all before it. Returns whether the cookie is outstanding; then the caller's wr_id is a
+ * new reference, or NULL and a number. Runs no Python code: rp_drop_done(), which may run any,
+ * releases what is retired.
  */
-PyObject *rp_complete(struct rp_in_flight *q, uint64_t ticket, int status);
+int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
+		uint64_t *number);
+
+/* A faster rp_complete() for a row that is not the last of its call; 0 if this is not one. */
+static inline int rp_complete_row(struct rp_in_flight *q, uint64_t cookie, uint64_t *number)
+{
+	const struct rp_entry *entry = &q->entries[q->first & (q->size - 1)];
+	uint64_t next = q->begun + ((cookie - q->done) & UINT32_MAX) + 1;
+
+	if (!RP_READS_SLOTS || !q->in_order || q->first == q->end || entry->state != RP_ROWS ||
+	    next >= entry->count)
+		return 0;
+	*number = ((const uint64_t *)(uintptr_t)entry->serial)[next - 1];
+	q->done += next - q->begun;
+	q->begun = next;
+	return 1;
+}
+
 void rp_drop_all_done(struct rp_in_flight *q);
 
 static inline void rp_drop_done(struct rp_in_flight *q)
@@ -120,20 +141,20 @@ static inline void rp_drop_done(struct rp_in_flight *q)
 }
 
 /* A message has matched this tagged receive; its data will follow. */
-void rp_match(struct rp_in_flight *q, uint64_t ticket);
+void rp_match(struct rp_in_flight *q, uint64_t cookie);
 
 /*
  * Whether a work request is outstanding in a queue that completes in any order. Once it is done,
- * its slot and eventually its ticket are reused; its serial is not.
+ * its slot and eventually its cookie are reused; its serial is not.
  */
-int rp_is_outstanding(struct rp_in_flight *q, uint64_t ticket, uint64_t serial);
+int rp_is_outstanding(struct rp_in_flight *q, uint64_t cookie, uint64_t serial);
 
 /*
- * Name the handles in what is held (see rp_entry) for a work request in flight, or undo that.
+ * Pin the handles in `refs` (see rp_entry) for a work request in flight, or unpin them.
  * Returns the first that is not open, borrowed, or NULL.
  */
-PyObject *rp_name_all(PyObject *held);
-void rp_unname_all(PyObject *held);
+PyObject *rp_pin_all(PyObject *refs);
+void rp_unpin_all(PyObject *refs);
 
 /* ---- a prepared list in flight ------------------------------------------ */
 
@@ -141,12 +162,12 @@ void rp_unname_all(PyObject *held);
 struct rp_sent {
 	PyObject_HEAD
 	PyObject *wr_ids; /* a tuple */
-	PyObject *held; /* a tuple of what each holds, or None */
+	PyObject *refs; /* a tuple of what each holds, or None */
 };
 
 extern PyObject *rp_sent_type;
 
-/* Takes over the references; names what is held. */
-PyObject *rp_make_sent(PyObject *wr_ids, PyObject *held);
+/* Takes over the references; pins the handles. */
+PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs);
 
 #endif

@@ -1,5 +1,5 @@
 /*
- * Queues, to which work requests are posted (post.h says how).
+ * Posting to a queue: check, record, ibv_post_send and the like, take back (post.h says how).
  *
  * A post holds the queue's lock from the check to the device's return, and no Python
  * code runs meanwhile: a device written in Python only accepts the work requests, and
@@ -21,16 +21,10 @@ _Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
 		       BEGINS(struct ibv_ops_wr),
 	       "work requests begin with something else");
 
-static struct link *record_at(const struct post *post, size_t index)
+static struct link *struct_of(const struct post *post, size_t index)
 {
-	return (void *)(post->records + post->requests[index].record);
+	return (void *)(post->structs + post->requests[index].at);
 }
-
-/* A device's answer to a list: an errno or 0, and how many it accepted, or -1 if unknown. */
-struct outcome {
-	int code;
-	int64_t posted;
-};
 
 /*
  * Providers return a positive errno, a negative one (siw), or 0 with *bad set
@@ -54,39 +48,49 @@ static struct outcome failed(int code, const struct link *chain, const void *bad
 	return (struct outcome){ code, posted };
 }
 
-static inline struct outcome submit(int verb, void *object, void *records, size_t count)
+static inline struct outcome submit(int verb, void *object, void *wrs, size_t count)
 {
 	union {
 		struct ibv_send_wr *send;
 		struct ibv_recv_wr *recv;
 		struct ibv_ops_wr *op;
 	} bad = { NULL };
-	int code = verb == SEND	    ? ibv_post_send(object, records, &bad.send) :
-		   verb == RECV	    ? ibv_post_recv(object, records, &bad.recv) :
-		   verb == SRQ_RECV ? ibv_post_srq_recv(object, records, &bad.recv) :
-				      ibv_post_srq_ops(object, records, &bad.op);
+	int code = verb == SEND	    ? ibv_post_send(object, wrs, &bad.send) :
+		   verb == RECV	    ? ibv_post_recv(object, wrs, &bad.recv) :
+		   verb == SRQ_RECV ? ibv_post_srq_recv(object, wrs, &bad.recv) :
+				      ibv_post_srq_ops(object, wrs, &bad.op);
 
-	return code || bad.send ? failed(code, records, bad.send, count) :
+	return code || bad.send ? failed(code, wrs, bad.send, count) :
 				  (struct outcome){ 0, (int64_t)count };
+}
+
+struct outcome rp_submit_chain(int verb, void *object, void *records, size_t count)
+{
+	return submit(verb, object, records, count);
+}
+
+struct outcome rp_submit(const struct work_queue *q, void *object, void *records, size_t count)
+{
+	return q->builds ? rp_build(object, records) : submit(q->verb, object, records, count);
 }
 
 /* ---- with the lock held -------------------------------------------------- */
 
-/* How many more work requests the queue accepts. */
-static uint64_t room(const struct queue *q)
+uint64_t rp_room(const struct work_queue *q)
 {
 	const struct rp_in_flight *in_flight = q->in_flight;
-	uint64_t outstanding = in_flight->posted - in_flight->done;
+	uint64_t outstanding = in_flight->posted - in_flight->done, room = RP_LOAD(&q->room);
 
-	return q->room > outstanding ? q->room - outstanding : 0;
+	return room > outstanding ? room - outstanding : 0;
 }
 
 /* A list of tagged receives has its own limit; `adds` counts those that this post adds. */
-static int check_tags(struct queue *q, struct post *post, const struct request *r, size_t *adds)
+static int check_tags(const struct work_queue *q, struct post *post, const struct request *r,
+		      size_t *adds)
 {
 	struct rp_in_flight *list = q->in_flight->tagged;
 
-	if (r->kind->opcode != IBV_WR_TAG_ADD)
+	if (r->type->opcode != IBV_WR_TAG_ADD)
 		return 1;
 	if (q->checked && q->max_num_tags && list->posted - list->done + *adds >= q->max_num_tags)
 		return rp_refuse(post, "list_full", 0);
@@ -94,36 +98,36 @@ static int check_tags(struct queue *q, struct post *post, const struct request *
 	return 1;
 }
 
-/* Record an added tagged receive, and look up a removed one; return the latter's ticket, or 0. */
+/* Record an added tagged receive, and look up a removed one; return the latter's cookie, or 0. */
 static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
-			    PyObject **held, uint64_t *serial)
+			    PyObject **refs, uint64_t *serial)
 {
 	struct rp_tag_handle *tag = (void *)r->tag;
 
 	if (r->wr_id_of_tag) {
 		r->tagged = rp_record(list, (struct rp_entry){ .wr_id = r->wr_id_of_tag,
-							       .held = *held, .count = 1,
+							       .refs = *refs, .count = 1,
 							       .state = RP_POSTED });
 		r->serial = list->posted - 1;
 		r->wr_id_of_tag = NULL;
-		*held = NULL;
+		*refs = NULL;
 		wr->tm.add.recv_wr_id = r->tagged;
 	}
 	if (!tag || tag->list != list)
 		return 0;
 	wr->tm.handle = tag->value;
 	*serial = tag->serial;
-	return rp_is_outstanding(list, tag->ticket, tag->serial) ? (uint32_t)tag->ticket : 0;
+	return rp_is_outstanding(list, tag->cookie, tag->serial) ? (uint32_t)tag->cookie : 0;
 }
 
 void rp_link(const struct post *post, size_t index, size_t count)
 {
 	const struct request *r = &post->requests[index];
-	char *at = post->records + r->record;
+	char *at = post->structs + r->at;
 
-	record_at(post, index)->next = index + 1 < count ? record_at(post, index + 1) : NULL;
+	struct_of(post, index)->next = index + 1 < count ? struct_of(post, index + 1) : NULL;
 	if (r->num_sge)
-		*(struct ibv_sge **)(void *)(at + rp_heads[r->kind->verb].sg_list) = rp_sges(post, r);
+		*(struct ibv_sge **)(void *)(at + rp_heads[r->type->verb].sg_list) = rp_sges(post, r);
 	if (r->ah)
 		((struct ibv_send_wr *)(void *)at)->wr.ud.ah = r->ah->address;
 	if (r->mw)
@@ -132,23 +136,23 @@ void rp_link(const struct post *post, size_t index, size_t count)
 		((struct ibv_send_wr *)(void *)at)->bind_mw.bind_info.mr = r->mr->address;
 }
 
-static void record(struct queue *q, struct post *post, struct request *r)
+static void record(struct work_queue *q, struct post *post, struct request *r)
 {
-	struct ibv_send_wr *wr = (void *)(post->records + r->record);
-	PyObject *wr_id = r->wr_id, *held;
+	struct ibv_send_wr *wr = (void *)(post->structs + r->at);
+	PyObject *wr_id = r->wr_id, *refs;
 	unsigned char state = RP_POSTED;
 	uint32_t removes = 0;
 	uint64_t serial = 0;
 
 	r->wr_id = NULL;
-	held = rp_held_until_done(q, r);
-	if (held == r->held) {
-		/* The window is needed again after the device's post returns. */
-		r->held = r->mw ? Py_NewRef(held) : NULL;
-		r->named = 0;
-	} else if (held) {
-		Py_INCREF(held);
-		rp_name((struct rp_handle *)held);
+	refs = rp_held_until_done(q, r);
+	if (refs == r->refs) {
+		/* Keep the window: it is needed again after the device's post returns. */
+		r->refs = r->mw ? Py_NewRef(refs) : NULL;
+		r->pinned = 0;
+	} else if (refs) {
+		Py_INCREF(refs);
+		rp_pin((struct rp_handle *)refs);
 	}
 	if (r->mw) {
 		serial = rp_count_bind();
@@ -156,18 +160,19 @@ static void record(struct queue *q, struct post *post, struct request *r)
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
 	if (q->in_flight->tagged)
-		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &held, &serial);
+		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &refs, &serial);
 	/* Every work request begins with its wr_id. */
-	wr->wr_id = r->ticket = rp_record(q->in_flight,
-					  (struct rp_entry){ .wr_id = wr_id, .held = held,
+	wr->wr_id = r->cookie = rp_record(q->in_flight,
+					  (struct rp_entry){ .wr_id = wr_id, .refs = refs,
 							     .count = 1, .removes = removes,
 							     .serial = serial, .state = state });
 }
 
 /* Check and record each in turn; returns how many. */
-static size_t record_each(struct queue *q, struct rp_handle *owner, struct post *post, size_t count)
+static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct post *post,
+			  size_t count)
 {
-	uint64_t left = room(q);
+	uint64_t left = rp_room(q);
 	size_t admitted = 0, adds = 0;
 
 	for (; admitted < count; admitted++) {
@@ -186,36 +191,36 @@ static size_t record_each(struct queue *q, struct rp_handle *owner, struct post 
 	return admitted;
 }
 
-/* Record a prepared list with one entry: its work requests have consecutive tickets. */
-static size_t record_list(struct queue *q, struct post *post, struct rp_sent *sent)
+/* Record a prepared list with one entry: its work requests have consecutive cookies. */
+static size_t record_list(struct work_queue *q, struct post *post, struct rp_sent *sent)
 {
-	uint64_t ticket = rp_record(q->in_flight,
+	uint64_t cookie = rp_record(q->in_flight,
 				    (struct rp_entry){ .wr_id = Py_NewRef((PyObject *)sent),
 						       .count = (uint32_t)post->count,
 						       .state = RP_POSTED });
 
 	for (size_t i = 0; i < post->count; i++)
-		record_at(post, i)->wr_id = (ticket & ~(uint64_t)UINT32_MAX) |
-					    ((ticket + i) & UINT32_MAX);
+		struct_of(post, i)->wr_id = (cookie & ~(uint64_t)UINT32_MAX) |
+					    ((cookie + i) & UINT32_MAX);
 	return post->count;
 }
 
 /* Undo a record; its references go back to the request, which releases them. */
-static void take_back(struct queue *q, struct request *r)
+static void take_back(struct work_queue *q, struct request *r)
 {
 	struct rp_entry taken, tagged = { .wr_id = NULL };
 
-	rp_unrecord(q->in_flight, r->ticket, 1, &taken);
+	rp_unrecord(q->in_flight, r->cookie, 1, &taken);
 	if (r->tagged)
 		rp_unrecord(q->in_flight->tagged, r->tagged, 1, &tagged);
 	r->wr_id = taken.wr_id;
 	r->wr_id_of_tag = tagged.wr_id;
-	if (!r->held) {
-		r->held = taken.held ? taken.held : tagged.held;
-		r->named = 1;
-	} else if (taken.held) {
-		rp_unname_all(taken.held);
-		Py_DECREF(taken.held); /* the request has it too */
+	if (!r->refs) {
+		r->refs = taken.refs ? taken.refs : tagged.refs;
+		r->pinned = 1;
+	} else if (taken.refs) {
+		rp_unpin_all(taken.refs);
+		Py_DECREF(taken.refs); /* the request has it too */
 	}
 }
 
@@ -223,9 +228,9 @@ static void take_back(struct queue *q, struct request *r)
 static struct outcome bind(struct rp_handle *owner, const struct post *post)
 {
 	const struct request *r = post->requests;
-	const struct ibv_send_wr *from = (void *)post->records;
+	const struct ibv_send_wr *from = (void *)post->structs;
 	struct ibv_mw *mw = r->mw->address;
-	struct ibv_mw_bind bind = { .wr_id = r->ticket, .send_flags = from->send_flags,
+	struct ibv_mw_bind bind = { .wr_id = r->cookie, .send_flags = from->send_flags,
 				    .bind_info = from->bind_mw.bind_info };
 	uint32_t rkey = mw->rkey;
 	int code = abs(rp_bind_mw(owner->address, mw, &bind));
@@ -238,19 +243,19 @@ static struct outcome bind(struct rp_handle *owner, const struct post *post)
 }
 
 /* Undo the records of what the driver did not accept, latest first. */
-static void take_back_each(struct queue *q, struct post *post, size_t count, int64_t posted)
+static void take_back_each(struct work_queue *q, struct post *post, size_t count, int64_t posted)
 {
 	/* If that is unknown, all count as posted, so that their memory stays. */
 	while (posted >= 0 && count-- > (size_t)posted)
 		take_back(q, &post->requests[count]);
 }
 
-static void take_back_list(struct queue *q, const struct post *post, int64_t posted)
+static void take_back_list(struct work_queue *q, const struct post *post, int64_t posted)
 {
 	struct rp_entry taken = { .wr_id = NULL };
 
 	if (posted >= 0)
-		rp_unrecord(q->in_flight, record_at(post, (size_t)posted)->wr_id,
+		rp_unrecord(q->in_flight, struct_of(post, (size_t)posted)->wr_id,
 			    post->count - (size_t)posted, &taken);
 	Py_XDECREF(taken.wr_id); /* the list has it too */
 }
@@ -260,7 +265,7 @@ static void put_keys(const struct post *post, size_t count)
 {
 	for (size_t i = 0; i < count; i++) {
 		const struct request *r = &post->requests[i];
-		const struct ibv_send_wr *wr = (void *)(post->records + r->record);
+		const struct ibv_send_wr *wr = (void *)(post->structs + r->at);
 
 		if (r->mw && r->mw->address)
 			((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
@@ -275,10 +280,10 @@ static PyObject *wrs_of(const struct post *post)
 }
 
 /*
- * Add how many were posted, or -1 if nobody knows, to an exception that is not a PostError: a
+ * Add how many were posted, or -1 if that is unknown, to an exception that is not a PostError: a
  * RecursionError, or a signal handler's.  Calls no function: there may be no stack left.
  */
-static void tell_posted(long long posted, Py_ssize_t count)
+static void add_posted_note(long long posted, Py_ssize_t count)
 {
 	PyObject *error = rp_take_exception(), *notes, *text, *number;
 
@@ -302,7 +307,7 @@ static void tell_posted(long long posted, Py_ssize_t count)
 	rp_raise(error);
 }
 
-/* Raise, whatever comes, after a post of so many (-1: nobody knows): always NULL. */
+/* Release the result of a call that must have raised, and the work requests: always NULL. */
 static PyObject *raised(PyObject *done, PyObject *wrs)
 {
 	Py_XDECREF(done);
@@ -313,7 +318,7 @@ static PyObject *raised(PyObject *done, PyObject *wrs)
 }
 
 /* Takes over the reference to the work requests, which may be NULL. */
-PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObject *wrs,
 			   const struct refusal *why, size_t index, Py_ssize_t posted)
 {
 	return raised(!wrs ? NULL : PyObject_CallMethod(
@@ -324,20 +329,20 @@ PyObject *rp_raise_refusal(struct queue *q, struct rp_handle *owner, PyObject *w
 		why->sge.lkey), wrs);
 }
 
-PyObject *rp_raise_list_closed(struct queue *q, const struct post *post)
+PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post)
 {
 	return raised(PyObject_CallMethod((PyObject *)q, "_list_closed", "n",
 					  (Py_ssize_t)post->count), NULL);
 }
 
 /* Set each posted TAG_ADD's handle, whatever fails; returns the first exception, or NULL. */
-static PyObject *give_handles(struct queue *q, struct post *post, int64_t in)
+static PyObject *give_handles(struct work_queue *q, struct post *post, int64_t in)
 {
 	PyObject *first = NULL;
 
 	for (int64_t i = 0; i < in; i++) {
 		struct request *r = &post->requests[i];
-		const struct ibv_ops_wr *op = (void *)(post->records + r->record);
+		const struct ibv_ops_wr *op = (void *)(post->structs + r->at);
 		PyObject *tag;
 
 		if (!r->tagged)
@@ -355,48 +360,8 @@ static PyObject *give_handles(struct queue *q, struct post *post, int64_t in)
 	return first;
 }
 
-static inline int begin(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
-{
-	turn->me = rp_thread();
-	if (rp_begin_use_by(turn->me, owner, &turn->use)) {
-		rp_raise_closed(owner);
-		return -1;
-	}
-	if (rp_try_for(&q->lock, turn->me) || !rp_take(&q->lock))
-		return 0;
-	rp_end_use(&turn->use);
-	return -1;
-}
-
-static inline void end(struct queue *q, struct rp_turn *turn)
-{
-	rp_give(&q->lock);
-	rp_end_use_by(turn->me, &turn->use);
-}
-
-/* End a post, and let the device carry out what it accepted. Returns what that raised, or NULL. */
-static inline PyObject *end_and_run(struct queue *q, struct rp_turn *turn, Py_ssize_t taken)
-{
-	PyObject *raised;
-
-	rp_give(&q->lock);
-	raised = taken > 0 ? rp_run_device() : NULL;
-	rp_end_use_by(turn->me, &turn->use);
-	return raised;
-}
-
-int rp_begin_post(struct queue *q, struct rp_handle *owner, struct rp_turn *turn)
-{
-	return begin(q, owner, turn);
-}
-
-void rp_end_post(struct queue *q, struct rp_turn *turn)
-{
-	end(q, turn);
-}
-
 /* Takes over the reference to the work requests. */
-static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObject *wrs,
+static PyObject *raise_failure(struct work_queue *q, struct rp_handle *owner, PyObject *wrs,
 			       struct outcome outcome)
 {
 	return raised(!wrs ? NULL : PyObject_CallMethod((PyObject *)q, "_failed", "OOiL",
@@ -405,8 +370,9 @@ static PyObject *raise_failure(struct queue *q, struct rp_handle *owner, PyObjec
 }
 
 /* Check and record; how many, or -1 with an exception. */
-static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struct post *post,
-				 struct rp_sent *sent, size_t count, const char **rule)
+static inline Py_ssize_t check_and_record(struct work_queue *q, struct rp_handle *owner,
+					  struct post *post, struct rp_sent *sent, size_t count,
+					  const char **rule)
 {
 	if (!q->ready)
 		*rule = "not_ready";
@@ -415,55 +381,57 @@ static inline Py_ssize_t take_in(struct queue *q, struct rp_handle *owner, struc
 		return -1;
 	else if (!sent)
 		return (Py_ssize_t)record_each(q, owner, post, count);
-	else if (room(q) < count)
+	else if (rp_room(q) < count)
 		*rule = "full";
 	else
 		return (Py_ssize_t)record_list(q, post, sent);
 	return 0;
 }
 
-/*
- * Return None, or NULL with an exception that has the number of work requests posted. That is
- * `raised`, with any exception already set as its context, or, if `raised` is NULL, the one set.
- */
-static PyObject *answer(PyObject *raised, const struct post *post, int64_t posted)
+PyObject *rp_answer(PyObject *result, PyObject *raised, int64_t posted, size_t count)
 {
 	if (raised)
 		rp_raise(raised);
 	if (!PyErr_Occurred())
-		Py_RETURN_NONE;
+		return Py_NewRef(result);
 	if (posted)
-		tell_posted(posted, post->wrs ? PyTuple_Size(post->wrs) : (Py_ssize_t)post->count);
+		add_posted_note(posted, (Py_ssize_t)count);
 	return NULL;
 }
 
-PyObject *rp_post_list(struct queue *q, struct rp_handle *owner, struct post *post,
+static PyObject *answer(PyObject *raised, const struct post *post, int64_t posted)
+{
+	return rp_answer(Py_None, raised, posted,
+			 post->wrs ? (size_t)PyTuple_Size(post->wrs) : post->count);
+}
+
+PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent)
 {
 	struct outcome outcome = { 0, 0 };
 	const char *rule = NULL;
 	PyObject *wrs = NULL;
 	Py_ssize_t taken = 0;
-	struct rp_turn turn;
+	struct rp_posting posting;
 	PyObject *raised;
 	size_t index = 0;
 	int open;
 
-	if (begin(q, owner, &turn))
+	if (rp_begin_post(q, owner, &posting))
 		return NULL;
 	open = *sent != NULL;
 	if (open)
-		taken = take_in(q, owner, post, *sent, post->count, &rule);
+		taken = check_and_record(q, owner, post, *sent, post->count, &rule);
 	if (taken > 0)
-		outcome = submit(q->verb, owner->address, post->records, post->count);
+		outcome = rp_submit(q, owner->address, post->structs, post->count);
 	if (rule || outcome.code) {
 		/* The list may be closed before the error is raised. */
 		wrs = Py_NewRef(post->wrs);
-		index = rule && !strcmp(rule, "full") ? room(q) : 0;
+		index = rule && !strcmp(rule, "full") ? rp_room(q) : 0;
 		if (outcome.code)
 			take_back_list(q, post, outcome.posted);
 	}
-	raised = end_and_run(q, &turn, taken);
+	raised = rp_end_and_run(q, &posting, taken > 0);
 	if (taken > 0 && !outcome.code && !raised)
 		Py_RETURN_NONE;
 	if (outcome.code)
@@ -489,30 +457,30 @@ static void raise_not_taken(PyObject *exception)
 		rp_raise(refused);
 }
 
-static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post *post)
+static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct post *post)
 {
 	size_t readable = post->count - (post->refusal.rule != NULL);
 	struct outcome outcome = { 0, 0 };
 	const char *rule = NULL;
 	PyObject *raised, *not_taken = NULL;
 	Py_ssize_t taken = 0;
-	struct rp_turn turn;
+	struct rp_posting posting;
 
-	if (begin(q, owner, &turn))
+	if (rp_begin_post(q, owner, &posting))
 		return NULL;
 	if (readable)
-		taken = take_in(q, owner, post, NULL, readable, &rule);
+		taken = check_and_record(q, owner, post, NULL, readable, &rule);
 	if (taken > 0)
 		outcome = post->type_1 ? bind(owner, post) :
-					  submit(q->verb, owner->address, post->records,
-						 (size_t)taken);
+					  rp_submit(q, owner->address, post->structs,
+						    (size_t)taken);
 	if (outcome.code)
 		take_back_each(q, post, (size_t)taken, outcome.posted);
 	if (post->binds)
 		rp_note_binder(owner, &q->in_flight->binder);
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
-	raised = end_and_run(q, &turn, taken);
+	raised = rp_end_and_run(q, &posting, taken > 0);
 	if (taken < 0)
 		return answer(raised, post, 0);
 	if (q->in_flight->tagged)
@@ -531,41 +499,65 @@ static PyObject *post_read(struct queue *q, struct rp_handle *owner, struct post
 	return answer(raised, post, outcome.posted);
 }
 
-/* Whether the object is a handle. Its class is cached: it is nearly always the same. */
-static int is_owner(struct queue *q, PyObject *object)
-{
-	PyObject *type = (PyObject *)Py_TYPE(object);
+struct rp_slot rp_queue_slots[SRQ_OPS + 1];
 
-	if (RP_LOAD(&q->owner_type) == type)
-		return 1;
-	if (!rp_is_handle(object))
-		return 0;
-	if (!RP_LOAD(&q->owner_type))
-		RP_STORE(&q->owner_type, Py_NewRef(type));
-	return 1;
+struct work_queue *rp_queue_of(PyObject *owner, int verb)
+{
+	static PyObject *usual; /* the type of the first: PostQueue */
+	const struct rp_slot *slot = &rp_queue_slots[verb];
+	PyObject **at = rp_slot_at(owner, slot);
+	PyObject *queue = at && *at ? Py_NewRef(*at) : PyObject_GetAttr(owner, slot->name);
+
+	if (queue && (rp_has_type(queue, RP_LOAD(&usual)) ||
+		      PyObject_TypeCheck(queue, (PyTypeObject *)rp_queue_type)) &&
+	    ((struct work_queue *)queue)->in_flight) {
+		if (!RP_LOAD(&usual))
+			RP_STORE(&usual, Py_NewRef((PyObject *)Py_TYPE(queue)));
+		return (struct work_queue *)queue;
+	}
+	if (queue) {
+		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
+	} else if (PyErr_ExceptionMatches(PyExc_AttributeError) && rp_is_handle(owner)) {
+		/* The owner's constructor has not run. */
+		PyErr_Clear();
+		rp_raise_closed((struct rp_handle *)owner);
+	}
+	Py_XDECREF(queue);
+	return NULL;
 }
 
-/* post(owner, wrs): the queue pair or SRQ; a work request, or a sequence of them. */
-static PyObject *queue_post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+/* Post a work request, or a sequence of them. */
+static PyObject *post_to(PyObject *owner, int verb, PyObject *wrs)
 {
-	struct queue *q = (struct queue *)self;
-	struct post post;
+	struct work_queue *q = rp_queue_of(owner, verb);
 	PyObject *answer;
+	struct post post;
 
-	if (nargs != 2 || !q->in_flight || !is_owner(q, args[0])) {
-		PyErr_SetString(PyExc_TypeError, "post(owner, wrs)");
+	if (!q || rp_enter_call()) {
+		Py_XDECREF((PyObject *)q);
 		return NULL;
 	}
-	answer = rp_read(q, args[1], &post) ? NULL :
-		 post_read(q, (struct rp_handle *)args[0], &post);
+	answer = rp_read(q, wrs, &post) ? NULL : post_read(q, (struct rp_handle *)owner, &post);
 	rp_free_post(&post);
+	rp_leave_call();
+	Py_DECREF((PyObject *)q);
 	return answer;
 }
+
+#define METHOD(name, verb)                                                                   \
+	PyObject *name(PyObject *self, PyObject *wrs)                                        \
+	{                                                                                    \
+		return post_to(self, verb, wrs);                                             \
+	}
+METHOD(rp_post_send, SEND)
+METHOD(rp_post_recv, RECV)
+METHOD(rp_post_srq_recv, SRQ_RECV)
+METHOD(rp_post_srq_ops, SRQ_OPS)
 
 /* bind_mw(owner, wr, sure): bind a window of type 1.  `sure`: what fails is not posted. */
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
-	struct queue *q = (struct queue *)self;
+	struct work_queue *q = (struct work_queue *)self;
 	PyObject *object, *wr, *answer = NULL;
 	struct post post;
 	int sure;
@@ -576,26 +568,29 @@ static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
 		return NULL;
 	}
+	if (rp_enter_call())
+		return NULL;
 	if (!rp_read(q, wr, &post)) {
 		post.type_1 = 1;
 		post.sure = sure;
 		answer = post_read(q, (struct rp_handle *)object, &post);
 	}
 	rp_free_post(&post);
+	rp_leave_call();
 	return answer;
 }
 
 /* ---- the type ------------------------------------------------------------ */
 
-static int take_kinds(struct queue *q, PyObject *kinds)
+static int read_wr_types(struct work_queue *q, PyObject *wr_types)
 {
-	for (Py_ssize_t i = 0; i < PyTuple_Size(kinds); i++) {
+	for (Py_ssize_t i = 0; i < PyTuple_Size(wr_types); i++) {
 		int index;
 		unsigned int flags;
 
-		if (!PyArg_ParseTuple(PyTuple_GetItem(kinds, i), "iI", &index, &flags))
+		if (!PyArg_ParseTuple(PyTuple_GetItem(wr_types, i), "iI", &index, &flags))
 			return -1;
-		if (index < 0 || index >= rp_kinds_known) {
+		if (index < 0 || index >= rp_num_wr_types) {
 			PyErr_SetString(PyExc_ValueError, "no such class");
 			return -1;
 		}
@@ -609,24 +604,24 @@ static int take_kinds(struct queue *q, PyObject *kinds)
 static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "verb", "in_flight", "checked", "pd",
-				 "room", "datagram", "binds", "max_sge",
+				 "room", "datagram", "binds", "builds", "max_sge",
 				 "max_msg_size", "max_inline_data",
-				 "max_tso_header", "max_num_tags", "kinds",
+				 "max_tso_header", "max_num_tags", "wr_types",
 				 NULL };
-	struct queue *q = (struct queue *)self;
+	struct work_queue *q = (struct work_queue *)self;
 	unsigned long long room, pd, max_msg_size, max_inline, max_header,
 		max_tags;
-	PyObject *in_flight, *kinds;
+	PyObject *in_flight, *wr_types;
 
 	if (q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKppiKKKKO!", names, &q->verb,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKpppiKKKKO!", names, &q->verb,
 		    rp_in_flight_type, &in_flight, &q->checked, &pd, &room, &q->datagram, &q->binds,
-		    &q->max_sge, &max_msg_size, &max_inline, &max_header,
-		    &max_tags, &PyTuple_Type, &kinds) ||
-	    take_kinds(q, kinds))
+		    &q->builds, &q->max_sge, &max_msg_size, &max_inline, &max_header,
+		    &max_tags, &PyTuple_Type, &wr_types) ||
+	    read_wr_types(q, wr_types))
 		return -1;
 	if (q->verb < SEND || q->verb > SRQ_OPS) {
 		PyErr_SetString(PyExc_ValueError, "there is no such verb");
@@ -647,19 +642,17 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 static int queue_traverse(PyObject *self, visitproc visit, void *arg)
 {
 	Py_VISIT(Py_TYPE(self));
-	Py_VISIT((PyObject *)((struct queue *)self)->in_flight);
-	Py_VISIT(((struct queue *)self)->owner_type);
+	Py_VISIT((PyObject *)((struct work_queue *)self)->in_flight);
 	return 0;
 }
 
 static void queue_dealloc(PyObject *self)
 {
-	struct queue *q = (struct queue *)self;
+	struct work_queue *q = (struct work_queue *)self;
 
 	PyObject_GC_UnTrack(self);
 	Py_XDECREF((PyObject *)q->in_flight);
 	rp_free_lock(&q->lock);
-	Py_XDECREF(q->owner_type);
 	rp_free(self);
 }
 
@@ -670,14 +663,25 @@ static PyObject *queue_set_ready(PyObject *self, PyObject *ready)
 
 	if (now < 0)
 		return NULL;
-	((struct queue *)self)->ready = now;
+	((struct work_queue *)self)->ready = now;
+	Py_RETURN_NONE;
+}
+
+/* set_room(room): how many work requests may be outstanding from now on. */
+static PyObject *queue_set_room(PyObject *self, PyObject *room)
+{
+	uint64_t now = PyLong_AsUnsignedLongLong(room);
+
+	if (PyErr_Occurred())
+		return NULL;
+	RP_STORE(&((struct work_queue *)self)->room, now);
 	Py_RETURN_NONE;
 }
 
 static PyMethodDef queue_methods[] = {
-	RP_METHOD_NAMED("post", queue_post),
 	{ "bind_mw", queue_bind_mw, METH_VARARGS, NULL },
 	{ "set_ready", queue_set_ready, METH_O, NULL },
+	{ "set_room", queue_set_room, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -693,6 +697,6 @@ PyObject *rp_queue_type;
 
 int rp_add_queue(PyObject *module)
 {
-	return rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct queue),
+	return rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct work_queue),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type);
 }

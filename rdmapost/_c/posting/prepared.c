@@ -1,8 +1,8 @@
 /*
  * Prepared lists: read and checked once, posted again and again.
  *
- * Posting one gives its work requests their tickets, records them as one entry in
- * flight, and calls the verb. What it names stays held while it is open, and while
+ * Posting one (rp_post_list in post.c) gives its work requests their cookies, records them
+ * as one entry in flight, and calls the verb. What it names stays held while it is open, and while
  * a post of it is outstanding.
  */
 #include "posting/post.h"
@@ -20,11 +20,11 @@ enum { NEW, MAKING, REFUSED, WHOLE };
  */
 struct prepared {
 	PyObject_HEAD
-	struct queue *queue;
+	struct work_queue *queue;
 	struct rp_handle *owner;
 	uint64_t state;
 	struct rp_sent *sent; /* NULL once it is closed */
-	PyObject **sg_lists; /* a tuple of SGEs for each, or NULL */
+	PyObject **sg_lists; /* for each an SGE, a tuple of them, or NULL */
 	struct post post;
 };
 
@@ -85,7 +85,7 @@ static Py_ssize_t check_all(struct prepared *p)
 	for (size_t i = 0; i < readable; i++) {
 		struct request *r = &post->requests[i];
 
-		if (r->kind->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
+		if (r->type->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
 			rp_refuse(post, "bind_prepared", 0);
 		else if (rp_check(p->queue, p->owner, post, r))
 			continue;
@@ -96,19 +96,19 @@ static Py_ssize_t check_all(struct prepared *p)
 
 static PyObject *held_until_done(const struct prepared *p, const struct request *r)
 {
-	PyObject *held = rp_held_until_done(p->queue, r);
+	PyObject *refs = rp_held_until_done(p->queue, r);
 
-	return held ? held : Py_None;
+	return refs ? refs : Py_None;
 }
 
 /* Takes over the references, any of which may be NULL. */
-static PyObject *pack_sent(PyObject *wr_ids, PyObject *held)
+static PyObject *pack_sent(PyObject *wr_ids, PyObject *refs)
 {
-	PyObject *sent = wr_ids && held ? rp_make_sent(wr_ids, held) : NULL;
+	PyObject *sent = wr_ids && refs ? rp_make_sent(wr_ids, refs) : NULL;
 
 	if (!sent) {
 		Py_XDECREF(wr_ids);
-		Py_XDECREF(held);
+		Py_XDECREF(refs);
 	}
 	return sent;
 }
@@ -120,17 +120,17 @@ static PyObject *pack_sent(PyObject *wr_ids, PyObject *held)
 static PyObject *make_sent(const struct prepared *p)
 {
 	Py_ssize_t count = (Py_ssize_t)p->post.count;
-	PyObject *wr_ids = PyTuple_New(count), *held;
+	PyObject *wr_ids = PyTuple_New(count), *refs;
 
 	for (Py_ssize_t i = 0; wr_ids && i < count; i++)
 		PyTuple_SetItem(wr_ids, i, Py_NewRef(p->post.requests[i].wr_id));
-	held = wr_ids ? PyTuple_New(count) : NULL;
-	for (Py_ssize_t i = 0; held && i < count; i++)
-		PyTuple_SetItem(held, i, Py_NewRef(held_until_done(p, &p->post.requests[i])));
-	return pack_sent(wr_ids, held);
+	refs = wr_ids ? PyTuple_New(count) : NULL;
+	for (Py_ssize_t i = 0; refs && i < count; i++)
+		PyTuple_SetItem(refs, i, Py_NewRef(held_until_done(p, &p->post.requests[i])));
+	return pack_sent(wr_ids, refs);
 }
 
-/* Return a copy with another object at an index; the same tuple if that is NULL. */
+/* Return a copy with `other` at an index, or the same tuple if `other` is NULL. */
 static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 {
 	Py_ssize_t count = PyTuple_Size(tuple);
@@ -150,11 +150,11 @@ static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
  * changes the list, so it counts only if the list still has what it was made from.
  */
 static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject *wr_id,
-			     PyObject *held)
+			     PyObject *refs)
 {
 	PyObject *wr_ids = with(from->wr_ids, index, wr_id);
 
-	return pack_sent(wr_ids, wr_ids ? with(from->held, index, held) : NULL);
+	return pack_sent(wr_ids, wr_ids ? with(from->refs, index, refs) : NULL);
 }
 
 static int keep_sg_lists(struct prepared *p)
@@ -176,21 +176,21 @@ static int keep_sg_lists(struct prepared *p)
 static int prepare(struct prepared *p, PyObject *wrs)
 {
 	Py_ssize_t refused;
-	struct rp_turn turn;
+	struct rp_posting posting;
 	int failed;
 
 	/* The list outlives this call, so it has its own reference. */
-	wrs = rp_kind_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
+	wrs = rp_wr_type_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
 		return -1;
 	failed = rp_read(p->queue, wrs, &p->post);
 	Py_DECREF(wrs);
-	if (failed || rp_begin_post(p->queue, p->owner, &turn))
+	if (failed || rp_begin_post(p->queue, p->owner, &posting))
 		return -1;
 	refused = check_all(p);
 	for (size_t i = 0; refused < 0 && i < p->post.count; i++)
 		rp_link(&p->post, i, p->post.count);
-	rp_end_post(p->queue, &turn);
+	rp_end_post(p->queue, &posting);
 	if (refused >= 0) {
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
 				 (size_t)refused, 0);
@@ -220,7 +220,7 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT((PyObject *)p->sent);
 	Py_VISIT(p->post.wrs);
 	for (size_t i = 0; i < p->post.count; i++) {
-		Py_VISIT(p->post.requests[i].held);
+		Py_VISIT(p->post.requests[i].refs);
 		if (p->sg_lists)
 			Py_VISIT(p->sg_lists[i]);
 	}
@@ -228,7 +228,7 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 }
 
 /* Release what the list holds; what is outstanding stays held. */
-static int let_go(PyObject *self)
+static int release_held(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
 	PyObject *sent, *wrs;
@@ -239,19 +239,19 @@ static int let_go(PyObject *self)
 	RP_END();
 	for (size_t i = 0; i < p->post.count; i++) {
 		struct request *r = &p->post.requests[i];
-		PyObject *held, *sges = NULL;
-		int named;
+		PyObject *refs, *sges = NULL;
+		int pinned;
 
 		RP_BEGIN(p);
-		held = swap(&r->held, NULL);
-		named = r->named;
-		r->named = 0;
+		refs = swap(&r->refs, NULL);
+		pinned = r->pinned;
+		r->pinned = 0;
 		if (p->sg_lists)
 			sges = swap(&p->sg_lists[i], NULL);
 		RP_END();
-		if (named)
-			rp_unname_all(held);
-		Py_XDECREF(held);
+		if (pinned)
+			rp_unpin_all(refs);
+		Py_XDECREF(refs);
 		Py_XDECREF(sges);
 	}
 	Py_XDECREF(sent);
@@ -267,7 +267,7 @@ static void prepared_finalize(PyObject *self)
 {
 	/* The collector shows a list that is being made to any code, which may call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
-		let_go(self);
+		release_held(self);
 }
 
 /* _prepare(queue, owner, wrs): once; its owner must know the list already, to close it. */
@@ -279,7 +279,7 @@ static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
 		return NULL;
-	if (!((struct queue *)queue)->in_flight) {
+	if (!((struct work_queue *)queue)->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
 		return NULL;
 	}
@@ -287,14 +287,14 @@ static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_TypeError, "it has been prepared");
 		return NULL;
 	}
-	p->queue = (struct queue *)Py_NewRef(queue);
+	p->queue = (struct work_queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
 	if (!prepare(p, wrs)) {
 		RP_STORE(&p->state, WHOLE);
 		Py_RETURN_NONE;
 	}
 	RP_STORE(&p->state, REFUSED);
-	let_go(self);
+	release_held(self);
 	return NULL;
 }
 
@@ -303,7 +303,7 @@ static void prepared_dealloc(PyObject *self)
 	struct prepared *p = (struct prepared *)self;
 
 	PyObject_GC_UnTrack(self);
-	let_go(self);
+	release_held(self);
 	PyMem_Free(p->sg_lists);
 	if (p->queue)
 		rp_free_post(&p->post);
@@ -314,11 +314,13 @@ static void prepared_dealloc(PyObject *self)
 
 /* ---- the list ------------------------------------------------------------ */
 
-static PyObject *prepared_post(PyObject *self, PyObject *unused)
+static PyObject *prepared_post(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	struct prepared *p = (struct prepared *)self;
 
-	(void)unused;
+	(void)args;
+	if (nargs)
+		return PyErr_Format(PyExc_TypeError, "post() takes no arguments");
 	return is_whole(p) ? rp_post_list(p->queue, p->owner, &p->post, &p->sent) : NULL;
 }
 
@@ -332,14 +334,14 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
 	/* Posts in progress hold their own references; later ones see that the list is closed. */
-	if (rp_take(&p->queue->lock))
+	if (rp_acquire(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);
 	sent = swap((PyObject **)(void *)&p->sent, NULL);
 	RP_END();
-	rp_give(&p->queue->lock);
+	rp_release(&p->queue->lock);
 	if (sent)
-		let_go(self);
+		release_held(self);
 	Py_XDECREF(sent);
 	Py_RETURN_NONE;
 }
@@ -371,16 +373,16 @@ static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 		PyErr_SetString(PyExc_IndexError, "no such work request");
 		return NULL;
 	}
-	return Py_NewRef(p->post.requests[index].kind->type);
+	return Py_NewRef(p->post.requests[index].type->class);
 }
 
 /* Whether what is held is the object, or a tuple containing it. */
-static int is_among(PyObject *object, PyObject *held)
+static int is_among(PyObject *object, PyObject *refs)
 {
-	int found = held == object;
+	int found = refs == object;
 
-	for (Py_ssize_t i = held && PyTuple_CheckExact(held) ? PyTuple_Size(held) : 0; !found && i--;)
-		found = PyTuple_GetItem(held, i) == object;
+	for (Py_ssize_t i = refs && PyTuple_CheckExact(refs) ? PyTuple_Size(refs) : 0; !found && i--;)
+		found = PyTuple_GetItem(refs, i) == object;
 	return found;
 }
 
@@ -392,18 +394,19 @@ static PyObject *prepared_names(PyObject *self, PyObject *resource)
 
 	RP_BEGIN(p);
 	for (size_t i = 0; RP_LOAD(&p->state) == WHOLE && p->sent && !found && i < p->post.count; i++)
-		found = is_among(resource, p->post.requests[i].held);
+		found = is_among(resource, p->post.requests[i].refs);
 	RP_END();
 	return PyBool_FromLong(found);
 }
 
 static PyMethodDef prepared_methods[] = {
-	{ "post", prepared_post, METH_NOARGS,
-	  "Post the whole list.\n\nRaises:\n"
+	/* Python calls a METH_FASTCALL function faster than one without arguments. */
+	{ "post", (PyCFunction)(void (*)(void))prepared_post, METH_FASTCALL,
+	  "post($self, /)\n--\n\nPost the whole list.\n\nRaises:\n"
 	  "    PostError: a work request was refused, here or by the device.\n"
 	  "    ClosedError: the list or its queue pair is closed." },
 	{ "close", prepared_close, METH_NOARGS,
-	  "Let go of what the list names; what is outstanding stays so." },
+	  "close($self, /)\n--\n\nLet go of what the list names; what is outstanding stays so." },
 	{ "_prepare", prepared_prepare, METH_VARARGS, NULL },
 	{ "_type_of", prepared_type_of, METH_O, NULL },
 	{ "_names", prepared_names, METH_O, NULL },
@@ -418,7 +421,7 @@ static PyGetSetDef prepared_getset[] = {
 static PyType_Slot prepared_slots[] = {
 	{ Py_tp_dealloc, prepared_dealloc },
 	{ Py_tp_traverse, prepared_traverse },
-	{ Py_tp_clear, let_go },
+	{ Py_tp_clear, release_held },
 	{ Py_tp_finalize, prepared_finalize },
 	{ Py_tp_methods, prepared_methods },
 	{ Py_tp_getset, prepared_getset },
@@ -478,14 +481,14 @@ static void item_dealloc(PyObject *self)
  * Return a new reference to the caller's work request, and in `held`, if that is not NULL, one to
  * what it holds; NULL with an exception if the list is closed.
  */
-static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **held)
+static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **refs)
 {
 	PyObject *wr;
 
 	RP_BEGIN(p);
 	wr = p->sent ? Py_NewRef(r->wr) : NULL;
-	if (wr && held)
-		*held = Py_XNewRef(r->held);
+	if (wr && refs)
+		*refs = Py_XNewRef(r->refs);
 	RP_END();
 	if (!wr)
 		rp_raise_list_closed(p->queue, &p->post);
@@ -502,7 +505,7 @@ static int refuse_change(struct prepared *p, const char *name)
 	return -1;
 }
 
-/* Raise a ValueError for what a work request was refused for: always -1. */
+/* Raise a TypeError or ValueError for what a work request was refused for: always -1. */
 static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
 	PyObject *wr = get_wr(p, r, NULL);
@@ -522,7 +525,7 @@ static int refuse_value(struct prepared *p, const struct request *r, const struc
 static int read_value(struct prepared *p, const struct request *r, const struct field *field,
 		      PyObject *value, uint64_t *number)
 {
-	PyObject *name = field ? field->slot.name : r->kind->wr_id.name;
+	PyObject *name = field ? field->slot.name : r->type->wr_id.name;
 	const char *broken;
 	struct post post;
 	int read;
@@ -534,14 +537,17 @@ static int read_value(struct prepared *p, const struct request *r, const struct 
 	}
 	if (!is_open(p))
 		return -1;
+	if (rp_enter_call())
+		return -1;
 	post.refusal = (struct refusal){ .rule = NULL };
-	read = rp_read_number(&post, name, value, field ? field->most : UINT64_MAX, number);
-	broken = read > 0 && field ? rp_rule_of_number(p->queue, r->kind, field, *number) : NULL;
+	read = rp_read_number(&post, name, value, field ? field->max : UINT64_MAX, number);
+	broken = read > 0 && field ? rp_rule_of_number(p->queue, r->type, field, *number) : NULL;
 	if (broken)
 		read = rp_refuse(&post, broken, *number);
 	if (!read)
 		refuse_value(p, r, &post.refusal);
 	Py_XDECREF(post.refusal.owned);
+	rp_leave_call();
 	return read > 0 ? 0 : -1;
 }
 
@@ -565,7 +571,7 @@ static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct 
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
 	int same = -1;
 
-	if (sent && !rp_take(&p->queue->lock)) {
+	if (sent && !rp_acquire(&p->queue->lock)) {
 		RP_BEGIN(p);
 		same = p->sent == from;
 		if (same) {
@@ -573,7 +579,7 @@ static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct 
 			*wr_id = swap(&p->post.requests[index].wr_id, *wr_id);
 		}
 		RP_END();
-		rp_give(&p->queue->lock);
+		rp_release(&p->queue->lock);
 	}
 	Py_XDECREF(sent);
 	return same;
@@ -618,7 +624,43 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	RP_BEGIN(item->list);
 	sges = Py_XNewRef(item->list->sg_lists[item->index]);
 	RP_END();
+	if (sges && rp_has_type(sges, rp_known.sge))
+		return rp_make_tuple((PyObject *)&PyTuple_Type, &sges, 1);
 	return sges ? sges : PyTuple_New(0);
+}
+
+/* Put an SGE in the place of one of the same region; returns 0 if it is not that, or is refused. */
+static int put_sge(struct prepared *p, size_t index, PyObject *value)
+{
+	struct request *r = &p->post.requests[index];
+	struct ibv_sge *sge = rp_sges(&p->post, r), old, new;
+	struct rp_posting posting;
+	int same;
+
+	if (r->num_sge != 1 || !rp_read_exact_sge(value, &new))
+		return 0;
+	if (rp_begin_post(p->queue, p->owner, &posting)) {
+		PyErr_Clear();
+		return 0;
+	}
+	RP_BEGIN(p);
+	old = *sge;
+	same = p->sent && p->post.owners[r->owners] == rp_item(value, 3) &&
+	       rp_is_open((struct rp_handle *)rp_item(value, 3));
+	if (same) {
+		*sge = new;
+		same = rp_check_again(p->queue, p->owner, &p->post, r);
+	}
+	if (same)
+		value = swap(&p->sg_lists[index], Py_NewRef(value));
+	else
+		*sge = old;
+	p->post.refusal.rule = NULL;
+	RP_END();
+	rp_end_post(p->queue, &posting);
+	if (same)
+		Py_DECREF(value);
+	return same;
 }
 
 /* Replace an SGE list with one of the same length; the queue's lock is held. */
@@ -631,28 +673,31 @@ static void put_sges(struct prepared *p, size_t index, struct post *post, PyObje
 	RP_BEGIN(p);
 	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
 	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
-	/* Both are named. */
-	new->held = swap(&r->held, new->held);
+	/* Both are pinned. */
+	new->refs = swap(&r->refs, new->refs);
 	*sent = swap((PyObject **)(void *)&p->sent, *sent);
 	*sges = swap(&p->sg_lists[index], *sges);
 	RP_END();
 }
 
-/* Check them and put them in place, if posts still carry `from`; whether they do, or -1. */
+/*
+ * If `from` is still what posts record, check the new SGEs and store them, or refuse them. Returns
+ * whether it is, or -1 with an exception.
+ */
 static int try_sges(struct prepared *p, size_t index, struct post *post, PyObject **sges,
 		    struct rp_sent *from)
 {
 	struct request *new = post->requests;
 	PyObject *sent = change_sent(from, index, NULL, held_until_done(p, new));
-	struct rp_turn turn;
+	struct rp_posting posting;
 	int same = -1;
 
-	if (sent && !rp_begin_post(p->queue, p->owner, &turn)) {
+	if (sent && !rp_begin_post(p->queue, p->owner, &posting)) {
 		same = p->sent == from;
 		/* No Python code runs until all of it is in place. */
 		if (same && rp_check(p->queue, p->owner, post, new))
 			put_sges(p, index, post, &sent, sges);
-		rp_end_post(p->queue, &turn);
+		rp_end_post(p->queue, &posting);
 	}
 	Py_XDECREF(sent);
 	return same;
@@ -690,7 +735,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 {
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
-	PyObject *wr, *held;
+	PyObject *wr, *refs;
 	const struct request *r;
 	struct post post;
 	int failed;
@@ -698,15 +743,22 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	(void)unused;
 	if (!p || !value)
 		return refuse_change(p, "sg_list");
+	if (put_sge(p, item->index, value))
+		return 0;
 	r = &p->post.requests[item->index];
 	/* Reading may run code that closes the list; `wr` and `held` keep its objects alive. */
-	wr = get_wr(p, r, &held);
-	if (!wr)
+	if (rp_enter_call())
 		return -1;
+	wr = get_wr(p, r, &refs);
+	if (!wr) {
+		rp_leave_call();
+		return -1;
+	}
 	failed = change_sges(p, item->index, value, &post);
 	rp_free_post(&post);
-	Py_XDECREF(held);
+	Py_XDECREF(refs);
 	Py_DECREF(wr);
+	rp_leave_call();
 	return failed;
 }
 
@@ -728,34 +780,34 @@ static PyType_Slot item_slots[] = {
 
 /* ---- its numbers ---------------------------------------------------------- */
 
-/* A descriptor, like property, for a field of rdmapost/posting/fields.py by its index. */
+/* A descriptor, like `property`, for the field that has an index in rdmapost/posting/fields.py. */
 struct number {
 	PyObject_HEAD
-	PyObject *kind; /* the class of work requests */
+	PyObject *class; /* the class of work requests */
 	int index;
 };
 
 static int number_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct number *n = (struct number *)self;
-	PyObject *kind;
+	PyObject *class;
 	int index;
 
 	(void)kwargs;
-	if (!PyArg_ParseTuple(args, "O!i", &PyType_Type, &kind, &index))
+	if (!PyArg_ParseTuple(args, "O!i", &PyType_Type, &class, &index))
 		return -1;
-	if (n->kind) {
+	if (n->class) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
 	n->index = index;
-	n->kind = Py_NewRef(kind);
+	n->class = Py_NewRef(class);
 	return 0;
 }
 
 static void number_dealloc(PyObject *self)
 {
-	Py_XDECREF(((struct number *)self)->kind);
+	Py_XDECREF(((struct number *)self)->class);
 	rp_free(self);
 }
 
@@ -763,19 +815,21 @@ static void number_dealloc(PyObject *self)
 static const struct field *place(struct number *n, PyObject *object, void **at)
 {
 	struct item *item = (struct item *)object;
-	const struct kind *kind;
+	const struct wr_type *type;
+	const struct field *field;
 	struct request *r;
 
 	if (PyObject_TypeCheck(object, (PyTypeObject *)item_type) && item->list) {
 		r = &item->list->post.requests[item->index];
-		kind = r->kind;
-		if (kind->type == n->kind && n->index >= 0 && n->index < kind->fields) {
-			*at = item->list->post.records + r->record +
-			      kind->field[n->index].at;
-			return &kind->field[n->index];
+		type = r->type;
+		field = type->class == n->class && n->index >= 0 && n->index < type->fields ?
+				&type->field[n->index] : NULL;
+		if (field && (field->what == NUMBER || field->what == NETWORK)) {
+			*at = item->list->post.structs + r->at + field->at;
+			return field;
 		}
 	}
-	PyErr_SetString(PyExc_TypeError, "a work request of another class");
+	PyErr_SetString(PyExc_TypeError, "a work request of another class, or no number of it");
 	return NULL;
 }
 
@@ -812,8 +866,8 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	p = ((struct item *)object)->list;
 	r = &p->post.requests[((struct item *)object)->index];
 	if ((!value || !RP_LOAD(&p->sent) || !rp_is_here(p->owner) ||
-	     !rp_read_int(value, field->most, &number) ||
-	     rp_rule_of_number(p->queue, r->kind, field, number)) &&
+	     !rp_read_int(value, field->max, &number) ||
+	     rp_rule_of_number(p->queue, r->type, field, number)) &&
 	    read_value(p, r, field, value, &number))
 		return -1;
 	rp_put_number(field, at, number);

@@ -10,19 +10,19 @@
 
 static const struct ibv_send_wr *send_wr(const struct post *post, const struct request *r)
 {
-	return (const void *)(post->records + r->record);
+	return (const void *)(post->structs + r->at);
 }
 
 /* ---- refusing: always 0 -------------------------------------------------- */
 
-static int no_of(struct post *post, const char *rule, uint64_t a, uint64_t b)
+static int refuse_with(struct post *post, const char *rule, uint64_t a, uint64_t b)
 {
 	rp_refuse(post, rule, a);
 	post->refusal.b = b;
 	return 0;
 }
 
-static int no_because_of(struct post *post, const char *rule, void *object)
+static int refuse_for(struct post *post, const char *rule, void *object)
 {
 	rp_refuse(post, rule, 0);
 	post->refusal.value = object;
@@ -46,24 +46,25 @@ static int has_access(PyObject *mr, unsigned int access)
 	return (((struct rp_handle *)mr)->access & access) != 0;
 }
 
-/* Whether a range is within its owner; 2^64 is not an address, so sums do not wrap. */
-static inline int is_within(PyObject *owner, uint64_t addr, uint64_t length)
+uint64_t rp_start_and_length(PyObject *owner, uint64_t *length)
 {
-	uint64_t start, size;
+	if (!is_region(owner))
+		return rp_buffer_start(owner, length);
+	*length = mr_of(owner)->length;
+	return ((struct rp_handle *)owner)->start;
+}
 
-	if (is_region(owner)) {
-		start = has_access(owner, IBV_ACCESS_ZERO_BASED) ? 0 :
-								   (uintptr_t)mr_of(owner)->addr;
-		size = mr_of(owner)->length;
-	} else {
-		start = rp_buffer_start(owner, &size);
-	}
+/* Whether a range is within its owner; 2^64 is not an address, so sums do not wrap. */
+int rp_is_within(PyObject *owner, uint64_t addr, uint64_t length)
+{
+	uint64_t size, start = rp_start_and_length(owner, &size);
+
 	return addr >= start && addr - start <= size && length <= size - (addr - start);
 }
 
 static int no_outside(struct post *post, PyObject *owner, const struct ibv_sge *sge)
 {
-	no_because_of(post, "outside", owner);
+	refuse_for(post, "outside_region", owner);
 	post->refusal.sge = *sge;
 	return 0;
 }
@@ -73,10 +74,12 @@ static int check_place(struct post *post, PyObject *owner, const struct ibv_sge 
 {
 	if (is_region(owner) && has_access(owner, IBV_ACCESS_ZERO_BASED))
 		return rp_refuse(post, "inline_zero_based", 0);
-	return is_within(owner, sge->addr, sge->length) ? 1 : no_outside(post, owner, sge);
+	if (is_region(owner) && ((struct rp_handle *)owner)->unreadable)
+		return refuse_for(post, "inline_unreadable", owner);
+	return rp_is_within(owner, sge->addr, sge->length) ? 1 : no_outside(post, owner, sge);
 }
 
-static inline int check_sge(const struct queue *q, struct post *post, PyObject *owner,
+static inline int check_sge(const struct work_queue *q, struct post *post, PyObject *owner,
 			    const struct ibv_sge *sge, int is_inline)
 {
 	if (is_inline) {
@@ -88,15 +91,15 @@ static inline int check_sge(const struct queue *q, struct post *post, PyObject *
 		if (!is_region(owner))
 			return rp_refuse(post, "not_registered", 0);
 		if (mr_of(owner)->pd != q->pd)
-			return no_because_of(post, "foreign_region", owner);
-		if (!is_within(owner, sge->addr, sge->length))
+			return refuse_for(post, "region_of_other_pd", owner);
+		if (!rp_is_within(owner, sge->addr, sge->length))
 			return no_outside(post, owner, sge);
 	}
 	return sge->length ? 1 : rp_refuse(post, "length_0", 0);
 }
 
 /* Check all; their total length, or -1. */
-static int64_t check_sges(const struct queue *q, struct post *post, const struct request *r,
+static int64_t check_sges(const struct work_queue *q, struct post *post, const struct request *r,
 			  int is_inline)
 {
 	const struct ibv_sge *sge = rp_sges(post, r);
@@ -121,7 +124,7 @@ static int check_writable(struct post *post, const struct request *r)
 
 		if (owner != Py_None && is_region(owner) &&
 		    !has_access(owner, IBV_ACCESS_LOCAL_WRITE))
-			return no_because_of(post, "not_writable", owner);
+			return refuse_for(post, "not_writable", owner);
 	}
 	return 1;
 }
@@ -129,19 +132,24 @@ static int check_writable(struct post *post, const struct request *r)
 /* ---- sends --------------------------------------------------------------- */
 
 #define MISALIGNED(number) ((number) % 8)
-#define NO_QP_NUMBER(number) ((number) >> 24) /* a header has 24 bits for it */
+#define NO_FLUSH_TYPE(number) (!(number) || (number) > 3) /* IBV_FLUSH_GLOBAL, _PERSISTENT */
+#define IS_NO_QP_NUMBER(number) ((number) >> 24) /* a header has 24 bits for it */
 
-const char *rp_rule_of_number(const struct queue *q, const struct kind *kind,
+const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number)
 {
 	if (!q->checked || q->verb != SEND)
 		return NULL;
-	if (kind->atomic && field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr))
+	if (type->atomic && field->at == offsetof(struct ibv_send_wr, wr.atomic.remote_addr))
 		return MISALIGNED(number) ? "misaligned" : NULL;
-	if (kind->opcode == IBV_WR_TSO && field->at == offsetof(struct ibv_send_wr, tso.mss))
+	if (type->opcode == IBV_WR_TSO && field->at == offsetof(struct ibv_send_wr, tso.mss))
 		return number ? NULL : "mss";
+	if (type->opcode == RP_WR_FLUSH && field->at == offsetof(struct rp_built_wr, type))
+		return NO_FLUSH_TYPE(number) ? "no_flush_type" : NULL;
+	if (type->opcode == RP_WR_FLUSH && field->at == offsetof(struct rp_built_wr, level))
+		return number > 1 ? "no_flush_level" : NULL;
 	if (q->datagram && field->at == offsetof(struct ibv_send_wr, wr.ud.remote_qpn))
-		return NO_QP_NUMBER(number) ? "no_qp_number" : NULL;
+		return IS_NO_QP_NUMBER(number) ? "invalid_qp_number" : NULL;
 	return NULL;
 }
 
@@ -149,23 +157,36 @@ static int check_atomic(struct post *post, const struct request *r)
 {
 	uint64_t remote_addr = send_wr(post, r)->wr.atomic.remote_addr;
 
-	if (r->num_sge != 1 || rp_sges(post, r)->length != 8)
+	if (r->type->has_sges && (r->num_sge != 1 || rp_sges(post, r)->length != 8))
 		return rp_refuse(post, "atomic_sge", 0);
 	return !MISALIGNED(remote_addr) || rp_refuse(post, "misaligned", remote_addr);
 }
 
-static int check_datagram(const struct queue *q, struct post *post, const struct request *r)
+static int check_flush(struct post *post, const struct request *r)
+{
+	const struct rp_built_wr *wr = (const void *)send_wr(post, r);
+
+	if (NO_FLUSH_TYPE(wr->type))
+		return rp_refuse(post, "no_flush_type", wr->type);
+	return wr->level <= 1 || rp_refuse(post, "no_flush_level", wr->level);
+}
+
+static int check_datagram(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	uint32_t qpn = send_wr(post, r)->wr.ud.remote_qpn;
 
 	if (!r->ah)
 		return rp_refuse(post, "no_address_handle", 0);
 	if (((struct ibv_ah *)r->ah->address)->pd != q->pd)
-		return no_because_of(post, "foreign_resource", r->ah);
-	return !NO_QP_NUMBER(qpn) || rp_refuse(post, "no_qp_number", qpn);
+		return refuse_for(post, "resource_of_other_pd", r->ah);
+	return !IS_NO_QP_NUMBER(qpn) || rp_refuse(post, "invalid_qp_number", qpn);
 }
 
-static int check_bind(const struct queue *q, struct post *post, const struct request *r)
+#define WINDOW_ACCESS                                                                           \
+	((unsigned int)(IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE |                      \
+			IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_ZERO_BASED))
+
+static int check_bind(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	const struct ibv_mw_bind_info *info = &send_wr(post, r)->bind_mw.bind_info;
 	int type_1 = post->type_1;
@@ -175,25 +196,27 @@ static int check_bind(const struct queue *q, struct post *post, const struct req
 		return rp_refuse(post, "bind_needs", 0);
 	mw = r->mw->address;
 	if (mw->type != (type_1 ? IBV_MW_TYPE_1 : IBV_MW_TYPE_2))
-		return no_because_of(post, type_1 ? "window_of_type_2" : "window_of_type_1", r->mw);
+		return refuse_for(post, type_1 ? "window_of_type_2" : "window_of_type_1", r->mw);
 	if (mw->pd != q->pd)
-		return no_because_of(post, "foreign_resource", r->mw);
+		return refuse_for(post, "resource_of_other_pd", r->mw);
 	if (mr_of((PyObject *)r->mr)->pd != q->pd)
-		return no_because_of(post, "foreign_resource", r->mr);
-	/* This unbinds a type 1 window; the region need only be given. */
+		return refuse_for(post, "resource_of_other_pd", r->mr);
+	if (info->mw_access_flags & ~WINDOW_ACCESS)
+		return refuse_with(post, "not_window_access", info->mw_access_flags, 0);
+	/* Length 0 unbinds a type 1 window; some drivers still read mr, so it must be given. */
 	if (type_1 && !info->length)
 		return 1;
 	if (!has_access((PyObject *)r->mr, IBV_ACCESS_MW_BIND))
-		return no_because_of(post, "not_bindable", r->mr);
-	if (!is_within((PyObject *)r->mr, info->addr, info->length)) {
-		no_of(post, "bind_outside", info->addr, info->length);
+		return refuse_for(post, "not_bindable", r->mr);
+	if (!rp_is_within((PyObject *)r->mr, info->addr, info->length)) {
+		refuse_with(post, "bind_outside", info->addr, info->length);
 		post->refusal.value = (PyObject *)r->mr;
 		return 0;
 	}
 	return 1;
 }
 
-static int check_tso(const struct queue *q, struct post *post, const struct request *r)
+static int check_tso(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	if (!send_wr(post, r)->tso.mss)
 		return rp_refuse(post, "mss", 0);
@@ -202,40 +225,42 @@ static int check_tso(const struct queue *q, struct post *post, const struct requ
 	return 1;
 }
 
-static int check_flags(const struct queue *q, struct post *post, const struct request *r)
+static int check_flags(const struct work_queue *q, struct post *post, const struct request *r)
 {
-	size_t index = (size_t)(r->kind - rp_kinds);
+	size_t index = (size_t)(r->type - rp_wr_types);
 
 	if (!q->takes[index])
 		return rp_refuse(post, "wrong_opcode", 0);
 	if (r->flags & ~(uint64_t)q->flags[index])
-		return no_of(post, "wrong_flags", r->flags & ~(uint64_t)q->flags[index], r->flags);
+		return refuse_with(post, "wrong_flags", r->flags & ~(uint64_t)q->flags[index], r->flags);
 	return 1;
 }
 
-static int check_send(const struct queue *q, struct post *post, const struct request *r)
+static int check_send(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	int is_inline = (r->flags & IBV_SEND_INLINE) != 0;
 	int64_t total;
 
 	if (!check_flags(q, post, r))
 		return 0;
-	if (r->kind->opcode == IBV_WR_BIND_MW)
+	if (r->type->opcode == IBV_WR_BIND_MW)
 		return check_bind(q, post, r);
 	total = check_sges(q, post, r, is_inline);
 	if (total < 0)
 		return 0;
 	if (is_inline && (uint64_t)total > q->max_inline_data)
 		return rp_refuse(post, "inline_too_long", (uint64_t)total);
-	if ((uint64_t)total > q->max_msg_size && r->kind->opcode != IBV_WR_TSO)
+	if ((uint64_t)total > q->max_msg_size && r->type->opcode != IBV_WR_TSO)
 		return rp_refuse(post, "too_long", (uint64_t)total);
-	if (r->kind->writes && !check_writable(post, r))
+	if (r->type->writes && !check_writable(post, r))
 		return 0;
-	if (r->kind->atomic && !check_atomic(post, r))
+	if (r->type->atomic && !check_atomic(post, r))
+		return 0;
+	if (r->type->opcode == RP_WR_FLUSH && !check_flush(post, r))
 		return 0;
 	if (q->datagram && !check_datagram(q, post, r))
 		return 0;
-	return r->kind->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
+	return r->type->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
 
 /* A driver treats a resource's struct, which begins with its context, as its own. */
@@ -243,7 +268,7 @@ static int check_context(struct post *post, struct rp_handle *h, const struct rp
 {
 	struct ibv_context **of = h ? h->address : NULL, **here = owner->address;
 
-	return !of || *of == *here ? 1 : no_because_of(post, "foreign_device", h);
+	return !of || *of == *here ? 1 : refuse_for(post, "resource_of_other_device", h);
 }
 
 _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, context) &&
@@ -251,7 +276,7 @@ _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, con
 	       "a struct begins with something else");
 
 /* What would harm this process or the driver: all that is checked with checks off. */
-static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct post *post,
+static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 			const struct request *r)
 {
 	const struct ibv_sge *sge = rp_sges(post, r);
@@ -262,7 +287,10 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 	/* Drivers follow the pointer unchecked, whatever the opcode. */
 	if (q->datagram && !r->ah)
 		return rp_refuse(post, "no_address_handle", 0);
-	if (r->kind->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
+	/* Without send_ops_flags there is nothing to build with. */
+	if (!q->takes[r->type - rp_wr_types])
+		return rp_refuse(post, "wrong_opcode", 0);
+	if (r->type->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))
 		return rp_refuse(post, "bind_needs", 0);
 	if (!check_context(post, r->ah, owner) || !check_context(post, r->mw, owner) ||
 	    !check_context(post, r->mr, owner))
@@ -282,29 +310,29 @@ static int check_unsafe(const struct queue *q, struct rp_handle *owner, struct p
 
 /* ---- receives and tag-matching operations -------------------------------- */
 
-static int check_receive(const struct queue *q, struct post *post, const struct request *r)
+static int check_receive(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	return check_sges(q, post, r, 0) >= 0 && check_writable(post, r);
 }
 
 /* Drivers index an array with the handle's number. */
-static int check_tag_handle(const struct queue *q, struct post *post, const struct request *r)
+static int check_tag_handle(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	const struct rp_tag_handle *tag = (void *)r->tag;
 
 	if (!tag || tag->list != q->in_flight->tagged)
 		return rp_refuse(post, "no_tag_handle", 0);
-	if (q->checked && !rp_is_outstanding(tag->list, tag->ticket, tag->serial))
-		return no_because_of(post, "tag_not_listed", r->tag);
+	if (q->checked && !rp_is_outstanding(tag->list, tag->cookie, tag->serial))
+		return refuse_for(post, "tag_not_listed", r->tag);
 	return 1;
 }
 
-static int check_op(const struct queue *q, struct post *post, const struct request *r)
+static int check_op(const struct work_queue *q, struct post *post, const struct request *r)
 {
-	const struct ibv_ops_wr *wr = (void *)(post->records + r->record);
+	const struct ibv_ops_wr *wr = (void *)(post->structs + r->at);
 	uint64_t sync = r->flags & IBV_OPS_TM_SYNC;
 
-	if (r->kind->opcode == IBV_WR_TAG_DEL && q->max_num_tags && !check_tag_handle(q, post, r))
+	if (r->type->opcode == IBV_WR_TAG_DEL && q->max_num_tags && !check_tag_handle(q, post, r))
 		return 0;
 	if (!q->checked)
 		return 1;
@@ -312,24 +340,40 @@ static int check_op(const struct queue *q, struct post *post, const struct reque
 		return rp_refuse(post, "wrong_ops_flags", r->flags);
 	if (!sync && wr->tm.unexpected_cnt)
 		return rp_refuse(post, "count_without_sync", wr->tm.unexpected_cnt);
-	if (!sync && r->kind->opcode == IBV_WR_TAG_SYNC)
+	if (!sync && r->type->opcode == IBV_WR_TAG_SYNC)
 		return rp_refuse(post, "sync_of_nothing", 0);
-	if (r->kind->opcode != IBV_WR_TAG_ADD)
+	if (r->type->opcode != IBV_WR_TAG_ADD)
 		return 1;
 	if (wr->tm.add.tag & ~wr->tm.add.mask)
-		return no_of(post, "tag_outside_mask", wr->tm.add.tag, wr->tm.add.mask);
+		return refuse_with(post, "tag_outside_mask", wr->tm.add.tag, wr->tm.add.mask);
 	return check_receive(q, post, r);
 }
 
 /* ---- all of them --------------------------------------------------------- */
 
-int rp_check(const struct queue *q, struct rp_handle *owner, struct post *post, struct request *r)
+static const char *why_unusable(const struct rp_handle *h)
 {
-	PyObject *closed = rp_name_held(r->held, owner);
+	if (h->spoiled)
+		return "spoiled";
+	if (h->remaking)
+		return "being_registered";
+	return "closed";
+}
 
-	r->named = 1;
+int rp_check(const struct work_queue *q, struct rp_handle *owner, struct post *post,
+	     struct request *r)
+{
+	PyObject *closed = rp_pin_refs(r->refs, owner);
+
+	r->pinned = 1;
 	if (closed)
-		return no_because_of(post, "closed", closed);
+		return refuse_for(post, why_unusable((struct rp_handle *)closed), closed);
+	return rp_check_again(q, owner, post, r);
+}
+
+int rp_check_again(const struct work_queue *q, struct rp_handle *owner, struct post *post,
+		   struct request *r)
+{
 	if (q->verb == SRQ_OPS)
 		return check_op(q, post, r);
 	if (q->verb == SEND)

@@ -4,7 +4,7 @@
  * A post checks for one with its queue's lock held, so it reads plain C numbers: a user cannot
  * replace them, and no Python code runs.
  */
-#include "soft0/soft_device.h"
+#include "soft0/internal.h"
 
 struct fault {
 	uint64_t number; /* of the send */
@@ -31,7 +31,7 @@ int rp_take_fault(PyObject *self)
 
 	if (!self || !PyObject_TypeCheck(self, (PyTypeObject *)faults_type) || !RP_LOAD(&f->count))
 		return 0;
-	rp_take(&f->lock);
+	rp_acquire(&f->lock);
 	if (f->count) {
 		const struct fault *next = &f->faults[f->count - 1];
 
@@ -41,7 +41,7 @@ int rp_take_fault(PyObject *self)
 		}
 		f->posted++;
 	}
-	rp_give(&f->lock);
+	rp_release(&f->lock);
 	return code;
 }
 
@@ -75,7 +75,7 @@ static PyObject *faults_add(PyObject *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "Ki", &after, &code))
 		return NULL;
-	rp_take(&f->lock);
+	rp_acquire(&f->lock);
 	number = f->posted + after;
 	failed = reserve(f);
 	if (!failed) {
@@ -90,7 +90,7 @@ static PyObject *faults_add(PyObject *self, PyObject *args)
 			RP_STORE(&f->count, f->count + 1);
 		}
 	}
-	rp_give(&f->lock);
+	rp_release(&f->lock);
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
@@ -100,9 +100,9 @@ static PyObject *faults_clear(PyObject *self, PyObject *unused)
 	struct post_faults *f = FAULTS(self);
 
 	(void)unused;
-	rp_take(&f->lock);
+	rp_acquire(&f->lock);
 	RP_STORE(&f->count, 0);
-	rp_give(&f->lock);
+	rp_release(&f->lock);
 	Py_RETURN_NONE;
 }
 

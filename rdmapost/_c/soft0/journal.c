@@ -1,13 +1,16 @@
 /*
  * The soft device's journal: a verb's changes, until they are committed.
  *
- * It is three lists of calls, each a tuple of a callable and its arguments: `undo` reverts changes,
- * `later` does things that cannot be undone (copy bytes, write to a descriptor), and `last` makes
- * the new completions visible to polls. All calls are to C functions, so that no signal handler
+ * It is three lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
+ * changes, `later` does things that cannot be undone (copy bytes, write to a descriptor), and `last`
+ * makes the new completions visible to polls. All calls are to C functions, so that no signal handler
  * runs in the middle. With no journal active, undo calls are not recorded, and the others are made
  * at once.
+ *
+ * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
+ * lack of memory, and needs none itself.
  */
-#include "soft0/soft_device.h"
+#include "soft0/internal.h"
 
 PyObject *rp_names[NAMES];
 
@@ -62,18 +65,50 @@ static void clear(PyObject *list)
 		PyList_SetSlice(list, 0, size, NULL);
 }
 
-/* Record a call, stealing the reference; 0, or -1 with an exception. */
-static int note(PyObject *list, PyObject *call)
+/* Record a call, stealing the reference to its arguments; 0, or -1 with an exception. */
+static int note(PyObject *list, PyObject *callable, PyObject *args)
 {
-	int failed = !call || PyList_Append(list, call);
+	PyObject *record = args ? PyTuple_Pack(2, callable, args) : NULL;
+	int failed = !record || PyList_Append(list, record);
 
-	Py_XDECREF(call);
+	Py_XDECREF(record);
+	Py_XDECREF(args);
 	return failed ? -1 : 0;
 }
 
-int rp_note_undo(PyObject *call)
+/* Record a call that is a tuple of a callable and its arguments; 0, or -1 with an exception. */
+static int note_call(PyObject *list, PyObject *call)
 {
-	return note(undo, call);
+	PyObject *callable = PyTuple_GetItem(call, 0);
+
+	return callable ? note(list, callable, PyTuple_GetSlice(call, 1, PyTuple_Size(call))) : -1;
+}
+
+static PyObject *make_recorded(PyObject *record)
+{
+	return PyObject_Call(PyTuple_GetItem(record, 0), PyTuple_GetItem(record, 1), NULL);
+}
+
+int rp_note_undo(PyObject *callable, PyObject *argument)
+{
+	return rp_is_journaled() ? note(undo, callable, PyTuple_Pack(1, argument)) : 0;
+}
+
+void rp_note_unchanged(void)
+{
+	if (rp_is_journaled())
+		PyList_SetItem(undo, PyList_Size(undo) - 1, Py_NewRef(Py_None));
+}
+
+/* Set the argument of the last undo call, which has become known. */
+static void set_argument(PyObject *argument)
+{
+	PyObject *record;
+
+	if (!rp_is_journaled())
+		return;
+	record = PyList_GetItem(undo, PyList_Size(undo) - 1);
+	PyTuple_SetItem(PyTuple_GetItem(record, 1), 0, Py_NewRef(argument));
 }
 
 int rp_note_added(PyObject *cq)
@@ -102,9 +137,9 @@ static void make(PyObject *calls)
 			rp_show(call);
 			continue;
 		}
-		done = rp_call(call);
+		done = make_recorded(call);
 		if (!done)
-			PyErr_WriteUnraisable(call);
+			PyErr_WriteUnraisable(PyTuple_GetItem(call, 0));
 		Py_XDECREF(done);
 	}
 }
@@ -124,8 +159,11 @@ void rp_journal_rollback(void)
 	PyErr_Fetch(&type, &value, &trace);
 	active = 0;
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
-		PyObject *done = rp_call(PyList_GetItem(undo, i - 1));
+		PyObject *record = PyList_GetItem(undo, i - 1), *done;
 
+		if (record == Py_None)
+			continue;
+		done = make_recorded(record);
 		/* A change that was recorded but not made cannot be undone. */
 		if (!done)
 			PyErr_Clear();
@@ -145,8 +183,8 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)
 		if (!old && !PyErr_ExceptionMatches(PyExc_AttributeError))
 			return -1;
 		PyErr_Clear();
-		failed = note(undo, old ? PyTuple_Pack(4, rp_soft_given(SETATTR), self, name, old) :
-					  PyTuple_Pack(3, rp_soft_given(DELATTR), self, name));
+		failed = old ? note(undo, rp_soft_given(SETATTR), PyTuple_Pack(3, self, name, old)) :
+			       note(undo, rp_soft_given(DELATTR), PyTuple_Pack(2, self, name));
 		Py_XDECREF(old);
 		if (failed)
 			return -1;
@@ -166,7 +204,7 @@ static PyType_Slot record_slots[] = {
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;
-	if (rp_is_journaled() && note(undo, Py_NewRef(call)))
+	if (rp_is_journaled() && note_call(undo, call))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -176,7 +214,7 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	(void)self;
 	if (!rp_is_journaled())
 		return rp_call(call);
-	if (note(later, Py_NewRef(call)))
+	if (note_call(later, call))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -186,56 +224,70 @@ static PyObject *at_the_end(PyObject *self, PyObject *call)
 	(void)self;
 	if (!rp_is_journaled())
 		return rp_call(call);
-	if (note(last, Py_NewRef(call)))
+	if (note_call(last, call))
 		return NULL;
 	Py_RETURN_NONE;
-}
-
-/* Record that back(argument) undoes the call that returned `result`; if that fails, undo now. */
-static PyObject *noted(PyObject *result, PyObject *back, PyObject *argument)
-{
-	if (result && rp_is_journaled() && note(undo, PyTuple_Pack(2, back, argument))) {
-		PyErr_Clear();
-		Py_XDECREF(PyObject_CallFunctionObjArgs(back, argument, NULL));
-		Py_CLEAR(result);
-		PyErr_NoMemory();
-	}
-	return result;
 }
 
 /* made(undo, callable, *args): call callable; undo(result) reverts that. */
 static PyObject *made(PyObject *self, PyObject *args)
 {
-	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result;
+	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result = NULL;
 
 	(void)self;
-	result = call ? rp_call(call) : NULL;
+	if (call && !rp_note_undo(PyTuple_GetItem(args, 0), Py_None)) {
+		result = rp_call(call);
+		if (result)
+			set_argument(result);
+		else
+			rp_note_unchanged();
+	}
 	Py_XDECREF(call);
-	return noted(result, PyTuple_GetItem(args, 0), result);
+	return result;
 }
 
 /* put(deque, item): append it; no other code removes from this deque. */
 static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
+	PyObject *result;
+
 	(void)self;
 	if (nargs != 2)
 		return PyErr_Format(PyExc_TypeError, "put(deque, item)");
-	return noted(PyObject_CallMethodObjArgs(args[0], rp_names[APPEND], args[1], NULL),
-		     rp_soft_given(POP), args[0]);
+	if (rp_note_undo(rp_soft_given(POP), args[0]))
+		return NULL;
+	result = PyObject_CallMethodObjArgs(args[0], rp_names[APPEND], args[1], NULL);
+	if (!result)
+		rp_note_unchanged();
+	return result;
 }
 
 /* take(deque): remove and return its first item. */
 static PyObject *take(PyObject *self, PyObject *deque)
 {
-	PyObject *item, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);
+	PyObject *item = NULL, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);
 
 	(void)self;
 	rp_data_lock();
-	item = back ? PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL) : NULL;
-	item = noted(item, back, item);
+	if (back && !rp_note_undo(back, Py_None)) {
+		item = PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL);
+		if (item)
+			set_argument(item);
+		else
+			rp_note_unchanged();
+	}
 	rp_data_unlock();
 	Py_XDECREF(back);
 	return item;
+}
+
+/* set_item(dict, key, value): dict.__setitem__(dict, key, value) without a tuple of arguments. */
+static PyObject *set_item(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+	(void)self;
+	if (nargs != 3)
+		return PyErr_Format(PyExc_TypeError, "set_item(dict, key, value)");
+	return PyDict_SetItem(args[0], args[1], args[2]) ? NULL : Py_NewRef(Py_None);
 }
 
 /* forget(entries, queue): drop a work queue's completions; for on_commit. */
@@ -263,6 +315,7 @@ static PyMethodDef functions[] = {
 	{ "at_the_end", at_the_end, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
 	RP_METHOD(put),
+	RP_METHOD(set_item),
 	{ "take", take, METH_O, NULL },
 	{ "forget", forget, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },

@@ -1,4 +1,4 @@
-"""The soft device: its provider, and the engine that executes what is posted."""
+"""soft0, the software device: its provider, and the engine that executes what is posted."""
 
 from ..._binding import native, once
 from .state import parts

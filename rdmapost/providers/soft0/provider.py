@@ -1,4 +1,4 @@
-"""The control verbs of the soft device, behind the C structs."""
+"""soft0's control verbs, behind the C structs."""
 
 from __future__ import annotations
 
@@ -7,29 +7,36 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ..._binding import address_of, ffi, lib, native
+from ..._binding import address_of, ffi, lib, native, start_of
 from ...enums import (
     MTU,
     Access,
+    AdviseMRAdvice,
     AtomicCap,
     DeviceCap,
     GIDType,
     LinkLayer,
     MWType,
     NodeType,
+    PortCap,
     PortState,
     QPType,
+    RawPacketCap,
+    ReregFlags,
+    TransportType,
+    WCExFlags,
 )
 from ...errors import VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
-from . import queues
-from .engine import tags
+from . import addressing, queues
+from .engine import completion, tags
 from .engine.completion import Channel, CompletionQueue
-from .engine.device import OpenDevice
+from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, OpenDevice
 from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
+from .mapped import check_mapped, map_dmabuf, may_shrink
 from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
 from .state import bound, context_of, contexts, device, drop, keep, table, verb
 
@@ -37,6 +44,11 @@ VENDOR_ID = 0x50F700
 """An OUI that the IEEE has not assigned to any vendor."""
 MAX_CQE = 1 << 20
 _TM_CAP_RC = 1
+_TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
+_CLOCK_KHZ = 1_000_000
+"""The clock counts nanoseconds."""
+_ADVICE = frozenset(AdviseMRAdvice)
+_PREFETCH_WRITE = AdviseMRAdvice.PREFETCH_WRITE
 MAX_RD_ATOMIC = 16
 PKEY = 0xFFFF
 
@@ -54,6 +66,7 @@ _CAPS = (
     | DeviceCap.SRQ_RESIZE
     | DeviceCap.CURR_QP_STATE_MOD
 )
+_CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
 
 _DEVICE_ATTR = {
     "max_mr_size": 1 << 62,
@@ -75,9 +88,9 @@ _DEVICE_ATTR = {
     "max_res_rd_atom": 1 << 20,
     "atomic_cap": AtomicCap.HCA,
     "max_mw": 1 << 22,
-    "max_mcast_grp": 1 << 13,
-    "max_mcast_qp_attach": 1 << 8,
-    "max_total_mcast_qp_attach": 1 << 16,
+    "max_mcast_grp": MAX_MCAST_GRP,
+    "max_mcast_qp_attach": MAX_MCAST_QP_ATTACH,
+    "max_total_mcast_qp_attach": MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH,
     "max_ah": 1 << 22,
     "max_srq": 1 << 16,
     "max_srq_wr": MAX_SRQ_WR,
@@ -93,7 +106,7 @@ _channels: dict[int, Channel] = table()
 
 
 class SoftProvider:
-    """The soft device's control verbs."""
+    """soft0's control verbs."""
 
     kind = "soft"
     spin_ns = 0
@@ -101,7 +114,7 @@ class SoftProvider:
     # ---- devices ------------------------------------------------------------
 
     def list_devices(self) -> list[DeviceInfo]:
-        return [DeviceInfo(device.name, self.kind, device.guid, NodeType.CA, "")]
+        return [DeviceInfo(device.name, self.kind, device.guid, NodeType.CA, "", TransportType.IB)]
 
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
@@ -131,14 +144,16 @@ class SoftProvider:
         opened.faults.wr_id_of = wr_id_of
         return opened.plan
 
-    def query_device(self, context: Any, attr: Any) -> None:
-        for name, value in _DEVICE_ATTR.items():
-            setattr(attr, name, value)
-        attr.fw_ver = b"soft"
-        attr.node_guid = attr.sys_image_guid = int.from_bytes(device.guid.to_bytes(8), "little")
-
     def query_device_ex(self, context: Any, attr: Any) -> None:
-        self.query_device(context, attr.orig_attr)
+        orig = attr.orig_attr
+        for name, value in _DEVICE_ATTR.items():
+            setattr(orig, name, value)
+        orig.fw_ver = b"soft"
+        orig.node_guid = orig.sys_image_guid = int.from_bytes(device.guid.to_bytes(8), "little")
+        attr.completion_timestamp_mask = (1 << 64) - 1
+        attr.hca_core_clock = _CLOCK_KHZ
+        attr.device_cap_flags_ex = int(_CAPS | _CAPS_EX)
+        attr.raw_packet_caps = RawPacketCap.IP_CSUM
         attr.tso_caps.max_tso = MAX_TSO
         attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
         caps = attr.tm_caps
@@ -146,16 +161,26 @@ class SoftProvider:
         caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
         caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
-    def query_port(self, context: Any, port_num: int, attr: Any) -> None:
+    def query_rt_values(self, context: Any) -> int:
+        return completion.clock()
+
+    def query_port(self, context: Any, port_num: int, attr: Any) -> int:
         attr.state = PortState.ACTIVE
         attr.max_mtu, attr.active_mtu = MTU.MTU_4096, device.port_mtu
         attr.gid_tbl_len, attr.pkey_tbl_len = len(device.gids), 1
         attr.max_msg_sz = MAX_MSG_SIZE
         attr.phys_state, attr.link_layer = 5, LinkLayer.ETHERNET
         attr.active_speed, attr.active_width = 1, 1
+        attr.port_cap_flags = PortCap.IP_BASED_GIDS
+        return 1
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
         return [GIDEntry(index, raw, GIDType.ROCE_V2, "") for index, raw in enumerate(device.gids)]
+
+    def query_gid_ex(self, context: Any, port_num: int, index: int) -> GIDEntry:
+        if index >= len(device.gids):
+            raise VerbsError("ibv_query_gid_ex", errno.EINVAL)
+        return self.query_gid_table(context, port_num, 0)[index]
 
     def query_pkey(self, context: Any, port_num: int, index: int) -> int:
         if index:
@@ -186,14 +211,54 @@ class SoftProvider:
 
     @verb
     def reg_mr(pd: Any, addr: Any, length: int, access: int) -> Any:
-        domain = bound(pd, "ibv_reg_mr")
+        return _register(pd, addr, length, access, _sure)
+
+    @verb
+    def reg_mr_at(pd: Any, addr: Any, length: int, access: int) -> Any:
+        return _register(pd, addr, length, access, _mapped)
+
+    @verb
+    def reg_mr_mmap(pd: Any, addr: Any, length: int, access: int) -> Any:
+        return _register(pd, addr, length, access, _of_file)
+
+    @verb
+    def reg_dmabuf_mr(pd: Any, offset: int, length: int, iova: int, fd: int, access: int) -> Any:
+        domain = bound(pd, "ibv_reg_dmabuf_mr")
+        memory = map_dmabuf(fd, offset, length, iova, access)
+        region = device.memory.register(domain, iova, memory, access, start_of(memory))
         mr = ffi.new("struct ibv_mr *")
-        mr.context, mr.pd, mr.addr, mr.length = pd.context, pd, addr, length
-        start = 0 if access & Access.ZERO_BASED else address_of(addr)
-        memory = memoryview(ffi.buffer(ffi.cast("char *", addr), length))
-        region = device.memory.register(domain, start, memory, access)
-        mr.lkey, mr.rkey = region.lkey, region.rkey
-        return keep(mr, region)
+        # As libibverbs sets it.
+        mr.addr = ffi.cast("char *", offset)
+        return _describe(mr, pd, length, region)
+
+    @verb
+    def rereg_mr(mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int) -> None:
+        _reregister(mr, flags, pd, addr, length, access, _sure)
+
+    @verb
+    def rereg_mr_at(mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int) -> None:
+        _reregister(mr, flags, pd, addr, length, access, _mapped)
+
+    @verb
+    def rereg_mr_mmap(mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int) -> None:
+        _reregister(mr, flags, pd, addr, length, access, _of_file)
+
+    @verb
+    def advise_mr(pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
+        domain, name = bound(pd, "ibv_advise_mr"), "ibv_advise_mr"
+        if advice not in _ADVICE:
+            raise VerbsError(name, errno.ENOTSUP)
+        for sge in ffi.unpack(sges, count) if count else ():
+            region = device.memory.regions_by_lkey.get(sge.lkey)
+            if region is None or region.pd is not domain:
+                raise VerbsError(
+                    name, errno.ENOENT, f"the PD has no region with lkey {sge.lkey:#x}"
+                )
+            start = sge.addr - region.addr
+            if start < 0 or start + sge.length > region.length:
+                raise VerbsError(name, errno.EFAULT, "an SGE lies outside its region")
+            if advice == _PREFETCH_WRITE and not region.access & Access.LOCAL_WRITE:
+                raise VerbsError(name, errno.EPERM, "a region lacks LOCAL_WRITE access")
 
     @verb
     def dereg_mr(mr: Any) -> None:
@@ -251,11 +316,24 @@ class SoftProvider:
         return _create_cq("ibv_create_cq", cq, context, cqe, channel, comp_vector)
 
     @verb
-    def create_cq_ex(context: Any, cqe: int, channel: Any, comp_vector: int) -> Any:
+    def create_cq_ex(context: Any, cqe: int, channel: Any, comp_vector: int, wc_flags: int) -> Any:
         whole = ffi.new("struct rp_soft_cq_ex *")
-        lib.rp_soft_cq_ex_init(whole)
+        lib.rp_soft_cq_ex_init(whole, wc_flags)
         cq = ffi.cast("struct ibv_cq *", ffi.addressof(whole, "cq"))
-        return _create_cq("ibv_create_cq_ex", cq, context, cqe, channel, comp_vector, whole)
+        _create_cq("ibv_create_cq_ex", cq, context, cqe, channel, comp_vector, whole)
+        bound(cq, "ibv_create_cq_ex").has_timestamps = bool(wc_flags & _TIMESTAMPS)
+        return cq
+
+    @verb
+    def resize_cq(cq: Any, cqe: int) -> None:
+        made: CompletionQueue = bound(cq, "ibv_resize_cq")
+        if not 1 <= cqe <= MAX_CQE:
+            raise VerbsError("ibv_resize_cq", errno.EINVAL)
+        if (there := len(made.pending)) > cqe:
+            reason = f"cqe={cqe} is less than the {there} completions in it; poll them first"
+            raise VerbsError("ibv_resize_cq", errno.EINVAL, reason)
+        made.capacity = cqe
+        native.on_commit(setattr, cq, "cqe", cqe)
 
     @verb
     def destroy_cq(cq: Any) -> None:
@@ -295,12 +373,76 @@ class SoftProvider:
     create_qp_ex = queues.create_qp_ex
     modify_qp = queues.modify_qp
     query_qp = queues.query_qp
+    query_qp_data_in_order = queues.query_qp_data_in_order
     sends_for_receive = queues.sends_for_receive
     destroy_qp = queues.destroy_qp
     create_ah = queues.create_ah
     destroy_ah = queues.destroy_ah
+    init_ah_from_wc = addressing.init_ah_from_wc
     attach_mcast = queues.attach_mcast
     detach_mcast = queues.detach_mcast
+
+
+_Unsure = Callable[[str, int, int, int], int | None]
+"""From a verb's name, address, length and Access: the address if memory may vanish, or None."""
+
+
+def _sure(name: str, start: int, length: int, access: int) -> None:
+    return None
+
+
+def _mapped(name: str, start: int, length: int, access: int) -> int:
+    check_mapped(name, start, length, bool(access & Access.LOCAL_WRITE))
+    return start
+
+
+def _of_file(name: str, start: int, length: int, access: int) -> int | None:
+    return start if may_shrink(start, length) else None
+
+
+def _register(pd: Any, addr: Any, length: int, access: int, unsure: _Unsure) -> Any:
+    domain = bound(pd, "ibv_reg_mr")
+    at = unsure("ibv_reg_mr", address_of(addr), length, access)
+    start = 0 if access & Access.ZERO_BASED else address_of(addr)
+    region = device.memory.register(domain, start, _memory_at(addr, length), access, at)
+    mr = ffi.new("struct ibv_mr *")
+    mr.addr = addr
+    return _describe(mr, pd, length, region)
+
+
+def _describe(mr: Any, pd: Any, length: int, region: Region) -> Any:
+    mr.context, mr.pd, mr.length = pd.context, pd, length
+    mr.lkey, mr.rkey = region.lkey, region.rkey
+    return keep(mr, region)
+
+
+def _memory_at(addr: Any, length: int) -> memoryview:
+    return memoryview(ffi.buffer(ffi.cast("char *", addr), length))
+
+
+def _reregister(
+    mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int, unsure: _Unsure
+) -> None:
+    name = "ibv_rereg_mr"
+    region: Region = bound(mr, name)
+    if region.windows:
+        raise VerbsError(name, errno.EBUSY, "a memory window is bound to it")
+    changed: dict[str, Any] = {}
+    if flags & ReregFlags.CHANGE_ACCESS:
+        region.access = access
+    if flags & ReregFlags.CHANGE_TRANSLATION:
+        start = address_of(addr)
+        at = unsure(name, start, length, region.access)
+        device.memory.move(region, start, _memory_at(addr, length), at)
+        changed.update(addr=addr, length=length, lkey=region.lkey, rkey=region.rkey)
+    elif region.unsure is not None:
+        writes = bool(region.access & Access.LOCAL_WRITE)
+        check_mapped(name, region.unsure, region.length, writes)
+    if flags & ReregFlags.CHANGE_PD:
+        region.pd = bound(pd, name)
+        changed.update(pd=pd)
+    for member, value in changed.items():
+        native.on_commit(setattr, mr, member, value)
 
 
 def _create_cq(

@@ -1,4 +1,4 @@
-"""The control verbs of the soft device's queue pairs, SRQs, XRC domains and address handles."""
+"""soft0's control verbs for queue pairs, SRQs, XRC domains and address handles."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 from typing import Any
 
 from ..._binding import ffi, lib, native
-from ...enums import QPAttrMask, QPType, SRQAttrMask, SRQType
+from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask, SRQType
 from ...errors import UnsupportedError, VerbsError
-from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE
+from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
 from ...standard.wire import is_multicast_gid
 from .engine import tags
@@ -27,6 +27,11 @@ MAX_INLINE = 1024
 MAX_TSO_HEADER = 512
 
 _SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
+_SEND_OPS = {
+    qp_type: sum(op for op in SendOps if qp_type in QP_TYPES_BY_OPCODE[Opcode[op.name or ""]])
+    for qp_type in QPType
+}
+"""What send_ops_flags may name, by type."""
 _SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
 _SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
     lib.IBV_SRQ_INIT_ATTR_XRCD,
@@ -106,11 +111,11 @@ def modify_srq(srq: Any, attr: Any, mask: int) -> None:
     depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
     if not 1 <= depth <= MAX_SRQ_WR or not native.resize(made.queue, depth):
         raise VerbsError("ibv_modify_srq", errno.EINVAL)
-    if mask & SRQAttrMask.LIMIT:
-        if attr.srq_limit > depth:
-            reason = f"srq_limit={attr.srq_limit} is more than max_wr={depth}"
-            raise VerbsError("ibv_modify_srq", errno.EINVAL, reason)
-        made.limit = attr.srq_limit
+    limit = attr.srq_limit if mask & SRQAttrMask.LIMIT else made.limit
+    if limit > depth:
+        reason = f"srq_limit={limit} is more than max_wr={depth}"
+        raise VerbsError("ibv_modify_srq", errno.EINVAL, reason)
+    made.limit = limit
 
 
 @verb
@@ -185,12 +190,20 @@ def create_qp_ex(context: Any, init: Any) -> Any:
     pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
     has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
     domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
-    qp = _create_qp(context, pd, init, domain)
-    bound(qp, "ibv_create_qp_ex").sq.max_tso_header = header
+    ops = init.send_ops_flags if mask & lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS else 0
+    if ops & ~_SEND_OPS.get(init.qp_type, 0):
+        reason = "send_ops_flags has what the QP type has not"
+        raise UnsupportedError("ibv_create_qp_ex", errno.EOPNOTSUPP, reason)
+    qp = _create_qp(context, pd, init, domain, extended=bool(ops))
+    made: QueuePair = bound(qp, "ibv_create_qp_ex")
+    made.sq.max_tso_header = header
+    made.opcodes |= {int(opcode) for opcode, op in SEND_OPS.items() if ops & op}
     return qp
 
 
-def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None) -> Any:
+def _create_qp(
+    context: Any, pd: Any, init: Any, domain: XRCDomain | None = None, *, extended: bool = False
+) -> Any:
     if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
         raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
     target = init.qp_type == QPType.XRC_RECV
@@ -205,7 +218,8 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
     if not wrs_fit or not sges_fit or cap.max_inline_data > MAX_INLINE:
         raise VerbsError("ibv_create_qp", errno.EINVAL)
     name = "ibv_create_qp"
-    qp = ffi.new("struct ibv_qp *")
+    whole = ffi.new("struct rp_soft_qp_ex *") if extended else None
+    qp = lib.rp_soft_qp_ex_init(whole) if extended else ffi.new("struct ibv_qp *")
     qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
     qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
     srq = bound(init.srq, name) if init.srq else None
@@ -237,16 +251,18 @@ def _create_qp(context: Any, pd: Any, init: Any, domain: XRCDomain | None = None
         if user is not None:
             user.users += 1
     qp.qp_num = made.number
-    return keep(qp, made)
+    return keep(qp, made, whole)
 
 
 @verb
 def modify_qp(qp: Any, attr: Any, mask: int) -> None:
     made: QueuePair = bound(qp, "ibv_modify_qp")
+    if mask & QPAttrMask.ALT_PATH:
+        raise VerbsError("ibv_modify_qp", errno.EINVAL, "soft0 has no alternate paths")
     attrs = {
         name: getattr(attr, name)
         for name, bit in FIELDS.items()
-        if bit & mask and name != "ah_attr" and not name.startswith("alt_")
+        if bit & mask and name != "ah_attr"
     }
     if mask & QPAttrMask.AV:
         if not attr.ah_attr.is_global:
@@ -277,6 +293,13 @@ def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
         cap.max_inline_data = made.sq.max_inline
     init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
     init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
+
+
+@verb
+def query_qp_data_in_order(qp: Any, op: int, flags: int) -> int:
+    bound(qp, "ibv_query_qp_data_in_order")
+    # It copies with memmove, which promises no order.
+    return 0
 
 
 @verb
@@ -328,7 +351,8 @@ def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
     made: QueuePair = bound(qp, "ibv_attach_mcast")
     if made.type is not QPType.UD or not is_multicast_gid(gid):
         raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-    device.attach(made, gid)
+    if not device.attach(made, gid):
+        raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
 
 
 @verb
@@ -347,7 +371,7 @@ def _domain_of(xrcd: Any, name: str) -> XRCDomain:
 
 
 def _find_domain(init: Any) -> XRCDomain:
-    """Return the XRC domain that is to be opened, or a new one (ibv_open_xrcd(3))."""
+    """Return the existing XRC domain to open, or a new one (ibv_open_xrcd(3))."""
     if init.fd == -1:
         return XRCDomain(None)
     try:

@@ -1,8 +1,8 @@
-"""The soft device's state: the device itself, and the object behind each C struct.
+"""soft0's state: the device itself, and the object behind each C struct.
 
 ``verb`` turns a function into a control verb: it holds the device's lock, and
 its changes to the device are committed when it returns, or rolled back if it
-raises (``_c/soft0/verb.c``).  The data verbs are in C (``_c/soft0/context.c``).
+raises (``_c/soft0/transaction.c``).  The data verbs are in C (``_c/soft0/data_verbs.c``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..._binding import address_of, native
 from ...errors import VerbsError
 from .engine.device import Device, OpenDevice, ready
-from .engine.table import Table
+from .engine.journaled_dict import JournaledDict
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -40,7 +40,7 @@ _tables: list[dict[Any, Any]] = []
 
 def table() -> dict[Any, Any]:
     """Return a new table that a fork empties in the child."""
-    made: dict[Any, Any] = Table()
+    made: dict[Any, Any] = JournaledDict()
     _tables.append(made)
     return made
 
@@ -83,7 +83,7 @@ def bound(struct: Any, name: str) -> Any:
 
 
 def keep(struct: Any, thing: Any, whole: Any = None) -> Any:
-    """Give a struct a handle that leads to an object; return the struct.
+    """Store the object behind a struct, by a handle in the struct; return the struct.
 
     Args:
         whole: the larger struct that the struct is part of, if any.
@@ -110,27 +110,29 @@ def drop(struct: Any, name: str) -> Any:
 # ---- what C calls -----------------------------------------------------------
 
 
-_faults: list[BaseException] = []
+_errors: list[BaseException] = []
 
 
 def _give_up(worker: Any, error: BaseException) -> int:
     if worker is None and isinstance(error, MemoryError):
         return -1  # nothing to fail: parked work requests stay parked
-    _faults.append(error)
+    _errors.append(error)
     try:
         return device.give_up(worker)
     except MemoryError:
-        _faults.remove(error)
+        _errors.remove(error)
         raise
 
 
-def _log_faults() -> None:
+def _log_errors() -> None:
     while True:
         try:
-            fault = _faults.pop()
+            error = _errors.pop()
         except IndexError:  # also when another thread took the last one
             return
-        _log.error("the soft device failed; the work request did too", exc_info=fault)
+        _log.error(
+            "soft0 failed to execute a work request, which ends with FATAL_ERR", exc_info=error
+        )
 
 
 _kept: list[Any] = []
@@ -164,13 +166,13 @@ os.register_at_fork(after_in_child=native.after_fork)
 parts = (
     objects,
     ready,
-    device.step,
+    device.execute_next,
     _give_up,
-    _log_faults,
+    _log_errors,
     _reset,
     _refuse,
     setattr,
     delattr,
     deque.pop,
 )
-"""What C needs of the device."""
+"""The parts of the device that C uses."""

@@ -40,7 +40,7 @@ def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
     """Check that there is one completion, successful and of this opcode, and return it.
 
     Raises:
-        Failed: there is another one.
+        Failed: it has another status, opcode or wr_id.
     """
     (wc,) = wcs
     if wc.status is not WCStatus.SUCCESS:

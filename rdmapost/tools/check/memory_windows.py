@@ -242,7 +242,8 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
 def _wait_behind(pair: Loopback, before: bytes) -> bytes:
     """Wait until posts on UC are done, and return the memory without the tested write.
 
-    UC acknowledges nothing; a permitted write posted afterwards shows it.
+    UC acknowledges nothing, so a permitted write is posted, and when its data has arrived the
+    earlier writes are done.
     """
     if _broken(pair):
         return before

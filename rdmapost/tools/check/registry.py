@@ -58,7 +58,7 @@ class Row:
 
 
 class Failed(RdmaError):
-    """The device did not do what it should."""
+    """The device did not do what it should have done."""
 
 
 class Unsupported(RdmaError):
@@ -72,7 +72,9 @@ class Trial:
     Attributes:
         context: the device.
         qp_type: the type of queue pair.
-        port_num, gid_index, timeout: as in Loopback.
+        port_num: the port, from 1.
+        gid_index: the GID; None if choose_gid chooses it.
+        timeout: seconds for all waits of a check in total.
         caps: device_cap_flags.
         length: bytes of a message; several packets if the type allows.
     """

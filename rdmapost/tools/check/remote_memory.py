@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 
-from ...enums import Opcode, WCOpcode
-from ...posting.wr import AtomicCmpAndSwp, AtomicFetchAndAdd, RdmaRead, RdmaWriteWithImm
+from ...enums import Access, DeviceCap, FlushLevel, Opcode, QPType, SendOps, WCOpcode
+from ...posting.columns import Blocks
+from ...posting.wr import (
+    AtomicCmpAndSwp,
+    AtomicFetchAndAdd,
+    AtomicWrite,
+    Flush,
+    RdmaRead,
+    RdmaWrite,
+    RdmaWriteWithImm,
+)
 from ..loopback import Loopback
 from .assertions import at, completed, same, same_bytes, unharmed, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 from .sends import IMM
 
 ROWS: list[Row] = []
+
+_BLOCKS = 8
 
 
 @check(ROWS, Opcode.RDMA_WRITE)
@@ -57,6 +69,26 @@ def _rdma_read(trial: Trial) -> str:
     return f"{trial.length} bytes read"
 
 
+@check(ROWS, "POST_COLUMNS", QPType.RC, QPType.UC, QPType.XRC_SEND)
+def _post_columns(trial: Trial) -> str:
+    order = array("q", random.sample(range(_BLOCKS), _BLOCKS))
+    size = _BLOCKS * 8
+    with trial.loopback(local_size=size, remote_size=size + 2 * MARGIN) as pair:
+        fields = pair.target(MARGIN)
+        fields["remote_addr"] = Blocks(fields["remote_addr"], array("i", range(_BLOCKS)), 8)
+        blocks = pair.local.mr.blocks(order, 8)
+        posted = pair.local.qp.post_columns(
+            RdmaWrite, blocks, wr_id=order, signal_every=_BLOCKS // 2, **fields
+        )
+        same("rows posted", posted, _BLOCKS)
+        for row in (_BLOCKS // 2 - 1, _BLOCKS - 1):
+            completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=order[row])
+        wanted = b"".join(bytes(pair.local.mr.buffer[8 * i : 8 * i + 8]) for i in order)
+        same_bytes("remote memory", at(pair, MARGIN, size), wanted)
+        unharmed(pair, (MARGIN, size))
+    return f"{_BLOCKS} blocks written in one call, every {_BLOCKS // 2}th signaled"
+
+
 @check(ROWS, Opcode.ATOMIC_CMP_AND_SWP)
 def _compare_and_swap(trial: Trial) -> str:
     _require_atomics(trial)
@@ -79,6 +111,43 @@ def _fetch_and_add(trial: Trial) -> str:
             wr = AtomicFetchAndAdd(compare_add=5, **pair.target())
             _atomic(pair, wr, WCOpcode.FETCH_ADD, before=before, after=after)
     return "added twice, once past 2^64"
+
+
+@check(ROWS, Opcode.ATOMIC_WRITE)
+def _atomic_write(trial: Trial) -> str:
+    _require_cap(trial, DeviceCap.ATOMIC_WRITE)
+    first, second = 0x1122334455667788, 0x99AABBCCDDEEFF00
+    with trial.loopback(send_ops_flags=SendOps.ATOMIC_WRITE) as pair:
+        for value in (first, second):
+            wr = AtomicWrite(atomic_wr=value, wr_id=7, **pair.target(MARGIN))
+            pair.local.qp.post_send(wr)
+            completed(pair.sent(), WCOpcode.ATOMIC_WRITE, wr_id=7)
+            same("value", int.from_bytes(at(pair, MARGIN, 8), sys.byteorder), value)
+            unharmed(pair, (MARGIN, 8))
+    return "8 bytes written, twice"
+
+
+@check(ROWS, Opcode.FLUSH)
+def _flush(trial: Trial) -> str:
+    _require_cap(trial, DeviceCap.FLUSH_GLOBAL)
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.FLUSH_GLOBAL
+    with trial.loopback(send_ops_flags=SendOps.FLUSH, access=access) as pair:
+        for level in FlushLevel:
+            wrs = (
+                RdmaWrite(sg_list=pair.local.mr[:], send_flags=0, **pair.target(MARGIN)),
+                Flush(length=trial.length, level=level, wr_id=7, **pair.target(MARGIN)),
+            )
+            pair.local.qp.post_send(wrs)
+            completed(pair.sent(), WCOpcode.FLUSH, wr_id=7)
+            same_bytes("remote memory", at(pair, MARGIN, trial.length), pair.local.mr.buffer)
+            unharmed(pair, (MARGIN, trial.length))
+            trial.make_up(pair)
+    return f"{trial.length} bytes written and flushed, as a range and as a region"
+
+
+def _require_cap(trial: Trial, cap: DeviceCap) -> None:
+    if not trial.context.attr.device_cap_flags_ex & cap:
+        raise Unsupported(f"{trial.context.name} has no {cap.name}")
 
 
 def _require_atomics(trial: Trial) -> None:

@@ -12,7 +12,7 @@ from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.memory import PD
 from ...resources.qp import QP
-from ...resources.qp_init import NOT_PERMITTED
+from ...resources.qp_create import NOT_PERMITTED
 from .memory_windows import ROWS as MEMORY_WINDOWS
 from .receives import ROWS as RECEIVES
 from .registry import QP_TYPES, Failed, Result, Row, Trial, Unsupported

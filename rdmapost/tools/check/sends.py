@@ -46,7 +46,7 @@ def arrived(pair: Loopback, count: int = 1) -> list[WC]:
 
     Raises:
         WaitTimeout: they did not come in time.
-        Unsupported: the same for frames, which a device may not deliver.
+        Unsupported: frames did not come in time; a device need not deliver them.
     """
     try:
         return pair.arrived(count)

@@ -117,7 +117,7 @@ def _matches(pair: Loopback, tag: int, slot: int) -> None:
 
 
 def _is_unexpected(pair: Loopback, tag: int) -> None:
-    """Check that a message goes to the receive of the shared queue."""
+    """Check that a message matches nothing, and goes to the shared queue's ordinary receive."""
     message = _send(pair, tag, 0xFF)
     wc = _arrives(pair, tag, wr_id=30)
     if wc.wc_flags & MATCHED:

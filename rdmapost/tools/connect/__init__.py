@@ -17,6 +17,8 @@ from .client import Connection, dial
 from .failures import ConnectError, ConnectTimeout, ProtocolError
 from .host_port import DEFAULT_PORT, parse_address
 from .protocol_messages import Arrival, Offer, Seen
+from .qp_options import QPOptions
+from .served_client import ServedClient
 from .server import Server, serve
 from .server_events import Arrived, Changed, Event, Joined, Left, Refused
 
@@ -56,8 +58,10 @@ __all__ = [
     "Left",
     "Offer",
     "ProtocolError",
+    "QPOptions",
     "Refused",
     "Seen",
+    "ServedClient",
     "Server",
     "adial",
     "aserve",

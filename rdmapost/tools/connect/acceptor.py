@@ -47,12 +47,12 @@ class _RateLimit:
     """A rate per second, after a burst of one second's worth."""
 
     def __init__(self, per_second: int) -> None:
-        self._step = 1 / per_second
-        # When everything counted so far is paid off.
+        self._interval = 1 / per_second
+        # When the rate is within the limit again.
         self.due = 0.0
 
     def count(self, now: float) -> None:
-        self.due = max(self.due, now) + self._step
+        self.due = max(self.due, now) + self._interval
 
     def left(self, now: float) -> float:
         """Return the seconds until the next is within the limit."""
@@ -75,7 +75,7 @@ class _Pending:
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, or the /64 of an IPv6 one: a host has all the addresses of that."""
+    """Return an IPv4 address, or the /64 of an IPv6 one, all of which one host may use."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
@@ -117,7 +117,7 @@ class Acceptor:
         self._warned_at = 0.0
 
     def close(self) -> None:
-        """Release the selector, which run() does on return, if run() is never called."""
+        """Release the selector, if run(), which does that at its end, was never called."""
         self._selector.close()
 
     def run(self) -> None:

@@ -9,9 +9,12 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from ...enums import Access, QPType
+from ...enums import QPType
 from ...errors import RdmaError
+from ...resources.cq import CQ
 from ...resources.device import Context
+from ...resources.memory import MR
+from ...resources.srq import SRQ
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import prepare
 from .base_connection import BaseConnection
@@ -20,6 +23,7 @@ from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
+from .qp_options import QPOptions
 from .server_state import check_token
 
 
@@ -31,24 +35,54 @@ async def adial(
     qp_type: QPType = QPType.RC,
     token: str | None = None,
     timeout: float = 5.0,
-    local_size: int = 4096,
-    local_access: int = Access.LOCAL_WRITE,
+    local_size: int | None = None,
+    local_access: int | None = None,
     depth: int = 16,
     max_inline_data: int = 0,
+    mr: MR | None = None,
+    srq: SRQ | None = None,
+    cq: CQ | None = None,
+    qp_options: QPOptions | None = None,
+    private_data: bytes = b"",
     port_num: int = 1,
     gid_index: int | None = None,
 ) -> AsyncConnection:
     """Connect a queue pair to a server's: ``dial`` for asyncio.
 
     Args:
-        context, host, port, qp_type, token, timeout: as in dial.
-        local_size, local_access, depth, max_inline_data, port_num, gid_index: likewise.
+        context: an open device that can reach the server's: soft0 reaches only
+            servers in the same process.
+        host, port: where the server listens.
+        qp_type: RC, UC or UD.
+        token: the one that the server requires.
+        timeout: seconds for each step.
+        local_size: bytes of local memory; 4096 unless given.
+        local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
+        depth: work requests that each queue must hold.
+        max_inline_data: bytes of one inline work request.
+        mr: use this region instead of allocating local memory (local_size, local_access); the
+            queue pair is created in its protection domain.
+        srq: take the queue pair's receives from this SRQ.
+        cq: where the queue pair's work requests complete; by default it has its own CQ.
+        qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
+            max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
+            retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
+            traffic_class). They override depth and max_inline_data.
+        private_data: up to 256 bytes for the server's owner.
+        port_num: the local port, from 1.
+        gid_index: the local GID; chosen by choose_gid unless given.
 
     Returns:
         The connection; an asynchronous context manager.
 
     Raises:
-        TypeError, ValueError, ConnectError, ConnectTimeout, ProtocolError, VerbsError: as in dial.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or does not go with another one.
+        ClosedError: mr, srq or cq is closed.
+        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectTimeout: the server did not answer in time.
+        ProtocolError: what listens there is not an rdmapost server.
+        VerbsError: the device refused.
     """
     port = check_where(host, port)
     check_token(token)
@@ -62,6 +96,11 @@ async def adial(
         local_access=local_access,
         depth=depth,
         max_inline_data=max_inline_data,
+        mr=mr,
+        srq=srq,
+        cq=cq,
+        qp_options=qp_options,
+        private_data=private_data,
         port_num=port_num,
         gid_index=gid_index,
     )
@@ -147,7 +186,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     async def _drive(
         self, writer: asyncio.StreamWriter, requests: IORequests, leaving: bool = False
     ) -> Message:
-        """Do what a session yields, and return its answer, as Connection does."""
+        """Perform a session's I/O requests, and return the server's answer, as Connection does."""
         try:
             data, deadline = next(requests)
             while True:
@@ -235,7 +274,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return True
         if self._turn.locked():
             return False
-        # Unasked, it sends only its last error.
+        # Without a request, the server sends only its last error.
         if (
             self._writer is None
             or not self._reading.done()

@@ -7,15 +7,23 @@ the event loop.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import socket
 import threading
+from collections.abc import Awaitable
 from contextlib import suppress
 
+from ...resources.cq import CQ
 from ...resources.device import Context
+from ...resources.memory import MR
+from ...resources.srq import SRQ
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import stop_listening
+from .failures import ConnectError
 from .host_port import DEFAULT_PORT, check_where
+from .qp_options import QPOptions
+from .served_client import AsyncOnConnect, ServedClient
 from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
 from .server_state import ServerState
@@ -26,12 +34,17 @@ async def aserve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     *,
-    size: int = 4096,
+    size: int | None = None,
     access: int | None = None,
-    count: int = 16,
+    count: int | None = None,
     receive_size: int | None = None,
     data: bytes = b"",
     shared: bool = False,
+    mr: MR | None = None,
+    srq: SRQ | None = None,
+    cq: CQ | None = None,
+    qp_options: QPOptions | None = None,
+    private_data: bytes = b"",
     token: str | None = None,
     max_clients: int = 16,
     timeout: float = 5.0,
@@ -39,23 +52,68 @@ async def aserve(
     port_num: int = 1,
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
+    on_connect: AsyncOnConnect | None = None,
 ) -> AsyncServer:
     """Let others connect queue pairs to this device: ``serve`` for asyncio.
 
     Args:
-        context, host, port, size, access, count, receive_size, data, shared: as in serve.
-        token, max_clients, timeout, idle_timeout, port_num, gid_index: likewise.
+        context: an open device; it cannot be closed before the server.
+        host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
+            encrypted: expose it only to a network that may see all traffic, the
+            token included.
+        port: TCP port; 0 chooses one.
+        size: bytes of memory that each client can reach, 1..2^40; 4096 unless given.
+        access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
+            REMOTE_ATOMIC; by default all that the device supports, or that mr has.
+        count: receives posted for each client, 0..16384; 16 unless given. A used one is posted
+            again.
+        receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
+        data: the initial contents of the memory, bytes or another buffer; zeros follow.
+        shared: one memory for all clients, instead of one for each.
+        mr: expose this region instead of allocating memory (size, data, shared). Clients get at
+            most its access rights. They also share its protection domain: a client that knows or
+            guesses the key of another region there can use that region, too.
+        srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
+            the clients apart. The server posts no receives and reports no arrivals.
+        cq: where the work requests that you post to the clients' queue pairs complete, and the
+            receives of srq; by default each queue pair has its own CQ.
+        qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,
+            max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
+            retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
+            traffic_class).
+        private_data: up to 256 bytes that every client gets in its offer.
+        token: what a client must know, up to 256 characters; None admits everyone.
+            Use a random one: 64 wrong ones a second are checked, 32 from one address.
+        max_clients: how many at once.
+        timeout: seconds for each step; the hello has 5 at most.
+        idle_timeout: drop a client that has made no request and sent no message for this
+            many seconds, even if its connection is alive.  The server cannot see RDMA
+            reads, writes and atomics: keep None, no limit, for clients that do nothing
+            else.  Without it a client stays as long as its TCP connection; a host that
+            disappears is detected within half a minute.
+        port_num: the local port, from 1.
+        gid_index: the local GID; chosen by choose_gid unless given.
         on_event: called with each event, in the event loop's thread. What it raises goes to the
             loop's exception handler; SystemExit and KeyboardInterrupt end the loop, as in any
             callback. After SystemExit it is not called again, so that tasks can clean up.
+        on_connect: serve's, called in the event loop; it may be a coroutine function. It has
+            timeout seconds; then the client is dropped.
 
     Returns:
         The running server; an asynchronous context manager.  If it becomes unreachable
         it ends, with a ResourceWarning.
 
     Raises:
-        TypeError, ValueError, RdmaError, ConnectError: as in serve.
-        ConnectTimeout, VerbsError, RuntimeError: as in serve.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or does not go with another one.
+        ClosedError: mr, srq or cq is closed.
+        RdmaError: the port has no GID, or the device has no atomics and they are asked for.
+        ConnectError: there is no such host; or the address cannot be listened on: it is in
+            use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
+            (EACCES), or the process has no file descriptors left (EMFILE).
+        ConnectTimeout: the name service did not answer within 5 s.
+        VerbsError: the device refused.
+        RuntimeError: no thread can be started.
     """
     port = check_where(host, port, 0)
     loop = asyncio.get_running_loop()
@@ -77,6 +135,22 @@ async def aserve(
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(call_now, on_event, event)
 
+    def ask_in_loop(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
+        asking = _ask(on_connect, client)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asking, loop)
+        except RuntimeError:
+            asking.close()
+            raise ConnectError("the server is shutting down", "closing") from None
+        answers.add(answer)
+        try:
+            return answer.result(server.timeout)
+        except TimeoutError:
+            answer.cancel()
+            raise
+        except concurrent.futures.CancelledError:
+            raise ConnectError("the server is shutting down", "closing") from None
+
     server = ServerState(
         context,
         size=size,
@@ -85,6 +159,11 @@ async def aserve(
         receive_size=receive_size,
         data=data,
         shared=shared,
+        mr=mr,
+        srq=srq,
+        cq=cq,
+        qp_options=qp_options,
+        private_data=private_data,
         token=token,
         max_clients=max_clients,
         timeout=timeout,
@@ -92,15 +171,43 @@ async def aserve(
         port_num=port_num,
         gid_index=gid_index,
         on_event=on_event,
+        on_connect=on_connect,
         call=call_in_loop,
+        ask=ask_in_loop,
     )
+    answers = _Answers()
     opening = _Opening(host, port)
     try:
         await asyncio.to_thread(opening.run)
     except BaseException:
         opening.give_up()
         raise
-    return AsyncServer(server, opening.listener)
+    return AsyncServer(server, opening.listener, answers)
+
+
+async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
+    answer = on_connect(client)
+    return await answer if isinstance(answer, Awaitable) else answer
+
+
+class _Answers:
+    """The answers of on_connect that clients' threads wait for."""
+
+    def __init__(self) -> None:
+        self._pending: set[concurrent.futures.Future[bytes | None]] = set()
+        self._ended = False
+
+    def add(self, answer: concurrent.futures.Future[bytes | None]) -> None:
+        self._pending.add(answer)
+        answer.add_done_callback(self._pending.discard)
+        if self._ended:
+            answer.cancel()
+
+    def end(self) -> None:
+        """Cancel them, and any that is added later: the server ends."""
+        self._ended = True
+        for answer in tuple(self._pending):
+            answer.cancel()
 
 
 class _Opening:
@@ -133,15 +240,22 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
     It ends with the event loop at the latest.
 
     Attributes:
-        address, warning: as in Server.
+        address: where it listens, (host, port, ...).
+        warning: what it exposes beyond this machine, in one line, or None.
     """
 
-    def __init__(self, server: ServerState, listener: socket.socket) -> None:
+    def __init__(self, server: ServerState, listener: socket.socket, answers: _Answers) -> None:
         super().__init__(server, listener)
+        self._answers = answers
         # Shutting down an event loop cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
         threads, self._loop = self._threads, asyncio.get_running_loop()
-        self._life.add_done_callback(lambda task: threads.close())
+
+        def end(_: object) -> None:
+            answers.end()
+            threads.close()
+
+        self._life.add_done_callback(end)
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
@@ -157,6 +271,7 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         """
         if self._threads.pid != os.getpid():
             return
+        self._answers.end()
         await asyncio.to_thread(self._threads.close)
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()

@@ -6,6 +6,7 @@ It does no I/O: the clients drive what ``client_session`` yields.
 from __future__ import annotations
 
 import os
+import types
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -19,13 +20,17 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
+from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
-from ..fabric import fabric_of
+from ..reachability import fabric_of
 from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .failures import ProtocolError
 from .protocol_messages import QP_TYPES, Hello, Look, Offer, Ready, Report
+from .qp_options import QPOptions, check_given, private_bytes
+
+_SIZE = 4096
 
 
 class BaseConnection(native.Finalizer, NotCopied):
@@ -39,8 +44,9 @@ class BaseConnection(native.Finalizer, NotCopied):
         qp: the queue pair, in RTS.
         cq: where all of its work requests complete.
         mr: local memory.
-        offer: what the server has: addr, rkey, size, access, receives, receive_size.
-        address: as above.
+        offer: what the server has: addr, rkey, size, access, receives, receive_size, and its
+            private_data.
+        address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
         timeout: seconds for each step, and the default for waits.
     """
@@ -52,10 +58,15 @@ class BaseConnection(native.Finalizer, NotCopied):
         port: int,
         *,
         qp_type: QPType,
-        local_size: int,
-        local_access: int,
+        local_size: int | None,
+        local_access: int | None,
         depth: int,
         max_inline_data: int,
+        mr: MR | None,
+        srq: SRQ | None,
+        cq: CQ | None,
+        qp_options: QPOptions | None,
+        private_data: bytes,
         port_num: int,
         gid_index: int | None,
         timeout: float,
@@ -67,8 +78,15 @@ class BaseConnection(native.Finalizer, NotCopied):
                 f"{qp_type.name} queue pairs are not supported; "
                 f"{', '.join(each.name for each in QP_TYPES)} are"
             )
-        local_size = within("local_size", local_size, 0)
-        local_access = access_flags("local_access", local_access)
+        given = check_given(context, mr, srq, cq, qp_options)
+        if mr is None:
+            local_size = within("local_size", _SIZE if local_size is None else local_size, 0)
+            default = Access.LOCAL_WRITE if local_access is None else local_access
+            access = access_flags("local_access", default)
+        elif local_size is not None or local_access is not None:
+            raise ValueError("local_size and local_access cannot be given with mr")
+        else:
+            access = mr.access
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
         self.timeout = time_limit(timeout)
         self._session = ClientSession(name_of((host, port)), self.timeout)
@@ -77,25 +95,28 @@ class BaseConnection(native.Finalizer, NotCopied):
         self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
-        self._local_access = local_access
+        self._local_access, self._given = access, given
+        self._private_data = private_bytes(private_data)
         self._stack = ResourceStack()
         with self._stack.closed_on_error() as stack:
-            pd = stack.add(PD(context))
-            self.cq = stack.add(CQ(context, min(2 * depth, context.attr.max_cqe)))
-            self.mr = stack.add(MR(pd, max(1, local_size), local_access | Access.LOCAL_WRITE))
+            pd = stack.add(PD(context)) if given.pd is None else given.pd
+            options = {
+                "max_send_wr": depth,
+                "max_recv_wr": depth,
+                "max_send_sge": 1,
+                "max_recv_sge": 1,
+                "max_inline_data": max_inline_data,
+                **given.create,
+            }
+            if cq is None:
+                room = options["max_send_wr"] + options["max_recv_wr"]
+                cq = stack.add(CQ(context, max(1, min(room, context.attr.max_cqe))))
+            if mr is None:
+                size = max(1, local_size or 0)
+                mr = stack.add(MR(pd, size, access | Access.LOCAL_WRITE))
+            self.cq, self.mr = cq, mr
             self.qp = stack.add(
-                QP(
-                    pd,
-                    qp_type,
-                    self.cq,
-                    max_send_wr=depth,
-                    max_recv_wr=depth,
-                    max_send_sge=1,
-                    max_recv_sge=1,
-                    max_inline_data=max_inline_data,
-                    port_num=port_num,
-                    gid_index=gid_index,
-                )
+                QP(pd, qp_type, cq, srq=srq, port_num=port_num, gid_index=gid_index, **options)
             )
             self._used = stack.add(ResourceStack())
             # Not a method of this: the stack must not refer to the connection, or only the
@@ -104,21 +125,22 @@ class BaseConnection(native.Finalizer, NotCopied):
 
     def _handshake(self, token: str | None) -> IORequests:
         """Connect the queue pair to the server's, and raise what dial does."""
-        qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.pd.context)
-        offer = yield from self._session.ask(Hello(token, fabric, qp_type, self.qp.endpoint()))
+        qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.context)
+        hello = Hello(token, fabric, qp_type, self.qp.endpoint(), self._private_data)
+        offer = yield from self._session.ask(hello)
         assert isinstance(offer, Offer), "nothing else answers a hello"
         if offer.addr + offer.size > 1 << 64:
-            raise ProtocolError("the server offers memory beyond the end of all addresses")
+            raise ProtocolError("the server offers memory that extends past 2^64")
         self.offer = offer
         if qp_type is QPType.UD:
-            self.qp.connect(qkey=offer.qkey)
+            self.qp.connect(qkey=offer.qkey, **self._given.connect)
             self.address = {
                 "ah": self._used.add(self.qp.ah_to(offer.endpoint)),
-                "remote_qpn": offer.endpoint.qpn,
+                "remote_qpn": offer.endpoint.qp_num,
                 "remote_qkey": offer.qkey,
             }
         else:
-            self.qp.connect(offer.endpoint, access=self._local_access)
+            self.qp.connect(offer.endpoint, access=self._local_access, **self._given.connect)
         return (yield from self._session.ask(Ready()))
 
     def _refuse_inherited(self) -> None:
@@ -133,14 +155,13 @@ class BaseConnection(native.Finalizer, NotCopied):
 
         Raises:
             TypeError: offset is not an integer.
-            ValueError: it is negative, or beyond all addresses; the server's device
-                refuses what is merely outside the exposed memory.
+            ValueError: it is negative, or outside the exposed memory.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
         offset = index("offset", offset)
-        if not 0 <= offset < (1 << 64) - self.offer.addr:
-            raise ValueError(f"offset={offset} is negative, or beyond all addresses")
+        if not 0 <= offset < self.offer.size:
+            raise ValueError(f"offset={offset} is not in the server's {self.offer.size} bytes")
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -198,3 +219,13 @@ class BaseConnection(native.Finalizer, NotCopied):
         warnings.warn(
             f"the connection to {where} was not closed", ResourceWarning, source=self, stacklevel=2
         )
+
+
+def _name_methods() -> None:
+    """Name the methods as the classes that a caller knows: errors about arguments say it."""
+    for name, method in vars(BaseConnection).items():
+        if isinstance(method, types.FunctionType) and not name.startswith("_"):
+            method.__qualname__ = f"Connection.{name}"
+
+
+_name_methods()

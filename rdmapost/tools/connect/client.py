@@ -15,10 +15,13 @@ from threading import get_ident
 from typing import Any
 
 from ..._binding import native
-from ...enums import Access, QPType
+from ...enums import QPType
 from ...errors import RdmaError
+from ...resources.cq import CQ
 from ...resources.device import Context
+from ...resources.memory import MR
 from ...resources.resource import ClosesOnExit
+from ...resources.srq import SRQ
 from ..tcp import dial as dial_tcp
 from ..tcp import send_all
 from .base_connection import BaseConnection
@@ -26,6 +29,7 @@ from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
+from .qp_options import QPOptions
 from .server_state import check_token
 
 MARGIN_S = 1.0
@@ -40,10 +44,15 @@ def dial(
     qp_type: QPType = QPType.RC,
     token: str | None = None,
     timeout: float = 5.0,
-    local_size: int = 4096,
-    local_access: int = Access.LOCAL_WRITE,
+    local_size: int | None = None,
+    local_access: int | None = None,
     depth: int = 16,
     max_inline_data: int = 0,
+    mr: MR | None = None,
+    srq: SRQ | None = None,
+    cq: CQ | None = None,
+    qp_options: QPOptions | None = None,
+    private_data: bytes = b"",
     port_num: int = 1,
     gid_index: int | None = None,
 ) -> Connection:
@@ -56,18 +65,29 @@ def dial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory.
-        local_access: what the server may do with it, an Access.
+        local_size: bytes of local memory; 4096 unless given.
+        local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
-        port_num, gid_index: port and GID of the queue pair, as in QP.
+        mr: use this region instead of allocating local memory (local_size, local_access); the
+            queue pair is created in its protection domain.
+        srq: take the queue pair's receives from this SRQ.
+        cq: where the queue pair's work requests complete; by default it has its own CQ.
+        qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
+            max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
+            retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
+            traffic_class). They override depth and max_inline_data.
+        private_data: up to 256 bytes for the server's owner.
+        port_num: the local port, from 1.
+        gid_index: the local GID; chosen by choose_gid unless given.
 
     Returns:
         The connection; a context manager.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or does not go with another one.
+        ClosedError: mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the text says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: what listens there is not an rdmapost server.
@@ -86,13 +106,18 @@ def dial(
         local_access=local_access,
         depth=depth,
         max_inline_data=max_inline_data,
+        mr=mr,
+        srq=srq,
+        cq=cq,
+        qp_options=qp_options,
+        private_data=private_data,
         port_num=port_num,
         gid_index=gid_index,
     )
 
 
 class _Request:
-    """Held only by a local variable, while a request has its turn or waits for it."""
+    """Exists while a request waits for its turn or has it; only a local variable refers to it."""
 
     __slots__ = ("__weakref__",)
 
@@ -133,8 +158,8 @@ class Connection(BaseConnection, ClosesOnExit):
         self._closed_by = ""
         super().__init__(context, host, port, **options)
         where = self._session.where
-        # Wakes threads waiting for an answer, so that close() need not wait for them. No signal
-        # handler can run before the descriptor has its owner: map calls both in C.
+        # Wakes threads waiting for an answer, so that close() need not wait for them. map calls
+        # both in C, so no signal handler can run before a FileIO owns the descriptor.
         flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
         try:
             (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
@@ -187,7 +212,8 @@ class Connection(BaseConnection, ClosesOnExit):
 
     def _enqueue(self, request: _Request) -> _Turn:
         try:
-            # A set, because discard needs the hash, which needs a referent: one call makes both.
+            # A weak reference is hashed only while its referent exists: set(map()) creates and
+            # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
             turn.number, turn.thread = next(self._numbers), get_ident()
             self._turns.add(turn)
@@ -219,7 +245,7 @@ class Connection(BaseConnection, ClosesOnExit):
     def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
         """Perform a session's I/O requests, and return the server's answer.
 
-        If leaving, do not stop when close() is called: close() itself is saying goodbye.
+        If leaving, do not stop because close() was called: it is close() that sends the Bye.
         """
         # Whether it is known what has been sent and received.
         self._consistent = False
@@ -335,7 +361,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
                 return True
-            # Unasked, it sends only its last error.
+            # Without a request, the server sends only its last error.
             poller = select.poll()
             poller.register(fd, select.POLLIN)
             while poller.poll(0):
@@ -404,7 +430,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Notify the server in the middle of a request; wait until it has gone."""
+        """Say goodbye although a request may be unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):

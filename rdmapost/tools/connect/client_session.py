@@ -25,7 +25,7 @@ class NoData(Enum):
 
 
 Outcome: TypeAlias = bytes | OSError | NoData
-"""What has been received, nothing after sending, or why neither was possible."""
+"""The outcome of an I/O request: the bytes received (none if it was to send), or why it failed."""
 
 IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
 """Yields bytes to send, or b"" to receive some, and the deadline by time.monotonic()."""
@@ -92,7 +92,7 @@ class ClientSession:
         )
 
     def is_over(self, data: bytes) -> bool:
-        """Take bytes that no request waits for; return whether they are the server's last."""
+        """Handle bytes that came without a request; return whether the server has ended it."""
         if data:
             # This may be a late answer.
             self.protocol.receive(data)

@@ -29,9 +29,9 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
             raise ValueError(f"{text!r} is not [ADDRESS] or [ADDRESS]:PORT")
         port = rest[1:] if rest else None
         if ":" not in host:
-            raise ValueError(f"{text!r}: only an IPv6 address stands in brackets")
+            raise ValueError(f"{text!r}: only an IPv6 address is written in brackets")
     elif text.count(":") > 1:
-        raise ValueError(f"{text!r}: an IPv6 address stands in brackets: [{text}]")
+        raise ValueError(f"{text!r}: write an IPv6 address in brackets: [{text}]")
     else:
         host, colon, after = text.partition(":")
         port = after if colon else None
@@ -47,7 +47,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
 def check_where(host: str, port: int, least: int = 1) -> int:
     """Check where a server listens, and return the port as an int.
 
-    The lowest port is 0 if that means any free one.
+    Pass ``least=0`` where port 0 stands for any free port.
     """
     expect("host", host, str)
     if not host:

@@ -143,7 +143,7 @@ class ServerProtocol:
                 )
             if not token_matches(fields.get("token"), self._token):
                 raise ProtocolError(
-                    "this server asks for a token, and the client gave none"
+                    "the server requires a token, and the client sent none"
                     if fields.get("token") is None
                     else "wrong token",
                     "token",

@@ -35,9 +35,11 @@ from ...enums import Access, QPType, WCOpcode, WCStatus
 from ...resources.endpoint import Endpoint
 from .failures import ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAX_LINE = 4096
 """Bytes in a line, including its newline."""
+MAX_PRIVATE_DATA = 256
+"""Bytes of private data in a hello or an offer."""
 MAX_TOKEN = 256
 """Characters in a token."""
 HEAD_BYTES = 1024
@@ -49,6 +51,7 @@ CODES = (
     "device",
     "unsupported",
     "busy",
+    "rejected",
     "timeout",
     "closing",
     "failed",
@@ -163,11 +166,16 @@ def _read_digest(value: Any) -> str:
 
 
 _U32, _U64 = _integer((1 << 32) - 1), _integer((1 << 64) - 1)
-_ENDPOINT = _Codec(str, _read_endpoint, "an endpoint (qpn=... psn=... gid=... lid=... mtu=...)")
+_ENDPOINT = _Codec(str, _read_endpoint, "an endpoint (qp_num=... psn=... gid=... lid=... mtu=...)")
 _DATA = _Codec(
     lambda value: bytes(value[:HEAD_BYTES]).hex(),
     lambda value: bytes.fromhex(_hex(0, 2 * HEAD_BYTES)(value)),
     f"hexadecimal text of at most {HEAD_BYTES} bytes",
+)
+_PRIVATE_DATA = _Codec(
+    bytes.hex,
+    lambda value: bytes.fromhex(_hex(0, 2 * MAX_PRIVATE_DATA)(value)),
+    f"hexadecimal text of at most {MAX_PRIVATE_DATA} bytes",
 )
 _DIGEST = _Codec(_identity, _read_digest, "64 hexadecimal digits, or nothing")
 
@@ -185,9 +193,10 @@ class Hello:
 
     Attributes:
         token: the token, or None.
-        fabric: what its device can reach (fabric.fabric_of).
+        fabric: what its device can reach (reachability.fabric_of).
         qp_type: type of the queue pairs: RC, UC or UD.
         endpoint: its queue pair's.
+        private_data: bytes for the server's owner.
     """
 
     token: str | None = field(metadata=_with(_optional(_text(MAX_TOKEN))))
@@ -196,6 +205,7 @@ class Hello:
         metadata=_with(_member({qp_type.name: qp_type for qp_type in QP_TYPES}))
     )
     endpoint: Endpoint = field(metadata=_with(_ENDPOINT))
+    private_data: bytes = field(default=b"", metadata=_with(_PRIVATE_DATA))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +221,7 @@ class Offer:
         access: what the client may do with it.
         receives: how many receives are posted; they are reposted as they are used.
         receive_size: bytes of message that each takes.
+        private_data: bytes from the server's owner.
     """
 
     client: int = field(metadata=_with(_U64))
@@ -225,6 +236,7 @@ class Offer:
     )
     receives: int = field(metadata=_with(_U32))
     receive_size: int = field(metadata=_with(_U32))
+    private_data: bytes = field(default=b"", metadata=_with(_PRIVATE_DATA))
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +323,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The client is done; the server has released what the client had."""
+    """From the client: it is done. From the server: what the client had is released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,7 +405,7 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
             break
     else:
         wanted = " or ".join(map(_name, expected))
-        raise ProtocolError(f"a message of type {_short(given)} came, and not {wanted}")
+        raise ProtocolError(f"expected a message of type {wanted}, got {_short(given)}")
     besides = {"type", "rdmapost"} if message_type in (Hello, Error) else {"type"}
     for key in fields:
         if key not in codecs and key not in besides:
@@ -406,7 +418,7 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
             values[key] = codec.read(fields[key])
         except ValueError:
             raise ProtocolError(
-                f"{key} of {name} is {_short(fields[key])}, and not {codec.what}"
+                f"{key} of {name}: expected {codec.what}, got {_short(fields[key])}"
             ) from None
     return message_type(**values)
 

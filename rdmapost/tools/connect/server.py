@@ -10,14 +10,19 @@ from contextlib import suppress
 from typing import Any
 
 from ..._binding import native
+from ...resources.cq import CQ
 from ...resources.device import Context
+from ...resources.memory import MR
 from ...resources.resource import ClosesOnExit
+from ...resources.srq import SRQ
 from ..resource_stack import NotCopied, refuse_inherited
 from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
-from .exposure import Exposure, ServedClient
+from .exposure import Exposure
 from .failures import from_tcp
 from .host_port import DEFAULT_PORT, check_where, is_loopback
+from .qp_options import QPOptions
+from .served_client import OnConnect, ServedClient
 from .server_events import OnEvent
 from .server_state import ServerState
 from .server_threads import ServerThreads
@@ -30,12 +35,17 @@ def serve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     *,
-    size: int = 4096,
+    size: int | None = None,
     access: int | None = None,
-    count: int = 16,
+    count: int | None = None,
     receive_size: int | None = None,
     data: bytes = b"",
     shared: bool = False,
+    mr: MR | None = None,
+    srq: SRQ | None = None,
+    cq: CQ | None = None,
+    qp_options: QPOptions | None = None,
+    private_data: bytes = b"",
     token: str | None = None,
     max_clients: int = 16,
     timeout: float = 5.0,
@@ -43,6 +53,7 @@ def serve(
     port_num: int = 1,
     gid_index: int | None = None,
     on_event: OnEvent | None = None,
+    on_connect: OnConnect | None = None,
 ) -> Server:
     """Let others connect queue pairs to this device and access its exposed memory.
 
@@ -56,13 +67,26 @@ def serve(
             encrypted: expose it only to a network that may see all traffic, the
             token included.
         port: TCP port; 0 chooses one.
-        size: bytes of memory that each client can reach, 1..2^40.
+        size: bytes of memory that each client can reach, 1..2^40; 4096 unless given.
         access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
-            REMOTE_ATOMIC; by default all that the device supports.
-        count: receives posted for each client, 0..16384; a used one is posted again.
+            REMOTE_ATOMIC; by default all that the device supports, or that mr has.
+        count: receives posted for each client, 0..16384; 16 unless given. A used one is posted
+            again.
         receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
+        mr: expose this region instead of allocating memory (size, data, shared). Clients get at
+            most its access rights. They also share its protection domain: a client that knows or
+            guesses the key of another region there can use that region, too.
+        srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
+            the clients apart. The server posts no receives and reports no arrivals.
+        cq: where the work requests that you post to the clients' queue pairs complete, and the
+            receives of srq; by default each queue pair has its own CQ.
+        qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,
+            max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
+            retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
+            traffic_class).
+        private_data: up to 256 bytes that every client gets in its offer.
         token: what a client must know, up to 256 characters; None admits everyone.
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
@@ -72,10 +96,16 @@ def serve(
             reads, writes and atomics: keep None, no limit, for clients that do nothing
             else.  Without it a client stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
-        port_num, gid_index: port and GID of the queue pairs, as in QP.
+        port_num: the local port, from 1.
+        gid_index: the local GID; chosen by choose_gid unless given.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the thread of the
             client concerned, or in the one that accepts connections; it must be quick. What it
             raises, SystemExit included, is logged, and the server continues.
+        on_connect: called with each new client (a ServedClient) in its thread, once its queue
+            pair is connected and before the client knows: fill its memory there, for example.
+            Return private data for this client, or None for private_data. To reject the client,
+            raise an RdmaError: dial() raises a ConnectError with its text and the code
+            "rejected".
 
     Returns:
         The running server; a context manager.  If it becomes unreachable it ends,
@@ -86,10 +116,10 @@ def serve(
     closed, a moment after the exception has been handled.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range.
-        RdmaError: the port has no such GID, or the device has no atomics and they are
-            asked for.
+        TypeError: an argument has the wrong type.
+        ValueError: an argument is out of range, or does not go with another one.
+        ClosedError: mr, srq or cq is closed.
+        RdmaError: the port has no GID, or the device has no atomics and they are asked for.
         ConnectError: there is no such host; or the address cannot be listened on: it is in
             use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
             (EACCES), or the process has no file descriptors left (EMFILE).
@@ -106,6 +136,11 @@ def serve(
         receive_size=receive_size,
         data=data,
         shared=shared,
+        mr=mr,
+        srq=srq,
+        cq=cq,
+        qp_options=qp_options,
+        private_data=private_data,
         token=token,
         max_clients=max_clients,
         timeout=timeout,
@@ -113,6 +148,7 @@ def serve(
         port_num=port_num,
         gid_index=gid_index,
         on_event=on_event,
+        on_connect=on_connect,
     )
     return Server(server, open_listener(host, port))
 
@@ -196,8 +232,10 @@ class BaseServer(native.Finalizer, NotCopied):
 
     @property
     def memory(self) -> memoryview | None:
-        """The memory that all clients share, as a writable memoryview; None if each has its own."""
+        """The memory that all clients share, as a memoryview; None if each has its own."""
         self._refuse_inherited()
+        if (mr := self._server.exposure.mr) is not None:
+            return mr.buffer
         shared = self._server.exposure.memory
         return None if shared is None else memoryview(shared)
 

@@ -18,12 +18,14 @@ class Joined:
         address: its address, HOST:PORT.
         qp_type: type of its queue pair.
         offer: what it was offered: the exposed address, rkey, size, access, receives.
+        private_data: bytes that it sent when it connected.
     """
 
     client: int
     address: str
     qp_type: QPType
     offer: Offer
+    private_data: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

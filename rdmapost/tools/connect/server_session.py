@@ -13,7 +13,6 @@ from collections.abc import Generator, Iterable, Iterator
 from ...errors import RdmaError
 from ...resources.channel import CompChannel
 from ..tcp import reason
-from .exposure import ServedClient
 from .failures import ProtocolError
 from .protocol import ServerProtocol, State
 from .protocol_messages import (
@@ -29,6 +28,7 @@ from .protocol_messages import (
     Seen,
     encode,
 )
+from .served_client import ServedClient
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
@@ -167,8 +167,12 @@ class ServerSession:
     def _handle_input(self) -> Iterator[Message]:
         hello, self._hello = self._hello, None
         if hello is not None:
-            self._client = client = self._server.admit(hello)
-            self._server.notify(Joined(client.number, self._address, hello.qp_type, client.offer))
+            self._client = client = self._server.admit(hello, self._address)
+            self._server.notify(
+                Joined(
+                    client.number, self._address, hello.qp_type, client.offer, client.private_data
+                )
+            )
             # Do not charge the client for the time that took.
             self._last_message_at = time.monotonic()
             yield client.offer
@@ -183,7 +187,7 @@ class ServerSession:
             yield from self._answer_report()
 
     def _continue_look(self) -> Iterator[Message]:
-        """Read the next piece of memory for a look; after the last piece, yield the answer."""
+        """Read the next piece of memory for a Look request; after the last, yield the answer."""
         if self._look is None or self.over:
             return
         try:

@@ -6,52 +6,73 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from ..._arguments import counted, expect, time_limit, within
+from ...errors import RdmaError
+from ...resources.cq import CQ
 from ...resources.device import Context
-from ..fabric import fabric_of, why_unreachable
-from .exposure import ServedClient, make_exposure
+from ...resources.memory import MR
+from ...resources.srq import SRQ
+from ..reachability import fabric_of, why_unreachable
+from .exposure import make_exposure
 from .failures import ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
+from .qp_options import QPOptions, check_given, private_bytes
+from .served_client import ServedClient
 from .server_events import Event, OnEvent
 
 _log = logging.getLogger("rdmapost.connect")
 
-_MAX_CLIENTS = 1 << 16
+MAX_CLIENTS = 1 << 16
 
 
 class ServerState:
     """A server's settings, and its clients.
 
-    The arguments are serve()'s; `call` calls on_event with an event, and `exposed` is what
-    make_exposure takes.
+    The arguments are serve()'s; `call` calls on_event with an event, `ask` calls on_connect with a
+    client and returns what that returns, and `exposed` is what make_exposure takes.
     """
 
     def __init__(
         self,
         context: Context,
         *,
+        mr: MR | None,
+        srq: SRQ | None,
+        cq: CQ | None,
+        qp_options: QPOptions | None,
         token: str | None,
         max_clients: int,
         timeout: float,
         idle_timeout: float | None,
         on_event: OnEvent | None,
+        on_connect: Callable[[ServedClient], Any] | None,
         call: Callable[[OnEvent, Event], None] = lambda on_event, event: on_event(event),
+        ask: Callable[[Any, ServedClient], Any] = lambda on_connect, client: on_connect(client),
         **exposed: Any,
     ) -> None:
-        exposure = make_exposure(context, **exposed)
+        not_these = ("max_recv_wr", "max_recv_sge")
+        given = check_given(context, mr, srq, cq, qp_options, not_these)
+        exposure = make_exposure(context, given, **exposed)
         check_token(token)
-        max_clients = within("max_clients", max_clients, 1, _MAX_CLIENTS)
+        max_clients = within("max_clients", max_clients, 1, MAX_CLIENTS)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
+        if on_connect is not None and not callable(on_connect):
+            raise TypeError(
+                f"on_connect: expected a callable or None, got {type(on_connect).__name__}"
+            )
         timeout = time_limit(timeout)
         if idle_timeout is not None:
             idle_timeout = time_limit(idle_timeout, "idle_timeout")
-        self.context, self.exposure = context, exposure
+        self.context, self.exposure, self._given = context, exposure, given
         self.token, self.max_clients = token, max_clients
         self.timeout, self.idle_timeout = timeout, idle_timeout
         self._on_event, self._call = on_event, call
+        self._on_connect, self._ask = on_connect, ask
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._admitted = 0
@@ -60,8 +81,10 @@ class ServerState:
         self.look_lock = threading.Lock()
         # By number.
         self.clients: dict[int, ServedClient] = {}
+        # Those with a resource that something of the owner's still uses.
+        self._unreleased: list[ServedClient] = []
 
-    def admit(self, hello: Hello) -> ServedClient:
+    def admit(self, hello: Hello, address: str) -> ServedClient:
         """Give a client its queue pair and its memory, if it can be reached and there is room."""
         if why := why_unreachable(fabric_of(self.context), hello.fabric):
             raise ProtocolError(why, "device")
@@ -72,22 +95,54 @@ class ServerState:
             self._admitted += 1
             number = next(self._numbers)
         try:
-            client = ServedClient(self.context, self.exposure, hello, number)
+            client = ServedClient(self.context, self.exposure, self._given, hello, number, address)
         except BaseException:
             with self._lock:
                 self._admitted -= 1
             raise
+        try:
+            self._ask_owner(client)
+        except BaseException:
+            with suppress(RdmaError):
+                self.release(client)
+            raise
         self.clients[number] = client
         return client
+
+    def _ask_owner(self, client: ServedClient) -> None:
+        """Call on_connect, which may reject the client, or give it private data."""
+        if self._on_connect is None:
+            return
+        try:
+            answer = self._ask(self._on_connect, client)
+            if answer is not None:
+                client.offer = replace(client.offer, private_data=private_bytes(answer))
+        except RdmaError as error:
+            raise ProtocolError(str(error), "rejected") from error
+        except BaseException as error:
+            # Including SystemExit, which would end the thread without an answer.
+            _log.exception("on_connect failed")
+            text = f"the server's on_connect failed ({type(error).__name__})"
+            raise ProtocolError(text, "failed") from error
 
     def release(self, client: ServedClient) -> None:
         """Release what a client has."""
         self.clients.pop(client.number, None)
         try:
             client.close()
+        except RdmaError:
+            self._unreleased.append(client)
+            raise
         finally:
             with self._lock:
                 self._admitted -= 1
+
+    def release_rest(self) -> None:
+        """Release what could not be released when its client left, as far as possible now."""
+        unreleased, self._unreleased = self._unreleased, []
+        for client in unreleased:
+            with suppress(RdmaError):
+                client.close()
 
     def notify(self, event: Event) -> None:
         """Call on_event; its failures do not affect the client."""

@@ -46,7 +46,7 @@ class _DeviceHold(PD):
 
 
 class _ReentrantEvent:
-    """An event that a thread can wait for, and so can a signal handler in the middle of that wait.
+    """An event whose wait a signal handler may interrupt, and then wait for it too.
 
     It has no lock that the thread could be holding when the handler runs.
     """
@@ -183,6 +183,7 @@ class ServerThreads:
             if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
                 with suppress(OSError):
                     lifeline.close()
+            self.server.release_rest()
             with suppress(RdmaError):
                 self._device_hold.close()
         finally:
@@ -201,7 +202,7 @@ class ServerThreads:
     def abandon(self) -> None:
         """End what an interrupted or failed start() has begun.
 
-        Wait until it has ended, but not for ever, and not in the middle of a verb.
+        Wait a limited time for the end, but not in the middle of a verb.
         """
         self.end()
         if self._start_once.acquire(blocking=False):
@@ -212,8 +213,8 @@ class ServerThreads:
     def close(self) -> None:
         """End the threads, and wait until what the clients had is released.
 
-        Do not wait in one of the threads, or in the middle of a verb, whose end the threads may be
-        waiting for.
+        In one of the threads, or in the middle of a verb, it does not wait: the threads may be
+        waiting for that verb to end.
         """
         if self.pid != os.getpid():
             # These threads are the parent's.
@@ -224,7 +225,7 @@ class ServerThreads:
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._finished.wait(self.server.timeout + _SHUTDOWN_S):
-            # It is about to end; a handler waits this long at most.
+            # It is about to end; do not keep a signal handler waiting longer.
             acceptor.join(_THREAD_END_S)
 
     # ---- a client ---------------------------------------------------------------

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ..._arguments import expect
 from ...resources.endpoint import Endpoint
 from ...resources.qp import QP
 from . import addressing, qp_checks
 from .finding import Finding, Severity, attribute, worst_first
-from .machine import diagnose_machine
+from .machine_checks import diagnose_machine
 from .peer import check_peer
 from .snapshot import FAILURES, Snapshot, is_queue_pair, take_snapshot
 
@@ -45,12 +46,13 @@ def diagnose(qp: QP, peer: QP | Endpoint | None = None) -> list[Finding]:
         findings, problems first.
 
     Raises:
-        TypeError: the peer is neither.
+        TypeError: qp is not a QP, or the peer neither a QP nor an Endpoint.
     """
+    expect("qp", qp, QP)
     if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
         raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
     findings = _check(qp, peer)
-    return worst_first(attribute(findings, f"{qp} on {qp.pd.context.name}"))
+    return worst_first(attribute(findings, f"{qp} on {qp.context.name}"))
 
 
 def _check(qp: QP, peer: QP | Endpoint | None) -> Iterable[Finding]:

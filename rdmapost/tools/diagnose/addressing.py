@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from ...enums import QPState, QPType
 from ...errors import RdmaError
-from ...resources.address import GIDChoice, choose_gid
-from ...resources.device import GID
+from ...resources.gid import GID, GIDChoice
 from ...resources.qp import asked_gid_index, chosen_gid
 from .finding import Finding
 from .path import check_gid, check_port, check_route, uses_gids
@@ -16,7 +15,7 @@ from .snapshot import Snapshot
 
 def check_ports(snap: Snapshot) -> Iterable[Finding]:
     """Check the port."""
-    return check_port(snap.qp.pd.context, snap.port, snap.system)
+    return check_port(snap.qp.context, snap.port, snap.system)
 
 
 def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
@@ -37,7 +36,7 @@ def check_path_mtu(snap: Snapshot) -> Iterable[Finding]:
 def check_gids(snap: Snapshot) -> Iterable[Finding]:
     """Check the local GID, and whether the peer's can be reached from it."""
     qp, path = snap.qp, snap.attr.ah_attr
-    if not uses_gids(qp.pd.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
+    if not uses_gids(qp.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
         return
     if not snap.connected:
         # The GID it would use.
@@ -56,7 +55,7 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         chosen = GIDChoice(path.sgid_index, gid, gid_type, "its path's sgid_index")
     yield check_gid(chosen, snap.table, snap.system)
     if source is not None:
-        yield check_route(source, path.dgid, snap.table, qp.pd.context.kind, snap.system)
+        yield check_route(source, path.dgid, snap.table, qp.context.kind, snap.system)
 
 
 def _chosen(snap: Snapshot) -> Iterable[Finding]:
@@ -64,8 +63,8 @@ def _chosen(snap: Snapshot) -> Iterable[Finding]:
     if snap.attr.qp_state is QPState.ERR and qp.qp_type is not QPType.UD:
         return
     try:
-        chosen = chosen_gid(qp) or choose_gid(qp.pd.context, qp.port_num, asked_gid_index(qp))
-    except RdmaError as error:
+        chosen = chosen_gid(qp) or qp.context.choose_gid(qp.port_num, asked_gid_index(qp))
+    except (RdmaError, ValueError) as error:
         wanted = asked_gid_index(qp) is not None
         yield Finding(
             "gid-wrong" if wanted else "gid-none",

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address
 
 from ...enums import GIDType, LinkLayer, NodeType, PortState
-from ...resources.address import GIDChoice
-from ...resources.device import GID, Context, GIDTableEntry, PortAttr
+from ...resources.device import Context
+from ...resources.device_attr import PortAttr
+from ...resources.gid import GID, GIDChoice, GIDTableEntry
+from ...standard.wire import ROCE_V2_BYTES
 from .finding import Finding, Severity
-from .system import System, phys_state_name
+from .sysfs import System, phys_state_name
 
 _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
-_ROCE_HEADERS = 64
-"""Bytes that RoCE v2 adds to the payload of a packet: IPv4, UDP, BTH, RETH, immediate, ICRC."""
 
 
 def uses_gids(context: Context, port: PortAttr) -> bool:
@@ -47,7 +47,7 @@ def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Fin
     mtu, active = system.netdev_mtu(netdev), port.active_mtu.bytes
     if mtu is None:
         return
-    needed = active + _ROCE_HEADERS
+    needed = active + ROCE_V2_BYTES
     evidence = f"active_mtu {active} (at most {port.max_mtu.bytes}), MTU {mtu} of {netdev}"
     if needed > mtu:
         evidence += f": packets of {active} bytes need {needed} with headers"
@@ -136,7 +136,7 @@ def check_route(
         source: the local GID.
         dgid: the peer's.
         table: the GIDs of the local port.
-        kind: "soft" for a device that only reaches itself.
+        kind: "soft" for soft0, which only reaches itself.
         system: has the routes.
     """
     here = f"GID {source.index} ({source.gid})"
@@ -156,7 +156,7 @@ def check_route(
     local = dgid in [entry.gid for entry in table]
     if kind == "soft" and not local:
         return wrong(
-            f"the peer's {dgid} is not a GID of the software device, which only reaches its own",
+            f"the peer's {dgid} is not a GID of soft0, which only reaches its own",
             "connect to a queue pair in this process, or use a real device",
         )
     looked_up = dgid.is_ipv4 and system.has_netdev(source.ndev)

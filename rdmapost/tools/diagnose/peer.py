@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ...enums import Access, GIDType, QPState, QPType
 from ...resources.endpoint import Endpoint
 from ...resources.qp import QP, chosen_gid
-from ...resources.qp_attr import QPAttr
+from ...resources.qp_query import QPAttr
 from .finding import Finding, Severity
 from .qp_checks import has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot
@@ -19,31 +19,38 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
     """Compare with the peer, as far as it is known."""
     peer = snap.peer
     if peer is None:
-        if snap.connected:
+        if snap.connected and snap.qp.context.kind == "soft":
+            # Its queue pairs are all in this process.
+            yield _closed(f"its peer, QP {snap.attr.dest_qp_num:#x},")
+        elif snap.connected:
             path = snap.attr.ah_attr
             yield Finding(
                 "peer-unknown",
                 "info",
-                f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not in "
-                "this process: its state and its receives are not visible",
-                "diagnose it in its own process and compare; or qp.diagnose(its endpoint)",
+                f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not open "
+                "in this process: its state and its receives are not visible",
+                "if it was here, it is closed; else diagnose it in its own process and compare, or "
+                "qp.diagnose(its endpoint)",
             )
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(snap, peer)
     elif snap.local_peer is None:
-        evidence = f"its peer {peer} is closed"
-        remedy = "create a new queue pair there, and connect both"
-        yield Finding("peer-closed", "problem", evidence, remedy)
+        yield _closed(f"its peer {peer}")
     else:
         yield from _check_qp(snap, *snap.local_peer)
+
+
+def _closed(peer: str) -> Finding:
+    remedy = "create a new queue pair there, and connect both"
+    return Finding("peer-closed", "problem", f"{peer} is closed", remedy)
 
 
 def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     if not snap.connected:
         return
     attr, wrong = snap.attr, []
-    if attr.dest_qp_num != peer.qpn:
-        wrong.append(("dest-qp-num", f"dest_qp_num={attr.dest_qp_num:#x}", f"{peer.qpn:#x}"))
+    if attr.dest_qp_num != peer.qp_num:
+        wrong.append(("dest-qp-num", f"dest_qp_num={attr.dest_qp_num:#x}", f"{peer.qp_num:#x}"))
     if attr.ah_attr.dgid not in (None, peer.gid):
         wrong.append(("gid-wrong", f"dgid {attr.ah_attr.dgid}", str(peer.gid)))
     if attr.ah_attr.dgid is None and attr.ah_attr.dlid != peer.lid:
@@ -69,7 +76,7 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         evidence = f"its peer {peer} is in {there.qp_state.name}: it does not receive"
         remedy = _how_to_receive(peer, there.qp_state)
         yield Finding("peer-state", "problem", evidence, remedy)
-    if qp.pd is not peer.pd:
+    if None not in (qp.pd, peer.pd) and qp.pd is not peer.pd:
         evidence = f"its peer {peer} is on another PD"
         remedy = "a region's rkey works only through queue pairs on the same PD"
         yield Finding("other-pd", "info", evidence, remedy)
@@ -102,7 +109,7 @@ def _how_to_receive(peer: QP, state: QPState) -> str:
 
 
 def _has_qkey(attr: QPAttr) -> bool:
-    """Whether its qkey is valid: it is set in the transition to INIT, and ERR may come before."""
+    """Whether its qkey is valid: the transition to INIT sets it, and ERR may come earlier."""
     return attr.qp_state is QPState.INIT or attr.qp_state in RECEIVES
 
 
@@ -181,7 +188,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
             )
     gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
     if (
-        qp.pd.context.name == peer.pd.context.name
+        qp.context.name == peer.context.name
         and None not in gid_types
         and gid_types[0] != gid_types[1]
     ):

@@ -101,7 +101,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         f"timeout={timeout} ({duration(ack_timeout(timeout))}) x (retry_cnt={retry_cnt} + 1) = "
         f"{duration(total)} until RETRY_EXC_ERR; a device may take up to four times that"
     )
-    if retry_cnt == 7 and snap.qp.pd.context.attr.vendor_id == _RXE_VENDOR:
+    if retry_cnt == 7 and snap.qp.context.attr.vendor_id == _RXE_VENDOR:
         yield Finding(
             "retry-for-ever",
             "warning",
@@ -305,7 +305,7 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
         outstanding += srq.outstanding + srq.outstanding_tags + srq.outstanding_ops
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
     evidence = f"{cq}; its queues hold up to {capacity} work requests; outstanding: {outstanding}"
-    remedy = f"rp.CQ(context, {capacity}), or poll before that many can complete"
+    remedy = f"cq.resize({capacity}), or poll before that many can complete"
     if outstanding > cq.cqe:
         failed = snap.attr.qp_state is QPState.ERR
         return Finding(
@@ -364,7 +364,7 @@ def waiting_sends(snap: Snapshot) -> int | None:
 
 
 def has_receive(qp: QP) -> bool:
-    """Whether a message to a queue pair would find a receive, as far as is known here."""
+    """Whether a receive is posted for a message to a queue pair, as far as this process knows."""
     if qp.qp_type in _NO_RECEIVES:
         # It uses the SRQ that the message names.
         return True

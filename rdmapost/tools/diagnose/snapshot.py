@@ -7,13 +7,13 @@ from typing import TypeGuard
 
 from ...enums import QPState, QPType
 from ...errors import RdmaError
-from ...resources.device import GIDTableEntry, PortAttr
+from ...resources.device_attr import PortAttr
 from ...resources.endpoint import Endpoint
-from ...resources.memory import PD
+from ...resources.gid import GIDTableEntry
 from ...resources.qp import QP
-from ...resources.qp_attr import QPAttr
-from ...resources.resource import open_children
-from .system import System
+from ...resources.qp_query import QPAttr
+from ...resources.resource import open_handles
+from .sysfs import System
 
 FAILURES = (RdmaError, OSError, ValueError)
 """What reading an object may raise: it is gone, or the device does not respond."""
@@ -93,7 +93,7 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.
     """
-    context = qp.pd.context
+    context = qp.context
     attr = qp.query()
     port = context.query_port(qp.port_num)
     table = context.query_gid_table(qp.port_num)
@@ -119,7 +119,7 @@ def _knows_peer(attr: QPAttr) -> bool:
 
 
 def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> QP | None:
-    """Return the peer if it is in this process, on the same open device."""
+    """Return the peer if it is in this process, on the same device."""
     path = attr.ah_attr
     if path.dgid is None:
         here = path.dlid == port.lid
@@ -127,8 +127,12 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
         here = path.dgid in [entry.gid for entry in table]
     if not here:
         return None
-    for pd in open_children(qp.pd.context):
-        for child in open_children(pd) if isinstance(pd, PD) else ():
-            if is_queue_pair(child) and child.qp_num == attr.dest_qp_num:
-                return child
+    for each in open_handles():
+        # The device may be open more than once; its numbers are the same everywhere.
+        if (
+            is_queue_pair(each)
+            and each.qp_num == attr.dest_qp_num
+            and (each.context.kind, each.context.name) == (qp.context.kind, qp.context.name)
+        ):
+            return each
     return None

@@ -218,7 +218,7 @@ ERRNOS: tuple[Explanation, ...] = (
         look_at=(
             "rdmapost devices, ls /sys/class/infiniband, rdma link.",
             "dmesg: removal, reset, PCIe errors.",
-            "get_async_event(context): DEVICE_FATAL came before.",
+            "context.get_async_event(): DEVICE_FATAL came before.",
         ),
         soft_roce="The rxe device goes with its network device and does not come back by "
         "itself: rdma link add rxe0 type rxe netdev IF.",
@@ -315,7 +315,7 @@ ERRNOS: tuple[Explanation, ...] = (
         ),
         look_at=(
             "dmesg, first.",
-            "get_async_event(context): DEVICE_FATAL, CQ_ERR. Open the device again afterwards.",
+            "context.get_async_event(): DEVICE_FATAL, CQ_ERR. Open the device again afterwards.",
             "cqe of the CQ against all work requests that can complete there at once.",
         ),
         see=("ibv_poll_cq(3), NOTES", "ibv_get_async_event(3)"),

@@ -10,6 +10,7 @@ from enum import Enum
 
 from ...enums import WCStatus
 from ...errors import RdmaError, describe_errno
+from .access_flags import ACCESS_FLAGS, OPS_FLAGS
 from .errnos import ALIASES, ERRNOS
 from .event_types import EVENTS, WC_FLAGS
 from .model import ENUMERATIONS, KINDS, Explanation
@@ -27,6 +28,8 @@ _ALL = sorted(
         *QP_TYPES,
         *QP_STATES,
         *SEND_FLAGS,
+        *OPS_FLAGS,
+        *ACCESS_FLAGS,
         *WC_FLAGS,
         *EVENTS,
     ),
@@ -36,7 +39,7 @@ _NUMBERED = ("status", "errno")
 """The kinds that programs print as bare numbers."""
 
 
-_PHRASES: dict[str, WCStatus] = {
+PHRASES: dict[str, WCStatus] = {
     "transport retry counter exceeded": WCStatus.RETRY_EXC_ERR,
     "memory management operation error": WCStatus.MW_BIND_ERR,
     "Work Request Flushed Error": WCStatus.WR_FLUSH_ERR,
@@ -89,7 +92,7 @@ def _index() -> dict[str, list[Explanation]]:
             spellings.append(os.strerror(one.number))
             spellings += [alias for alias, name in ALIASES.items() if name == one.name]
         elif one.kind == "status":
-            spellings += [phrase for phrase, status in _PHRASES.items() if status == one.number]
+            spellings += [phrase for phrase, status in PHRASES.items() if status == one.number]
         for key in {_key(spelling) for spelling in spellings}:
             found.setdefault(key, []).append(one)
     return found
@@ -145,7 +148,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
         return found
     if abs(number) in errno.errorcode:
         text = describe_errno(abs(number))
-        raise UnknownNameError(f"{text} is not an error that verbs are known to give", ())
+        raise UnknownNameError(f"{text} is not an error that verbs are known to return", ())
     raise UnknownNameError(f"{number} is not the number of a status or an errno", ())
 
 

@@ -8,8 +8,10 @@ from enum import Enum, IntEnum, IntFlag
 from typing import Any
 
 from ...enums import (
+    Access,
     EventType,
     Opcode,
+    OpsFlags,
     OpsOpcode,
     QPState,
     QPType,
@@ -28,6 +30,8 @@ KINDS = {
     "qp_type": "QP type",
     "qp_state": "QP state",
     "send_flag": "send flag",
+    "ops_flag": "tag-matching flag",
+    "access": "access flag",
     "wc_flag": "completion flag",
     "event": "asynchronous event",
 }
@@ -42,6 +46,8 @@ _MEMBERS: dict[type[Enum], tuple[str, str]] = {
     QPType: ("qp_type", "IBV_QPT_"),
     QPState: ("qp_state", "IBV_QPS_"),
     SendFlags: ("send_flag", "IBV_SEND_"),
+    OpsFlags: ("ops_flag", "IBV_OPS_"),
+    Access: ("access", "IBV_ACCESS_"),
     WCFlags: ("wc_flag", "IBV_WC_"),
     EventType: ("event", "IBV_EVENT_"),
 }
@@ -57,7 +63,7 @@ class Explanation:
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
-            "qp_state", "send_flag", "wc_flag" or "event".
+            "qp_state", "send_flag", "ops_flag", "access", "wc_flag" or "event".
         name: as in the enumerations of this package, or of errno(3).
         number: its value.
         constant: its name in C.

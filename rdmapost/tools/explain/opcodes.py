@@ -217,7 +217,7 @@ OPCODES: tuple[Explanation, ...] = (
             "created; mss 0.",
             "Nothing arrives on UD: the other side has fewer receives than there are segments.",
         ),
-        look_at=("tso_caps of ibv_query_device_ex: max_tso and supported_qpts.", "rdmapost tso."),
+        look_at=("context.attr.tso_caps: max_tso and supported_qpts.", "rdmapost tso."),
         soft_roce="rxe has no TSO; soft0 has.",
         see=(_POST, "ibv_query_device_ex(3): tso_caps", "ibv_create_qp_ex(3): max_tso_header"),
     ),
@@ -231,21 +231,43 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.FLUSH,
-        "Make earlier RDMA writes visible or persistent in the peer's memory. It exists only in "
-        "the ibv_wr_* interface (ibv_wr_flush): struct ibv_send_wr has no room for its fields.",
+        "Make what was written before it visible (FlushType.GLOBAL) or persistent (PERSISTENT) in "
+        "the peer's memory: a range, or a whole region. ibv_post_send cannot carry it, so it is "
+        "posted by ibv_wr_flush, on a QP that is created with send_ops_flags=SendOps.FLUSH.",
         "The written data is flushed to visibility or to persistence before the answer goes out.",
-        look_at=("Whether the device has it: device_cap_flags_ex of ibv_query_device_ex.",),
-        soft_roce="Linux 6.12 has it, 6.1 has not.",
-        see=("ibv_wr_post(3)",),
+        causes=(
+            "The QP cannot be created (EOPNOTSUPP): libibverbs is older than 45, or the device has "
+            "no FLUSH.",
+            "Fails with REM_INV_REQ_ERR: the peer's QP lacks FLUSH_GLOBAL or FLUSH_PERSISTENT in "
+            "its qp_access_flags, or its max_dest_rd_atomic is 0.",
+            "Fails with REM_ACCESS_ERR: the peer's region lacks that access, or the range exceeds "
+            "it.",
+            "The peer's ibv_reg_mr fails with EINVAL: its kernel does not know FLUSH_GLOBAL, or "
+            "FLUSH_PERSISTENT is given for memory that is not persistent.",
+        ),
+        look_at=("context.attr.device_cap_flags_ex: DeviceCap.FLUSH_GLOBAL and FLUSH_PERSISTENT.",),
+        soft_roce="Linux 6.12 has it, 6.1 has not: there it ends with LOC_QP_OP_ERR.",
+        see=("ibv_wr_post(3)", "ibv_create_qp_ex(3): send_ops_flags"),
     ),
     _opcode(
         Opcode.ATOMIC_WRITE,
-        "Write 8 bytes at an aligned address indivisibly. It exists only in the ibv_wr_* interface "
-        "(ibv_wr_atomic_write), and on RC.",
+        "Write 8 bytes at an aligned address indivisibly. ibv_post_send cannot carry it, so it is "
+        "posted by ibv_wr_atomic_write, on a QP that is created with "
+        "send_ops_flags=SendOps.ATOMIC_WRITE.",
         "A reader sees all 8 old bytes or all 8 new ones.",
-        look_at=("An RDMA_WRITE of 8 bytes promises less, and is what ibv_post_send has.",),
-        soft_roce="rxe has had it as long as FLUSH.",
-        see=("ibv_wr_post(3): ibv_wr_atomic_write",),
+        causes=(
+            "The QP cannot be created (EOPNOTSUPP): libibverbs is older than 44, or the device has "
+            "no ATOMIC_WRITE.",
+            "Fails with REM_INV_REQ_ERR: remote_addr is not a multiple of 8, or REMOTE_WRITE is "
+            "missing in the peer's qp_access_flags.",
+            "Fails with REM_ACCESS_ERR: no REMOTE_WRITE on the region, or the wrong key.",
+        ),
+        look_at=(
+            "context.attr.device_cap_flags_ex: DeviceCap.ATOMIC_WRITE.",
+            "An RDMA_WRITE of 8 bytes promises less, and every device has it.",
+        ),
+        soft_roce="Linux 6.12 and its neighbours have it; with 6.1 it ends with LOC_QP_OP_ERR.",
+        see=("ibv_wr_post(3): ibv_wr_atomic_write", "ibv_create_qp_ex(3)"),
     ),
     _opcode(
         OpsOpcode.TAG_ADD,

@@ -140,7 +140,7 @@ QP_STATES: tuple[Explanation, ...] = (
         "Broken. Everything outstanding, and everything posted later, completes with WR_FLUSH_ERR; "
         "messages from the peer are dropped. The only ways out are RESET and destruction.",
         "The first completion of this QP that is not a flush, on both CQs.",
-        "get_async_event(context), if there is none: the peer's request broke it.",
+        "context.get_async_event(), if there is none: the peer's request broke it.",
         "To use it again: poll all completions, qp.to_reset(), reconnect both sides.",
         causes=(
             "A send failed on RC or XRC.",

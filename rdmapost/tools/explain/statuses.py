@@ -73,6 +73,7 @@ STATUSES: tuple[Explanation, ...] = (
             "RDMA_READ), or the device lacks it; only an unchecked post gets this far.",
             "An RDMA read or atomic with max_rd_atomic=0 on this side: none may be outstanding.",
             "A broken address vector or address handle, or a P_Key index that has become invalid.",
+            "A TSO header that the device cannot parse: it needs Ethernet, IP and TCP headers.",
             "The send queue entry was malformed when the device read it: a driver fault, or a "
             "program that writes to the queue itself.",
         ),
@@ -142,7 +143,7 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         look_at=(
             "The first completion that is not a flush, on the send and on the receive CQ.",
-            "get_async_event(context): QP_ACCESS_ERR, QP_REQ_ERR and QP_FATAL name the QP.",
+            "context.get_async_event(): QP_ACCESS_ERR, QP_REQ_ERR and QP_FATAL name the QP.",
             "qp.state; to use the QP again, move it to RESET and reconnect both ends.",
             "The peer's completions and log, at the same time.",
         ),
@@ -205,7 +206,7 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "The rkey and remote_addr that the peer used, against the regions that are registered "
             "now.",
-            "The peer's completion, and get_async_event(context): QP_ACCESS_ERR.",
+            "The peer's completion, and context.get_async_event(): QP_ACCESS_ERR.",
         ),
         see=("ibv_reg_mr(3), DESCRIPTION", _IBA),
     ),
@@ -216,7 +217,8 @@ STATUSES: tuple[Explanation, ...] = (
         causes=(
             "A SEND longer than the receive that it met; the receiver sees LOC_LEN_ERR.",
             "The operation is not enabled on the peer's QP: its qp_access_flags lack "
-            "REMOTE_READ, REMOTE_WRITE or REMOTE_ATOMIC, whatever the rkey grants.",
+            "REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC, FLUSH_GLOBAL or FLUSH_PERSISTENT, whatever "
+            "the rkey grants.",
             "More reads and atomics at once than the peer's max_dest_rd_atomic (your "
             "max_rd_atomic is larger), or that is 0 there.",
             "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
@@ -252,7 +254,7 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "Print remote_addr, length and rkey here, and addr, length, rkey and access there; "
             "compare digit by digit.",
-            "On the peer: get_async_event(context), and its QP's qp_access_flags.",
+            "On the peer: context.get_async_event(), and its QP's qp_access_flags.",
             "mlx5: req_remote_access_errors here, resp_remote_access_errors at the peer "
             "(hw_counters).",
         ),
@@ -315,7 +317,7 @@ STATUSES: tuple[Explanation, ...] = (
             "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the path.",
         ),
         soft_roce="retry_cnt=7 never gives up: the work request hangs. Linux 6.1 also hangs when a "
-        "local failure stands behind it, and when the request is fenced. The underlying network "
+        "local failure is behind it, and when the request is fenced. The underlying network "
         "device must be up and have the GID's address. A peer that moves its QP to RESET after the "
         "last message may drop its acknowledgement: destroy the QP instead.",
         see=("ibv_modify_qp(3): timeout, retry_cnt", "IBA vol. 1, 9.7.6.1.3 (timeouts)"),
@@ -344,7 +346,7 @@ STATUSES: tuple[Explanation, ...] = (
             "The peer's min_rnr_timer, encoded: 12 is 0.64 ms, 1 is 10 us, 0 is 655 ms.",
             "hw_counters: rnr_nak_retry_err at the sender, out_of_buffer at the receiver (mlx5); "
             "rcvd_rnr_err, send_rnr_err (rxe).",
-            "An SRQ's limit event: get_async_event(context), SRQ_LIMIT_REACHED.",
+            "An SRQ's limit event: context.get_async_event(), SRQ_LIMIT_REACHED.",
         ),
         see=(
             "ibv_modify_qp(3): rnr_retry, min_rnr_timer",
@@ -406,7 +408,7 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         look_at=(
             "dmesg: lines of the driver, PCIe AER messages, 'health', 'fatal', 'reset'.",
-            "get_async_event(context): DEVICE_FATAL or QP_FATAL. After DEVICE_FATAL everything "
+            "context.get_async_event(): DEVICE_FATAL or QP_FATAL. After DEVICE_FATAL everything "
             "must be closed and opened again.",
             "lspci -vv for the link of the card; temperature and power.",
         ),

@@ -56,13 +56,13 @@ WC_OPCODES: tuple[Explanation, ...] = (
     ),
     _completion(
         WCOpcode.FLUSH,
-        "A flush of remote memory, posted through the ibv_wr_* interface, has completed. (An error "
-        "status that is called flush is WR_FLUSH_ERR.)",
+        "A FLUSH has completed: what was written before it is visible or persistent at the peer. "
+        "(The error status of work requests that are flushed is WR_FLUSH_ERR.)",
         see=("ibv_wr_post(3)",),
     ),
     _completion(
         WCOpcode.ATOMIC_WRITE,
-        "An atomic write of 8 bytes has completed; only the ibv_wr_* interface can post one.",
+        "An atomic write of 8 bytes has completed; ibv_wr_atomic_write posted it.",
         see=("ibv_wr_post(3): ibv_wr_atomic_write",),
     ),
     _completion(

@@ -17,10 +17,10 @@ import time
 from dataclasses import dataclass
 
 from ..._arguments import within
-from ...errors import RdmaError
-from ...resources.device import GID
+from ...resources.gid import GID
 from ...resources.resource import ClosesOnExit
 from .. import tcp
+from ..connect.failures import ConnectError
 from ..tcp import name_of, reason
 
 PORT = 18515
@@ -34,7 +34,7 @@ _ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _T
 """The bytes allowed at each position of the message."""
 
 
-class PingpongError(RdmaError):
+class PingpongError(ConnectError):
     """The peer could not be reached, broke the handshake, or has gone."""
 
 
@@ -44,19 +44,19 @@ class Address:
 
     Attributes:
         lid: the port's LID; 0 on Ethernet.
-        qpn: number of the queue pair.
+        qp_num: number of the queue pair.
         psn: first packet sequence number that it sends.
         gid: its GID; zero where the LID is enough (InfiniBand).
     """
 
     lid: int
-    qpn: int
+    qp_num: int
     psn: int
     gid: GID
 
     def encode(self) -> bytes:
         """Return the handshake message: 52 bytes, with a terminating NUL."""
-        return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qpn, self.psn, self.gid.hex().encode())
+        return b"%04x:%06x:%06x:%s\0" % (self.lid, self.qp_num, self.psn, self.gid.hex().encode())
 
     @classmethod
     def decode(cls, message: bytes) -> Address:
@@ -75,7 +75,7 @@ class Address:
         return cls(int(lid, 16), int(qpn, 16), int(psn, 16), GID(bytes.fromhex(gid.decode())))
 
     def __str__(self) -> str:
-        return f"LID {self.lid:#06x}, QPN {self.qpn:#08x}, PSN {self.psn:#08x}, GID {self.gid}"
+        return f"LID {self.lid:#06x}, QPN {self.qp_num:#08x}, PSN {self.psn:#08x}, GID {self.gid}"
 
 
 class Handshake:
@@ -178,9 +178,9 @@ def accept(
         name = name_of(listener.getsockname())
         sock, address = listener.accept()
     except TimeoutError:
-        raise PingpongError(f"no client came to {name} within {wait:g} s") from None
+        raise PingpongError(f"no client connected to {name} within {wait:g} s") from None
     except OSError as error:
-        raise PingpongError(f"no client came: {reason(error)}") from None
+        raise PingpongError(f"no client connected: {reason(error)}") from None
     finally:
         tcp.stop_listening(listener)
     return HandshakeConnection(sock, name_of(address), timeout, is_client=False)
@@ -242,7 +242,8 @@ class HandshakeConnection(ClosesOnExit):
         end = time.monotonic() + self._timeout
         while (needed := handshake.needed - leave) > 0:
             try:
-                # One limit for the whole message: a peer that sends a byte now and then ends too.
+                # One limit for the whole message, so that a peer that sends a byte now and then is
+                # dropped too.
                 self._sock.settimeout(max(0.001, end - time.monotonic()))
                 data = self._sock.recv(needed)
             except TimeoutError:

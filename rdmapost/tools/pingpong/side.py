@@ -13,13 +13,14 @@ from ..._arguments import expect, index, member, seconds, time_limit
 from ...enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
 from ...errors import RdmaError, WaitTimeout
 from ...posting.wr import RecvWR, Send
-from ...resources.address import AH, AHAttr
+from ...resources.ah import AH, AHAttr
 from ...resources.cq import CQ, WC
-from ...resources.device import GID, Context
+from ...resources.device import Context
+from ...resources.gid import GID
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ...standard.wire import GRH_BYTES
-from ..fabric import why_confined
+from ..reachability import why_confined
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong
@@ -64,7 +65,7 @@ class Pingpong(ResourceHolder):
         gid_index: the local GID of that address, or None.
 
     Raises:
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: a number is out of range, or the type is not supported.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
@@ -197,7 +198,7 @@ class Pingpong(ResourceHolder):
             What was measured.
 
         Raises:
-            PingpongError: no client came, it breaks the handshake or has gone; or
+            PingpongError: no client connected, it broke the handshake or is gone; or
                 the data is not that of a client that validates.
             RdmaError: it has already run.
             VerbsError: the device refused.
@@ -238,7 +239,7 @@ class Pingpong(ResourceHolder):
     def _connect(self, remote: Address) -> None:
         qp, self.remote = self._qp, remote
         # In one process the two numbers differ.
-        if remote.qpn == qp.qp_num and (why := why_confined(qp.pd.context)):
+        if remote.qp_num == qp.qp_num and (why := why_confined(qp.context)):
             raise PingpongError(f"{self._peer} is in another process, but {why}")
         by_gid = any(remote.gid[8:])
         if self._needs_gid and not by_gid:
@@ -257,18 +258,18 @@ class Pingpong(ResourceHolder):
             attrs = {
                 "ah_attr": path,
                 "path_mtu": self._path_mtu,
-                "dest_qp_num": remote.qpn,
+                "dest_qp_num": remote.qp_num,
                 "rq_psn": remote.psn,
             }
         if qp.qp_type is QPType.RC:
             attrs |= {"min_rnr_timer": 12, "max_dest_rd_atomic": 1}
         qp.modify(qp_state=QPState.RTR, **attrs)
-        # Fewer attempts than the stock programs', because Soft-RoCE takes 7 for no end.
+        # Fewer attempts than the stock programs make: Soft-RoCE retries for ever with 7.
         qp.to_rts(timeout=14, retry_cnt=6, rnr_retry=7, max_rd_atomic=1)
         fields: dict[str, Any] = {}
         if self._ud:
             ah = self._opened.add(AH(self._pd, path))
-            fields = {"ah": ah, "remote_qpn": remote.qpn, "remote_qkey": DEFAULT_QKEY}
+            fields = {"ah": ah, "remote_qpn": remote.qp_num, "remote_qkey": DEFAULT_QKEY}
         flags = SendFlags.SIGNALED
         if qp.max_inline_data >= self.size:
             flags |= SendFlags.INLINE

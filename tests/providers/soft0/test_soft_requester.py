@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
+from support import ALL, soft_context
 
 import rdmapost as rp
-from rdmapost import Access, QPState, SendFlags, WCStatus
+from rdmapost import Access, QPState, QPType, SendFlags, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
+context = soft_context
 
 
 def test_sends_and_writes_may_read_memory_without_local_write(connect, stack):
@@ -93,3 +89,29 @@ def test_local_inv_of_an_unknown_key_fails(connect):
     pair.a.post_send(rp.LocalInv(invalidate_rkey=pair.mine.rkey ^ 0xA5))
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.MW_BIND_ERR]
     assert pair.a.query().qp_state is QPState.ERR
+
+
+def test_unregistered_memory_is_never_accessed(context):
+    """A wrong numeric address leads to an error status on both sides."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.UC, cq, checked=False) as near,
+        rp.QP(pd, QPType.UC, cq, checked=False) as far,
+    ):
+        for addr, length in ((8, 8), (mr.addr - 1, 8), (mr.addr + 4090, 8), (mr.addr, 0)):
+            near.to_reset()
+            far.to_reset()
+            near.connect(far.endpoint())
+            far.connect(near.endpoint())
+            sge = rp.SGE(addr, length, mr.lkey)
+            near.post_send(rp.RdmaWrite(sge, remote_addr=mr.addr, rkey=mr.rkey))
+            assert cq.wait(1)[0].status is WCStatus.LOC_PROT_ERR
+            near.to_reset()
+            near.connect(far.endpoint())
+            # UC silently drops a write that is not allowed.
+            near.post_send(
+                rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
+            )
+            assert cq.wait(1)[0].status is WCStatus.SUCCESS

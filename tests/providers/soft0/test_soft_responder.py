@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support import ALL, Pair
+from support import ALL, Pair, async_events, soft_context
 
 import rdmapost as rp
 from rdmapost import Access, EventType, QPState, QPType, WCStatus
 
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[rp.Context]:
-    with rp.open_device("soft0") as opened:
-        yield opened
-
-
-@pytest.fixture(autouse=True)
-def no_old_events(context):
-    """Discard the events of earlier tests."""
-    while rp.get_async_event(context) is not None:
-        pass
+context = soft_context
+no_old_events = async_events.no_old_events
+pytestmark = pytest.mark.usefixtures("no_old_events")
 
 
 def again(pair: Pair, **options: Any) -> None:
@@ -68,7 +58,7 @@ def test_request_that_the_responders_queue_pair_forbids_breaks_the_connection(
     assert statuses(rc, 2) == {1: WCStatus.REM_INV_REQ_ERR, 2: WCStatus.WR_FLUSH_ERR}
     assert bytes(rc.theirs.buffer[:8]) == b"12345678"
     assert bytes(rc.mine.buffer[8:16]) == b"abcdefgh"
-    event = rp.get_async_event(context, 0)
+    event = context.get_async_event(0)
     assert event == rp.AsyncEvent(EventType.QP_REQ_ERR, rc.b)
 
 
@@ -79,7 +69,7 @@ def test_atomic_at_an_unaligned_address_is_an_invalid_request(connect, context, 
     pair.a.post_send(pair.wr(rp.AtomicFetchAndAdd, pair.mine[:8], remote_addr=addr, compare_add=5))
     assert [wc.status for wc in pair.cq.wait()] == [WCStatus.REM_INV_REQ_ERR]
     assert not any(pair.theirs.buffer)
-    event = rp.get_async_event(context, 0)
+    event = context.get_async_event(0)
     assert event == rp.AsyncEvent(EventType.QP_REQ_ERR, pair.b)
 
 
@@ -92,7 +82,7 @@ def test_unreliable_service_drops_a_forbidden_write_silently(connect, context, w
     assert statuses(pair, 1) == {1: WCStatus.SUCCESS}
     assert not any(pair.theirs.buffer)
     assert pair.b.query().qp_state is QPState.RTS
-    assert rp.get_async_event(context, 0) is None
+    assert context.get_async_event(0) is None
     pair.works()
 
 

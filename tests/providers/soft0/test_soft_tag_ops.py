@@ -355,3 +355,16 @@ def test_late_removal_removes_no_other_entry(stack, pd):
             assert server.srq.outstanding_tags == 1
         assert server.client.eager(5) is WCStatus.SUCCESS
         assert server.one().wr_id == 1000 + number
+
+
+# ---- a queue without a matching list ----------------------------------------------
+
+
+def test_tag_operation_on_a_queue_without_a_matching_list_is_refused(pd, stack):
+    srq = stack.enter_context(rp.SRQ(pd))
+    for op in (rp.TagAdd(), rp.TagDel(), rp.TagSync()):
+        with pytest.raises(rp.PostError, match=r"no matching list; .*SRQType\.TM") as caught:
+            srq.post_srq_ops(op)
+        assert caught.value.errno == errno.EINVAL
+        assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert (srq.outstanding_tags, srq.outstanding_ops) == (0, 0)

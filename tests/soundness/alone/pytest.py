@@ -35,20 +35,20 @@ class raises:
 
     value: BaseException
 
-    def __init__(self, kinds: Any, *, match: str | None = None) -> None:
-        self.kinds, self.match = kinds, match
+    def __init__(self, types: Any, *, match: str | None = None) -> None:
+        self.types, self.match = types, match
 
     def __enter__(self) -> raises:
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        assert error is not None, f"DID NOT RAISE {self.kinds}"
-        if not isinstance(error, self.kinds):
+        assert error is not None, f"DID NOT RAISE {self.types}"
+        if not isinstance(error, self.types):
             return False
         self.value = error
         said = str(error)

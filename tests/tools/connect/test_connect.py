@@ -172,6 +172,39 @@ def test_a_client_gets_exactly_the_access_that_the_server_grants(
     served.works()
 
 
+def test_what_the_owner_posts_on_a_clients_queue_pair_completes_in_its_send_cq(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(data=b"from the owner")
+    with served.dial(local_access=Access.LOCAL_WRITE | READ | WRITE) as peer:
+        (client,) = served.server.clients
+        there = {"remote_addr": peer.mr.addr, "rkey": peer.mr.rkey}
+        client.qp.post_send(rp.RdmaWrite(client.mr[:14], wr_id=42, **there))
+        [wc] = client.qp.send_cq.wait(1, timeout=LIMIT)
+        assert (wc.wr_id, wc.status) == (42, WCStatus.SUCCESS)
+        assert bytes(peer.mr.buffer[:14]) == b"from the owner"
+        # One that fails is reported there too, and to the client only that its receives ended.
+        client.qp.post_send(rp.RdmaWrite(client.mr[:14], wr_id=43, remote_addr=0, rkey=1))
+        [wc] = client.qp.send_cq.wait(1, timeout=LIMIT)
+        assert (wc.wr_id, wc.status) == (43, WCStatus.REM_ACCESS_ERR)
+        assert peer.report(1).status is WCStatus.WR_FLUSH_ERR
+
+
+def test_closing_the_server_releases_what_could_not_be_released_when_its_client_left(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    with served.dial():
+        (client,) = served.server.clients
+        pd = client.mr.pd
+        owners = rp.MR(pd, 64)
+    assert "PD cannot be closed: MR of 64 bytes" in served.until(connect.Left).reason
+    assert not pd.closed
+    owners.close()
+    served.server.close()
+    assert pd.closed
+
+
 def test_the_rkey_of_another_client_gives_no_access(serve: Callable[..., Served]) -> None:
     served = serve()
     with served.dial() as mine, served.dial() as other:
@@ -265,7 +298,7 @@ def test_serve_refuses_arguments_out_of_range(
 
 
 def test_serve_refuses_a_gid_index_that_the_port_does_not_have(context: rp.Context) -> None:
-    with pytest.raises(rp.RdmaError, match="no GID with index 99"):
+    with pytest.raises(ValueError, match="no GID with index 99"):
         connect.serve(context, port=0, gid_index=99)
 
 

@@ -63,9 +63,9 @@ class Load:
 
 def arrived(events: list[connect.Event]) -> list[int | None]:
     """Return the immediate data of the messages, and check the order of the events."""
-    kinds = [type(event) for event in events]
-    assert (kinds[0], kinds[-1]) == (connect.Joined, connect.Left)
-    assert set(kinds[1:-1]) <= {connect.Arrived}
+    types = [type(event) for event in events]
+    assert (types[0], types[-1]) == (connect.Joined, connect.Left)
+    assert set(types[1:-1]) <= {connect.Arrived}
     arrivals = [event.arrival for event in events if isinstance(event, connect.Arrived)]
     taken = [one for one in arrivals if one.status is WCStatus.SUCCESS]
     assert [one.index for one in taken] == list(range(1, len(taken) + 1))

@@ -213,8 +213,8 @@ def test_what_on_event_raises_is_logged_and_ends_no_thread(
                 connect.dial(context, *server.address, token="wrong")
             with connect.dial(context, *server.address, token="secret") as peer:
                 assert peer.look(0, 1).length == 1
-        kinds = [type(reported.get(timeout=LIMIT)) for _ in range(6)]
-    assert kinds == [connect.Refused, connect.Joined, connect.Left] * 2
+        types = [type(reported.get(timeout=LIMIT)) for _ in range(6)]
+    assert types == [connect.Refused, connect.Joined, connect.Left] * 2
     assert caplog.messages == ["on_event failed"] * 6
     assert {record.exc_info[1] for record in caplog.records if record.exc_info} == {error}
 
@@ -483,6 +483,7 @@ def test_report_and_look_refuse_a_wrong_argument_before_anything_is_sent(
     ("name", "value", "error"),
     [
         ("max_clients", 0, ValueError),
+        ("max_clients", (1 << 16) + 1, ValueError),
         ("max_clients", 1 << 64, ValueError),
         ("max_clients", float("nan"), TypeError),
         ("on_event", "x", TypeError),
@@ -511,15 +512,19 @@ def test_dial_refuses_a_local_size_that_is_negative_or_not_an_integer(
 
 
 @pytest.mark.parametrize(
-    ("offset", "error"), [(-1, ValueError), (1 << 64, ValueError), (1.5, TypeError)]
+    ("offset", "error"),
+    [(-1, ValueError), (8192, ValueError), (1 << 64, ValueError), (1.5, TypeError)],
 )
-def test_target_refuses_an_offset_beyond_all_addresses(
+def test_target_refuses_an_offset_outside_the_exposed_memory(
     context: rp.Context, offset: Any, error: type[Exception]
 ) -> None:
-    with connect.serve(context, port=0) as server, connect.dial(context, *server.address) as peer:
-        assert peer.target(4096)["remote_addr"] == peer.offer.addr + 4096
+    served = connect.serve(context, port=0, size=8192)
+    with served as server, connect.dial(context, *server.address) as peer:
+        assert peer.target(8191)["remote_addr"] == peer.offer.addr + 8191
         with pytest.raises(error, match="offset"):
             peer.target(offset)
+        with pytest.raises(TypeError, match=r"^Connection\.target\(\) takes"):
+            peer.target(0, 5)  # type: ignore[call-arg]
 
 
 def test_parse_address_refuses_what_is_not_text() -> None:
@@ -534,8 +539,8 @@ def test_mr_refuses_bits_that_are_not_access_flags(context: rp.Context, access: 
         rp.MR(pd, 64, access)
 
 
-@pytest.mark.parametrize("kind", ["threads", "asyncio"])
-def test_connection_that_only_a_module_refers_to_is_silent_at_exit(kind: str) -> None:
+@pytest.mark.parametrize("client", ["threads", "asyncio"])
+def test_connection_that_only_a_module_refers_to_is_silent_at_exit(client: str) -> None:
     """It is finalized when modules have been cleared; the kernel closes the TCP connection."""
     ended = run_python(
         """
@@ -562,6 +567,6 @@ def report(unraisable):
 sys.unraisablehook = report
 del holder, loop
 """,
-        kind,
+        client,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -22,6 +22,7 @@ import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect.protocol_messages import (
     MAX_LINE,
+    VERSION,
     Bye,
     Look,
     Message,
@@ -44,8 +45,8 @@ serve = servers
         (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not rdmapost's protocol"),
         (b"{}\n", "does not say which version"),
         (b"{nonsense}\n", "not a line with one JSON object"),
-        (b'{"rdmapost":1,"type":"hello"}\n', "hello lacks its field token"),
-        (b'{"rdmapost":1,"type":"ready"}\n', "'ready' came, and not hello"),
+        (b'{"rdmapost":2,"type":"hello"}\n', "hello lacks its field token"),
+        (b'{"rdmapost":2,"type":"ready"}\n', "type hello, got 'ready'"),
         (b"{" + b"x" * MAX_LINE, "longer than 4096 bytes"),
         (b"{" + b"[" * (1 << 20), "longer than 4096 bytes"),
     ],
@@ -85,11 +86,11 @@ def test_a_hello_of_another_protocol_version_is_refused_with_both_versions(
     serve: Callable[..., Served],
 ) -> None:
     served = serve(token="secret")
-    with raw_client(served, b'{"rdmapost":2,"type":"hello"}\n') as sock:
+    with raw_client(served, b'{"rdmapost":1,"type":"hello"}\n') as sock:
         code, text = one_error(sock)
     assert code == "version"
     assert "version 1" in text
-    assert "version 2" in text
+    assert f"version {VERSION}" in text
     served.works()
 
 
@@ -217,8 +218,8 @@ def test_a_second_request_ends_the_wait_for_a_report(
     began = time.monotonic()
     with raw_client(served, hello(context), Ready(), Report(1, 60_000), second) as sock:
         sock.shutdown(socket.SHUT_WR)
-        kinds = [answer["type"] for answer in answers(sock)]
-    assert kinds == ["offer", "ready", "nothing", last]
+        types = [answer["type"] for answer in answers(sock)]
+    assert types == ["offer", "ready", "nothing", last]
     assert time.monotonic() - began < 30
     served.works()
 
@@ -289,11 +290,11 @@ def test_dial_times_out_where_the_server_sends_nothing(context: rp.Context) -> N
     ("sent", "expected"),
     [
         (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not rdmapost's protocol"),
-        (b'{"type":"ready"}\n', "'ready' came, and not offer or error"),
+        (b'{"type":"ready"}\n', "type offer or error, got 'ready'"),
         (b"{" + b" " * 5000, "longer than 4096 bytes"),
         (b'{"type":"off', "closed the connection in the middle of a message"),
         (b"", "closed the connection and did not answer"),
-        (b'{"rdmapost":1,"type":"error","code":"failed","text":"no luck"}\n', "refused: no luck"),
+        (b'{"rdmapost":2,"type":"error","code":"failed","text":"no luck"}\n', "refused: no luck"),
     ],
     ids=lambda v: str(v)[:12],
 )

@@ -97,7 +97,7 @@ with Pingpong(context) as side:
     try:
         side.run_server(listener, wait=0.01)
     except PingpongError as error:
-        print("no client came" in str(error))
+        print("no client connected" in str(error))
 print(refused(port))
 listen("127.0.0.1", port).close()
 """
@@ -251,9 +251,21 @@ print(refused > 2, refused < 12)
 
 def test_a_server_without_descriptors_sends_the_reason_to_the_client_it_refuses() -> None:
     full = """
-import socket
+import socket, time
 from rdmapost.tools.connect.protocol_messages import MAX_LINE
+
+def accepted(client):
+    # A connection has no inode until it is accepted.
+    ends = f":{port:04X}", f":{client.getsockname()[1]:04X}"
+    with open("/proc/self/net/tcp") as table:
+        rows = [line.split() for line in table]
+    return any((row[1][8:], row[2][8:]) == ends and row[9] != "0" for row in rows)
+
 idle = socket.create_connection(("127.0.0.1", port))
+deadline = time.monotonic() + 30
+while not accepted(idle):
+    assert time.monotonic() < deadline
+    time.sleep(0.001)
 another = socket.socket()
 idle.settimeout(60)
 with few(0):

@@ -10,6 +10,7 @@ from support.findings import named, problems, wrong
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, SendFlags, WCStatus
+from rdmapost.diagnose import diagnose, diagnose_machine
 
 GRANTED = ALL & ~Access.LOCAL_WRITE
 
@@ -154,7 +155,39 @@ def test_closed_queue_pair_is_a_finding(rc):
     assert wrong(rc.b) == ["qp-closed"]
     assert wrong(rc.a, rc.b) == ["peer-closed"]
     # No queue pair in this process has that number now.
-    assert named(rc.a.diagnose(), "peer-unknown").severity == "info"
+    if rc.a.context.kind == "soft":
+        assert wrong(rc.a) == ["peer-closed"]
+    else:
+        finding = named(rc.a.diagnose(), "peer-unknown")
+        assert "is not open in this process" in finding.evidence
+        assert "if it was here, it is closed" in finding.remedy
+
+
+def test_peer_on_another_open_of_the_device_is_found(context, connect):
+    a = connect(to=QPState.RESET).a
+    with (
+        rp.open_device(context.name) as again,
+        rp.PD(again) as pd,
+        rp.CQ(again) as cq,
+        rp.QP(pd, QPType.RC, cq) as b,
+    ):
+        a.connect(b.endpoint())
+        b.connect(a.endpoint())
+        assert str(b) in named(a.diagnose(), "peer").evidence
+        a.to_reset()
+
+
+def test_arguments_of_another_type_are_named():
+    for wrong_qp in (5, None, "qp"):
+        with pytest.raises(TypeError, match=f"^qp: expected QP, got {type(wrong_qp).__name__}"):
+            diagnose(wrong_qp)
+    for name in ("port_num", "gid_index", "memory"):
+        with pytest.raises(TypeError, match=f"^{name}: expected int, got str"):
+            diagnose_machine("soft0", **{name: "1"})
+        with pytest.raises(ValueError, match=f"^{name}=-1 is not in"):
+            diagnose_machine("soft0", **{name: -1})
+    with pytest.raises(TypeError, match=r"^device: expected str or None, got int"):
+        diagnose_machine(5)
 
 
 def test_object_that_is_not_a_peer_is_refused(rc):
@@ -256,10 +289,10 @@ def test_one_sided_work_needs_no_receive(context, unconnected, opcode, flags):
 
 
 def test_only_opcodes_that_consume_a_receive_are_counted(context, unconnected):
-    needs(context.kind == "soft", "which opcodes are pending", context)
+    needs(context.kind == "soft", "list of pending opcodes", context)
     join(unconnected, {"rnr_retry": 7})
     a, b, mine = unconnected.a, unconnected.b, unconnected.mine
-    wrs = [unconnected.wr(kind, mine[:8]) for kind in (rp.RdmaWriteWithImm, rp.RdmaWrite)]
+    wrs = [unconnected.wr(wr_type, mine[:8]) for wr_type in (rp.RdmaWriteWithImm, rp.RdmaWrite)]
     a.post_send(wrs)
     assert "sends outstanding here: 1" in named(a.diagnose(b), "rnr-retry-for-ever").evidence
 
@@ -285,7 +318,7 @@ def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
 def test_gid_that_is_not_the_peers_is_found(context, unconnected):
     """Both are the port's GIDs, of two types."""
     port = context.query_port(1)
-    needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs that addresses are made of", context)
+    needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs made of IP addresses", context)
     a, b = unconnected.a, unconnected.b
     others = [entry.gid for entry in context.query_gid_table() if entry.gid.is_link_local]
     needs(others and not b.gid.gid.is_link_local, "second GID of another type", context)
@@ -305,7 +338,7 @@ def test_gid_that_is_not_the_peers_is_found(context, unconnected):
 
 
 def test_gid_of_no_device_is_found(context, unconnected):
-    needs(context.kind == "soft", "network that ends here", context)
+    needs(context.kind == "soft", "network confined to this machine", context)
     a, b = unconnected.a, unconnected.b
     a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))
     finding = named(a.diagnose(), "gid-wrong")
@@ -425,7 +458,7 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     finding = named(qp.diagnose(), "cq-too-small")
     assert finding.severity == "warning"
     assert f"outstanding: {cq.cqe + 1}:" in finding.evidence
-    assert finding.remedy.startswith(f"rp.CQ(context, {qp.max_send_wr + qp.max_recv_wr})")
+    assert finding.remedy.startswith(f"cq.resize({qp.max_send_wr + qp.max_recv_wr})")
     qp.to_reset()
 
 
@@ -446,7 +479,7 @@ def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
 
 def test_queue_pair_of_the_parent_process_is_a_problem(context):
     """Its memory and its queues are copies after a fork."""
-    needs(context.kind == "soft", "device that a fork copies as a whole", context)
+    needs(context.kind == "soft", "device state inside the process", context)
     said = prints(
         "import os, sys, rdmapost as rp\n"
         "context = rp.open_device(sys.argv[1])\n"

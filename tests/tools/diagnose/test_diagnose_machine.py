@@ -13,7 +13,7 @@ from support.findings import named
 import rdmapost as rp
 from rdmapost.diagnose import diagnose_machine
 from rdmapost.tools.diagnose.path import check_route
-from rdmapost.tools.diagnose.system import System
+from rdmapost.tools.diagnose.sysfs import System
 
 LIMITED = """
 import os, resource, sys

@@ -22,7 +22,7 @@ from support.findings import named, problems, wrong
 import rdmapost as rp
 from rdmapost import QPState
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.tools.diagnose.system import System
+from rdmapost.tools.diagnose.sysfs import System
 
 DOCTOR = shown("docs/troubleshooting.md", "sudo ip link set d0 down; rdmapost doctor -d rxe0")
 
@@ -63,7 +63,7 @@ def gids_settle(context: rp.Context, gid: str, there: bool) -> None:
     for _ in range(20):
         if (rp.GID(gid) in [entry.gid for entry in context.query_gid_table()]) is there:
             return
-        rp.get_async_event(context, 0.5)
+        context.get_async_event(0.5)
     pytest.fail(f"{gid} is {'not ' if there else ''}in the table after 10 s")
 
 
@@ -71,7 +71,7 @@ def port_settles(context: rp.Context, state: rp.PortState) -> None:
     for _ in range(20):
         if context.query_port(1).state is state:
             return
-        rp.get_async_event(context, 0.5)
+        context.get_async_event(0.5)
     pytest.fail(f"the port is not {state.name} after 10 s")
 
 
@@ -99,7 +99,7 @@ def test_port_that_is_down_is_found(context, netdev, rc):
 def test_mtu_that_has_shrunk_is_found(context, netdev, rc):
     mtu = System().netdev_mtu(netdev)
     active = context.query_port(1).active_mtu
-    needs(active > rp.MTU.MTU_256, "MTU that can be smaller", context)
+    needs(active > rp.MTU.MTU_256, "adjustable MTU", context)
     with undone((f"link set {netdev} mtu 600", f"link set {netdev} mtu {mtu}")):
         # What was connected before still sends packets as large as before.
         assert "mtu-mismatch" in wrong(rc.a)
@@ -137,7 +137,7 @@ def test_gid_of_another_network_is_found(context, netdev, connect):
         table = context.query_gid_table()
         index = next(entry.index for entry in table if entry.gid == rp.GID(gid))
         pair = connect(to=QPState.RESET, gid_index=index)
-        usual = rp.choose_gid(context).gid
+        usual = context.choose_gid().gid
         pair.a.connect(dataclasses.replace(pair.b.endpoint(), gid=usual))
         found = [finding for finding in pair.a.diagnose(pair.b) if finding.name == "gid-wrong"]
         evidence = " ".join(finding.evidence for finding in found)

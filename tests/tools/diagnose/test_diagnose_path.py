@@ -15,7 +15,7 @@ import rdmapost as rp
 from rdmapost import GIDType, LinkLayer, NodeType, PortState
 from rdmapost.tools.diagnose.finding import Finding
 from rdmapost.tools.diagnose.path import check_gid, check_port, check_route, uses_gids
-from rdmapost.tools.diagnose.system import System
+from rdmapost.tools.diagnose.sysfs import System
 
 ROCE = SimpleNamespace(name="roce7", node_type=NodeType.CA)
 V4, LINK_LOCAL = "::ffff:10.0.0.5", "fe80::5054:ff:fe12:3456"

@@ -85,7 +85,7 @@ def test_a_client_names_what_is_wrong_with_its_server(context, fault):
 def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
     if sent is not None and sent[12:18] == b"abcdef" and sent[19:51] != 32 * b"0":
         # The server's queue pair must be connected to something that it can reach.
-        gid = rp.choose_gid(context).gid.hex().encode()
+        gid = context.choose_gid().gid.hex().encode()
         sent = sent[:19] + gid[: max(0, len(sent) - 19)] + sent[51:]
     with (
         listen(HOST, 0) as listener,
@@ -102,7 +102,7 @@ def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
 
 def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
     """The exchange succeeds; no message is acknowledged."""
-    address = Address(0, 0xFFFFF0, 1, rp.choose_gid(context).gid)
+    address = Address(0, 0xFFFFF0, 1, context.choose_gid().gid)
     why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
     with (
         impostor(answer(address.encode())) as (_, port),
@@ -125,7 +125,7 @@ def test_run_client_names_a_host_that_cannot_be_found(context):
 
 
 def test_run_server_says_that_no_client_came_in_time(context):
-    why = r"no client came to 127\.0\.0\.1:\d+ within 0\.2 s"
+    why = r"no client connected to 127\.0\.0\.1:\d+ within 0\.2 s"
     with (
         Pingpong(context) as side,
         listen(HOST, 0) as listener,

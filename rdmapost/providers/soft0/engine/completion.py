@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -26,6 +27,9 @@ tm_info = Struct("@QI0Q").pack
 """The tag and application context in a tag-matching message's entry."""
 NO_TAG = tm_info(0, 0)
 """That of any other entry."""
+_timestamps = Struct("@QQ").pack
+clock = time.monotonic_ns
+"""The device's clock."""
 
 
 _Event = TypeVar("_Event")
@@ -93,6 +97,7 @@ class CompletionQueue(native.DeviceQueue):
         pending: what a poll, in C, removes: a completion's bytes, the queue whose slots it frees,
             and how many.
         armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
+        has_timestamps: whether completions carry the time at which they were added.
     """
 
     def __init__(self, capacity: int, channel: Channel | None, events: EventQueue) -> None:
@@ -100,9 +105,11 @@ class CompletionQueue(native.DeviceQueue):
         self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
         self.events = events
-        """Its device's, which with XRC need not be that of what completes here."""
+        """Those of the context that created it; with XRC, queue pairs of others complete here
+        too."""
         self.handle: Any = None
         self.users = 0
+        self.has_timestamps = False
         self.overrun = False
         """Whether an entry found no room."""
 
@@ -112,9 +119,11 @@ class CompletionQueue(native.DeviceQueue):
         if len(entries) >= self.capacity:
             return False
         fields, queue, frees, solicited, tag = entry
+        if self.has_timestamps:
+            tag += _timestamps(clock(), time.time_ns())
         native.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
-            # The queue may be armed until then.
+            # Only then: the queue may be armed before that.
             native.at_the_end(
                 native.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
             )

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, NamedTuple
 
 from ....enums import Opcode, SendFlags, WCFlags, WCStatus
 from ....posting.rules import MULTICAST_QPN
-from ....standard.wire import GRH_BYTES, IPV4_MAPPED
+from ....standard.wire import (
+    BTH_BYTES,
+    DETH_BYTES,
+    DONT_FRAGMENT,
+    GRH_BYTES,
+    ICRC_BYTES,
+    IMM_BYTES,
+    IPPROTO_UDP,
+    IPV4,
+    IPV4_MAPPED,
+    IPV6,
+    UDP_BYTES,
+    ipv4_header,
+)
 from . import offload
-from .memory import Fault, gather
+from .memory import ErrorStatus, gather
 from .packets import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
 
-_UDP = 17
-_BESIDE_PAYLOAD = 8 + 12 + 8 + 4
-"""Bytes of UDP header, BTH, DETH and ICRC."""
-_IMM_SIZE = 4
-_IPV4 = struct.Struct("!BBHHHBBH4s4s")
-_DONT_FRAGMENT = 0x4000
+_HEADERS = UDP_BYTES + BTH_BYTES + DETH_BYTES + ICRC_BYTES
+"""Bytes of a datagram's packet after the IP header, without the payload."""
 _PRIVILEGED_QKEY = 0x8000_0000
 _IP_CSUM = int(SendFlags.IP_CSUM)
 _ETHERTYPE_STARTS = (b"\x08", b"\x86")
@@ -42,10 +50,10 @@ def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send one datagram; nothing reports whether it arrived.
 
     Raises:
-        Fault: it is longer than the MTU.
+        ErrorStatus: it is longer than the MTU.
     """
     if size > qp.device.port_mtu.bytes:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     if wqe.flags & _IP_CSUM:
         data = [offload.fill_checksums(gather(data), offload.ipoib)]
     _send(qp, wqe, data, size)
@@ -55,10 +63,10 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
 
     Raises:
-        Fault: a message would be longer than the MTU, or the header cannot be used.
+        ErrorStatus: a message would be longer than the MTU, or the header cannot be used.
     """
     if len(wqe.hdr) + min(size, wqe.mss) > qp.device.port_mtu.bytes:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     for message in offload.segments(wqe.hdr, offload.ipoib, gather(data), wqe.mss):
         _send(qp, wqe, [message], len(message))
 
@@ -74,7 +82,7 @@ def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     # A Q_Key with the top bit set means the sender's own.
     request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
     request.sl = address.sl
-    request.grh = _ip_header(address, size + _IMM_SIZE * (request.imm is not None))
+    request.grh = _ip_header(address, size + IMM_BYTES * (request.imm is not None))
     if wqe.remote_qpn == MULTICAST_QPN:
         qp.device.multicast(request, address.dgid)
     else:
@@ -87,24 +95,20 @@ def _ip_header(address: AddressHandle, size: int) -> bytes:
     An IPv4 header takes the last 20 of the 40 bytes.
     """
     sgid, dgid = address.sgid, address.dgid
-    length = _BESIDE_PAYLOAD + -(-size // 4) * 4
+    length = _HEADERS + -(-size // 4) * 4
     if not sgid.startswith(IPV4_MAPPED) or not dgid.startswith(IPV4_MAPPED):
         first = 6 << 28 | address.traffic_class << 20 | address.flow_label
-        return struct.pack("!IHBB16s16s", first, length, _UDP, address.hop_limit, sgid, dgid)
+        return IPV6.pack(first, length, IPPROTO_UDP, address.hop_limit, sgid, dgid)
 
-    fields = (
-        0x45,
+    return bytes(GRH_BYTES - IPV4.size) + ipv4_header(
         address.traffic_class,
-        _IPV4.size + length,
-        0,
-        _DONT_FRAGMENT,
+        IPV4.size + length,
+        DONT_FRAGMENT,
         address.hop_limit,
-        _UDP,
+        IPPROTO_UDP,
+        sgid[12:],
+        dgid[12:],
     )
-    addresses = (sgid[12:], dgid[12:])
-    # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
-    checksum = -int.from_bytes(_IPV4.pack(*fields, 0, *addresses)) % 0xFFFF
-    return bytes(GRH_BYTES - _IPV4.size) + _IPV4.pack(*fields, checksum, *addresses)
 
 
 def flags_of(request: Request) -> int:

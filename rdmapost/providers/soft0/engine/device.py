@@ -11,18 +11,21 @@ from ....enums import MTU
 from . import requester, responder
 from .completion import Channel, EventQueue
 from .faults import FaultPlan, PlannedFaults
+from .journaled_dict import JournaledDict
 from .memory import Memory
 from .packets import Ack, Request
 from .qp import QueuePair
 from .queue import SharedReceiveQueue
-from .table import Table
 
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
+MAX_MCAST_GRP = 1 << 13
+MAX_MCAST_QP_ATTACH = 1 << 8
+
 
 ready: list[QueuePair | SharedReceiveQueue] = []
-"""What has work to do after the verb or step; C empties it."""
+"""What has work requests to execute after the verb; C empties it."""
 
 
 class OpenDevice(native.Record):
@@ -40,8 +43,8 @@ class OpenDevice(native.Record):
 class Device(native.Record):
     """A software RDMA device.
 
-    Every verb holds one lock, which covers everything (``_c/soft0/verb.c``). The device has no
-    threads: progress is made inside the verbs.
+    Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device has
+    no threads: progress is made inside the verbs.
 
     Attributes:
         name: its name.
@@ -59,13 +62,13 @@ class Device(native.Record):
         self.gids = (_LINK_LOCAL, _LOOPBACK)
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
-        self.qps: dict[int, QueuePair] = Table()
-        self.srqs: dict[int, SharedReceiveQueue] = Table()
+        self.qps: dict[int, QueuePair] = JournaledDict()
+        self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
         self.parked: frozenset[QueuePair] = frozenset()
         self._due = -1.0
         self.channels: frozenset[Channel] = frozenset()
         self.event_queues: frozenset[EventQueue] = frozenset()
-        self.groups: dict[bytes, frozenset[QueuePair]] = Table()
+        self.groups: dict[bytes, frozenset[QueuePair]] = JournaledDict()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
 
@@ -78,9 +81,17 @@ class Device(native.Record):
         qp = self.qps.get(request.dest_qpn)
         return None if qp is None else responder.receive(qp, request)
 
-    def attach(self, qp: QueuePair, group: bytes) -> None:
-        """Attach a queue pair to a multicast group."""
-        self.groups[group] = self.groups.get(group, frozenset()) | {qp}
+    def attach(self, qp: QueuePair, group: bytes) -> bool:
+        """Attach a queue pair to a multicast group; return whether the limits allow it."""
+        members = self.groups.get(group, frozenset())
+        if qp in members:
+            return True
+        if len(members) >= MAX_MCAST_QP_ATTACH or (
+            not members and len(self.groups) >= MAX_MCAST_GRP
+        ):
+            return False
+        self.groups[group] = members | {qp}
+        return True
 
     def detach(self, qp: QueuePair, group: bytes) -> bool:
         """Undo attach; return whether the queue pair was attached."""
@@ -112,25 +123,25 @@ class Device(native.Record):
     def _set_parked(self, parked: frozenset[QueuePair]) -> None:
         self.parked = parked
         self._due = min([qp.due for qp in parked], default=-1.0)
-        native.on_commit(native.come_back, self._due)
+        native.on_commit(native.schedule_at, self._due)
         sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
         for source in sources:
             source.signal()
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
-        """Have a queue's work requests executed after the verb or step."""
+        """Have a queue's work requests executed after the verb."""
         native.on_commit(native.start, worker)
 
-    def step(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
+    def execute_next(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """Carry out one pending work request of a worker; return whether to call again.
 
         Args:
             worker: None starts the queue pairs that are parked and due.
         """
         if isinstance(worker, QueuePair):
-            return requester.step(worker)
+            return requester.execute_next(worker)
         if worker is not None:
-            return bool(worker.tags.step())
+            return bool(worker.tags.execute_next())
         now = time.monotonic()
         due = frozenset([qp for qp in self.parked if qp.due <= now])
         self._set_parked(self.parked - due)
@@ -139,7 +150,7 @@ class Device(native.Record):
         return False
 
     def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
-        """Fail the work request that a step could not execute; return whether to call again."""
+        """Fail the work request that could not be executed; return whether to call again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
         return worker is not None and bool(worker.tags.give_up())

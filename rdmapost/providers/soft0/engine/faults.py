@@ -1,4 +1,4 @@
-"""Fault injection for your own tests.  Each fault fires once."""
+"""Fault injection for your own tests. Each fault fires once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from ...._arguments import member, within
 from ...._binding import native
 from ....enums import WCStatus
-from .table import Table
+from .journaled_dict import JournaledDict
 
 __all__ = ["FaultPlan"]
 
@@ -32,8 +32,8 @@ class PlannedFaults(native.Record):
     def __init__(self) -> None:
         self.wr_id_of: Callable[[int], int | None] = int
         self.posts = native.PostFaults()
-        self.statuses: dict[int, WCStatus] = Table()
-        self.refusals: dict[int, int] = Table()
+        self.statuses: dict[int, WCStatus] = JournaledDict()
+        self.refusals: dict[int, int] = JournaledDict()
 
     def take_status(self, cookie: int) -> WCStatus | None:
         """Return the status with which a work request must complete, or None."""
@@ -64,7 +64,7 @@ class FaultPlan:
         raise TypeError("cannot copy or pickle 'FaultPlan' object: it belongs to an open device")
 
     def clear(self) -> None:
-        """Make everything work again."""
+        """Cancel all planned faults."""
         for faults in (self._planned.posts, self._planned.statuses, self._planned.refusals):
             faults.clear()
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...._binding import native
 from ....enums import Access, MWType, WCStatus
+from .journaled_dict import JournaledDict
 from .packets import Segments
-from .table import Table
 
 _LOCAL_WRITE = int(Access.LOCAL_WRITE)
 _ZERO_BASED = int(Access.ZERO_BASED)
@@ -20,15 +20,15 @@ _MW_BIND = int(Access.MW_BIND)
 _REMOTE_WRITES = int(Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
 
 
-class Fault(Exception):
-    """A local error: the work request completes with this status."""
+class ErrorStatus(Exception):
+    """A work request completes with this error status."""
 
     def __init__(self, status: WCStatus) -> None:
         self.status = status
 
 
-class RemoteFault(Exception):
-    """A remote access error: the responder refuses."""
+class RemoteAccessError(Exception):
+    """The responder refuses a request: NAK, remote access error."""
 
 
 class ProtectionDomain:
@@ -40,10 +40,28 @@ class ProtectionDomain:
 class Region(native.Record):
     """Registered memory."""
 
-    __slots__ = ("access", "addr", "length", "lkey", "memory", "pd", "rkey", "valid", "windows")
+    __slots__ = (
+        "access",
+        "addr",
+        "length",
+        "lkey",
+        "memory",
+        "pd",
+        "rkey",
+        "unsure",
+        "valid",
+        "windows",
+    )
 
     def __init__(
-        self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int, lkey: int, rkey: int
+        self,
+        pd: ProtectionDomain,
+        addr: int,
+        memory: memoryview,
+        access: int,
+        lkey: int,
+        rkey: int,
+        unsure: int | None = None,
     ) -> None:
         self.pd = pd
         self.addr = addr
@@ -52,8 +70,22 @@ class Region(native.Record):
         self.access = int(access)
         self.lkey = lkey
         self.rkey = rkey
+        self.unsure = unsure
         self.valid = True
         self.windows = 0
+
+    def part(self, start: int, length: int, write: bool) -> Any:
+        """Return part of the memory, or None if it is no longer mapped.
+
+        If it may be unmapped at any time, return a copy of it for reading, or, for writing, a
+        Room, through which the kernel writes it.
+        """
+        if self.unsure is None:
+            return self.memory[start : start + length]
+        room = native.Room(self.unsure + start, length, self.memory)
+        if not write:
+            return room.read()
+        return room if native.reachable(self.unsure + start, length, True) else None
 
 
 class Window(native.Record):
@@ -96,8 +128,8 @@ class Memory(native.Record):
     """A device's memory keys, and the region or window that each one identifies."""
 
     def __init__(self) -> None:
-        self.regions_by_lkey: dict[int, Region] = Table()
-        self._by_rkey: dict[int, Region | Window] = Table()
+        self.regions_by_lkey: dict[int, Region] = JournaledDict()
+        self._by_rkey: dict[int, Region | Window] = JournaledDict()
         self._next = 0x10
         self._tag = 0
 
@@ -111,13 +143,37 @@ class Memory(native.Record):
 
     # ---- registering --------------------------------------------------------
 
-    def register(self, pd: ProtectionDomain, addr: int, memory: memoryview, access: int) -> Region:
-        """Register memory at an address, with new keys; the rkey and the lkey differ."""
+    def register(
+        self,
+        pd: ProtectionDomain,
+        addr: int,
+        memory: memoryview,
+        access: int,
+        unsure: int | None = None,
+    ) -> Region:
+        """Register memory at an address, with new keys; the rkey and the lkey differ.
+
+        Args:
+            unsure: the address of the first byte in this process, if the memory may be unmapped
+                while it is registered, or its file become shorter.
+        """
         lkey = self._new_key()
-        region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000)
-        self.regions_by_lkey[lkey] = region
-        self._by_rkey[region.rkey] = region
+        region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000, unsure)
+        self._list(region)
         return region
+
+    def _list(self, region: Region) -> None:
+        self.regions_by_lkey[region.lkey] = region
+        self._by_rkey[region.rkey] = region
+
+    def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
+        """Register a region over other memory; its keys change, the old ones become unknown."""
+        lkey = self._new_key()
+        self.deregister(region)
+        region.addr, region.memory, region.length = addr, memory, len(memory)
+        region.lkey, region.rkey, region.unsure = lkey, lkey | 0x8000_0000, unsure
+        region.valid = True
+        self._list(region)
 
     def deregister(self, region: Region) -> None:
         """Forget a region; its keys become unknown."""
@@ -156,8 +212,8 @@ class Memory(native.Record):
             size: how many bytes are needed; SGEs after them are not checked. Default: all.
 
         Raises:
-            Fault: LOC_PROT_ERR: a key, range, domain or permission is wrong; LOC_LEN_ERR: the SGEs
-                are shorter than size.
+            ErrorStatus: LOC_PROT_ERR: a key, range, domain or permission is wrong; LOC_LEN_ERR:
+                the SGEs are shorter than size.
         """
         segments: Segments = []
         regions = self.regions_by_lkey
@@ -170,51 +226,59 @@ class Memory(native.Record):
                 size -= length
             region = regions.get(lkey)
             if region is None or region.pd is not pd:
-                raise Fault(WCStatus.LOC_PROT_ERR)
+                raise ErrorStatus(WCStatus.LOC_PROT_ERR)
             start = addr - region.addr
             if start < 0 or start + length > region.length:
-                raise Fault(WCStatus.LOC_PROT_ERR)
+                raise ErrorStatus(WCStatus.LOC_PROT_ERR)
             if write and not region.access & _LOCAL_WRITE:
-                raise Fault(WCStatus.LOC_PROT_ERR)
-            segments.append(region.memory[start : start + length])
+                raise ErrorStatus(WCStatus.LOC_PROT_ERR)
+            part = region.part(start, length, write)
+            if part is None:
+                raise ErrorStatus(WCStatus.LOC_PROT_ERR)
+            segments.append(part)
         if size:
-            raise Fault(WCStatus.LOC_LEN_ERR)
+            raise ErrorStatus(WCStatus.LOC_LEN_ERR)
         return segments
 
     def remote(
-        self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int, length: int, need: int
-    ) -> memoryview:
+        self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int | None, length: int, need: int
+    ) -> Any:
         """Return the memory behind a remote key.
 
         Args:
             pd: the responder's protection domain.
             qpn: the responder's queue pair.
-            rkey, addr, length: what the request names.
+            rkey, addr, length: what the request names; with no addr, all that the rkey covers.
             need: the Access that the operation needs.
 
         Raises:
-            RemoteFault: a key, range, domain or permission is wrong.
+            RemoteAccessError: a key, range, domain or permission is wrong.
         """
         target = self._by_rkey.get(rkey)
         if isinstance(target, Window):
             region = target.region
             if region is None or not region.valid or target.pd is not pd:
-                raise RemoteFault("the window is not bound here")
+                raise RemoteAccessError("the window is not bound, or not in this protection domain")
             if target.type is MWType.TYPE_2 and target.qpn != qpn:
-                raise RemoteFault("the window was bound on another queue pair")
+                raise RemoteAccessError("the window was bound on another queue pair")
         else:
             region = target
             if region is None or region.pd is not pd:
-                raise RemoteFault("the rkey is unknown here")
+                raise RemoteAccessError("the protection domain has no such rkey")
         assert target is not None
         zero_based = target.access & _ZERO_BASED
+        if addr is None:
+            addr, length = 0 if zero_based else target.addr, target.length
         start = addr if zero_based else addr - target.addr
         if start < 0 or start + length > target.length:
-            raise RemoteFault("the range lies outside what the rkey covers")
+            raise RemoteAccessError("the range lies outside what the rkey covers")
         if need & ~target.access:
-            raise RemoteFault("the rkey does not grant this")
+            raise RemoteAccessError("the rkey does not grant this")
         start += target.addr - region.addr
-        return region.memory[start : start + length]
+        part = region.part(start, length, bool(need & _REMOTE_WRITES))
+        if part is None:
+            raise RemoteAccessError("the memory is no longer mapped")
+        return part
 
     # ---- memory management operations ---------------------------------------
 
@@ -233,24 +297,24 @@ class Memory(native.Record):
         """Bind a window, as a work request requests.
 
         Raises:
-            Fault: MW_BIND_ERR: the rules for binding are not met.
+            ErrorStatus: MW_BIND_ERR: the rules for binding are not met.
         """
         type_2 = window.type is MWType.TYPE_2
         if window.pd is not pd or (type_2 and window.region is not None):
-            raise Fault(WCStatus.MW_BIND_ERR)
+            raise ErrorStatus(WCStatus.MW_BIND_ERR)
         if not length and not type_2:
             # A bind of length 0 unbinds a type 1 window.
             self.rekey(window, rkey)
             window.unbind()
             return
         if region is None or not region.valid or region.pd is not pd or not length:
-            raise Fault(WCStatus.MW_BIND_ERR)
+            raise ErrorStatus(WCStatus.MW_BIND_ERR)
         if not region.access & _MW_BIND or region.access & _ZERO_BASED:
-            raise Fault(WCStatus.MW_BIND_ERR)
+            raise ErrorStatus(WCStatus.MW_BIND_ERR)
         if access & _REMOTE_WRITES and not region.access & _LOCAL_WRITE:
-            raise Fault(WCStatus.MW_BIND_ERR)
+            raise ErrorStatus(WCStatus.MW_BIND_ERR)
         if addr < region.addr or addr + length > region.addr + region.length:
-            raise Fault(WCStatus.MW_BIND_ERR)
+            raise ErrorStatus(WCStatus.MW_BIND_ERR)
         self.rekey(window, rkey)
         window.bind(region, addr, length, access, qpn)
 
@@ -273,6 +337,20 @@ class Memory(native.Record):
 _ALL = slice(None)
 
 
+def contents(target: Any) -> Any:
+    """Return the bytes of memory that is to be written.
+
+    Raises:
+        RemoteAccessError: it is no longer mapped.
+    """
+    if not isinstance(target, native.Room):
+        return target
+    found = target.read()
+    if found is None:
+        raise RemoteAccessError("the memory is no longer mapped")
+    return found
+
+
 def gather(source: Segments) -> bytes:
     """Return the bytes behind segments."""
     return b"".join(source)
@@ -291,12 +369,12 @@ def copy(source: Segments, target: Segments) -> None:
 
 def _copy_pieces(source: Segments, target: Segments) -> None:
     rooms = iter(target)
-    room = memoryview(b"")
+    room: Any = b""
     for each in source:
         piece = memoryview(each)
         while piece:
             if not room:
-                room = memoryview(next(rooms))
+                room = next(rooms)
             size = min(len(piece), len(room))
             native.on_commit(setitem, room[:size], _ALL, piece[:size])
             piece, room = piece[size:], room[size:]

@@ -11,8 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ....enums import WCStatus
-from ....standard.wire import checksum_residue
-from .memory import Fault
+from ....standard.wire import (
+    ETHERTYPE_IPV4,
+    ETHERTYPE_IPV6,
+    IPOIB_BYTES,
+    IPPROTO_TCP,
+    IPPROTO_UDP,
+    IPV4,
+    IPV6,
+    TCP_BYTES,
+    UDP_BYTES,
+    checksum_residue,
+)
+from .memory import ErrorStatus
 
 MAX_TSO = 1 << 18
 """Payload bytes of one TSO work request."""
@@ -22,11 +33,7 @@ _Bytes = bytes | bytearray
 Link = Callable[[bytes], tuple[int, int]]
 """Finds a packet's network header: its offset, and its EtherType (0: the packet is too short)."""
 
-_IPV4, _IPV6 = 0x0800, 0x86DD
 _VLAN_TAGS = frozenset({0x8100, 0x88A8})
-_TCP, _UDP = 6, 17
-_TCP_SIZE, _UDP_SIZE = 20, 8
-_IPV4_SIZE, _IPV6_SIZE = 20, 40
 _FRAGMENT = 0x3FFF
 """More Fragments, and the fragment offset."""
 _SKIPPED = frozenset({0, 60})
@@ -46,10 +53,10 @@ def ethernet(frame: bytes) -> tuple[int, int]:
 
 
 def ipoib(message: bytes) -> tuple[int, int]:
-    """Find the network header of an IP-over-InfiniBand message, after 4 bytes (RFC 4391)."""
-    if len(message) < 4 or message[2:4] != b"\0\0":
-        return 4, 0
-    return 4, int.from_bytes(message[:2])
+    """Find the network header of an IP-over-InfiniBand message, after its 4 bytes (RFC 4391)."""
+    if len(message) < IPOIB_BYTES or message[2:4] != b"\0\0":
+        return IPOIB_BYTES, 0
+    return IPOIB_BYTES, int.from_bytes(message[:2])
 
 
 # ---- headers ----------------------------------------------------------------
@@ -62,21 +69,21 @@ class _Headers(NamedTuple):
     ip: int
     transport: int
     protocol: int
-    """_TCP or _UDP, or 0 if the transport checksum must stay unchanged."""
+    """IPPROTO_TCP or IPPROTO_UDP, or 0 if the transport checksum must stay unchanged."""
 
 
 def _headers(packet: bytes, link: Link) -> _Headers | None:
     """Find the headers of a packet; None if it is not IP."""
     at, ethertype = link(packet)
     left = len(packet) - at
-    if ethertype == _IPV4 and left >= _IPV4_SIZE and packet[at] >> 4 == 4:
+    if ethertype == ETHERTYPE_IPV4 and left >= IPV4.size and packet[at] >> 4 == 4:
         size = (packet[at] & 0xF) * 4
-        if not _IPV4_SIZE <= size <= left:
+        if not IPV4.size <= size <= left:
             return None
         fragment = int.from_bytes(packet[at + 6 : at + 8]) & _FRAGMENT
         return _Headers(4, at, at + size, 0 if fragment else _known(packet[at + 9]))
-    if ethertype == _IPV6 and left >= _IPV6_SIZE and packet[at] >> 4 == 6:
-        following, end = packet[at + 6], at + _IPV6_SIZE
+    if ethertype == ETHERTYPE_IPV6 and left >= IPV6.size and packet[at] >> 4 == 6:
+        following, end = packet[at + 6], at + IPV6.size
         while following in _SKIPPED and end + 8 <= len(packet):
             following, end = packet[end], end + 8 + packet[end + 1] * 8
         return _Headers(6, at, end, _known(following) if end <= len(packet) else 0)
@@ -84,7 +91,7 @@ def _headers(packet: bytes, link: Link) -> _Headers | None:
 
 
 def _known(protocol: int) -> int:
-    return protocol if protocol in (_TCP, _UDP) else 0
+    return protocol if protocol in (IPPROTO_TCP, IPPROTO_UDP) else 0
 
 
 def _packet_end(packet: _Bytes, headers: _Headers) -> int:
@@ -92,7 +99,7 @@ def _packet_end(packet: _Bytes, headers: _Headers) -> int:
     at = headers.ip
     if headers.version == 4:
         return at + int.from_bytes(packet[at + 2 : at + 4])
-    return at + _IPV6_SIZE + int.from_bytes(packet[at + 4 : at + 6])
+    return at + IPV6.size + int.from_bytes(packet[at + 4 : at + 6])
 
 
 def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
@@ -100,10 +107,10 @@ def _holds_transport(packet: _Bytes, headers: _Headers, end: int) -> bool:
     size = end - headers.transport
     if not headers.protocol or end > len(packet):
         return False
-    if headers.protocol == _TCP:
-        return size >= _TCP_SIZE
+    if headers.protocol == IPPROTO_TCP:
+        return size >= TCP_BYTES
     at = headers.transport + 4
-    return size >= _UDP_SIZE and int.from_bytes(packet[at : at + 2]) == size
+    return size >= UDP_BYTES and int.from_bytes(packet[at : at + 2]) == size
 
 
 # ---- checksums --------------------------------------------------------------
@@ -141,12 +148,12 @@ def _fill(out: bytearray, headers: _Headers, end: int) -> None:
         out[at + 10 : at + 12] = _checksum(checksum_residue(out[at:transport])).to_bytes(2)
     if not _holds_transport(out, headers, end):
         return
-    field = transport + (16 if headers.protocol == _TCP else 6)
+    field = transport + (16 if headers.protocol == IPPROTO_TCP else 6)
     out[field : field + 2] = b"\0\0"
     value = _checksum(
         _pseudo_header(out, headers, end - transport) + checksum_residue(out[transport:end])
     )
-    if headers.protocol == _UDP:
+    if headers.protocol == IPPROTO_UDP:
         # 0 would mean "no checksum", so 0 is sent in its other form.
         value = value or 0xFFFF
     out[field : field + 2] = value.to_bytes(2)
@@ -163,7 +170,7 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
     if headers.version == 4:
         if checksum_residue(packet[at:transport]):
             return False
-        if headers.protocol == _UDP and packet[transport + 6 : transport + 8] == b"\0\0":
+        if headers.protocol == IPPROTO_UDP and packet[transport + 6 : transport + 8] == b"\0\0":
             # Optional on IPv4.
             return True
     size = end - transport
@@ -188,29 +195,29 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes
         mss: payload bytes in a packet.
 
     Raises:
-        Fault: LOC_QP_OP_ERR: the mss is 0, or the header has another format; LOC_LEN_ERR: hdr is
-            shorter or longer than its headers, or the payload is longer than MAX_TSO.
+        ErrorStatus: LOC_QP_OP_ERR: the mss is 0, or the header has another format; LOC_LEN_ERR:
+            hdr is shorter or longer than its headers, or the payload is longer than MAX_TSO.
     """
     headers = _headers(hdr, link)
     if not mss or headers is None or not headers.protocol:
-        raise Fault(WCStatus.LOC_QP_OP_ERR)
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
     if _transport_size(hdr, headers) != len(hdr) - headers.transport or len(payload) > MAX_TSO:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     return _cut(hdr, headers, payload, mss)
 
 
 def _transport_size(hdr: bytes, headers: _Headers) -> int:
     """Return the length that the TCP or UDP header gives; -1 if it is cut short."""
-    if headers.protocol == _UDP:
-        return _UDP_SIZE
-    if len(hdr) < headers.transport + _TCP_SIZE:
+    if headers.protocol == IPPROTO_UDP:
+        return UDP_BYTES
+    if len(hdr) < headers.transport + TCP_BYTES:
         return -1
-    return max(_TCP_SIZE, (hdr[headers.transport + 12] >> 4) * 4)
+    return max(TCP_BYTES, (hdr[headers.transport + 12] >> 4) * 4)
 
 
 def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> Iterator[bytes]:
     at, transport = headers.ip, headers.transport
-    tcp = headers.protocol == _TCP
+    tcp = headers.protocol == IPPROTO_TCP
     (ident,) = struct.unpack_from("!H", hdr, at + 4)
     (sequence,) = struct.unpack_from("!I", hdr, transport + 4) if tcp else (0,)
     for index, start in enumerate(range(0, len(payload) or 1, mss)):
@@ -219,7 +226,7 @@ def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> Iterator[by
         if headers.version == 4:
             struct.pack_into("!HH", out, at + 2, end - at, (ident + index) & 0xFFFF)
         else:
-            struct.pack_into("!H", out, at + 4, end - at - _IPV6_SIZE)
+            struct.pack_into("!H", out, at + 4, end - at - IPV6.size)
         if tcp:
             struct.pack_into("!I", out, transport + 4, (sequence + start) & 0xFFFF_FFFF)
             if start:

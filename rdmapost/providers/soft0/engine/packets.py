@@ -26,10 +26,14 @@ class Request:
     rkey = 0
     compare = 0
     swap = 0
+    flush_type = 0
+    flush_level = 0
     srqn = 0
     qkey = 0
     grh = b""
     sl = 0
+    psn = 0
+    """The requester's sq_psn: packets are not counted, so it is the same in every request."""
 
     def __init__(
         self, opcode: int, qp_type: QPType, src_qpn: int, dest_qpn: int, data: Segments, length: int

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._binding import native
 from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
-from ....posting.rules import OPCODES_BY_QP_TYPE
+from ....posting.rules import OPCODES_BY_QP_TYPE, SEND_OPS
 from ....standard.qp_states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
 from .queue import WQE, SharedReceiveQueue, WorkQueue
@@ -25,8 +25,10 @@ _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.LOCAL_INV): WCOpcode.LOCAL_INV,
     int(Opcode.BIND_MW): WCOpcode.BIND_MW,
     int(Opcode.TSO): WCOpcode.TSO,
+    int(Opcode.FLUSH): WCOpcode.FLUSH,
+    int(Opcode.ATOMIC_WRITE): WCOpcode.ATOMIC_WRITE,
 }
-"""All others as SEND: an unknown opcode can only have failed, and then this is not valid."""
+"""Any other opcode is reported as SEND: its completion has failed, so the opcode is not valid."""
 
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
@@ -81,7 +83,7 @@ class QueuePair(native.Record):
         self.sq_sig_all = sq_sig_all
         self.xrcd: Any = None
         self.handle: Any = None
-        self.opcodes = frozenset(map(int, OPCODES_BY_QP_TYPE[qp_type]))
+        self.opcodes = frozenset(map(int, OPCODES_BY_QP_TYPE[qp_type] - SEND_OPS.keys()))
         self.reliable = qp_type in _RELIABLE
         self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
@@ -121,11 +123,12 @@ class QueuePair(native.Record):
         return True
 
     def _enter(self, state: QPState) -> None:
+        failed = self.state is _ERR
         self._set_state(state)
         if state is QPState.RESET:
             self.drop_queues()
             self._forget()
-        elif state is _ERR:
+        elif state is _ERR and not failed:
             self.flush()
 
     def _set_state(self, state: QPState) -> None:
@@ -138,7 +141,7 @@ class QueuePair(native.Record):
         self.rq.prompt = state is _ERR
 
     def drop_queues(self) -> None:
-        """Forget what is posted and what has completed, without completions."""
+        """Drop the posted work requests and their completions that were not polled."""
         for wqe in native.posted(self.sq):
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
@@ -228,5 +231,5 @@ class QueuePair(native.Record):
             self.push(self.recv_cq, (fields, self.rq, 1, False, NO_TAG))
 
     def grants(self, access: int) -> bool:
-        """Whether the queue pair allows the peer this access."""
-        return bool(self.attr["qp_access_flags"] & access)
+        """Whether the queue pair allows the peer this access, all of it."""
+        return not access & ~self.attr["qp_access_flags"]

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
+from ....standard.wire import ETHERNET_BYTES
 from . import offload
-from .memory import Fault, gather
+from .memory import ErrorStatus, gather
 from .packets import Request, Segments
 
 if TYPE_CHECKING:
     from .qp import QueuePair
     from .queue import WQE
 
-ETHERNET_HEADER = 14
-MAX_FRAME = 9000 + ETHERNET_HEADER
+MAX_FRAME = 9000 + ETHERNET_BYTES
 
 
 def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
     """Send one frame, with its checksums filled in if the work request asks for that.
 
     Raises:
-        Fault: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
+        ErrorStatus: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
     """
     frame = gather(data)
     _check_length(len(frame))
@@ -34,7 +34,7 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many frames, each with the work request's header.
 
     Raises:
-        Fault: a frame would be too long, or the header cannot be used.
+        ErrorStatus: a frame would be too long, or the header cannot be used.
     """
     _check_length(len(wqe.hdr) + min(size, wqe.mss))
     for frame in offload.segments(wqe.hdr, offload.ethernet, gather(data), wqe.mss):
@@ -42,8 +42,8 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def _check_length(size: int) -> None:
-    if not ETHERNET_HEADER <= size <= MAX_FRAME:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+    if not ETHERNET_BYTES <= size <= MAX_FRAME:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
 
 
 def _send_frame(qp: QueuePair, frame: bytes) -> None:

@@ -17,7 +17,7 @@ from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ....posting.rules import MAX_MSG_SIZE
 from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
-from .memory import Fault, copy
+from .memory import ErrorStatus, copy
 from .packets import ACK, Ack, AckType, Request, Segments, size_of
 from .qp import QueuePair
 from .queue import WQE
@@ -41,7 +41,7 @@ class _Parked(Exception):
     """The request must be retried later."""
 
 
-def step(qp: QueuePair) -> bool:
+def execute_next(qp: QueuePair) -> bool:
     """Execute the work request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
@@ -56,8 +56,8 @@ def step(qp: QueuePair) -> bool:
     try:
         byte_len = _carry_out(qp, wqe)
         status = _SUCCESS
-    except Fault as fault:
-        status = fault.status
+    except ErrorStatus as error:
+        status = error.status
     except _Parked:
         qp.device.park(qp)
         return False
@@ -76,7 +76,7 @@ def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
     if not qp.sq.pending:
-        # On a queue pair that sends to itself, the request has flushed itself.
+        # Loopback to the same QP: the responder's error has already flushed this WQE.
         return
     qp.sq.take()
     qp.complete_send(wqe, status, byte_len)
@@ -88,15 +88,15 @@ def _carry_out(qp: QueuePair, wqe: WQE) -> int:
     """Carry out one work request; return the bytes that came back.
 
     Raises:
-        Fault: it ends with an error status.
+        ErrorStatus: it ends with an error status.
         _Parked: it must be retried.
     """
     faults = qp.context.faults
     if faults.statuses and (forced := faults.take_status(wqe.wr_id)) is not None:
-        raise Fault(forced)
+        raise ErrorStatus(forced)
     opcode = wqe.opcode
     if opcode not in qp.opcodes:
-        raise Fault(WCStatus.LOC_QP_OP_ERR)
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
     return _BY_OPCODE[opcode](qp, wqe)
 
 
@@ -111,13 +111,14 @@ def _local_data(qp: QueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segmen
     segments = qp.device.memory.local(pd, wqe.sges, write)
     size = size_of(segments)
     if size > MAX_MSG_SIZE:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     return segments, size
 
 
 def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
     opcode = wqe.opcode
     request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
+    request.psn = qp.attr["sq_psn"]
     if wqe.flags & _SOLICITED:
         request.solicited = True
     if opcode == _SEND:
@@ -151,10 +152,10 @@ def _room(wqe: WQE) -> int:
     """
     if wqe.inline is not None:
         # An inline copy cannot be written to.
-        raise Fault(WCStatus.LOC_QP_OP_ERR)
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
     size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
     if size > MAX_MSG_SIZE:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     return size
 
 
@@ -170,7 +171,7 @@ def _read(qp: QueuePair, wqe: WQE) -> int:
 
 def _atomic(qp: QueuePair, wqe: WQE) -> int:
     if _room(wqe) < 8:
-        raise Fault(WCStatus.LOC_LEN_ERR)
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     _needs_rd_atomic(qp)
     request = _request(qp, wqe, [], 8)
     request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
@@ -180,15 +181,28 @@ def _atomic(qp: QueuePair, wqe: WQE) -> int:
     return 8
 
 
+def _atomic_write(qp: QueuePair, wqe: WQE) -> int:
+    _needs_rd_atomic(qp)
+    _exchange(qp, _request(qp, wqe, [wqe.atomic_wr.to_bytes(8, sys.byteorder)], 8))
+    return 0
+
+
+def _flush(qp: QueuePair, wqe: WQE) -> int:
+    request = _request(qp, wqe, [], wqe.length)
+    request.flush_type, request.flush_level = wqe.type, wqe.level
+    _exchange(qp, request)
+    return 0
+
+
 def _needs_rd_atomic(qp: QueuePair) -> None:
     if not qp.attr["max_rd_atomic"]:
         # No read or atomic may be outstanding, so it could never start.
-        raise Fault(WCStatus.LOC_QP_OP_ERR)
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
 
 
 def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
     if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
-        raise Fault(WCStatus.MW_BIND_ERR)
+        raise ErrorStatus(WCStatus.MW_BIND_ERR)
     return 0
 
 
@@ -227,6 +241,8 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
     int(Opcode.LOCAL_INV): _local_invalidate,
     int(Opcode.BIND_MW): _bind,
     int(Opcode.TSO): _tso,
+    int(Opcode.FLUSH): _flush,
+    int(Opcode.ATOMIC_WRITE): _atomic_write,
 }
 
 
@@ -237,12 +253,12 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
     """Send a request and return its acknowledgement.
 
     Raises:
-        Fault: the responder sent a NAK, or the attempts are used up.
+        ErrorStatus: the responder sent a NAK, or the attempts are used up.
         _Parked: it did not respond, or was not ready; attempts are left.
     """
     if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
         # The last attempt has timed out too.
-        raise Fault(WCStatus.RETRY_EXC_ERR)
+        raise ErrorStatus(WCStatus.RETRY_EXC_ERR)
     ack = qp.device.transmit(request, qp.attr["dgid"])
     if not qp.reliable:
         return ACK
@@ -257,13 +273,13 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
         return ack
     if ack.type is AckType.RNR_NAK:
         if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
-            raise Fault(WCStatus.RNR_RETRY_EXC_ERR)
+            raise ErrorStatus(WCStatus.RNR_RETRY_EXC_ERR)
         qp.rnr_retries += 1
         _try_again(qp, rnr_timer(ack.rnr_timer))
-    raise Fault(_NAK_STATUS[ack.type])
+    raise ErrorStatus(_NAK_STATUS[ack.type])
 
 
 def _try_again(qp: QueuePair, seconds: float) -> NoReturn:
-    """Leave the request at the head of the queue for later."""
+    """Have the request at the head of the queue retried later."""
     qp.due = time.monotonic() + seconds
     raise _Parked

@@ -7,14 +7,27 @@ silently.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import setitem
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ....enums import Access, EventType, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
+from ...._binding import native
+from ....enums import (
+    Access,
+    EventType,
+    FlushLevel,
+    FlushType,
+    Opcode,
+    QPState,
+    QPType,
+    WCFlags,
+    WCOpcode,
+    WCStatus,
+)
 from ....standard.wire import GRH_BYTES
 from . import datagram, raw
 from .completion import NO_TAG
-from .memory import Fault, RemoteFault, copy
+from .memory import ErrorStatus, RemoteAccessError, contents, copy
 from .packets import ACK, Ack, AckType, Request, Segments
 from .queue import SharedReceiveQueue, WorkQueue
 
@@ -35,6 +48,11 @@ _UINT64 = Struct("=Q")
 _REMOTE_WRITE = int(Access.REMOTE_WRITE)
 _REMOTE_READ = int(Access.REMOTE_READ)
 _REMOTE_ATOMIC = int(Access.REMOTE_ATOMIC)
+_FLUSH_ACCESS = {
+    FlushType.GLOBAL: int(Access.FLUSH_GLOBAL),
+    FlushType.PERSISTENT: int(Access.FLUSH_PERSISTENT),
+}
+_FLUSH_LEVELS = frozenset(FlushLevel)
 _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
 _RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
@@ -48,6 +66,9 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
     if qp.connected:
         if qp.attr["dest_qp_num"] != request.src_qpn:
             return None
+        # UC accepts any PSN.
+        if qp.reliable and qp.attr["rq_psn"] != request.psn:
+            return None
     elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
         return None
     if qp.state is _RTR and not qp.established:
@@ -55,7 +76,7 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
         qp.context.events.push(EventType.COMM_EST, qp.handle)
     try:
         ack = _BY_OPCODE[request.opcode](qp, request)
-    except RemoteFault:
+    except RemoteAccessError:
         if not qp.reliable:
             return None
         qp.fail(EventType.QP_ACCESS_ERR)
@@ -87,13 +108,13 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     """Return the shared receive queue that a request draws from, or None for the QP's own.
 
     Raises:
-        RemoteFault: the domain has no SRQ of the number in an XRC request.
+        RemoteAccessError: the domain has no SRQ of the number in an XRC request.
     """
     if qp.type is not _XRC_RECV:
         return qp.srq
     srq: SharedReceiveQueue | None = qp.device.srqs.get(request.srqn)
     if srq is None or srq.xrcd is not qp.xrcd:
-        raise RemoteFault("no such XRC SRQ in this domain")
+        raise RemoteAccessError("no such XRC SRQ in this domain")
     return srq
 
 
@@ -149,10 +170,10 @@ def fill(
             copy(request.data, segments)
             if qp.type is _RAW_PACKET:
                 flags = raw.flags_of(request)
-    except Fault as fault:
+    except ErrorStatus as error:
         room = sum([length or 1 << 31 for _, length, _ in wqe.sges])
         # Whether the message fits is determined before any of it is written.
-        status = fault.status if byte_len <= room else WCStatus.LOC_LEN_ERR
+        status = error.status if byte_len <= room else WCStatus.LOC_LEN_ERR
         ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
     if request.imm is not None:
         imm, flags = request.imm, flags | _WITH_IMM
@@ -177,10 +198,13 @@ def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments
     if not size:
         # An empty message accesses no memory, so its key is not checked.
         return []
-    srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
-    pd = qp.pd if srq is None else srq.pd
-    memory = qp.device.memory
+    memory, pd = qp.device.memory, _domain(qp, request)
     return [memory.remote(pd, qp.number, request.rkey, request.remote_addr, size, access)]
+
+
+def _domain(qp: QueuePair, request: Request) -> ProtectionDomain:
+    srq = shared_queue(qp, request) if qp.type is _XRC_RECV else None
+    return qp.pd if srq is None else srq.pd
 
 
 def _write(qp: QueuePair, request: Request) -> Ack | None:
@@ -217,12 +241,42 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
     # The device's lock makes this atomic.
     old: int
-    (old,) = _UINT64.unpack(target)
+    (old,) = _UINT64.unpack(contents(target))
     if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
         copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
     elif old == request.compare:
         copy([_UINT64.pack(request.swap)], [target])
     return Ack(AckType.ACK, value=old)
+
+
+def _atomic_write(qp: QueuePair, request: Request) -> Ack | None:
+    if not qp.grants(_REMOTE_WRITE) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
+    if request.remote_addr % 8:
+        return refuse(qp)
+    [target] = _target(qp, request, 8, _REMOTE_WRITE)
+    # As one number: a reader of the memory must not see half of it.
+    native.on_commit(setitem, target.cast("Q"), 0, *_UINT64.unpack(request.data[0]))
+    return ACK
+
+
+def _flush(qp: QueuePair, request: Request) -> Ack | None:
+    access = sum([_FLUSH_ACCESS[flag] for flag in FlushType if flag & request.flush_type])
+    if not access or request.flush_level not in _FLUSH_LEVELS:
+        return refuse(qp)
+    if not qp.grants(access) or not qp.attr["max_dest_rd_atomic"]:
+        return refuse(qp)
+    whole = request.flush_level == FlushLevel.MR
+    # Earlier requests are done, and what they wrote is visible: only the key is left to check.
+    qp.device.memory.remote(
+        _domain(qp, request),
+        qp.number,
+        request.rkey,
+        None if whole else request.remote_addr,
+        request.length,
+        access,
+    )
+    return ACK
 
 
 _BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
@@ -234,4 +288,6 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
     int(Opcode.RDMA_READ): _read,
     int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
     int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
+    int(Opcode.FLUSH): _flush,
+    int(Opcode.ATOMIC_WRITE): _atomic_write,
 }

@@ -23,7 +23,7 @@ from ...._binding import native
 from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
 from ....standard.wire import TMH, TMHOpcode
 from .completion import NO_TAG, Entry, tm_info
-from .memory import Fault, gather
+from .memory import ErrorStatus, gather
 from .memory import copy as copy_bytes
 from .packets import ACK, Ack, AckType, Request, Segments, size_of
 from .queue import WQE, WorkQueue
@@ -99,7 +99,7 @@ class MatchingList(native.Record):
 
     # ---- operations ---------------------------------------------------------
 
-    def step(self) -> bool:
+    def execute_next(self) -> bool:
         """Carry out the first posted operation; return whether to call again."""
         if self.ops.pending:
             self._carry_out(self.ops.take())
@@ -239,8 +239,8 @@ class MatchingList(native.Record):
         va, rkey, size = _RVH.unpack_from(message, TMH.size)
         try:
             segments = qp.device.memory.local(self.srq.pd, entry.sges, True)
-        except Fault as fault:
-            self.complete(qp, entry, fault.status, 0, 0)
+        except ErrorStatus as error:
+            self.complete(qp, entry, error.status, 0, 0)
             qp.fail()
             return Ack(AckType.NAK_REMOTE_OPERATIONAL)
         room = size_of(segments)
@@ -286,7 +286,7 @@ class _Rendezvous:
         self._qp.device.start(self._qp)
 
     def ended(self, wqe: WQE, status: WCStatus) -> None:
-        """Handle the end of one of the two."""
+        """Handle the end of the RDMA READ or of the FIN."""
         if wqe.opcode == Opcode.RDMA_READ:
             outcome = WCStatus.TM_RNDV_INCOMPLETE if status else WCStatus.SUCCESS
             self._tags.complete(self._qp, self._entry, outcome, self._size, _DATA_VALID)

@@ -1,0 +1,5 @@
+"""``python -m rdmapost`` is ``rdmapost``."""
+
+from .cli import main
+
+main()

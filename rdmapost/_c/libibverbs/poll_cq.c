@@ -1,0 +1,116 @@
+/* Polling a CQ: ibv_poll_cq, or ibv_start_poll of an extended CQ, spinning. */
+#include "libibverbs/shim.h"
+
+_Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
+	       "rdmapost is for 64-bit machines");
+_Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
+_Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
+
+/* An ordinary CQ or an extended one: exactly one is not NULL. */
+struct any_cq {
+	struct ibv_cq *cq;
+	struct ibv_cq_ex *cq_ex;
+};
+
+static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct rp_wc_ex *more)
+{
+	memset(wc, 0, sizeof(*wc));
+	memset(more, 0, sizeof(*more));
+	wc->wr_id = cq->wr_id;
+	wc->status = cq->status;
+	wc->qp_num = ibv_wc_read_qp_num(cq);
+	if (wc->status != IBV_WC_SUCCESS) {
+		/* Nothing else in a failed completion is valid. */
+		wc->vendor_err = ibv_wc_read_vendor_err(cq);
+		return;
+	}
+	wc->opcode = ibv_wc_read_opcode(cq);
+	wc->wc_flags = ibv_wc_read_wc_flags(cq);
+	wc->byte_len = ibv_wc_read_byte_len(cq);
+	wc->imm_data = ibv_wc_read_imm_data(cq);
+	wc->src_qp = ibv_wc_read_src_qp(cq);
+	wc->slid = (uint16_t)ibv_wc_read_slid(cq);
+	wc->sl = ibv_wc_read_sl(cq);
+	wc->dlid_path_bits = ibv_wc_read_dlid_path_bits(cq);
+	if (cq->read_tm_info)
+		ibv_wc_read_tm_info(cq, &more->tm);
+	if (cq->read_completion_ts)
+		more->completion_ts = ibv_wc_read_completion_ts(cq);
+	if (cq->read_completion_wallclock_ns)
+		more->completion_wallclock_ns = ibv_wc_read_completion_wallclock_ns(cq);
+}
+
+static int poll_once(struct any_cq from, int max, struct ibv_wc *wc, struct rp_wc_ex *more)
+{
+	struct ibv_poll_cq_attr attr = {0};
+	int n;
+
+	if (from.cq)
+		return ibv_poll_cq(from.cq, max, wc);
+	/*
+	 * Each by itself: when rxe's ibv_next_poll has found none, its ibv_end_poll skips an entry
+	 * (rdma-core pull request 1512), and in older releases also unlocks the CQ again.
+	 */
+	for (n = 0; n < max; n++) {
+		int rc = ibv_start_poll(from.cq_ex, &attr);
+
+		if (rc)
+			return n || rc == ENOENT ? n : -1;
+		read_completion(from.cq_ex, wc + n, more + n);
+		ibv_end_poll(from.cq_ex);
+	}
+	return n;
+}
+
+static int poll_until(struct any_cq from, struct ibv_wc *wc,
+		      struct rp_wc_ex *more, int max, int min, int64_t spin_ns)
+{
+	int64_t end = 0;
+	int got = 0;
+
+	if (max < 1 || min > max) {
+		errno = EINVAL;
+		return -1;
+	}
+	for (;;) {
+		int n = poll_once(from, max - got, wc + got, more ? more + got : NULL);
+
+		if (n < 0 || n > max - got) {
+			/* Do not lose the completions polled before the failure. */
+			if (got)
+				return got;
+			errno = EIO;
+			return -1;
+		}
+		got += n;
+		if (got >= min || spin_ns <= 0)
+			return got;
+		if (!end)
+			end = rp_now_ns() + spin_ns;
+		else if (rp_now_ns() >= end)
+			return got;
+	}
+}
+
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min, int64_t spin_ns)
+{
+	struct any_cq from = { .cq = cq };
+
+	if (!cq || !wc) {
+		errno = EINVAL;
+		return -1;
+	}
+	return poll_until(from, wc, NULL, max, min, spin_ns);
+}
+
+int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
+		  struct rp_wc_ex *more, int max, int min, int64_t spin_ns)
+{
+	struct any_cq from = { .cq_ex = cq };
+
+	if (!cq || !wc || !more) {
+		errno = EINVAL;
+		return -1;
+	}
+	return poll_until(from, wc, more, max, min, spin_ns);
+}

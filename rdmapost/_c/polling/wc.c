@@ -1,0 +1,157 @@
+/* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/resources/cq.py). */
+#include "module.h"
+
+#include <endian.h>
+
+enum { FIELDS = 18, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
+
+/* Used to create WCs; provided by rdmapost/resources/cq.py. */
+static struct {
+	PyObject *type; /* the class, a tuple */
+	PyObject *flag_type; /* creates a member from any number */
+	PyObject *verbs_error, *wait_cancelled;
+	PyObject *zero;
+	/* These create a value for a number that no member has. */
+	PyObject *status_of, *opcode_of;
+	/* Members indexed by number; NULL where there is none. */
+	PyObject *statuses[STATUSES], *opcodes[OPCODES], *flags[FLAGS];
+} made_of;
+
+static inline PyObject *member(PyObject **members, unsigned int count, PyObject *of,
+			unsigned int number)
+{
+	if (number < count && members[number])
+		return Py_NewRef(members[number]);
+	return PyObject_CallFunction(of, "I", number);
+}
+
+static PyObject *flags_of(unsigned int flags)
+{
+	if (flags < FLAGS)
+		return Py_NewRef(made_of.flags[flags]);
+	return PyObject_CallFunction(made_of.flag_type, "I", flags);
+}
+
+static inline PyObject *number(unsigned long value)
+{
+	return value ? PyLong_FromUnsignedLong(value) : Py_NewRef(made_of.zero);
+}
+
+static inline PyObject *number_if(unsigned int there, unsigned long value)
+{
+	return there ? number(value) : Py_NewRef(Py_None);
+}
+
+PyObject *rp_make_wc(const struct rp_completion *completion)
+{
+	const struct ibv_wc *wc = &completion->wc;
+	const struct rp_wc_ex *extra = &completion->more;
+	unsigned int has = completion->has;
+	int good = wc->status == IBV_WC_SUCCESS;
+	/* Some drivers set the flags on the sender's side too, without the data. */
+	int received = wc->opcode & IBV_WC_RECV;
+	/* Nothing else in a failed completion is valid (ibv_poll_cq(3)). */
+	const struct ibv_wc none = { .wr_id = 0 }, *more = good ? wc : &none;
+	unsigned int flags = more->wc_flags;
+	PyObject *fields[FIELDS] = {
+		completion->wr_id ? Py_NewRef(completion->wr_id) : PyLong_FromUnsignedLongLong(wc->wr_id),
+		member(made_of.statuses, STATUSES, made_of.status_of, wc->status),
+		good ? member(made_of.opcodes, OPCODES, made_of.opcode_of, wc->opcode) :
+		       Py_NewRef(Py_None),
+		number(more->byte_len),
+		number_if(received && flags & IBV_WC_WITH_IMM, be32toh(wc->imm_data)),
+		number_if(received && flags & IBV_WC_WITH_INV, wc->invalidated_rkey),
+		number(wc->qp_num),
+		number(more->src_qp),
+		flags_of(flags),
+		number(wc->vendor_err),
+		number(more->pkey_index),
+		number(more->slid),
+		number(more->sl),
+		number(more->dlid_path_bits),
+		number_if(has & IBV_WC_EX_WITH_TM_INFO, extra->tm.tag),
+		number_if(has & IBV_WC_EX_WITH_TM_INFO, extra->tm.priv),
+		number_if(has & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, extra->completion_ts),
+		number_if(has & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK,
+			  extra->completion_wallclock_ns),
+	};
+
+	return rp_make_tuple(made_of.type, fields, FIELDS);
+}
+
+PyObject *rp_raise_verbs(const char *verb, int code)
+{
+	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb, code);
+
+	if (error)
+		PyErr_SetObject(made_of.verbs_error, error);
+	Py_XDECREF(error);
+	return NULL;
+}
+
+void rp_raise_cancelled(PyObject *cq)
+{
+	PyErr_Format(made_of.wait_cancelled, "cancel_waits() of this %S has ended the wait", cq);
+}
+
+/* Copy a dict of members into an array indexed by number; 0, or -1 with an exception. */
+static int read_members(PyObject *dict, PyObject **members, long count)
+{
+	PyObject *key, *value;
+	Py_ssize_t at = 0;
+	long index;
+
+	while (PyDict_Next(dict, &at, &key, &value)) {
+		index = PyLong_AsLong(key);
+		if (PyErr_Occurred())
+			return -1;
+		if (index < 0 || index >= count) {
+			PyErr_SetString(PyExc_ValueError, "out of range");
+			return -1;
+		}
+		members[index] = Py_NewRef(value); /* never released */
+	}
+	return 0;
+}
+
+/*
+ * describe_wc(type, statuses, status_of, opcodes, opcode_of, flags, flag_type,
+ * verbs_error, wait_cancelled)
+ */
+static PyObject *describe_wc(PyObject *self, PyObject *args)
+{
+	PyObject *type, *statuses, *opcodes, *flags;
+
+	(void)self;
+	if (made_of.type) {
+		PyErr_SetString(PyExc_RuntimeError, "it is known already");
+		return NULL;
+	}
+	if (!PyArg_ParseTuple(args, "O!O!OO!OO!OOO", &PyType_Type, &type, &PyDict_Type, &statuses,
+			      &made_of.status_of, &PyDict_Type, &opcodes, &made_of.opcode_of,
+			      &PyDict_Type, &flags, &made_of.flag_type, &made_of.verbs_error,
+			      &made_of.wait_cancelled))
+		return NULL;
+	if (read_members(statuses, made_of.statuses, STATUSES) ||
+	    read_members(opcodes, made_of.opcodes, OPCODES) ||
+	    read_members(flags, made_of.flags, FLAGS))
+		return NULL;
+	made_of.type = Py_NewRef(type); /* none of these is ever released */
+	Py_INCREF(made_of.status_of);
+	Py_INCREF(made_of.opcode_of);
+	Py_INCREF(made_of.flag_type);
+	Py_INCREF(made_of.verbs_error);
+	Py_INCREF(made_of.wait_cancelled);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "describe_wc", describe_wc, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_wc(PyObject *module)
+{
+	made_of.zero = PyLong_FromLong(0); /* never released */
+	return made_of.zero ? PyModule_AddFunctions(module, functions) : -1;
+}

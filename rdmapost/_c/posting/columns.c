@@ -1,0 +1,680 @@
+/*
+ * Posting by columns: row i of a call is a work request. Each of its fields is a number for all
+ * rows, or the i-th number of a column (a buffer).
+ *
+ * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
+ * first row is checked like any work request; the others, only where they can differ from it. To
+ * report a row that fails, Python builds that row as a work request object and refuses the object.
+ * A call has one record in flight; on an SRQ, each row has its own. The device gets chunks of
+ * linked structs; from one chunk to the next, only wr_ids, flags and columns are rewritten.
+ */
+#include "posting/post.h"
+
+#include <endian.h>
+
+/* Reading runs the caller's code, which may post again: keep posting's arrays off that stack. */
+#define NOINLINE __attribute__((noinline))
+
+enum { CHUNK = 128, COLUMNS = FIELDS + 3, SMALL = 512 };
+
+/* Every struct that is posted begins with these members. */
+struct head {
+	uint64_t wr_id;
+	void *next;
+	struct ibv_sge *sg_list;
+	int num_sge;
+};
+/* The part of struct ibv_send_wr that columns use. */
+struct send {
+	char used[offsetof(struct ibv_send_wr, bind_mw)];
+};
+_Static_assert(offsetof(struct ibv_send_wr, sg_list) == offsetof(struct head, sg_list) &&
+		       offsetof(struct ibv_recv_wr, sg_list) == offsetof(struct head, sg_list) &&
+		       sizeof(struct ibv_recv_wr) == sizeof(struct head),
+	       "work requests begin with something else");
+
+/* values[i] is base + scale * the buffer's i-th number, and fits the field. */
+struct column {
+	const struct field *field;
+	PyObject *name;
+	uint64_t *values;
+	PyObject *bytes; /* owns `values`; NULL if they are in `small` */
+	uint64_t base, scale;
+};
+
+struct columns {
+	struct work_queue *q;
+	struct rp_handle *owner;
+	const struct wr_type *type;
+	PyObject *sg_list; /* the SGEs of every row, blocks or ranges; or NULL */
+	PyObject *wr_id; /* as in struct rp_entry */
+	uint64_t signal_every;
+	size_t count, bad; /* number of rows; the first refused row */
+	int counted, used;
+	struct column *addr, *length; /* from blocks or ranges, or NULL */
+	struct post post;
+	struct column column[COLUMNS];
+	size_t free; /* unused entries of `small` */
+	uint64_t small[SMALL];
+};
+
+static PyObject *signal_every, *size_name, *index_name, *offsets_name;
+
+/* Columns that are not fields of a work request class. */
+static struct field wr_id_field = { .size = 8, .max = UINT64_MAX, .what = NUMBER };
+static struct field sge_addr = { .size = 8, .max = UINT64_MAX, .what = NUMBER };
+static struct field sge_length = { .at = offsetof(struct ibv_sge, length), .size = 4,
+				   .max = UINT32_MAX, .what = NUMBER };
+
+/* ---- reading: 1 for a column, 0 for a single number, -1 with an exception --- */
+
+/* Copy rows up to the first that does not fit the field; return its index, or count. */
+static inline __attribute__((always_inline)) size_t
+copy(const struct column *col, const char *from, ptrdiff_t stride, int wide, int is_signed,
+     size_t count)
+{
+	uint64_t scale = col->scale, base = col->base, *to = col->values;
+	/* How far a value may be below and above 0; `value + below > span` tests both at once. */
+	uint64_t below = scale ? base / scale : INT64_MAX + 1ull;
+	uint64_t above = scale ? (col->field->max - base) / scale : UINT64_MAX, span;
+	size_t i;
+
+	if (is_signed && above > INT64_MAX)
+		above = INT64_MAX;
+	if (below > INT64_MAX + 1ull)
+		below = INT64_MAX + 1ull;
+	if (!is_signed)
+		below = 0;
+	span = below + above;
+	for (i = 0; i < count; i++, from += stride) {
+		uint64_t value;
+		int32_t half;
+
+		if (wide) {
+			memcpy(&value, from, 8);
+		} else {
+			memcpy(&half, from, 4);
+			value = is_signed ? (uint64_t)half : (uint32_t)half;
+		}
+		if (__builtin_expect(value + below > span, 0))
+			break;
+		to[i] = base + scale * value;
+	}
+	return i;
+}
+
+/* The format code of a buffer's integers; 0 if columns cannot have this format. */
+static char format_of(const Py_buffer *view)
+{
+	const char *format = view->format ? view->format : "B";
+	char code;
+
+	if (*format == '@' || *format == '=' || *format == (htobe16(1) == 1 ? '>' : '<'))
+		format++;
+	code = *format | 0x20;
+	return view->ndim == 1 && (view->itemsize == 4 || view->itemsize == 8) && !format[1] &&
+			       (code == 'l' || code == 'q' || code == 'i' || code == 'n') ? *format : 0;
+}
+
+/* Allocate a column's numbers; 0, or -1 with an exception. */
+static int make_values(struct columns *c, struct column *col, size_t count)
+{
+	if (count <= c->free && col->field != &wr_id_field) {
+		col->values = c->small + SMALL - c->free;
+		c->free -= count;
+		return 0;
+	}
+	if (count <= PY_SSIZE_T_MAX / 16)
+		col->bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * 8));
+	if (!col->bytes) {
+		PyErr_NoMemory();
+		return -1;
+	}
+	col->values = (void *)PyBytes_AsString(col->bytes);
+	return 0;
+}
+
+#define COLUMN_IS "%U: a column is a buffer of one dimension with integers of 4 or 8 bytes in " \
+		  "native byte order, not "
+
+static int no_column(PyObject *name, PyObject *given)
+{
+	PyErr_Format(PyExc_TypeError, COLUMN_IS "this %R", name, (PyObject *)Py_TYPE(given));
+	return -1;
+}
+
+/* Copy an exported buffer into a column. */
+static int read_view(struct columns *c, struct column *col, const Py_buffer *view)
+{
+	ptrdiff_t stride = view->strides ? view->strides[0] : view->itemsize;
+	char format = format_of(view);
+	int is_signed = format >= 'a';
+	size_t good;
+
+	if (!format) {
+		PyErr_Format(PyExc_TypeError, COLUMN_IS "one of format '%.20s' and of %d dimension%s",
+			     col->name, view->format ? view->format : "B", view->ndim,
+			     view->ndim == 1 ? "" : "s");
+		return -1;
+	}
+	if (c->counted && c->count != (size_t)view->shape[0]) {
+		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd rows, and "
+			     "those before it have %zu", col->name, view->shape[0], c->count);
+		return -1;
+	}
+	c->counted = 1;
+	c->count = (size_t)view->shape[0];
+	if (make_values(c, col, c->count))
+		return -1;
+	if (view->itemsize == 8 && stride == 8)
+		good = copy(col, view->buf, 8, 1, is_signed, c->count);
+	else
+		good = copy(col, view->buf, stride, view->itemsize == 8, is_signed, c->count);
+	if (good < c->bad && good < c->count)
+		c->bad = good;
+	for (size_t i = 0; col->field->what == NETWORK && i < good; i++)
+		col->values[i] = htobe32((uint32_t)col->values[i]);
+	c->column[c->used++] = *col;
+	return 1;
+}
+
+static int read_column(struct columns *c, struct column *col, PyObject *given)
+{
+	Py_buffer view;
+	int read = 0;
+
+	if (PyLong_Check(given) || !PyObject_CheckBuffer(given))
+		return 0;
+	if (PyObject_GetBuffer(given, &view, PyBUF_STRIDED_RO | PyBUF_FORMAT))
+		return -1;
+	if (view.ndim)
+		read = read_view(c, col, &view);
+	PyBuffer_Release(&view);
+	return read;
+}
+
+/* A value for all rows was read. If it was refused, so is row 0. 0, or -1 with an exception. */
+static int note_refusal(struct columns *c, int read)
+{
+	if (!read)
+		c->bad = 0;
+	c->post.refusal.rule = NULL;
+	return read < 0 ? -1 : 0;
+}
+
+/* Read a number that belongs to no field; 0, or -1 with an exception. */
+static int read_one(const struct columns *c, PyObject *name, PyObject *given, uint64_t *number)
+{
+	PyObject *value;
+
+	if (rp_read_int(given, UINT64_MAX, number))
+		return 0;
+	PyErr_Clear();
+	value = PyObject_CallMethod((PyObject *)c->q, "_whole", "OO", name, given);
+	*number = value ? PyLong_AsUnsignedLong(value) : 0;
+	Py_XDECREF(value);
+	return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether it is a Blocks, or Ranges: 1, 0, or -1 with an exception. */
+static int are_rows(PyObject *given, PyObject *type)
+{
+	if (!rp_has_type(given, type) || Py_SIZE(given) == 3)
+		return rp_has_type(given, type);
+	PyErr_Format(PyExc_TypeError, "%s has 3 fields, and this one %zd",
+		     type == rp_known.blocks ? "Blocks" : "Ranges", Py_SIZE(given));
+	return -1;
+}
+
+/* Read a column; or read a number for all rows into *number. */
+static int read_numbers(struct columns *c, const struct field *field, PyObject *name,
+			PyObject *given, uint64_t *number)
+{
+	struct column col = { .field = field, .name = name, .scale = 1 };
+	int blocks = are_rows(given, rp_known.blocks), read;
+
+	if (blocks < 0)
+		return -1;
+	if (blocks) {
+		if (field->size != 8 || rp_is_instance(rp_item(given, 0), rp_known.mr))
+			return PyErr_Format(PyExc_TypeError, "%U: not an address, which "
+					    "Blocks(base, index, size) is for", name), -1;
+		if (read_one(c, name, rp_item(given, 0), &col.base) ||
+		    read_one(c, size_name, rp_item(given, 2), &col.scale))
+			return -1;
+		given = rp_item(given, 1);
+	}
+	read = read_column(c, &col, given);
+	return read ? read : note_refusal(c, rp_read_number(&c->post, name, given, field->max, number));
+}
+
+/* ---- the arguments: 0, or -1 with an exception ------------------------------ */
+
+static int read_field(struct columns *c, struct request *r, const struct field *field,
+		      PyObject *given)
+{
+	uint64_t number = 0;
+	int read;
+
+	if (field->what != NUMBER && field->what != NETWORK)
+		return note_refusal(c, rp_read_object(&c->post, r, field, given));
+	read = read_numbers(c, field, field->slot.name, given, &number);
+	if (!read)
+		rp_put_number(field, c->post.structs + r->at + field->at, number);
+	return read < 0 ? -1 : 0;
+}
+
+static int read_keyword(struct columns *c, struct request *r, PyObject *name, PyObject *given)
+{
+	const struct wr_type *type = c->type;
+	PyObject *interned;
+	uint64_t number = 0;
+	int read = -1;
+
+	for (int i = 0; i < type->fields; i++)
+		if (type->field[i].slot.name == name)
+			return read_field(c, r, &type->field[i], given);
+	if (name == type->wr_id.name) {
+		read = read_numbers(c, &wr_id_field, name, given, &number);
+		if (read >= 0)
+			c->wr_id = read ? Py_NewRef(c->column[c->used - 1].bytes) :
+					  PyLong_FromUnsignedLongLong(number);
+		return c->wr_id ? 0 : -1;
+	}
+	if (name == signal_every && type->flags.name) {
+		if (read_one(c, name, given, &c->signal_every))
+			return -1;
+		if (!c->signal_every)
+			PyErr_SetString(PyExc_ValueError, "signal_every=0 is not positive");
+		return c->signal_every ? 0 : -1;
+	}
+	if (name == type->flags.name)
+		return note_refusal(c, rp_read_number(&c->post, name, given, UINT32_MAX, &r->flags));
+	/* Keywords in source code are interned; others may not be. */
+	interned = Py_NewRef(name);
+	PyUnicode_InternInPlace(&interned);
+	if (interned != name)
+		read = read_keyword(c, r, interned, given);
+	else
+		PyErr_Format(PyExc_TypeError, "%R has no field %R", type->class, name);
+	Py_DECREF(interned);
+	return read;
+}
+
+/* Read sg_list: the SGEs of all rows, blocks, or ranges. */
+static int read_local(struct columns *c, struct request *r)
+{
+	struct column addr = { .field = &sge_addr, .scale = 1 };
+	int blocks = are_rows(c->sg_list, rp_known.blocks);
+	int ranges = are_rows(c->sg_list, rp_known.ranges), read;
+	PyObject *mr, *size;
+	struct ibv_sge sge;
+	uint64_t each = 0;
+
+	if (blocks < 0 || ranges < 0)
+		return -1;
+	if (!blocks && !ranges)
+		return note_refusal(c, rp_read_sges(&c->post, r, c->sg_list));
+	mr = rp_item(c->sg_list, 0);
+	size = rp_item(c->sg_list, 2);
+	if (!rp_is_instance(mr, rp_known.mr) || !rp_start_of_region(mr, &sge))
+		return PyErr_Format(PyExc_TypeError, "%R is not a registered region", mr), -1;
+	if (blocks && read_one(c, size_name, size, &addr.scale))
+		return -1;
+	addr.base = sge.addr;
+	addr.name = blocks ? index_name : offsets_name;
+	read = read_column(c, &addr, rp_item(c->sg_list, 1));
+	if (read < 1)
+		return read ? read : no_column(addr.name, rp_item(c->sg_list, 1));
+	c->addr = &c->column[c->used - 1];
+	if (blocks)
+		read = note_refusal(c, (each = addr.scale) <= UINT32_MAX);
+	else
+		read = read_numbers(c, &sge_length, size_name, size, &each);
+	c->length = read > 0 ? &c->column[c->used - 1] : NULL;
+	sge.length = (uint32_t)each;
+	return read < 0 || rp_append_sge(&c->post, r, &sge, mr) < 0 ? -1 : 0;
+}
+
+static int read_all(struct columns *c, struct request *r, PyObject *const *given, PyObject *kwnames)
+{
+	for (Py_ssize_t i = 0; kwnames && i < Py_SIZE(kwnames); i++)
+		if (read_keyword(c, r, rp_item(kwnames, i), given[i]))
+			return -1;
+	if (c->sg_list && !c->type->has_sges)
+		return PyErr_Format(PyExc_TypeError, "%R has no sg_list", c->type->class), -1;
+	if ((c->sg_list && read_local(c, r)) || rp_close_request(c->q, &c->post, r) < 0)
+		return -1;
+	if (!c->counted)
+		PyErr_SetString(PyExc_TypeError, "no column is given: all rows would be the same");
+	if (!c->wr_id)
+		c->wr_id = PyLong_FromLong(0);
+	return c->counted && c->wr_id ? 0 : -1;
+}
+
+/* ---- checking, with the lock held -------------------------------------------- */
+
+/* Return the first row whose range or length is refused. */
+static size_t check_ranges(const struct columns *c, const struct request *r)
+{
+	const uint64_t *addr = c->addr->values, *length = c->length ? c->length->values : NULL;
+	const struct work_queue *q = c->q;
+	int is_inline = q->verb == SEND && r->flags & IBV_SEND_INLINE;
+	uint64_t least = !q->checked ? 0 : c->type->atomic ? 8 : 1, each = rp_sges(&c->post, r)->length;
+	uint64_t most = !q->checked ? UINT32_MAX : c->type->atomic ? 8 :
+			is_inline   ? q->max_inline_data : q->max_msg_size;
+	uint64_t region, start = rp_start_and_length(c->post.owners[r->owners], &region);
+	size_t count = q->checked || is_inline ? c->bad : 0;
+
+	for (size_t i = 0; i < count; i++) {
+		uint64_t from = addr[i] - start, size = length ? length[i] : each;
+
+		if (from > region || size > region - from || size < least || size > most)
+			return i;
+	}
+	return c->bad;
+}
+
+/* Find the first row that is refused. */
+static void check_rows(struct columns *c, struct request *r)
+{
+	struct ibv_sge *sge = rp_sges(&c->post, r);
+
+	c->bad = c->bad < c->count ? c->bad : c->count;
+	if (!c->bad)
+		return;
+	if (c->addr)
+		sge->addr = c->addr->values[0];
+	if (c->length)
+		sge->length = (uint32_t)c->length->values[0];
+	if (!c->q->ready || !rp_check(c->q, c->owner, &c->post, r)) {
+		c->bad = 0;
+		return;
+	}
+	for (int i = 0; i < c->used && (c->type->atomic || c->type->opcode == RP_WR_FLUSH ||
+				    c->q->datagram); i++)
+		for (size_t row = 0; row < c->bad; row++)
+			if (rp_rule_of_number(c->q, c->type, c->column[i].field,
+					      c->column[i].values[row]))
+				c->bad = row;
+	if (c->addr)
+		c->bad = check_ranges(c, r);
+}
+
+/* Have Python raise a row's error. If `outcome` has a code, the device refused the row. */
+static void raise_row(const struct columns *c, PyObject *const *given, PyObject *kwnames,
+		      size_t row, struct outcome outcome)
+{
+	PyObject *fields = PyDict_New(), *done = NULL;
+	int failed = !fields;
+
+	for (Py_ssize_t i = 0; !failed && kwnames && i < Py_SIZE(kwnames); i++)
+		failed = PyDict_SetItem(fields, rp_item(kwnames, i), given[i]);
+	if (!failed)
+		done = PyObject_CallMethod((PyObject *)c->q, "_row_refused", "OOOOnniiL",
+					   (PyObject *)c->owner, c->type->class,
+					   c->sg_list ? c->sg_list : Py_None, fields,
+					   (Py_ssize_t)row, (Py_ssize_t)c->count, c->q->ready,
+					   outcome.code, (long long)outcome.posted);
+	Py_XDECREF(fields);
+	Py_XDECREF(done);
+}
+
+/* ---- posting, with the lock held --------------------------------------------- */
+
+/* Record rows. Returns the first row's cookie; for an SRQ, stores each row's in `cookies`. */
+static uint64_t record(struct columns *c, const struct request *r, uint64_t *cookies, size_t count)
+{
+	int rows = !cookies && PyBytes_CheckExact(c->wr_id);
+	PyObject *refs = rp_held_until_done(c->q, r);
+	uint64_t first = 0;
+
+	for (size_t i = 0; i < (cookies ? count : 1); i++) {
+		struct rp_entry entry = { .wr_id = Py_NewRef(c->wr_id), .refs = Py_XNewRef(refs),
+					  .count = cookies ? 1 : (uint32_t)count,
+					  .removes = cookies ? (uint32_t)i : 0,
+					  .state = rows ? RP_ROWS : RP_POSTED };
+
+		if (rows)
+			entry.serial = (uintptr_t)PyBytes_AsString(c->wr_id);
+		rp_pin_refs(refs, c->owner);
+		first = rp_record(c->q->in_flight, entry);
+		if (cookies)
+			cookies[i] = first;
+	}
+	return first;
+}
+
+/* A row's cookie, where the cookies are consecutive. */
+static inline uint64_t cookie_at(uint64_t first, size_t row)
+{
+	return (first & ~(uint64_t)UINT32_MAX) | ((first + row) & UINT32_MAX);
+}
+
+/* Undo the records of the rows from `from` on. The request also holds what they refer to. */
+static void take_back(const struct columns *c, uint64_t first, const uint64_t *cookies,
+		      size_t from, size_t count)
+{
+	size_t each = cookies ? 1 : count - from;
+	struct rp_entry taken;
+
+	for (; count > from; count -= each) {
+		rp_unrecord(c->q->in_flight, cookies ? cookies[count - 1] : cookie_at(first, from),
+			    each, &taken);
+		rp_unpin_all(taken.refs);
+		Py_XDECREF(taken.refs);
+		Py_XDECREF(taken.wr_id);
+	}
+}
+
+/* Write `count` of a column's numbers, from row `from` on, to structs or SGEs. */
+static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
+{
+	const uint64_t *values = col->values + from;
+	int wide = col->field->size == 8; /* read once: C assumes that the writes may change it */
+
+	to += col->field->at;
+	for (size_t i = 0; wide && i < count; i++, to += step)
+		*(uint64_t *)(void *)to = values[i];
+	for (size_t i = 0; !wide && i < count; i++, to += step)
+		*(uint32_t *)(void *)to = (uint32_t)values[i];
+}
+
+/* Set the flags of a chunk's signaled rows: every signal_every-th, and the last row of all. */
+static void put_flags(const struct columns *c, struct ibv_send_wr *wr, size_t from, size_t size,
+		      size_t count, uint64_t flags)
+{
+	uint64_t every = c->signal_every;
+
+	for (size_t i = every - 1 - from % every; i < size; i += every)
+		wr[i].send_flags = (unsigned int)flags;
+	if (from + size == count)
+		wr[size - 1].send_flags = (unsigned int)flags;
+}
+
+/*
+ * Post rows to the device. The outcome contains how many the device accepted; if it does not report
+ * that, `known` is the most that it may have accepted.
+ */
+static NOINLINE struct outcome submit(const struct columns *c, const struct request *r, uint64_t cookie,
+			     const uint64_t *cookies, size_t count, size_t *known)
+{
+	struct ibv_send_wr structs[CHUNK]; /* or struct ibv_recv_wr */
+	size_t max = count < CHUNK ? count : CHUNK, size;
+	int is_send = c->q->verb == SEND;
+	size_t step = is_send ? sizeof(*structs) : sizeof(struct ibv_recv_wr);
+	struct outcome outcome = { 0, 0 };
+	struct ibv_sge sges[CHUNK];
+	const char *first;
+	char *at = (char *)structs;
+
+	rp_link(&c->post, 0, 1);
+	first = c->post.structs + r->at;
+	for (size_t i = 0; i < max; i++, at += step) {
+		struct head *head = (void *)at;
+
+		if (is_send)
+			*(struct send *)(void *)at = *(const struct send *)(const void *)first;
+		else
+			*head = *(const struct head *)(const void *)first;
+		head->next = at + step;
+		if (c->addr) {
+			sges[i] = *rp_sges(&c->post, r);
+			head->sg_list = &sges[i];
+		}
+	}
+	for (*known = 0; !outcome.code && *known < count; *known += size) {
+		size = count - *known < CHUNK ? count - *known : CHUNK;
+		at = (char *)structs;
+		for (size_t i = 0; i < size; i++, at += step)
+			((struct head *)(void *)at)->wr_id =
+				cookies ? cookies[*known + i] : cookie_at(cookie, *known + i);
+		((struct head *)(void *)(at - step))->next = NULL;
+		for (const struct column *col = c->column; col < c->column + c->used; col++)
+			if (col == c->addr || col == c->length)
+				write_column(col, (char *)sges, sizeof(*sges), *known, size);
+			else if (col->field != &wr_id_field)
+				write_column(col, (char *)structs, step, *known, size);
+		if (is_send)
+			put_flags(c, structs, *known, size, count, r->flags | IBV_SEND_SIGNALED);
+		outcome = rp_submit(c->q, c->owner->address, structs, size);
+		if (is_send)
+			put_flags(c, structs, *known, size, count, r->flags);
+		outcome.posted += outcome.posted < 0 ? 0 : (int64_t)*known;
+	}
+	if (outcome.posted >= 0)
+		*known = (size_t)outcome.posted;
+	return outcome;
+}
+
+/* Steps 2 to 5: return how many rows were posted, or NULL with an exception. */
+static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObject *const *given,
+			   PyObject *kwnames)
+{
+	int in_order = c->q->in_flight->in_order;
+	PyObject *number = NULL, *raised, *answer;
+	struct outcome outcome = { 0, 0 };
+	uint64_t *cookies = NULL, cookie = 0;
+	size_t in = 0, known = 0;
+	struct rp_posting posting;
+
+	if (rp_begin_post(c->q, c->owner, &posting))
+		return NULL;
+	check_rows(c, r);
+	if (c->bad == c->count) {
+		uint64_t room = rp_room(c->q);
+
+		in = c->count < room ? c->count : room;
+		cookies = in_order ? NULL : PyMem_Malloc(in * sizeof(*cookies));
+		number = in_order || cookies ? PyLong_FromSize_t(in) : PyErr_NoMemory();
+		if (number && rp_reserve(c->q->in_flight, in && in_order ? 1 : in))
+			Py_CLEAR(number);
+	}
+	if (number && in) {
+		cookie = record(c, r, cookies, in);
+		outcome = submit(c, r, cookie, cookies, in, &known);
+	}
+	if (outcome.code)
+		take_back(c, cookie, cookies, known, in);
+	raised = rp_end_and_run(c->q, &posting, known > 0);
+	PyMem_Free(cookies);
+	if (outcome.code)
+		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, outcome);
+	else if (!number && !PyErr_Occurred())
+		raise_row(c, given, kwnames, c->bad, outcome);
+	answer = rp_answer(number, raised, outcome.posted, c->count);
+	Py_XDECREF(number);
+	return answer;
+}
+
+/* ---- the methods -------------------------------------------------------------- */
+
+/* Return a work request class's type, if work requests of it can differ only in numbers. */
+static const struct wr_type *find_wr_type(struct work_queue *q, PyObject *class)
+{
+	const struct wr_type *type = PyType_Check(class) ? rp_wr_type_of(q, (PyTypeObject *)class) : NULL;
+
+	for (int i = 0; type && i < type->fields; i++)
+		if (type->field[i].what == WINDOW || type->field[i].what == HEADER)
+			type = NULL;
+	if (!type && !PyType_Check(class))
+		PyErr_Format(PyExc_TypeError, "wr_type: expected a work request class, such as "
+			     "RdmaWrite, not an instance of %R", (PyObject *)Py_TYPE(class));
+	else if (!type)
+		PyErr_Format(PyExc_TypeError, "%R cannot be posted by columns", class);
+	return type;
+}
+
+static PyObject *post(PyObject *self, int verb, PyObject *const *args, Py_ssize_t nargs,
+		      PyObject *kwnames)
+{
+	int first = verb == SEND; /* the index of sg_list */
+	PyObject *answer = NULL;
+	struct columns c;
+	struct request *r;
+
+	if (nargs < first || nargs > first + 1)
+		return PyErr_Format(PyExc_TypeError, first ? "post_columns(wr_type, sg_list, *, ...)" :
+							     "post_recv_columns(sg_list, *, wr_id)");
+	if (rp_enter_call())
+		return NULL;
+	c.q = rp_queue_of(self, verb);
+	c.type = c.q ? find_wr_type(c.q, first ? args[0] : rp_known.recv_wr) : NULL;
+	if (c.type) {
+		c.owner = (struct rp_handle *)self;
+		c.sg_list = nargs > first ? args[first] : NULL;
+		c.wr_id = NULL;
+		c.addr = c.length = NULL;
+		c.signal_every = 1;
+		c.counted = c.used = 0;
+		c.count = 0;
+		c.bad = SIZE_MAX;
+		c.free = SMALL;
+		rp_begin_read(&c.post, Py_None);
+		r = rp_open_request(c.q, &c.post, NULL, c.type);
+		/* A class's only other default than 0: FlushType.GLOBAL. */
+		if (r && c.type->opcode == RP_WR_FLUSH && c.q->verb == SEND)
+			((struct rp_built_wr *)(void *)(c.post.structs + r->at))->type = 1;
+		if (r && !read_all(&c, r, args + nargs, kwnames))
+			answer = post_rows(&c, r, args + nargs, kwnames);
+		while (c.used)
+			Py_XDECREF(c.column[--c.used].bytes);
+		Py_XDECREF(c.wr_id);
+		rp_free_post(&c.post);
+	}
+	Py_XDECREF((PyObject *)c.q);
+	rp_leave_call();
+	return answer;
+}
+
+#define METHOD(name, verb)                                                                   \
+	RP_COLUMNS(name)                                                                     \
+	{                                                                                    \
+		return post(self, verb, args, nargs, kwnames);                               \
+	}
+METHOD(rp_post_columns, SEND)
+METHOD(rp_post_recv_columns, RECV)
+METHOD(rp_post_srq_recv_columns, SRQ_RECV)
+
+/* mr.blocks(index, size) and mr.ranges(offsets, lengths) */
+#define MAKER(name, type)                                                                    \
+	PyObject *name(PyObject *mr, PyObject *const *args, Py_ssize_t nargs)                \
+	{                                                                                    \
+		PyObject *items[] = { Py_NewRef(mr), nargs > 0 ? Py_NewRef(args[0]) : NULL,  \
+				      nargs == 2 ? Py_NewRef(args[1]) : NULL };              \
+                                                                                             \
+		if (nargs != 2)                                                              \
+			PyErr_SetString(PyExc_TypeError, "two columns, or one and a number"); \
+		return rp_make_tuple(type, items, 3);                                        \
+	}
+MAKER(rp_mr_blocks, rp_known.blocks)
+MAKER(rp_mr_ranges, rp_known.ranges)
+
+int rp_add_columns(void)
+{
+	signal_every = PyUnicode_InternFromString("signal_every");
+	size_name = PyUnicode_InternFromString("size");
+	index_name = PyUnicode_InternFromString("index");
+	offsets_name = PyUnicode_InternFromString("offsets");
+	return signal_every && size_name && index_name && offsets_name ? 0 : -1;
+}

@@ -1,0 +1,51 @@
+/* A matching-list entry's handle: posting a TAG_ADD creates it, and a TAG_DEL names it. */
+#include "posting/post.h"
+
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,
+			     uint32_t value)
+{
+	struct rp_tag_handle *tag = (struct rp_tag_handle *)PyType_GenericAlloc(
+		(PyTypeObject *)rp_known.tag_handle, 0);
+
+	if (!tag)
+		return NULL;
+	tag->list = (struct rp_in_flight *)Py_NewRef((PyObject *)list);
+	tag->cookie = cookie;
+	tag->serial = serial;
+	tag->value = value;
+	return (PyObject *)tag;
+}
+
+static int tag_traverse(PyObject *self, visitproc visit, void *arg)
+{
+	Py_VISIT(Py_TYPE(self));
+	Py_VISIT((PyObject *)((struct rp_tag_handle *)self)->list);
+	return 0;
+}
+
+static void tag_dealloc(PyObject *self)
+{
+	PyObject_GC_UnTrack(self);
+	Py_XDECREF((PyObject *)((struct rp_tag_handle *)self)->list);
+	rp_free(self);
+}
+
+static PyObject *tag_repr(PyObject *self)
+{
+	return PyUnicode_FromFormat("<rdmapost.TagHandle %lu>",
+				    (unsigned long)((struct rp_tag_handle *)self)->value);
+}
+
+static PyType_Slot tag_slots[] = {
+	{ Py_tp_doc, "Names an entry of one SRQ's matching list; a TagAdd's post makes it." },
+	{ Py_tp_repr, tag_repr },
+	{ Py_tp_dealloc, tag_dealloc },
+	{ Py_tp_traverse, tag_traverse },
+	{ 0, NULL },
+};
+
+int rp_add_tag_handle(PyObject *module)
+{
+	return rp_add_type(module, "rdmapost.TagHandle", sizeof(struct rp_tag_handle),
+			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, tag_slots, &rp_known.tag_handle);
+}

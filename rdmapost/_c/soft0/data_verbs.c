@@ -1,0 +1,871 @@
+/*
+ * The soft device's data verbs: a context with our own operations.
+ *
+ * The posting symbols call through qp->context->ops, so a context created here
+ * receives exactly what a NIC's driver would. It must never be passed to exported
+ * libibverbs functions: they access private data that it does not have.
+ *
+ * Work requests are copied in full here, and executed in Python.
+ */
+#include "soft0/internal.h"
+
+#include <structmember.h>
+
+/* ---- work requests ------------------------------------------------------- */
+
+enum posts { SENDS, RECEIVES, SRQ_RECEIVES, OPERATIONS };
+
+/* A work request as the device holds it. */
+struct wqe {
+	PyObject_HEAD
+	union {
+		struct ibv_send_wr send;
+		struct rp_built_wr built;
+		struct ibv_recv_wr recv;
+		struct ibv_ops_wr op;
+	} wr; /* as posted; its pointers are no longer valid */
+	unsigned int opcode, flags; /* for a send or an operation */
+	PyObject *sges; /* a tuple of (addr, length, lkey) */
+	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
+	PyObject *ah, *window, *region; /* the objects with its handles at that time, or NULL */
+	PyObject *owner; /* receives the status, if the device itself posted it */
+};
+
+static PyObject *wqe_type;
+
+#define MEMBER(type, code, name, field) { #name, code, offsetof(struct type, field), 0, NULL }
+#define OBJECT(name, field) MEMBER(wqe, T_OBJECT, name, field)
+#define U64(name, field) MEMBER(wqe, T_ULONGLONG, name, field)
+#define U32(name, field) MEMBER(wqe, T_UINT, name, field)
+
+static PyMemberDef wqe_members[] = {
+	OBJECT(sges, sges), OBJECT(inline, data), OBJECT(hdr, hdr), OBJECT(ah, ah),
+	OBJECT(window, window), OBJECT(region, region), OBJECT(owner, owner),
+	U32(opcode, opcode), U32(flags, flags), U64(wr_id, wr.send.wr_id),
+	U32(imm, wr.send.imm_data), U64(remote_addr, wr.send.wr.rdma.remote_addr),
+	U32(rkey, wr.send.wr.rdma.rkey), U32(atomic_rkey, wr.send.wr.atomic.rkey),
+	U64(compare_add, wr.send.wr.atomic.compare_add), U64(swap, wr.send.wr.atomic.swap),
+	U32(remote_qpn, wr.send.wr.ud.remote_qpn), U32(remote_qkey, wr.send.wr.ud.remote_qkey),
+	U32(remote_srqn, wr.send.qp_type.xrc.remote_srqn), U32(mss, wr.send.tso.mss),
+	U32(length, wr.built.length), U64(atomic_wr, wr.built.atomic_wr), U32(type, wr.built.type),
+	U32(level, wr.built.level),
+	U32(bind_rkey, wr.send.bind_mw.rkey), U64(bind_addr, wr.send.bind_mw.bind_info.addr),
+	U64(bind_length, wr.send.bind_mw.bind_info.length),
+	U32(bind_access, wr.send.bind_mw.bind_info.mw_access_flags),
+	U32(handle, wr.op.tm.handle), U32(unexpected_cnt, wr.op.tm.unexpected_cnt),
+	U64(recv_wr_id, wr.op.tm.add.recv_wr_id), U64(tag, wr.op.tm.add.tag),
+	U64(mask, wr.op.tm.add.mask),
+	{ NULL, 0, 0, 0, NULL },
+};
+
+/* Release the objects that an object's members refer to, and free it. */
+static void release(PyObject *self, const PyMemberDef *member)
+{
+	for (; member->name; member++)
+		if (member->type == T_OBJECT)
+			Py_XDECREF(*(PyObject **)(void *)((char *)self + member->offset));
+	rp_free(self);
+}
+
+static void wqe_dealloc(PyObject *self)
+{
+	release(self, wqe_members);
+}
+
+static PyType_Slot wqe_slots[] = {
+	{ Py_tp_dealloc, wqe_dealloc },
+	{ Py_tp_members, wqe_members },
+	{ 0, NULL },
+};
+
+/* ---- queues -------------------------------------------------------------- */
+
+/* A work queue, or a completion queue, which uses few of these fields. */
+struct device_queue {
+	PyObject_HEAD
+	PyObject *pending; /* a deque of WQEs not yet done, or of entries not yet polled */
+	unsigned int armed; /* which entries raise an event: 0 (none), or one of those below */
+	unsigned int depth, max_sge, max_inline, max_tso_header;
+	unsigned int used; /* occupied slots */
+	unsigned int silent; /* WQEs done without a completion; the next one frees their slots */
+	unsigned int last_handle; /* given to a matching-list entry */
+	unsigned int refuses; /* the errno with which every post fails, or 0 */
+	unsigned int prompt; /* posts are executed at once, rather than waiting for a message */
+	PyObject *faults; /* for sends: the injected failures (soft0/faults.c) */
+	PyObject *slots; /* for operations: the queue whose slots matching-list entries occupy */
+	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
+};
+
+enum { ARMED_SOLICITED = 1, ARMED_NEXT };
+
+static PyObject *queue_type;
+
+#define NUMBER(name) MEMBER(device_queue, T_UINT, name, name)
+#define REFERENCE(name) MEMBER(device_queue, T_OBJECT, name, name)
+
+static PyMemberDef queue_members[] = {
+	NUMBER(armed), NUMBER(depth), NUMBER(max_sge), NUMBER(max_inline), NUMBER(max_tso_header),
+	NUMBER(used), NUMBER(silent), NUMBER(refuses), NUMBER(prompt), REFERENCE(pending),
+	REFERENCE(faults), REFERENCE(slots), { NULL, 0, 0, 0, NULL },
+};
+
+static void queue_dealloc(PyObject *self)
+{
+	release(self, queue_members);
+}
+
+static int queue_setattr(PyObject *self, PyObject *name, PyObject *value)
+{
+	int failed;
+
+	rp_data_lock();
+	failed = rp_journaled_setattr(self, name, value);
+	rp_data_unlock();
+	return failed;
+}
+
+static PyType_Slot queue_slots[] = {
+	{ Py_tp_setattro, queue_setattr },
+	{ Py_tp_members, queue_members },
+	{ Py_tp_dealloc, queue_dealloc },
+	{ 0, NULL },
+};
+
+/* Return a new reference to a queue of the object with this handle, or NULL if it has none. */
+static struct device_queue *find_queue(uint32_t handle, enum rp_name name)
+{
+	PyObject *found = rp_soft_part(handle, name);
+
+	if (found && !PyObject_TypeCheck(found, (PyTypeObject *)queue_type))
+		Py_CLEAR(found);
+	return (struct device_queue *)found;
+}
+
+static int is_full(const struct device_queue *queue)
+{
+	return queue->used >= queue->depth;
+}
+
+/* Occupy slots in a queue, or free them if `slots` is negative. */
+static void use_slots(struct device_queue *queue, int slots)
+{
+	queue->used += (unsigned int)slots;
+}
+
+/* use_slots(queue, slots), for on_commit. */
+static PyObject *soft_use_slots(PyObject *self, PyObject *args)
+{
+	PyObject *queue;
+	int slots;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!i", queue_type, &queue, &slots))
+		return NULL;
+	rp_data_lock();
+	use_slots((struct device_queue *)queue, slots);
+	rp_data_unlock();
+	Py_RETURN_NONE;
+}
+
+/* posted(queue): return its contents as a tuple. */
+static PyObject *soft_posted(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *posted;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+		return NULL;
+	rp_data_lock();
+	posted = PySequence_Tuple(((struct device_queue *)queue)->pending);
+	rp_data_unlock();
+	return posted;
+}
+
+/* clear(queue), for on_commit: empty the queue and free its slots. */
+static PyObject *soft_clear(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *pending, *posted, *done;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+		return NULL;
+	pending = ((struct device_queue *)queue)->pending;
+	rp_data_lock();
+	/* Keep the items alive, so that nothing is deallocated under the lock. */
+	posted = PySequence_Tuple(pending);
+	PyErr_Clear();
+	done = PyObject_CallMethod(pending, "clear", NULL);
+	((struct device_queue *)queue)->used = 0;
+	rp_data_unlock();
+	Py_XDECREF(posted);
+	return done;
+}
+
+/* resize(queue, depth): set the number of slots; returns False if more are in use. */
+static PyObject *soft_resize(PyObject *self, PyObject *args)
+{
+	PyObject *queue, *depth;
+	unsigned int wanted;
+	int fits, failed;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O!", queue_type, &queue, &PyLong_Type, &depth))
+		return NULL;
+	wanted = (unsigned int)PyLong_AsUnsignedLong(depth);
+	if (PyErr_Occurred())
+		return NULL;
+	rp_data_lock();
+	fits = ((struct device_queue *)queue)->used <= wanted;
+	failed = fits && rp_journaled_setattr(queue, rp_names[DEPTH], depth);
+	rp_data_unlock();
+	return failed ? NULL : PyBool_FromLong(fits);
+}
+
+static void arm(struct device_queue *queue, unsigned int how)
+{
+	/* A solicited-only request does not replace one for any entry. */
+	if (how > queue->armed)
+		queue->armed = how;
+}
+
+/* ---- completion queue entries -------------------------------------------- */
+
+/* Remove the last entry, to undo soft_add(). */
+static PyObject *withdraw(PyObject *self, PyObject *cq)
+{
+	struct device_queue *queue = (struct device_queue *)cq;
+	PyObject *entry;
+
+	(void)self;
+	rp_data_lock();
+	entry = PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL);
+	RP_ADD(&queue->hidden, -1u);
+	rp_data_unlock();
+	return entry;
+}
+
+void rp_show(PyObject *cq)
+{
+	RP_STORE(&((struct device_queue *)cq)->hidden, 0);
+}
+
+static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
+static PyObject *withdraws;
+
+/* add(cq, entry): append an entry; polls see it once it is committed. */
+static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+	int failed, hides = rp_is_journaled();
+	struct device_queue *queue;
+
+	(void)self;
+	if (nargs != 2 || !PyObject_TypeCheck(args[0], (PyTypeObject *)queue_type))
+		return PyErr_Format(PyExc_TypeError, "add(cq, entry)");
+	queue = (struct device_queue *)args[0];
+	if (hides && !queue->hidden && rp_note_added(args[0]))
+		return NULL;
+	if (rp_note_undo(withdraws, args[0]))
+		return NULL;
+	rp_data_lock();
+	failed = rp_append(queue->pending, args[1]);
+	if (!failed && hides)
+		RP_ADD(&queue->hidden, 1);
+	rp_data_unlock();
+	if (failed)
+		rp_note_unchanged();
+	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+}
+
+/*
+ * announce(cq, events, fd, solicited), for at_the_end: queue an event for an added entry, if
+ * the completion queue is armed for it, and make the channel's timer fire.
+ */
+static PyObject *soft_announce(PyObject *self, PyObject *args)
+{
+	const struct itimerspec now = { .it_value = { .tv_nsec = 1 } };
+	PyObject *cq, *events;
+	struct device_queue *queue;
+	int fd, solicited;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!Oip", queue_type, &cq, &events, &fd, &solicited))
+		return NULL;
+	queue = (struct device_queue *)cq;
+	rp_data_lock();
+	if (queue->armed == ARMED_NEXT || (queue->armed && solicited)) {
+		queue->armed = 0;
+		rp_append(events, cq);
+		timerfd_settime(fd, 0, &now, NULL);
+	}
+	rp_data_unlock();
+	Py_RETURN_NONE;
+}
+
+/*
+ * set_timer(fd, events, ns), for on_commit: make a timer fire at once if events are queued by then,
+ * else after `ns`; 0 disarms it.
+ */
+static PyObject *soft_set_timer(PyObject *self, PyObject *args)
+{
+	struct itimerspec when = { .it_value = { 0, 0 } };
+	PyObject *events;
+	long long ns;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iOL", &fd, &events, &ns))
+		return NULL;
+	if (PyObject_Size(events) > 0)
+		ns = 1;
+	when.it_value.tv_sec = ns / 1000000000;
+	when.it_value.tv_nsec = ns % 1000000000;
+	timerfd_settime(fd, 0, &when, NULL);
+	Py_RETURN_NONE;
+}
+
+/* ---- reading: these return 0 or an errno --------------------------------- */
+
+static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int max)
+{
+	/* A negative count converts to a huge one. */
+	if ((unsigned int)count > max || (count && !sge))
+		return EINVAL;
+	wqe->sges = PyTuple_New(count);
+	for (int i = 0; wqe->sges && i < count; i++) {
+		PyObject *one = Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
+					      (unsigned int)sge[i].length, (unsigned int)sge[i].lkey);
+
+		if (!one || PyTuple_SetItem(wqe->sges, i, one))
+			return ENOMEM;
+	}
+	return wqe->sges ? 0 : ENOMEM;
+}
+
+static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned int max)
+{
+	uint64_t size = 0, at = 0;
+
+	for (int i = 0; i < wr->num_sge; i++)
+		size += wr->sg_list[i].length;
+	if (size > max)
+		return EINVAL;
+	wqe->data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+	for (int i = 0; wqe->data && i < wr->num_sge; i++) {
+		const struct ibv_sge *sge = &wr->sg_list[i];
+
+		if (sge->length)
+			memcpy(PyBytes_AsString(wqe->data) + at, (void *)(uintptr_t)sge->addr,
+			       sge->length);
+		at += sge->length;
+	}
+	return wqe->data ? 0 : ENOMEM;
+}
+
+static int read_send(struct wqe *wqe, const struct device_queue *queue, enum ibv_qp_type type,
+		     const struct ibv_send_wr *wr)
+{
+	int code = read_sges(wqe, wr->sg_list, wr->num_sge, queue->max_sge);
+
+	wqe->opcode = wr->opcode;
+	wqe->flags = wr->send_flags;
+	if (!code && wr->send_flags & IBV_SEND_INLINE)
+		code = read_inline(wqe, wr, queue->max_inline);
+	if (code)
+		return code;
+	if (wr->opcode == IBV_WR_BIND_MW) {
+		if (!wr->bind_mw.mw || !wr->bind_mw.bind_info.mr)
+			return EINVAL;
+		wqe->window = rp_soft_part(wr->bind_mw.mw->handle, NAMES);
+		wqe->region = rp_soft_part(wr->bind_mw.bind_info.mr->handle, NAMES);
+		return wqe->window && wqe->region ? 0 : EINVAL;
+	}
+	if (type == IBV_QPT_UD && (wr->opcode == IBV_WR_SEND || wr->opcode == IBV_WR_TSO ||
+				   wr->opcode == IBV_WR_SEND_WITH_IMM)) {
+		wqe->ah = wr->wr.ud.ah ? rp_soft_part(wr->wr.ud.ah->handle, NAMES) : NULL;
+		if (!wqe->ah)
+			return EINVAL;
+	}
+	if (wr->opcode == IBV_WR_TSO) {
+		if (wr->tso.hdr_sz > queue->max_tso_header || (wr->tso.hdr_sz && !wr->tso.hdr))
+			return EINVAL;
+		wqe->hdr = PyBytes_FromStringAndSize(wr->tso.hdr, wr->tso.hdr_sz);
+		if (!wqe->hdr)
+			return ENOMEM;
+	}
+	return 0;
+}
+
+/* TAG_ADD uses one of the list's slots and sets tm.handle; TAG_DEL must name a handle it set. */
+static int read_op(struct wqe *wqe, const struct device_queue *queue, struct ibv_ops_wr *op)
+{
+	struct device_queue *list = (struct device_queue *)queue->slots;
+	int adds = op->opcode == IBV_WR_TAG_ADD, code;
+
+	wqe->opcode = op->opcode;
+	wqe->flags = (unsigned int)op->flags;
+	if (adds && is_full(list))
+		return ENOMEM;
+	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :
+					   !adds && op->opcode != IBV_WR_TAG_SYNC)
+		return EINVAL;
+	code = read_sges(wqe, op->tm.add.sg_list, adds ? op->tm.add.num_sge : 0, list->max_sge);
+	if (adds && !code)
+		wqe->wr.op.tm.handle = op->tm.handle = ++list->last_handle;
+	return code;
+}
+
+/* ---- posting ------------------------------------------------------------- */
+
+/* Queue a WQE and occupy its slots; 0 or an errno. */
+static int put_in(struct device_queue *queue, struct wqe *wqe, int adds)
+{
+	if (rp_append(queue->pending, (PyObject *)wqe))
+		return ENOMEM;
+	use_slots(queue, 1);
+	/* An operation that adds an entry also occupies a slot in the matching list. */
+	if (adds)
+		use_slots((struct device_queue *)queue->slots, 1);
+	return 0;
+}
+
+/* Create a WQE, or return NULL with an errno in *code, for instance if the queue is full. */
+static struct wqe *new_wqe(const struct device_queue *queue, int *code)
+{
+	struct wqe *wqe;
+
+	*code = rp_take_fault(queue->faults);
+	if (!*code)
+		*code = (int)queue->refuses;
+	if (!*code && is_full(queue))
+		*code = ENOMEM;
+	if (*code)
+		return NULL;
+	wqe = (struct wqe *)PyType_GenericAlloc((PyTypeObject *)wqe_type, 0);
+	if (!wqe)
+		*code = ENOMEM;
+	PyErr_Clear();
+	return wqe;
+}
+
+/* Accept one work request; 0 or an errno. */
+static int accept_wr(enum posts what, enum ibv_qp_type type, struct device_queue *queue, void *wr)
+{
+	static const size_t sizes[] = { sizeof(struct ibv_send_wr), sizeof(struct ibv_recv_wr),
+					sizeof(struct ibv_recv_wr), sizeof(struct ibv_ops_wr) };
+	struct ibv_recv_wr *recv = wr;
+	int code;
+	struct wqe *wqe = new_wqe(queue, &code);
+
+	if (!wqe)
+		return code;
+	memcpy(&wqe->wr, wr, sizes[what]);
+	if (what == SENDS)
+		code = read_send(wqe, queue, type, wr);
+	else if (what == OPERATIONS)
+		code = read_op(wqe, queue, wr);
+	else
+		code = read_sges(wqe, recv->sg_list, recv->num_sge, queue->max_sge);
+	PyErr_Clear();
+	if (!code)
+		code = put_in(queue, wqe, what == OPERATIONS && wqe->opcode == IBV_WR_TAG_ADD);
+	Py_DECREF((PyObject *)wqe);
+	return code;
+}
+
+/*
+ * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
+ * run meanwhile, so that the device has the posts in the order in which they were recorded. So the
+ * collector is disabled, and enabled again before any other code runs. (Without a GIL it does not
+ * run in the middle of C, and the data lock keeps other threads out.)
+ */
+struct quiet {
+	PyGILState_STATE gil;
+	int collects;
+};
+
+static struct quiet begin_quietly(void)
+{
+	struct quiet quiet = { .gil = PyGILState_Ensure() };
+
+#ifndef Py_GIL_DISABLED
+	quiet.collects = PyGC_Disable();
+#endif
+	return quiet;
+}
+
+static void end_quietly(struct quiet quiet)
+{
+	if (quiet.collects)
+		PyGC_Enable();
+	PyGILState_Release(quiet.gil);
+}
+
+/*
+ * Returns 0, or an errno with the first work request refused in *bad. If that is NULL, all are
+ * accepted or none.
+ */
+static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
+{
+	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
+	struct quiet quiet = begin_quietly();
+	struct device_queue *queue = find_queue(handle, names[what]);
+	int code = queue ? 0 : EINVAL, accepted = 0;
+
+	rp_data_lock();
+	/* The work runs after the post, and is harmless if nothing was accepted. */
+	if (queue && queue->prompt)
+		code = rp_soft_start(handle);
+	while (wr && !code) {
+		code = accept_wr(what, type, queue, wr);
+		/* All three structs have `next` at the same offset. */
+		if (!code)
+			wr = ((struct ibv_recv_wr *)wr)->next;
+		accepted += !code;
+	}
+	for (; code && !bad && accepted; accepted--) {
+		Py_XDECREF(PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL));
+		use_slots(queue, -1);
+	}
+	rp_data_unlock();
+	Py_XDECREF((PyObject *)queue);
+	end_quietly(quiet);
+	if (code && bad)
+		*bad = wr;
+	return code;
+}
+
+/* A type 1 window gets a new rkey at once. */
+static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+	struct quiet quiet = begin_quietly();
+	struct device_queue *queue = find_queue(qp->handle, SQ);
+	int code = EINVAL;
+	struct wqe *wqe;
+
+	rp_data_lock();
+	wqe = queue ? new_wqe(queue, &code) : NULL;
+	if (wqe) {
+		struct ibv_send_wr *wr = &wqe->wr.send;
+
+		wr->wr_id = bind->wr_id;
+		wr->bind_mw.rkey = (mw->rkey & ~0xFFu) | ((mw->rkey + 1) & 0xFF);
+		wr->bind_mw.bind_info = bind->bind_info;
+		wqe->opcode = IBV_WR_BIND_MW;
+		wqe->flags = bind->send_flags;
+		wqe->window = rp_soft_part(mw->handle, NAMES);
+		wqe->region = rp_soft_part(bind->bind_info.mr->handle, NAMES);
+		code = wqe->window && wqe->region ? rp_soft_start(qp->handle) : EINVAL;
+		if (!code)
+			code = put_in(queue, wqe, 0);
+		if (!code)
+			mw->rkey = wr->bind_mw.rkey;
+		Py_DECREF((PyObject *)wqe);
+	}
+	rp_data_unlock();
+	Py_XDECREF((PyObject *)queue);
+	end_quietly(quiet);
+	return code;
+}
+
+static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr)
+{
+	return post(SENDS, qp->handle, qp->qp_type, wr, (void **)bad_wr);
+}
+
+static int post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr)
+{
+	return post(RECEIVES, qp->handle, 0, wr, (void **)bad_wr);
+}
+
+static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr)
+{
+	return post(SRQ_RECEIVES, srq->handle, 0, wr, (void **)bad_wr);
+}
+
+static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_ops_wr **bad_op)
+{
+	return post(OPERATIONS, srq->handle, 0, op, (void **)bad_op);
+}
+
+/* ---- polling ------------------------------------------------------------ */
+
+/*
+ * A CQ entry is a tuple (bytes, work queue, number of slots it frees). The bytes are a struct ibv_wc
+ * and a struct rp_wc_ex, which ends after the tag if the CQ has no timestamps.
+ */
+static void read_entry(PyObject *bytes, struct ibv_wc *wc, struct rp_wc_ex *more)
+{
+	const char *data = PyBytes_AsString(bytes);
+
+	memcpy(wc, data, sizeof(*wc));
+	if (more)
+		memcpy(more, data + sizeof(*wc), (size_t)PyBytes_Size(bytes) - sizeof(*wc));
+}
+
+/* Count the completions that no verb in progress may still roll back. */
+static Py_ssize_t count_entries(const struct device_queue *cq)
+{
+	/* Read this first: without the lock the count may be too high, but not too low. */
+	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
+
+	return PyObject_Size(cq->pending) - hidden;
+}
+
+/* Dequeue up to `max` completions; `more` may be NULL; -1 for an unknown CQ. */
+static int poll(uint32_t handle, int max, struct ibv_wc *wc, struct rp_wc_ex *more)
+{
+	struct quiet quiet = begin_quietly();
+	struct device_queue *cq = find_queue(handle, NAMES);
+	int count = 0;
+
+	if (!cq)
+		max = 0;
+	for (; count < max; count++) {
+		PyObject *taken = NULL;
+
+		rp_data_lock();
+		if (count_entries(cq) > 0)
+			taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
+		if (taken)
+			use_slots((struct device_queue *)PyTuple_GetItem(taken, 1),
+				  -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
+		rp_data_unlock();
+		if (!taken)
+			break;
+		read_entry(PyTuple_GetItem(taken, 0), wc + count, more ? more + count : NULL);
+		Py_DECREF(taken);
+	}
+	PyErr_Clear();
+	Py_XDECREF((PyObject *)cq);
+	end_quietly(quiet);
+	if (cq)
+		return count;
+	errno = EINVAL;
+	return -1;
+}
+
+static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
+{
+	return poll(cq->handle, num_entries, wc, NULL);
+}
+
+static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
+{
+	struct quiet quiet = begin_quietly();
+	struct device_queue *found = find_queue(cq->handle, NAMES);
+
+	rp_data_lock();
+	if (found)
+		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
+	rp_data_unlock();
+	Py_XDECREF((PyObject *)found);
+	end_quietly(quiet);
+	return found ? 0 : EINVAL;
+}
+
+/* ---- a context ---------------------------------------------------------- */
+
+struct ibv_context *rp_soft_context_init(struct verbs_context *whole)
+{
+	struct ibv_context *context = &whole->context;
+
+	rp_soft_opened();
+	whole->sz = sizeof(*whole);
+	whole->post_srq_ops = post_srq_ops;
+	context->abi_compat = __VERBS_ABI_IS_EXTENDED;
+	context->cmd_fd = context->async_fd = -1;
+	context->num_comp_vectors = 1;
+	context->ops.post_send = post_send;
+	context->ops.post_recv = post_recv;
+	context->ops.post_srq_recv = post_srq_recv;
+	context->ops.poll_cq = poll_cq;
+	context->ops.req_notify_cq = req_notify_cq;
+	context->ops.bind_mw = bind_mw;
+	return context;
+}
+
+/* ---- an extended CQ ----------------------------------------------------- */
+
+static struct rp_soft_cq_ex *to_soft(struct ibv_cq_ex *cq)
+{
+	return (struct rp_soft_cq_ex *)(void *)cq;
+}
+
+static int next_poll(struct ibv_cq_ex *cq)
+{
+	struct rp_soft_cq_ex *soft = to_soft(cq);
+	int n = poll(ibv_cq_ex_to_cq(cq)->handle, 1, &soft->wc, &soft->more);
+
+	if (n <= 0)
+		return n ? EINVAL : ENOENT;
+	cq->wr_id = soft->wc.wr_id;
+	cq->status = soft->wc.status;
+	return 0;
+}
+
+static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
+{
+	return attr && attr->comp_mask ? EINVAL : next_poll(cq);
+}
+
+static void end_poll(struct ibv_cq_ex *cq)
+{
+	(void)cq;
+}
+
+#define FIELDS(X)                                                                                \
+	X(enum ibv_wc_opcode, opcode)                                                             \
+	X(uint32_t, vendor_err)                                                                   \
+	X(uint32_t, byte_len)                                                                     \
+	X(__be32, imm_data)                                                                       \
+	X(uint32_t, qp_num)                                                                       \
+	X(uint32_t, src_qp)                                                                       \
+	X(unsigned int, wc_flags)                                                                 \
+	X(uint32_t, slid)                                                                         \
+	X(uint8_t, sl)                                                                            \
+	X(uint8_t, dlid_path_bits)
+#define READ(type, field)                                                                         \
+	static type read_##field(struct ibv_cq_ex *cq)                                            \
+	{                                                                                         \
+		return to_soft(cq)->wc.field;                                                     \
+	}
+#define SET(type, field) cq->cq.read_##field = read_##field;
+FIELDS(READ)
+
+static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm_info)
+{
+	*tm_info = to_soft(cq)->more.tm;
+}
+
+static uint64_t read_completion_ts(struct ibv_cq_ex *cq)
+{
+	return to_soft(cq)->more.completion_ts;
+}
+
+static uint64_t read_completion_wallclock_ns(struct ibv_cq_ex *cq)
+{
+	return to_soft(cq)->more.completion_wallclock_ns;
+}
+
+void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, uint64_t wc_flags)
+{
+	cq->cq.start_poll = start_poll;
+	cq->cq.next_poll = next_poll;
+	cq->cq.end_poll = end_poll;
+	FIELDS(SET)
+	if (wc_flags & IBV_WC_EX_WITH_TM_INFO)
+		cq->cq.read_tm_info = read_tm_info;
+	if (wc_flags & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP)
+		cq->cq.read_completion_ts = read_completion_ts;
+	if (wc_flags & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK)
+		cq->cq.read_completion_wallclock_ns = read_completion_wallclock_ns;
+}
+
+/* ---- a queue pair with send_ops_flags ------------------------------------ */
+
+static void wr_start(struct ibv_qp_ex *qp)
+{
+	struct rp_soft_qp_ex *soft = (void *)qp;
+
+	soft->first = soft->last = NULL;
+	soft->code = 0;
+}
+
+/* Add a work request; NULL if there is no memory. */
+static struct rp_built_wr *add_wr(struct ibv_qp_ex *qp, int opcode, uint32_t rkey,
+				  uint64_t remote_addr)
+{
+	struct rp_soft_qp_ex *soft = (void *)qp;
+	struct ibv_send_wr *wr = calloc(1, sizeof(*wr));
+
+	if (!wr) {
+		soft->code = ENOMEM;
+		return NULL;
+	}
+	wr->wr_id = qp->wr_id;
+	wr->opcode = (enum ibv_wr_opcode)opcode;
+	wr->send_flags = qp->wr_flags;
+	wr->wr.rdma.remote_addr = remote_addr;
+	wr->wr.rdma.rkey = rkey;
+	*(soft->last ? &soft->last->next : &soft->first) = wr;
+	soft->last = wr;
+	return (void *)wr;
+}
+
+static void wr_atomic_write(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr,
+			    const void *atomic_wr)
+{
+	struct rp_built_wr *wr = add_wr(qp, RP_WR_ATOMIC_WRITE, rkey, remote_addr);
+
+	if (wr)
+		memcpy(&wr->atomic_wr, atomic_wr, 8);
+}
+
+static void wr_flush(struct ibv_qp_ex *qp, uint32_t rkey, uint64_t remote_addr, size_t len,
+		     uint8_t type, uint8_t level)
+{
+	struct rp_built_wr *wr = add_wr(qp, RP_WR_FLUSH, rkey, remote_addr);
+
+	if (!wr)
+		return;
+	wr->length = (uint32_t)len;
+	wr->type = type;
+	wr->level = level;
+}
+
+static void wr_set_xrc_srqn(struct ibv_qp_ex *qp, uint32_t remote_srqn)
+{
+	struct rp_soft_qp_ex *soft = (void *)qp;
+
+	if (soft->last)
+		soft->last->qp_type.xrc.remote_srqn = remote_srqn;
+}
+
+static int wr_complete(struct ibv_qp_ex *qp)
+{
+	struct rp_soft_qp_ex *soft = (void *)qp;
+	int code = soft->code ? soft->code :
+		   post(SENDS, soft->qp.handle, soft->qp.qp_type, soft->first, NULL);
+
+	while (soft->first) {
+		struct ibv_send_wr *next = soft->first->next;
+
+		free(soft->first);
+		soft->first = next;
+	}
+	return code;
+}
+
+struct ibv_qp *rp_soft_qp_ex_init(struct rp_soft_qp_ex *qp)
+{
+	struct ibv_qp_ex *ex = (void *)qp;
+
+	ex->wr_start = wr_start;
+	ex->wr_set_xrc_srqn = wr_set_xrc_srqn;
+	ex->wr_complete = wr_complete;
+	qp->ex.wr_atomic_write = wr_atomic_write;
+	qp->ex.wr_flush = wr_flush;
+	return &qp->qp;
+}
+
+static PyMethodDef functions[] = {
+	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
+	{ "posted", soft_posted, METH_VARARGS, NULL },
+	{ "clear", soft_clear, METH_VARARGS, NULL },
+	{ "resize", soft_resize, METH_VARARGS, NULL },
+	RP_METHOD_NAMED("add", soft_add),
+	{ "announce", soft_announce, METH_VARARGS, NULL },
+	{ "set_timer", soft_set_timer, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_soft_data_verbs(PyObject *module)
+{
+	withdraws = PyCFunction_New(&withdraw_method, NULL); /* never released */
+	return !withdraws ||
+	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
+			   &wqe_type) ||
+	       rp_add_type(module, "rdmapost._verbs.DeviceQueue", sizeof(struct device_queue),
+			   Py_TPFLAGS_BASETYPE, queue_slots, &queue_type) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
+}

@@ -1,0 +1,106 @@
+/*
+ * What the soft device's C files share: the journal, its lock and transactions.
+ *
+ * The device is written in Python (rdmapost/providers/soft0/engine/), where a signal handler may
+ * raise between any two bytecodes. So the call that undoes a change to the device's state is
+ * journaled before the change is made, and actions that cannot be undone are deferred. Then C, in
+ * which no handler runs, makes either the undo calls or the deferred ones (soft0/journal.c).
+ *
+ * A verb holds the device's lock from start to finish; everything below is used under it.
+ */
+#ifndef RDMAPOST_SOFT0_INTERNAL_H
+#define RDMAPOST_SOFT0_INTERNAL_H
+
+#include "handles/handle.h"
+
+#include "soft0/soft0.h"
+
+/*
+ * Data verbs do not acquire the device's lock. A C function that touches data that they share with
+ * the device (a queue, the lists in soft0/transaction.c) holds the GIL throughout; without a GIL it
+ * holds this lock, which is recursive. Only C runs under it, and never waits for a queue's lock or
+ * the device's. While a thread waits for this lock, Python suspends its critical sections, so the
+ * owner may enter them.
+ */
+#ifdef Py_GIL_DISABLED
+void rp_data_lock(void);
+void rp_data_unlock(void);
+#else
+static inline void rp_data_lock(void)
+{
+}
+
+static inline void rp_data_unlock(void)
+{
+}
+#endif
+
+/* ---- soft0/journal.c ------------------------------------------------------ */
+
+/* The names of attributes and methods that C looks up. */
+enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
+extern PyObject *rp_names[NAMES];
+
+/* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
+PyObject *rp_call(PyObject *call);
+/* Append an item to a list or a deque; 0, or -1 without an exception. */
+int rp_append(PyObject *queue, PyObject *item);
+/* Remove and return a list's first item; NULL if the list is empty. */
+PyObject *rp_shift(PyObject *list);
+
+/* Begin to journal changes; commit them; roll them back, preserving the current exception. */
+void rp_journal_begin(void);
+void rp_journal_commit(void);
+void rp_journal_rollback(void);
+/* Discard the journal, as after a fork. */
+void rp_journal_forget(void);
+
+/* Whether this thread's changes are journaled. */
+int rp_is_journaled(void);
+/*
+ * Journal, before a change is made, that callable(argument) undoes it; 0, or -1 with an exception.
+ * The second says that the last change journaled so was not made.
+ */
+int rp_note_undo(PyObject *callable, PyObject *argument);
+void rp_note_unchanged(void);
+/* Journal a CQ whose new entries polls see once committed; 0, or -1 with an exception. */
+int rp_note_added(PyObject *cq);
+
+/* The tp_setattro of types whose attributes are journaled. */
+int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
+
+/* ---- soft0/data_verbs.c -------------------------------------------------- */
+
+/* Make all entries in a completion queue visible to polls. */
+void rp_show(PyObject *cq);
+/* ---- soft0/faults.c ------------------------------------------------------- */
+
+/* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
+int rp_take_fault(PyObject *faults);
+
+/* ---- soft0/transaction.c: the lock, and what runs under it ---------------- */
+
+/* The parts of the device, provided by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
+enum rp_part {
+	OBJECTS, READY, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
+	SETATTR, DELATTR, POP, PARTS
+};
+PyObject *rp_soft_given(enum rp_part which);
+
+/* A device has been opened: from now on, posts and polls run its pending work. */
+void rp_soft_opened(void);
+
+/* A new reference to the object with this handle (NAMES) or to its attribute; NULL if none. */
+PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
+
+/*
+ * Make a call as one transaction, which completes even if a signal handler raises. Returns the
+ * call's result; if the device failed, the result of completing the work request with an error; or
+ * -1 if there was no memory for either, with nothing changed.
+ */
+long rp_soft_transact(PyObject *call);
+
+/* Schedule the pending work of the object with this handle; 0 or ENOMEM. */
+int rp_soft_start(uint32_t handle);
+
+#endif

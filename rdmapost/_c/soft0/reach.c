@@ -1,0 +1,222 @@
+/*
+ * Memory that soft0 may be unable to access: registered by address, in a dma-buf, or in a mapped
+ * file.
+ *
+ * A real device pins a region's pages, so that unmapping them later does no harm. soft0 runs in the
+ * process itself, which would crash: with SIGSEGV, or with SIGBUS if a file was truncated. soft0
+ * therefore has the kernel copy such memory; where it is not mapped, the copy fails with EFAULT.
+ */
+#include "module.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum { BOUNCE = 16384 };
+
+/*
+ * Fault the pages in, as a device does; return whether that is possible. Also true where it cannot
+ * be told (EINVAL): on kernels before 5.14, and for some drivers' memory.
+ */
+static int is_reachable(uint64_t addr, uint64_t length, int writes)
+{
+	uint64_t first = addr & ~((uint64_t)sysconf(_SC_PAGESIZE) - 1);
+	int failed;
+
+	if (addr + length < addr)
+		return 0;
+	do
+		failed = madvise((void *)(uintptr_t)first, addr + length - first,
+				 writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
+	while (failed && (errno == EINTR || errno == EAGAIN));
+	return !failed || errno == EINVAL;
+}
+
+/*
+ * Copy within this process. `there` must be ordinary memory, which the kernel can pin; `here` may
+ * be any address, mapped or not. 0, or -1 if `here` is not mapped.
+ */
+static int copy_by_kernel(long call, uint64_t here, uint64_t there, uint64_t length)
+{
+	while (length) {
+		struct iovec local = { (void *)(uintptr_t)here, length };
+		struct iovec remote = { (void *)(uintptr_t)there, length };
+		long n = syscall(call, (long)getpid(), &local, 1L, &remote, 1L, 0L);
+
+		if (n <= 0 && errno == EINTR)
+			continue;
+		if (n <= 0)
+			return -1;
+		here += (uint64_t)n;
+		there += (uint64_t)n;
+		length -= (uint64_t)n;
+	}
+	return 0;
+}
+
+/* Whether the last copy failed because a sandbox forbids the system call. */
+static int is_forbidden(void)
+{
+	return errno == EPERM || errno == ENOSYS || errno == EACCES;
+}
+
+/* Return the bytes at an address, or None if they are not mapped. */
+static PyObject *read_bytes(uint64_t addr, uint64_t length)
+{
+	PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length);
+	char *to = bytes ? PyBytes_AsString(bytes) : NULL;
+
+	if (!bytes || !copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
+		return bytes;
+	if (is_forbidden() && is_reachable(addr, length, 0)) {
+		memcpy(to, (void *)(uintptr_t)addr, length);
+		return bytes;
+	}
+	Py_DECREF(bytes);
+	Py_RETURN_NONE;
+}
+
+/* Write to an address, until the first part that is not mapped. */
+static void write_bytes(uint64_t addr, const char *from, uint64_t length)
+{
+	char bounce[BOUNCE];
+	uint64_t size;
+
+	for (; length; addr += size, from += size, length -= size) {
+		size = length < BOUNCE ? length : BOUNCE;
+		/* Via a buffer: the kernel cannot pin the source if it is a driver's memory. */
+		memcpy(bounce, from, size);
+		if (!copy_by_kernel(SYS_process_vm_readv, addr, (uintptr_t)bounce, size))
+			continue;
+		if (!is_forbidden())
+			return;
+		memcpy((void *)(uintptr_t)addr, bounce, size);
+	}
+}
+
+/* ---- memory to write to --------------------------------------------------- */
+
+struct room {
+	PyObject_HEAD
+	uint64_t addr;
+	Py_ssize_t length;
+	PyObject *keeps; /* keeps the memory alive */
+};
+
+#define ROOM(self) ((struct room *)(self))
+
+static PyObject *make_room(PyTypeObject *type, uint64_t addr, Py_ssize_t length, PyObject *keeps)
+{
+	struct room *r = (struct room *)PyType_GenericAlloc(type, 0);
+
+	if (r) {
+		r->addr = addr;
+		r->length = length;
+		r->keeps = Py_NewRef(keeps);
+	}
+	return (PyObject *)r;
+}
+
+/* Room(addr, length, keeps) */
+static PyObject *room_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+	unsigned long long addr;
+	PyObject *keeps;
+	Py_ssize_t length;
+
+	(void)kwargs;
+	if (!PyArg_ParseTuple(args, "KnO", &addr, &length, &keeps))
+		return NULL;
+	return make_room(type, addr, length, keeps);
+}
+
+static void room_dealloc(PyObject *self)
+{
+	Py_XDECREF(ROOM(self)->keeps);
+	rp_free(self);
+}
+
+static Py_ssize_t room_length(PyObject *self)
+{
+	return ROOM(self)->length;
+}
+
+/* room[start:stop]: a Room over part of the same memory. */
+static PyObject *room_slice(PyObject *self, PyObject *slice)
+{
+	Py_ssize_t start, stop, step, length;
+
+	if (PySlice_Unpack(slice, &start, &stop, &step))
+		return NULL;
+	length = PySlice_AdjustIndices(ROOM(self)->length, &start, &stop, step);
+	return make_room(Py_TYPE(self), ROOM(self)->addr + (uint64_t)start, length,
+			 ROOM(self)->keeps);
+}
+
+/* room[:] = bytes of the same length */
+static int room_fill(PyObject *self, PyObject *slice, PyObject *from)
+{
+	Py_buffer view;
+
+	(void)slice;
+	if (!from || PyObject_GetBuffer(from, &view, PyBUF_SIMPLE))
+		return -1;
+	if (view.len == ROOM(self)->length)
+		write_bytes(ROOM(self)->addr, view.buf, (uint64_t)view.len);
+	else
+		PyErr_SetString(PyExc_ValueError, "the lengths differ");
+	PyBuffer_Release(&view);
+	return PyErr_Occurred() ? -1 : 0;
+}
+
+/* read(): the bytes, or None if they are not mapped. */
+static PyObject *room_read(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	return read_bytes(ROOM(self)->addr, (uint64_t)ROOM(self)->length);
+}
+
+static PyMethodDef room_methods[] = {
+	{ "read", room_read, METH_NOARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+static PyType_Slot room_slots[] = {
+	{ Py_tp_new, room_new },
+	{ Py_tp_dealloc, room_dealloc },
+	{ Py_tp_methods, room_methods },
+	{ Py_mp_length, room_length },
+	{ Py_mp_subscript, room_slice },
+	{ Py_mp_ass_subscript, room_fill },
+	{ 0, NULL },
+};
+
+/* reachable(addr, length, write): see is_reachable(). */
+static PyObject *reachable(PyObject *self, PyObject *args)
+{
+	unsigned long long addr, length;
+	int writes;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKp", &addr, &length, &writes))
+		return NULL;
+	return PyBool_FromLong(is_reachable(addr, length, writes));
+}
+
+static PyMethodDef functions[] = {
+	{ "reachable", reachable, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_soft_reach(PyObject *module)
+{
+	return rp_add_type(module, "rdmapost._verbs.Room", sizeof(struct room), 0, room_slots,
+			   NULL) ||
+	       PyModule_AddFunctions(module, functions) ? -1 : 0;
+}

@@ -1,0 +1,492 @@
+/*
+ * Transactions of the soft device, and the lock that they run under.
+ *
+ * A control verb is one transaction: if its Python function raises, the exception propagates and
+ * nothing has changed. The work that data verbs start also runs as transactions, one for each work
+ * request; there an exception is either a signal handler's, and the transaction is retried, or a
+ * bug in the device. A retry on another thread tells which, because handlers run only in the main
+ * thread.
+ */
+#include "soft0/internal.h"
+
+#include <unistd.h>
+
+static PyObject *parts; /* soft_device()'s arguments; never released */
+
+static struct rp_lock lock; /* also held while Python runs: check rp_soft_busy() first */
+static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
+static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
+static int broken; /* a bug in the device must be reported */
+static int forked; /* the state is still the parent process's */
+static int doomed; /* the running verb began in another process */
+static int executing; /* 1 while a READY object's work runs; others need not wait for it */
+static int gc_paused; /* by run_elsewhere(), having been enabled */
+
+PyObject *rp_soft_given(enum rp_part which)
+{
+	return PyTuple_GetItem(parts, which);
+}
+
+int rp_soft_busy(void)
+{
+	return rp_owns(&lock);
+}
+
+#ifdef Py_GIL_DISABLED
+static PyMutex data_lock;
+static uint64_t data_owner; /* the owning thread's mark, or 0 */
+static int data_depth; /* times acquired */
+
+void rp_data_lock(void)
+{
+	uint64_t me = rp_thread()->mark;
+
+	if (RP_LOAD(&data_owner) != me) {
+		PyMutex_Lock(&data_lock);
+		RP_STORE(&data_owner, me);
+	}
+	data_depth++;
+}
+
+void rp_data_unlock(void)
+{
+	if (--data_depth)
+		return;
+	RP_STORE(&data_owner, 0);
+	PyMutex_Unlock(&data_lock);
+}
+
+/* A thread that owned it in the parent does not exist here. */
+static void free_data_lock(void)
+{
+	data_lock = (PyMutex){ 0 };
+	data_owner = 0;
+	data_depth = 0;
+}
+#else
+static void free_data_lock(void)
+{
+}
+#endif
+
+/* ---- signal handlers' exceptions ----------------------------------------- */
+
+static int deliver(void *unused)
+{
+	PyObject *first = rp_shift(raised);
+
+	(void)unused;
+	if (!first)
+		return 0;
+	if (PyList_Size(raised) > 0)
+		Py_AddPendingCall(deliver, NULL);
+	PyErr_SetObject((PyObject *)Py_TYPE(first), first);
+	Py_DECREF(first);
+	return -1;
+}
+
+/* Have an exception raised in this thread after the verb; steals the reference. */
+void rp_raise_later(PyObject *exception)
+{
+	int waits = 0;
+
+	if (!exception)
+		return;
+	rp_data_lock();
+	/* From a handler that raises every time, keep only the first. */
+	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
+		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
+	if (gettid() != getpid())
+		/* PyThreadState_SetAsyncExc raised it; raise it again the same way. */
+		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
+					  (PyObject *)Py_TYPE(exception));
+	else if (!waits && PyList_Append(raised, exception))
+		PyErr_Clear();
+	rp_data_unlock();
+	Py_DECREF(exception);
+}
+
+/* ---- transactions -------------------------------------------------------- */
+
+struct errand {
+	PyObject *call;
+	PyObject *result; /* or NULL */
+	int failed; /* `result` is GIVE_UP's */
+	int starved; /* there was no memory even for GIVE_UP */
+	PyThread_type_lock done;
+	struct rp_thread *sender;
+};
+
+static PyObject *attempt(PyObject *call)
+{
+	PyObject *result;
+
+	rp_journal_begin();
+	result = rp_call(call);
+	if (result && !doomed)
+		rp_journal_commit();
+	else
+		rp_journal_rollback();
+	return result;
+}
+
+/* Where no signal handler runs, an exception is a bug in the device. */
+static void attempt_again(struct errand *errand)
+{
+	PyObject *object, *error, *call;
+
+	errand->result = attempt(errand->call);
+	if (errand->result)
+		return;
+	errand->failed = broken = 1;
+	error = rp_take_exception();
+	object = PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
+	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
+	if (call)
+		errand->result = attempt(call);
+	errand->starved = !errand->result && PyErr_ExceptionMatches(PyExc_MemoryError);
+	PyErr_Clear();
+	Py_XDECREF(call);
+	Py_XDECREF(error);
+}
+
+static void resume_gc(void)
+{
+	if (gc_paused)
+		PyGC_Enable();
+	gc_paused = 0;
+}
+
+static void run_elsewhere(void *argument)
+{
+	struct errand *errand = argument;
+	PyGILState_STATE gil = PyGILState_Ensure();
+
+	/* Finalizers that ran in this thread would wait for locks held by the sender. */
+	gc_paused = PyGC_IsEnabled();
+	PyGC_Disable();
+	/* Own the waiting sender's locks. */
+	rp_stand_for(errand->sender);
+	attempt_again(errand);
+	rp_stand_for(NULL);
+	resume_gc();
+	PyGILState_Release(gil);
+	PyThread_release_lock(errand->done);
+}
+
+/* Retry the call on a separate thread. Returns whether that was possible. */
+static int send(struct errand *errand)
+{
+	int sent;
+
+	errand->sender = rp_thread();
+	errand->done = PyThread_allocate_lock();
+	if (!errand->done)
+		return 0;
+	PyThread_acquire_lock(errand->done, WAIT_LOCK);
+	sent = PyThread_start_new_thread(run_elsewhere, errand) != (unsigned long)-1;
+	if (sent) {
+		Py_BEGIN_ALLOW_THREADS
+		PyThread_acquire_lock(errand->done, WAIT_LOCK);
+		Py_END_ALLOW_THREADS
+	}
+	PyThread_release_lock(errand->done);
+	PyThread_free_lock(errand->done);
+	return sent;
+}
+
+long rp_soft_transact(PyObject *call)
+{
+	struct errand errand = { .call = call };
+	PyObject *first;
+	long result_code;
+
+	errand.result = attempt(call);
+	first = errand.result ? NULL : rp_take_exception();
+	if (first && !doomed && !send(&errand))
+		attempt_again(&errand);
+	/* Drop an exception for lack of stack or memory: the retry on another thread had enough. */
+	if (errand.failed || (first && !doomed && rp_lacks_room(first)))
+		Py_CLEAR(first);
+	rp_raise_later(first);
+	result_code = errand.starved ? -1 : 0;
+	if (errand.result)
+		result_code = PyLong_AsLong(errand.result);
+	if (doomed)
+		result_code = 0;
+	Py_XDECREF(errand.result);
+	PyErr_Clear();
+	return result_code;
+}
+
+/* Do one part of an object's pending work; whether there is more, or -1 if out of memory. */
+static long work(PyObject *object)
+{
+	PyObject *call = PyTuple_Pack(2, rp_soft_given(EXECUTE), object);
+	long more = call ? rp_soft_transact(call) : -1;
+
+	Py_XDECREF(call);
+	PyErr_Clear();
+	return more;
+}
+
+/* ---- verbs --------------------------------------------------------------- */
+
+static int is_due(void)
+{
+	int64_t when = RP_LOAD(&due);
+
+	return when >= 0 && rp_now_ns() >= when;
+}
+
+/* Return a new reference to an object with pending work, or NULL if there are no more. */
+static PyObject *ready_at(Py_ssize_t at)
+{
+	PyObject *ready = rp_soft_given(READY), *object = NULL;
+
+	rp_data_lock();
+	if (at < PyList_Size(ready))
+		object = Py_NewRef(PyList_GetItem(ready, at));
+	rp_data_unlock();
+	return object;
+}
+
+/* Remove an object, to which the caller holds a reference; 0, or -1. */
+static int take_ready(Py_ssize_t at)
+{
+	int failed;
+
+	rp_data_lock();
+	failed = PyList_SetSlice(rp_soft_given(READY), at, at + 1, NULL);
+	rp_data_unlock();
+	PyErr_Clear();
+	return failed;
+}
+
+/* Do the pending work. Work that ran out of memory stays listed, for the next verb. */
+static void carry_on(void)
+{
+	PyObject *object;
+	Py_ssize_t at = 0;
+	long more;
+
+	while (!doomed && (object = ready_at(at))) {
+		RP_STORE(&executing, 1);
+		do
+			more = work(object);
+		while (more > 0);
+		RP_STORE(&executing, 0);
+		if (more < 0 || take_ready(at))
+			at++;
+		Py_DECREF(object);
+	}
+}
+
+/* Acquire the lock, and do the work that is due. */
+static void enter(void)
+{
+	PyObject *call, *left;
+	int64_t when;
+
+	rp_acquire(&lock);
+	if (forked) {
+		rp_journal_forget();
+		while ((left = rp_shift(rp_soft_given(READY))))
+			Py_DECREF(left);
+		call = PyTuple_Pack(1, rp_soft_given(RESET));
+		forked = !call || rp_soft_transact(call) <= 0;
+		Py_XDECREF(call);
+	}
+	/* Once per verb: a retry may be due again at once. */
+	if (is_due()) {
+		when = RP_LOAD(&due);
+		RP_STORE(&due, -1);
+		if (work(Py_None) < 0)
+			RP_STORE(&due, when);
+		carry_on();
+	}
+}
+
+/* Do the work that has become possible, and release the lock. */
+static void leave(void)
+{
+	PyObject *done;
+	int failed;
+
+	carry_on();
+	failed = broken;
+	broken = doomed = 0;
+	rp_release(&lock);
+	if (failed) {
+		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
+		if (!done)
+			rp_raise_later(rp_take_exception());
+		Py_XDECREF(done);
+	}
+}
+
+/* Make the main thread raise the signal handlers' exceptions. */
+void rp_deliver_soon(void)
+{
+	/* If the queue of pending calls is full, retry when the next verb ends. */
+	if (PyList_Size(raised) > 0)
+		Py_AddPendingCall(deliver, NULL);
+}
+
+/* Do posted work and work that is due; in the middle of a verb, leave that to the verb. */
+static PyObject *progress(void)
+{
+	PyObject *first;
+
+	if (rp_soft_busy())
+		return NULL;
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due()) {
+		enter();
+		leave();
+	}
+	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
+	if (!PyList_Size(raised))
+		return NULL;
+	first = gettid() == getpid() ? rp_shift(raised) : NULL;
+	rp_deliver_soon();
+	return first;
+}
+
+void rp_soft_opened(void)
+{
+	rp_progress = progress;
+}
+
+/* The forking thread continues what it was doing; no other threads exist. */
+static void after_fork(void)
+{
+	forked = 1;
+	executing = 0;
+	due = -1;
+	free_data_lock();
+	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
+	lock.owner = doomed ? rp_thread()->mark : 0;
+}
+
+PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
+{
+	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
+
+	/* After a fork, until the device is reset, the objects are the parent's. */
+	if (key && !forked)
+		object = rp_dict_get(rp_soft_given(OBJECTS), key);
+	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
+					  Py_XNewRef(object);
+	Py_XDECREF(object);
+	Py_XDECREF(key);
+	PyErr_Clear();
+	return found;
+}
+
+int rp_soft_start(uint32_t handle)
+{
+	PyObject *object = rp_soft_part(handle, NAMES);
+	int failed;
+
+	rp_data_lock();
+	failed = !object || PyList_Append(rp_soft_given(READY), object);
+	rp_data_unlock();
+	PyErr_Clear();
+	Py_XDECREF(object);
+	return failed ? ENOMEM : 0;
+}
+
+/* verb(function, *args): call it as one transaction, which succeeds or raises with no effect. */
+static PyObject *verb(PyObject *self, PyObject *call)
+{
+	PyObject *result, *type, *value, *trace;
+
+	(void)self;
+	if (rp_soft_busy())
+		return PyObject_CallObject(rp_soft_given(REFUSE), call);
+	enter();
+	result = attempt(call);
+	if (result && doomed) {
+		Py_CLEAR(result);
+		rp_raise_forked();
+	}
+	PyErr_Fetch(&type, &value, &trace);
+	leave();
+	rp_deliver_soon();
+	PyErr_Restore(type, value, trace);
+	return result;
+}
+
+/* run_device(): do the device's pending work, as posts and polls do when they hold no lock. */
+static PyObject *run_device(PyObject *self, PyObject *unused)
+{
+	PyObject *raised_now = progress();
+
+	(void)self;
+	(void)unused;
+	if (raised_now)
+		rp_raise(raised_now);
+	return raised_now ? NULL : Py_NewRef(Py_None);
+}
+
+/* after_fork(): resume the collector if a thread that the child lacks paused it; needs the GIL. */
+static PyObject *resume_in_child(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	resume_gc();
+	Py_RETURN_NONE;
+}
+
+/* schedule_at(seconds): schedule the device to run at that time; for on_commit. */
+static PyObject *schedule_at(PyObject *self, PyObject *seconds)
+{
+	double when = PyFloat_AsDouble(seconds);
+
+	(void)self;
+	/* One ns more, so that the device does not run too early. */
+	RP_STORE(&due, when < 0 ? -1 : (int64_t)(when * 1e9) + 1);
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+/* start(object): schedule its pending work; for on_commit. */
+static PyObject *start(PyObject *self, PyObject *object)
+{
+	int failed;
+
+	(void)self;
+	rp_data_lock();
+	failed = PyList_Append(rp_soft_given(READY), object);
+	rp_data_unlock();
+	return failed ? NULL : Py_NewRef(Py_None);
+}
+
+static PyObject *soft_device(PyObject *self, PyObject *args)
+{
+	(void)self;
+	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
+	    !PyList_Check(PyTuple_GetItem(args, READY))) {
+		PyErr_SetString(PyExc_TypeError, "these are not the parts, or it has them already");
+		return NULL;
+	}
+	parts = Py_NewRef(args);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+	{ "verb", verb, METH_VARARGS, NULL },
+	{ "run_device", run_device, METH_NOARGS, NULL },
+	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
+	{ "schedule_at", schedule_at, METH_O, NULL },
+	{ "start", start, METH_O, NULL },
+	{ "soft_device", soft_device, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_soft_transaction(PyObject *module)
+{
+	raised = PyList_New(0); /* never released */
+	if (!raised || rp_init_lock(&lock) || pthread_atfork(NULL, NULL, after_fork))
+		return -1;
+	return PyModule_AddFunctions(module, functions);
+}

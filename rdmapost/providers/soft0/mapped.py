@@ -1,0 +1,91 @@
+"""Which memory of this process is mapped, for regions of addresses and dma-bufs."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import pathlib
+
+from ...enums import Access
+from ...errors import VerbsError
+
+_DMABUF_ACCESS = (
+    Access.LOCAL_WRITE
+    | Access.REMOTE_WRITE
+    | Access.REMOTE_READ
+    | Access.REMOTE_ATOMIC
+    | Access.RELAXED_ORDERING
+)
+"""What the kernel accepts for a region of a dma-buf."""
+
+
+def check_mapped(name: str, start: int, length: int, write: bool) -> None:
+    """Check that memory is mapped as an access needs, for the named verb.
+
+    Raises:
+        VerbsError: EFAULT: it is not.
+    """
+    end = start + length
+    try:
+        maps = pathlib.Path("/proc/self/maps").read_bytes()
+    except OSError:
+        # Then only an access shows whether it is mapped.
+        return
+    for line in maps.splitlines():
+        bounds, permissions = line.split(None, 2)[:2]
+        low, high = bounds.split(b"-")
+        last = int(high, 16)
+        if int(low, 16) <= start < last and b"r" in permissions:
+            if write and b"w" not in permissions:
+                break
+            start = last
+        if start >= end:
+            return
+    raise VerbsError(name, errno.EFAULT, "the process has no such access to this memory")
+
+
+def may_shrink(start: int, length: int) -> bool:
+    """Whether memory is a mapped file, which another process can truncate."""
+    end = start + length
+    try:
+        maps = pathlib.Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return True
+    for line in maps.splitlines():
+        bounds, _, _, _, inode, *path = line.split(None, 5)
+        low, high = bounds.split(b"-")
+        # Shared anonymous memory is listed as this file.
+        is_file = inode != b"0" and not (path and path[0].startswith(b"/dev/zero"))
+        if is_file and int(low, 16) < end and int(high, 16) > start:
+            return True
+    return False
+
+
+def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> memoryview:
+    """Map part of a dma-buf, or of any file that can be mapped.
+
+    Raises:
+        VerbsError: the kernel would refuse it too.
+    """
+    name = "ibv_reg_dmabuf_mr"
+    if access & ~_DMABUF_ACCESS:
+        raise VerbsError(name, errno.EINVAL, "a dma-buf region cannot have this access")
+    extra = offset % mmap.ALLOCATIONGRANULARITY
+    if extra != iova % mmap.ALLOCATIONGRANULARITY:
+        raise VerbsError(
+            name, errno.EINVAL, "offset and iova must have the same offset within a page"
+        )
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if access & Access.LOCAL_WRITE else 0)
+    try:
+        # Not beyond a file's end: an access there kills the process.
+        size = os.fstat(fd).st_size
+        if size and offset + length > size:
+            raise ValueError(f"it has {size} bytes")
+        mapped = mmap.mmap(
+            fd, extra + length, flags=mmap.MAP_SHARED, prot=protection, offset=offset - extra
+        )
+    except (OSError, OverflowError, ValueError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        raise VerbsError(name, code or errno.EINVAL, f"it cannot be mapped: {error}") from None
+    return memoryview(mapped)[extra:]

@@ -1,0 +1,150 @@
+"""ibv_create_qp and ibv_create_qp_ex: check the arguments, choose the call, explain a refusal."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any
+
+from .._arguments import expect
+from .._binding import ffi, lib
+from ..enums import Opcode, QPType, SendOps, SRQType
+from ..posting.rules import QP_TYPES_BY_OPCODE
+from .cq import CQ
+from .device import Context, provider_of
+from .device_attr import beyond
+from .memory import PD
+from .resource import struct_of
+from .srq import SRQ
+from .xrcd import XRCD
+
+NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
+"""What a device returns if the process may not create RAW_PACKET queue pairs."""
+
+XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
+"""The types whose receives come from the SRQ that a message names."""
+
+
+def device_of(
+    qp_type: QPType, pd: PD | None, send_cq: CQ | None, recv_cq: CQ | None, xrcd: XRCD | None
+) -> Context:
+    """Return the open device of what a queue pair is created with.
+
+    Raises:
+        TypeError: the PD or the CQ is missing.
+        ValueError: the type needs something that is missing or does not have what is given, or
+            they are of different devices.
+    """
+    name = qp_type.name
+    if qp_type is QPType.XRC_RECV:
+        if xrcd is None:
+            raise ValueError(f"{name} queue pairs need an XRC domain (xrcd=...)")
+        if pd is not None or send_cq is not None or recv_cq is not None:
+            raise ValueError(
+                f"{name} queue pairs have no PD and no CQs, but use those of the SRQ that a "
+                f"message names: QP(None, QPType.{name}, xrcd=xrcd)"
+            )
+        return xrcd.context
+    if xrcd is not None:
+        raise ValueError(f"xrcd is only for XRC_RECV queue pairs, not {name}")
+    expect("pd", pd, PD)
+    expect("send_cq", send_cq, CQ)
+    assert pd is not None
+    if any(cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)):
+        raise ValueError("the CQ was created on another open device than the PD")
+    return pd.context
+
+
+def unsuitable_argument(
+    qp_type: QPType, context: Context, srq: SRQ | None, max_tso_header: int, send_ops_flags: SendOps
+) -> str | None:
+    """Say which argument the type does not support; return None if all are right."""
+    name = qp_type.name
+    if srq is not None and srq.pd.context is not context:
+        return "the SRQ was created on another open device than the PD"
+    if srq is not None and (qp_type in XRC or srq.srq_type is SRQType.XRC):
+        return (
+            "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
+            "a queue pair"
+        )
+    if srq is not None and srq.srq_type is SRQType.TM and qp_type is not QPType.RC:
+        return f"tag matching requires an RC queue pair, not {name}"
+    if max_tso_header and qp_type not in QP_TYPES_BY_OPCODE[Opcode.TSO]:
+        return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
+    if not 0 <= max_tso_header <= 0xFFFF:
+        return f"max_tso_header={max_tso_header} is not in 0..65535"
+    for op in send_ops_flags:
+        if qp_type not in QP_TYPES_BY_OPCODE[Opcode[op.name or ""]]:
+            return f"{name} queue pairs have no {op.name}, so send_ops_flags cannot name it"
+    return None
+
+
+def create_call(
+    context: Context,
+    pd: PD | None,
+    xrcd: XRCD | None,
+    init: Any,
+    max_tso_header: int,
+    send_ops_flags: SendOps,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the call that can create a queue pair's type, and its arguments.
+
+    Args:
+        context: the open device.
+        pd: the protection domain; None for XRC_RECV.
+        xrcd: the XRC domain of an XRC_RECV queue pair.
+        init: a struct ibv_qp_init_attr_ex; its type, queues and capabilities are
+            set, and the capabilities become what was granted.
+        max_tso_header: bytes of a TSO's header, 0 for no TSO.
+        send_ops_flags: what ibv_wr_*() is to post, 0 for nothing.
+
+    Raises:
+        ClosedError: the PD or the XRC domain is closed.
+    """
+    provider = provider_of(context)
+    if xrcd is not None:
+        init.xrcd, init.comp_mask = struct_of(xrcd), lib.IBV_QP_INIT_ATTR_XRCD
+        return provider.create_qp_ex, (context, init)
+    assert pd is not None
+    if max_tso_header or send_ops_flags or init.qp_type == QPType.XRC_SEND:
+        init.pd, init.comp_mask = struct_of(pd), lib.IBV_QP_INIT_ATTR_PD
+        if max_tso_header:
+            init.max_tso_header = max_tso_header
+            init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
+        if send_ops_flags:
+            init.send_ops_flags = send_ops_flags
+            init.comp_mask |= lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS
+        return provider.create_qp_ex, (context, init)
+    # The extended struct begins with the older one. The cast does not keep the struct alive; the
+    # caller does.
+    return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
+
+
+def why_not_created(
+    code: int | None, context: Context, init: Any, max_tso_header: int, send_ops_flags: SendOps
+) -> str:
+    """Guess why the device refused, and say which limit was exceeded."""
+    attr, device = context.attr, context.name
+    if init.qp_type == QPType.RAW_PACKET and code in NOT_PERMITTED:
+        return "RAW_PACKET queue pairs need CAP_NET_RAW: run as root"
+    cap = init.cap
+    if reason := beyond(
+        attr,
+        ("max_send_wr", cap.max_send_wr, "max_qp_wr"),
+        ("max_recv_wr", cap.max_recv_wr, "max_qp_wr"),
+        ("max_send_sge", cap.max_send_sge, "max_sge"),
+        ("max_recv_sge", cap.max_recv_sge, "max_sge"),
+    ):
+        return reason
+    if send_ops_flags:
+        names = "|".join(op.name or "" for op in send_ops_flags)
+        return (
+            f"send_ops_flags={names}: {device} or the installed libibverbs lacks one; ATOMIC_WRITE "
+            "needs libibverbs 44 or later, FLUSH 45 or later, and both a device that has them"
+        )
+    if max_tso_header:
+        return f"max_tso_header={max_tso_header}, but {device} may have no TSO"
+    if init.cap.max_inline_data:
+        return f"max_inline_data={init.cap.max_inline_data} may be more than {device} can take"
+    kind = QPType(init.qp_type).name
+    return f"{device} may not have {kind} queue pairs, or no more of them (max_qp={attr.max_qp})"

@@ -1,0 +1,167 @@
+"""ibv_modify_qp: fill in the attributes to modify, and explain a refusal by the device.
+
+Which attributes each transition requires and allows: ``standard/qp_states.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .._arguments import expect, index
+from ..enums import MTU, Access, DeviceCap, QPAttrMask, QPState, QPType
+from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
+from .ah import AHAttr, fill_ah_attr
+from .device_attr import DeviceAttr
+from .endpoint import Endpoint
+from .qp_query import QPAttr
+
+INIT_OPTIONS = {"access", "qkey"}
+RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}
+RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
+"""The options of connect, by the transition that they belong to."""
+
+_PATH_OPTIONS = {"sl", "traffic_class"}
+_ATTRIBUTES = {"access": "qp_access_flags", "sl": "ah_attr", "traffic_class": "ah_attr"}
+"""The attribute that an option sets, where its name is another."""
+_CLIMB = (QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS)
+
+
+_FLUSH_CAPS = {
+    Access.FLUSH_GLOBAL: DeviceCap.FLUSH_GLOBAL,
+    Access.FLUSH_PERSISTENT: DeviceCap.FLUSH_PERSISTENT,
+}
+
+
+def mask_of(attrs: Iterable[str]) -> QPAttrMask:
+    """Return the mask of attributes."""
+    mask = QPAttrMask(0)
+    for name in attrs:
+        mask |= FIELDS[name]
+    return mask
+
+
+def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
+    """Write attributes into a ``struct ibv_qp_attr``; in `attrs` numbers become ints."""
+    for name, value in attrs.items():
+        if name in ("ah_attr", "alt_ah_attr"):
+            expect(name, value, AHAttr)
+            fill_ah_attr(value, getattr(raw, name))
+            continue
+        attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))
+        try:
+            setattr(raw, name, number)
+        except OverflowError:
+            raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
+
+
+def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
+    """Return the requested access flags that the queue pair's type and the device support."""
+    if qp_type is QPType.UC:
+        # UC has no reads, atomics and flushes, and drivers refuse their flags.
+        return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC | sum(_FLUSH_CAPS))
+    if not device.atomic_cap:
+        access &= ~Access.REMOTE_ATOMIC
+    for flag, cap in _FLUSH_CAPS.items():
+        if not device.device_cap_flags_ex & cap:
+            access &= ~flag
+    return access
+
+
+def options_of_type(qp_type: QPType, options: dict[str, int]) -> dict[str, int]:
+    """Return the options that a queue pair of this type has."""
+    climb = QPAttrMask(0)
+    for start, end in itertools.pairwise(_CLIMB):
+        climb |= REQUIRED[qp_type][start, end]
+    return {
+        option: value
+        for option, value in options.items()
+        if FIELDS[_ATTRIBUTES.get(option, option)] & climb
+    }
+
+
+def refuse_late_options(qp: str, qp_type: QPType, state: QPState, options: Iterable[str]) -> None:
+    """Raise ValueError for options of an earlier transition that cannot change in this state."""
+
+    def fixed(where: QPState) -> list[str]:
+        to = QPState.SQD if where is QPState.SQD else QPState.RTS
+        changeable = OPTIONAL[qp_type].get((where, to), QPAttrMask(0))
+        return [
+            option for option in options if not FIELDS[_ATTRIBUTES.get(option, option)] & changeable
+        ]
+
+    if not (refused := fixed(state)):
+        return
+    drain = "to_sqd() first, or " if state is QPState.RTS and not fixed(QPState.SQD) else ""
+    raise ValueError(
+        f"{qp} is in {state.name}, where {', '.join(refused)} cannot be changed "
+        f"(ibv_modify_qp(3)): {drain}reset it with to_reset() and connect it again"
+    )
+
+
+def late_attributes(options: dict[str, int], now: Callable[[], QPAttr]) -> dict[str, Any]:
+    """Return the attributes that options of an earlier transition change.
+
+    Args:
+        options: the options.
+        now: queries the attributes as they are.
+    """
+    attrs: dict[str, Any] = {
+        _ATTRIBUTES.get(option, option): value
+        for option, value in options.items()
+        if option not in _PATH_OPTIONS
+    }
+    path: dict[str, Any] = {option: options[option] for option in _PATH_OPTIONS & options.keys()}
+    if path:
+        attrs["ah_attr"] = dataclasses.replace(now().ah_attr, **path)
+    return attrs
+
+
+def refuse_another_peer(qp: str, now: QPAttr, remote: Endpoint) -> None:
+    """Raise ValueError for a peer other than the one set in the transition to RTR."""
+    path = now.ah_attr
+    by_gid = path.dgid is not None
+    if now.dest_qp_num == remote.qp_num and (
+        path.dgid == remote.gid if by_gid else path.dlid == remote.lid
+    ):
+        return
+    if now.qp_state is QPState.ERR:
+        raise ValueError(f"{qp} is in ERR; call to_reset() first")
+    where = f"GID {path.dgid}" if by_gid else f"LID {path.dlid:#x}"
+    raise ValueError(
+        f"{qp} is in {now.qp_state.name}, connected to QP {now.dest_qp_num:#x} at {where}, "
+        f"not to {remote}; call to_reset() first"
+    )
+
+
+def refuse_out_of_range(attrs: dict[str, Any]) -> None:
+    """Raise ValueError for a number that no device takes."""
+    if reason := _outside(attrs, RANGES):
+        raise ValueError(f"{reason} (ibv_modify_qp(3))")
+
+
+def beyond_the_device(attrs: dict[str, Any], device: DeviceAttr) -> str | None:
+    """Say which attribute exceeds the device's limit; return None if none does."""
+    limits = {
+        "max_rd_atomic": (0, device.max_qp_init_rd_atom),
+        "max_dest_rd_atomic": (0, device.max_qp_rd_atom),
+    }
+    reason = _outside(attrs, limits)
+    return f"{reason}, the device's limit" if reason else None
+
+
+def _outside(attrs: dict[str, Any], ranges: dict[str, tuple[int, int]]) -> str | None:
+    for name, (low, high) in ranges.items():
+        if name in attrs and not low <= attrs[name] <= high:
+            return f"{name}={attrs[name]} is not in {low}..{high}"
+    return None
+
+
+_ENUM_FIELDS = {
+    "qp_state": QPState.__name__,
+    "cur_qp_state": QPState.__name__,
+    "path_mtu": MTU.__name__,
+    "qp_access_flags": Access.__name__,
+}

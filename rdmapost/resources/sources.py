@@ -1,0 +1,191 @@
+"""Memory without a Python buffer: addresses, dma-bufs, and arrays on a GPU.
+
+``source_of`` reads the array interfaces ``__cuda_array_interface__`` and ``__dlpack__``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from math import prod
+from operator import mul
+from typing import Any, NamedTuple
+
+from .._arguments import index, within
+from .._binding import ffi, native
+
+_TOP = (1 << 64) - 1
+_IN_THIS_PROCESS = frozenset({1, 3, 11})
+"""The DLPack device types whose memory the CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost."""
+_MOST_OWNERS = 16
+_OPAQUE = 3
+"""kDLOpaqueHandle: the DLPack type code of handles, which have no known layout."""
+
+
+class Source(NamedTuple):
+    """Memory to register.
+
+    Attributes:
+        start: address of the first byte.
+        length: bytes.
+        view: the memory as bytes; None unless this process can certainly read it.
+        keeps: the object that keeps the memory alive; the region holds it.
+        given: whether the view shows the caller's memory.
+        mapped: whether an mmap.mmap exports the memory: its file, if any, can be truncated.
+        read_only: whether the owner declares the memory read-only.
+    """
+
+    start: int
+    length: int
+    view: memoryview | None
+    keeps: Any
+    given: bool = True
+    mapped: bool = False
+    read_only: bool = False
+
+
+class DMABuf(NamedTuple):
+    """Part of a dma-buf, and the IOVA to register it at."""
+
+    fd: int
+    offset: int
+    length: int
+    iova: int
+
+
+def at(address: Any, length: Any, owner: Any) -> Source:
+    """Return the memory at an address; the caller guarantees that it is valid."""
+    start = within("address", address, 1, _TOP)
+    size = _length(length)
+    if start + size - 1 > _TOP:
+        raise ValueError(f"address={start:#x} and length={size} extend past 2^64")
+    return Source(start, size, None, owner)
+
+
+def dmabuf(fd: Any, offset: Any, length: Any, iova: Any) -> DMABuf:
+    """Return a part of a dma-buf."""
+    size = _length(length)
+    return DMABuf(
+        within("fd", fd, 0, (1 << 31) - 1),
+        within("offset", offset, 0, _TOP - size),
+        size,
+        within("iova", iova, 0, _TOP - size),
+    )
+
+
+def _length(length: Any) -> int:
+    size = index("length", length)
+    if size < 1:
+        raise ValueError(f"a region needs at least 1 byte, got {size}")
+    return within("length", size, 1, _TOP)
+
+
+def is_mapped(view: memoryview) -> bool:
+    """Whether an mmap.mmap is among a buffer's exporters, as far as they can be found."""
+    owner: Any = view.obj
+    for _ in range(_MOST_OWNERS):
+        if isinstance(owner, mmap.mmap):
+            return True
+        # A numpy array has its exporter in `base`.
+        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
+    return False
+
+
+def has_interface(memory: Any) -> bool:
+    """Whether an object has an array interface."""
+    return hasattr(memory, "__cuda_array_interface__") or hasattr(memory, "__dlpack__")
+
+
+def source_of(memory: Any, writable: bool) -> Source:
+    """Return the memory of an array that has no Python buffer.
+
+    Raises:
+        TypeError: the array cannot be registered; the text says why.
+        ValueError: the array is empty, or has gaps.
+    """
+    if hasattr(memory, "__cuda_array_interface__"):
+        return _of_cuda(memory, writable)
+    return _of_dlpack(memory, writable)
+
+
+def _no(memory: Any, why: object) -> TypeError:
+    return TypeError(f"a memory region cannot be this {type(memory).__name__} ({why})")
+
+
+def _of_cuda(memory: Any, writable: bool) -> Source:
+    described = memory.__cuda_array_interface__
+    try:
+        start, read_only = described["data"]
+        shape, typestr = tuple(described["shape"]), str(described["typestr"])
+        strides, fields = described.get("strides"), described.get("descr")
+        size = int(typestr[2:])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _no(memory, f"its __cuda_array_interface__ is not one: {error!r}") from None
+    if typestr[1:2] == "O" or _has_objects(fields):
+        raise _no(memory, f"its typestr {typestr!r} declares references to Python objects")
+    if described.get("mask") is not None:
+        raise _no(memory, "it has a mask")
+    if read_only and writable:
+        raise _no(memory, "it is read-only, and access has LOCAL_WRITE")
+    length = _extent(shape, strides, size)
+    return at(start, length, memory)._replace(read_only=bool(read_only))
+
+
+def _has_objects(fields: Any) -> bool:
+    """Whether a structured type has fields that are Python objects."""
+    if not isinstance(fields, list):
+        return False
+    types = [field[1] for field in fields if isinstance(field, tuple) and len(field) > 1]
+    return any(_has_objects(t) if isinstance(t, list) else str(t)[1:2] == "O" for t in types)
+
+
+def _of_dlpack(memory: Any, writable: bool) -> Source:
+    try:
+        try:
+            capsule = memory.__dlpack__(max_version=(1, 0))
+        except TypeError:
+            # Before DLPack 1.0 there is no max_version.
+            capsule = memory.__dlpack__()
+        keeper, start, shape, strides, *tensor = native.read_dlpack(capsule)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        raise _no(memory, error) from None
+    code, bits, lanes, device, read_only = tensor
+    if code == _OPAQUE:
+        raise _no(memory, "its type is opaque handles")
+    if read_only and writable:
+        raise _no(memory, "it is read-only, and access has LOCAL_WRITE")
+    item = bits * lanes
+    if item % 8:
+        # Sub-byte elements; DLPack defines their packing only for arrays without gaps.
+        if strides is not None and prod(shape) * item % 8:
+            raise _no(memory, f"its elements have {item} bits")
+        length = (prod(shape) * item + 7) // 8
+    else:
+        scale = item // 8
+        length = _extent(shape, None if strides is None else [n * scale for n in strides], scale)
+    source = at(start, length, keeper)._replace(read_only=bool(read_only))
+    if device not in _IN_THIS_PROCESS:
+        return source
+    # Views of `held` keep the tensor alive.
+    held = ffi.gc(ffi.cast("char *", start), {None: keeper}.get)
+    view = memoryview(ffi.buffer(held, length))
+    return source._replace(view=view.toreadonly() if read_only else view)
+
+
+def _extent(shape: Sequence[int], strides: Iterable[int] | None, size: int) -> int:
+    """Return the size in bytes of an array that is one piece of memory, in any dimension order.
+
+    Raises:
+        ValueError: the array is empty, or has gaps.
+    """
+    length = prod(shape) * size
+    if length < 1:
+        raise ValueError("a region needs at least 1 byte, got 0")
+    if strides is None:
+        return length
+    steps = sorted((step, n) for step, n in zip(strides, shape, strict=True) if n > 1)
+    packed = accumulate((n for _, n in steps), mul, initial=size)
+    if any(step != wanted for (step, _), wanted in zip(steps, packed, strict=False)):
+        raise ValueError("a region is contiguous memory, and this array has gaps")
+    return length

@@ -1,0 +1,93 @@
+"""Base classes of what threads and tasks wait on: a CQ, a completion channel, a device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from .._arguments import index, seconds
+from .._binding import native
+from ..errors import RdmaError
+from .resource import Resource
+
+_Event = TypeVar("_Event")
+
+
+class Waitable(Resource):
+    """A resource that threads and tasks wait on."""
+
+    __slots__ = ("_poller",)
+
+    _poller: native.Poller
+    """Knows the waiters, and which of them sleeps on the descriptor (``_c/polling/cq.c``)."""
+
+    def _event_fd(self) -> int:
+        """Return the descriptor that reports its events."""
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        if hasattr(self, "_poller"):
+            self._poller.release()
+
+
+class CompletionSource(Waitable):
+    """The part of a CQ that its waiters use."""
+
+    __slots__ = ("_drop_event", "_overrun")
+
+    _drop_event: Callable[[], object]
+    """Read and acknowledge a pending event of the CQ's own channel."""
+    _overrun: bool
+    """Whether an event has reported an overrun."""
+
+
+class EventSource(Waitable):
+    """A resource that reports events: a completion channel, or a device."""
+
+    __slots__ = ("_events",)
+
+    _events: dict[Any, Any]
+    """Events read but not yet returned."""
+
+    def _get_event(self) -> object:
+        """Read an event from the device, if one is pending; else return None."""
+        raise NotImplementedError
+
+    def _take_event(self) -> object:
+        """Read an event unless one is waiting to be returned; return None if there is none."""
+        if not self._events:
+            self._get_event()
+        return self._events or None
+
+
+def check_max_entries(count: Any, max_entries: Any) -> tuple[int, int]:
+    """Return how many completions a wait returns at least and at most, as ints."""
+    count, max_entries = index("count", count), index("max_entries", max_entries)
+    if max_entries < count:
+        raise ValueError(f"max_entries={max_entries} is less than count={count}")
+    return count, max_entries
+
+
+def wait_for_event(
+    source: EventSource, timeout: Any, next_event: Callable[[Any], _Event | None], refused: str
+) -> _Event | None:
+    """Wait in a thread for the next event.
+
+    Args:
+        source: what reports it.
+        timeout: seconds, not checked yet.
+        next_event: removes and returns an event that the source has read, or returns None.  It
+            must be a Python function, so that no interrupt comes between the two.
+        refused: the error's text if asyncio tasks wait for the events.
+    """
+    timeout = seconds(timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = None if deadline is None else deadline - time.monotonic()
+        result = source._poller.until(source, source._event_fd(), source._take_event, left, False)
+        if result is NotImplemented:
+            raise RdmaError(refused)
+        # Another thread may get it instead.
+        if (event := next_event(source)) is not None or result is None:
+            return event

@@ -1,0 +1,120 @@
+"""Base classes of what has work queues (QP, SRQ), and of what work requests use (MR, MW, AH).
+
+While a work request is outstanding or prepared, what it uses cannot be closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .._arguments import counted
+from .._binding import native
+from ..errors import InUseError
+from ..posting.prepared import OpenBatches
+from .device import in_flight_of
+from .resource import Resource, close_dropped, open_handles
+
+if TYPE_CHECKING:
+    from .device import Context
+    from .memory import PD
+
+
+class HasWorkQueues(Resource):
+    """A queue pair or an SRQ."""
+
+    __slots__ = ("_batches", "_in_flight", "context", "pd")
+
+    if TYPE_CHECKING:
+        pd: PD | Any
+        context: Context
+    _batches: OpenBatches
+    _in_flight: tuple[native.InFlight, ...]
+    """The records of each of its queues; its CQs find them by the queue's number."""
+
+    def _open_queues(self, *queues: native.InFlight) -> None:
+        """Register the queues with the device, so that completions find their records."""
+        self._batches = OpenBatches()
+        self._in_flight = queues
+        for queue in queues:
+            queue.enroll(in_flight_of(self.context))
+
+    def _keep_completions(self) -> None:
+        """Poll what has completed, before the device drops it."""
+        raise NotImplementedError
+
+    def _forget_posted(self) -> None:
+        """Clear the records: the device has dropped the work requests."""
+        for queue in self._in_flight:
+            queue.clear()
+
+    def _release(self) -> None:
+        if not hasattr(self, "_in_flight"):
+            # An interrupt ended the constructor early: nothing was posted.
+            return
+        for batch in self._batches:
+            batch.close()
+        self._keep_completions()
+
+    def _forget(self) -> None:
+        if not hasattr(self, "_in_flight"):
+            return
+        self._keep_completions()
+        for queue in self._in_flight:
+            queue.leave()
+            queue.clear()
+
+
+class UsedByWorkRequests(Resource):
+    """A region, a window or an address handle."""
+
+    __slots__ = ("pd",)
+
+    if TYPE_CHECKING:
+        pd: PD
+
+    def _refuse_posted(self) -> None:
+        """Close queue pairs that nothing refers to any more; raise InUseError if there are none."""
+        owners = [
+            handle
+            for handle in open_handles()
+            # The collector may have cleared one that the device refused to destroy.
+            if isinstance(handle, HasWorkQueues) and hasattr(handle, "_in_flight")
+        ]
+        if close_dropped(owners):
+            return
+        batches = [str(batch) for owner in owners for batch in owner._batches.naming(self)]
+        if batches:
+            raise InUseError(
+                f"{self} cannot be closed: {', '.join(batches)} still open; "
+                f"close {'it' if len(batches) == 1 else 'them'} first"
+            )
+        using = [
+            (wr_id, owner)
+            for owner in owners
+            for queue in owner._in_flight
+            for wr_id, held in _outstanding_of(queue)
+            if held is self or (isinstance(held, tuple) and self in held)
+        ]
+        if not using:
+            raise InUseError(
+                f"{self} cannot be closed: in use by an outstanding prepared list, or by a post of "
+                "another thread that is about to end; poll the completions and try again, or close "
+                "the QP first"
+            )
+        holders = " or ".join(sorted({f"the {owner._type_name}" for _, owner in using}))
+        shown = ", ".join(str(wr_id) for wr_id, _ in using[:4]) + (
+            ", ..." if len(using) > 4 else ""
+        )
+        raise InUseError(
+            f"{self} cannot be closed: in use by {counted(len(using), 'outstanding work request')} "
+            f"(wr_id {shown}); poll their completions, or close {holders} first"
+        )
+
+
+def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
+    """Iterate over a queue's outstanding work requests: the wr_id of each, and what it holds."""
+    index = 0
+    while (entry := queue.entry(index)) is not None:
+        yield entry
+        index += 1

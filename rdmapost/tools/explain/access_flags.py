@@ -1,0 +1,95 @@
+"""Access flags of regions, windows and queue pairs, and the flags of tag-matching operations."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ...enums import Access, OpsFlags
+from .model import Explanation, explanation_of
+
+_access = partial(explanation_of, see=("ibv_reg_mr(3): access", "ibv_modify_qp(3)"))
+
+ACCESS_FLAGS: tuple[Explanation, ...] = (
+    _access(
+        Access.LOCAL_WRITE,
+        "The device may write to the region for local work requests: receives, and the results of "
+        "reads and atomics.",
+        "mr.access. Read-only memory cannot have it.",
+        causes=("LOC_PROT_ERR of a receive, read or atomic: the region lacks it.",),
+    ),
+    _access(
+        Access.REMOTE_WRITE,
+        "A peer may RDMA-write. A region needs LOCAL_WRITE too.",
+        "mr.access and qp.query().qp_access_flags: a write needs it in both.",
+        causes=(
+            "REM_ACCESS_ERR of a peer's write: the region, the window or qp_access_flags lacks it.",
+        ),
+    ),
+    _access(
+        Access.REMOTE_READ,
+        "A peer may RDMA-read. A region needs nothing else for it. Not on UC.",
+        "mr.access and qp.query().qp_access_flags: a read needs it in both.",
+        causes=(
+            "REM_ACCESS_ERR of a peer's read: the region, the window or qp_access_flags lacks it.",
+        ),
+    ),
+    _access(
+        Access.REMOTE_ATOMIC,
+        "A peer may run atomics. A region needs LOCAL_WRITE too. Not on UC.",
+        "mr.access and qp.query().qp_access_flags: an atomic needs it in both. "
+        "context.attr.atomic_cap.",
+        causes=(
+            "REM_ACCESS_ERR of a peer's atomic: the region, the window or "
+            "qp_access_flags lacks it.",
+        ),
+    ),
+    _access(
+        Access.MW_BIND,
+        "Memory windows may be bound to the region.",
+        "mr.access, before qp.bind_mw or BindMW.",
+        causes=("MW_BIND_ERR of a bind: the region lacks it.",),
+    ),
+    _access(
+        Access.ZERO_BASED,
+        "Addresses count from the start of the region or window, which is 0, in SGEs and as "
+        "remote_addr.",
+        "mr.addr is 0; mr.buffer_addr is the address in this process.",
+    ),
+    _access(
+        Access.ON_DEMAND,
+        "Pages are brought in as the device touches them, and not locked.",
+        "context.attr.odp_caps says for which operations the device can.",
+    ),
+    _access(Access.HUGETLB, "The memory consists of huge pages. For ON_DEMAND regions."),
+    _access(
+        Access.FLUSH_GLOBAL,
+        "The peer may FLUSH what it wrote here, so that all that access this memory see it.",
+        causes=("REM_ACCESS_ERR of a FLUSH with FlushType.GLOBAL: the region lacks it.",),
+    ),
+    _access(
+        Access.FLUSH_PERSISTENT,
+        "The peer may FLUSH what it wrote here into persistent memory. The memory must be that.",
+        causes=("REM_ACCESS_ERR of a FLUSH with FlushType.PERSISTENT: the region lacks it.",),
+    ),
+    _access(
+        Access.RELAXED_ORDERING,
+        "The device may reorder its accesses on the bus. Only a completion says that data is "
+        "there; polling the last byte of a buffer does not.",
+    ),
+)
+
+_ops = partial(explanation_of, see=("ibv_post_srq_ops(3): flags",))
+
+OPS_FLAGS: tuple[Explanation, ...] = (
+    _ops(
+        OpsFlags.SIGNALED,
+        "Make a completion when the tag-matching operation is done. Without it there is one only "
+        "on failure.",
+    ),
+    _ops(
+        OpsFlags.TM_SYNC,
+        "unexpected_cnt is valid: how many unexpected messages software has handled. The device "
+        "matches again once its own count is the same.",
+        "The completion's TM_SYNC_REQ: the counts still differ.",
+    ),
+)

@@ -1,0 +1,171 @@
+"""Finding statuses, errnos and events in the messages of other programs, and in whole logs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...enums import EventType, WCStatus
+from .errnos import ERRNOS
+from .event_types import EVENTS
+from .lookup import PHRASES
+from .model import Explanation
+from .statuses import STATUSES
+
+_LONGEST_LINE = 4096
+
+_OTHER_PHRASES: dict[str, WCStatus | EventType] = {
+    # UCX has its own.
+    "transport retry count exceeded": WCStatus.RETRY_EXC_ERR,
+    "receive-no-ready retry count exceeded": WCStatus.RNR_RETRY_EXC_ERR,
+    "local QP operation": WCStatus.LOC_QP_OP_ERR,
+    "local protection": WCStatus.LOC_PROT_ERR,
+    "memory window bind": WCStatus.MW_BIND_ERR,
+    "remote OP on": WCStatus.REM_OP_ERR,
+    "remote access on": WCStatus.REM_ACCESS_ERR,
+    "invalid request on": WCStatus.REM_INV_REQ_ERR,
+    "local length on": WCStatus.LOC_LEN_ERR,
+    "WR flushed because QP in error state": WCStatus.WR_FLUSH_ERR,
+    # ibv_event_type_str().
+    "local work queue catastrophic error": EventType.QP_FATAL,
+    "invalid request local work queue error": EventType.QP_REQ_ERR,
+    "local access violation work queue error": EventType.QP_ACCESS_ERR,
+    "local catastrophic error": EventType.DEVICE_FATAL,
+    "SRQ catastrophic error": EventType.SRQ_ERR,
+    "path migration request error": EventType.PATH_MIG_ERR,
+    "last WQE reached": EventType.QP_LAST_WQE_REACHED,
+    "GID table change": EventType.GID_CHANGE,
+    "client reregistration": EventType.CLIENT_REREGISTER,
+}
+
+_VAGUE = ("fatal error", "general error", "aborted error", "TM error")
+"""Phrases that any program may print; they name a status only on a line about a completion."""
+
+_COMPLETION = re.compile(r"\b(completion|wr_id|wc|cqe?)\b", re.IGNORECASE)
+
+_STATUS_NUMBER = re.compile(
+    # "Failed status 12:", "status=12", "status number 12"; libfabric's "prov_errno 5".
+    r"\b(?:wc[_ ])?status(?: number| code)?(?:\s*[=:]\s*|\s+)\(?(\d{1,2})\b(?![.:]\d)|"
+    r"\bprov_errno[ =:]+(\d{1,2})\b|"
+    # "Completion with error 12: wr_id 0", but not "completion with error: ... (err 125".
+    r"\bcompletion with error:?\s+\(?(\d{1,2})\b",
+    re.IGNORECASE,
+)
+_ERRNO_NUMBER = re.compile(
+    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)".
+    r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
+    r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(\d{1,3})\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """What some lines of text mention.
+
+    Attributes:
+        explanation: the status, errno or event that they name.
+        line: the first of these lines.
+        number: which line that is, from 1.
+        count: how many lines mention it.
+    """
+
+    explanation: Explanation
+    line: str
+    number: int
+    count: int
+
+
+def _phrases() -> dict[str, Explanation]:
+    """Return what each phrase means, in lower case."""
+    by_status = {one.number: one for one in STATUSES}
+    by_event = {one.number: one for one in EVENTS if one.kind == "event"}
+    found = {os.strerror(one.number): one for one in ERRNOS}
+    found |= {phrase: by_status[status] for phrase, status in PHRASES.items()}
+    for phrase, member in _OTHER_PHRASES.items():
+        found[phrase] = (by_status if isinstance(member, WCStatus) else by_event)[member]
+    return {phrase.lower(): one for phrase, one in found.items()}
+
+
+def _names() -> dict[str, Explanation]:
+    """Return what each name means, as in Python and in C."""
+    found: dict[str, Explanation] = {}
+    for one in (*EVENTS, *STATUSES, *ERRNOS):
+        if one.kind != "wc_flag":
+            # QP_FATAL and the like are found in IBV_EVENT_QP_FATAL, too.
+            found |= {one.name: one, one.constant: one}
+    return found
+
+
+_BY_PHRASE = _phrases()
+_BY_NAME = _names()
+_STATUS = {one.number: one for one in STATUSES}
+_ERRNO = {one.number: one for one in ERRNOS}
+_WORDS = re.compile(
+    # The longest first: "local access error" is not "local access".
+    r"(?<![a-z])(?:"
+    + "|".join(map(re.escape, sorted(_BY_PHRASE, key=len, reverse=True)))
+    + r")(?![a-z])",
+    re.IGNORECASE,
+)
+_NAME = re.compile(r"(?<![A-Za-z0-9_])[A-Z][A-Z0-9_]{3,}(?![A-Za-z0-9_])")
+
+
+def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
+    """Explain the statuses, errnos and events that lines of text name.
+
+    It reads what programs print when a work request or a verb fails: ibv_rc_pingpong, perftest,
+    NCCL, UCX, Open MPI, libfabric, the kernel, Python, and this library.
+
+    Args:
+        lines: the lines, such as a log.
+
+    Returns:
+        what the lines name, in order of first appearance. WR_FLUSH_ERR comes last, because
+        another error causes it; SUCCESS is left out unless the lines name nothing else.
+    """
+    found: dict[tuple[str, int], Mention] = {}
+    for number, line in enumerate(lines, 1):
+        for one in _in_line(line[:_LONGEST_LINE]):
+            key = one.kind, one.number
+            old = found.get(key, Mention(one, line.strip(), number, 0))
+            found[key] = Mention(one, old.line, old.number, old.count + 1)
+    if len(found) > 1:
+        found.pop(("status", WCStatus.SUCCESS), None)
+    return tuple(sorted(found.values(), key=_follows))
+
+
+def _follows(mention: Mention) -> bool:
+    one = mention.explanation
+    return (one.kind, one.number) == ("status", WCStatus.WR_FLUSH_ERR)
+
+
+def _in_line(line: str) -> list[Explanation]:
+    """Return what a line names, once each, in its order."""
+    at: list[tuple[int, Explanation]] = []
+    for match in _NAME.finditer(line):
+        if one := _BY_NAME.get(match[0]) or _other_errno(match[0]):
+            at.append((match.start(), one))
+    about_completion = _COMPLETION.search(line) is not None
+    for match in _WORDS.finditer(line):
+        phrase = match[0].lower()
+        if about_completion or phrase not in map(str.lower, _VAGUE):
+            at.append((match.start(), _BY_PHRASE[phrase]))
+    for pattern, numbers in ((_STATUS_NUMBER, _STATUS), (_ERRNO_NUMBER, _ERRNO)):
+        for match in pattern.finditer(line):
+            if one := numbers.get(int(next(filter(None, match.groups())))):
+                at.append((match.start(), one))
+    return list({(one.kind, one.number): one for _, one in sorted(at, key=_place)}.values())
+
+
+def _place(found: tuple[int, Explanation]) -> int:
+    return found[0]
+
+
+def _other_errno(name: str) -> Explanation | None:
+    """Return the explanation of an errno by its second name (EWOULDBLOCK)."""
+    number = getattr(errno, name, None)
+    return _ERRNO.get(number) if isinstance(number, int) else None

@@ -1,0 +1,179 @@
+"""Posts within a post, and of several threads: one queue, one post at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import Pair, watching, write
+from support.watching import Counted
+
+import rdmapost as rp
+
+watched = watching.watched
+
+
+def test_post_from_within_a_post_goes_first(watched):
+    """A number's __index__ may post to the same queue: it is read before anything is posted."""
+    inner = watched.write(wr_id=1)
+    outer = watched.write(
+        wr_id=2, rkey=Counted(watched.mr.rkey, lambda: watched.qp.post_send(inner))
+    )
+    watched.qp.post_send([outer, watched.write(wr_id=3)])
+    assert [wc.check().wr_id for wc in watched.cq.wait(3)] == [1, 2, 3]
+
+
+def in_another_thread(call: Callable[[], Any]) -> None:
+    """Call, and fail if that does not end: an earlier call has kept a lock."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_queue_is_free_for_another_thread_after_each_call(watched):
+    qp, batch = watched.qp, watched.qp.prepare(watched.write(wr_id=1))
+    with contextlib.suppress(rp.PostError):
+        qp.post_send([watched.write(wr_id=0), watched.write(rkey=None)])
+    in_another_thread(batch.post)
+    in_another_thread(lambda: qp.post_send(watched.write(wr_id=2)))
+    batch.post()
+    batch[0].wr_id = 4
+    batch[0].sg_list = watched.mr[8:16]
+    with pytest.raises(ValueError, match="SGEs"):
+        batch[0].sg_list = ()
+    in_another_thread(batch.post)
+    batch.close()
+    with pytest.raises(rp.ClosedError):
+        batch.post()
+    in_another_thread(lambda: qp.post_send(watched.write(wr_id=5)))
+    assert [wc.check().wr_id for wc in watched.cq.wait(6)] == [0, 1, 2, 1, 4, 5]
+
+
+def test_post_waits_for_that_of_another_thread(watched):
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(list[Any]):
+        """Keeps the device's call, and so the queue, busy."""
+
+        def append(self, item: Any) -> None:
+            super().append(item)
+            entered.set()
+            leave.wait(20)
+
+    said: list[BaseException] = []
+
+    def post(wr_id: int) -> None:
+        try:
+            watched.srq.post_srq_recv(rp.RecvWR(wr_id=wr_id))
+        except BaseException as error:
+            said.append(error)
+
+    watched.tap.chains = Slow()
+    threads = [threading.Thread(target=post, args=(wr_id,), daemon=True) for wr_id in (1, 2)]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert threads[1].is_alive()
+    assert len(watched.tap.chains) == 1
+    leave.set()
+    for thread in threads:
+        thread.join(20)
+    assert said == []
+    assert len(watched.tap.chains) == watched.srq.outstanding == 2
+
+
+def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
+    """It is refused, instead of waiting for its own thread's lock."""
+    refused = []
+
+    class Posting(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            if len(self) == 1:
+                with pytest.raises(RuntimeError, match="in the middle of a post") as caught:
+                    watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=2))
+                refused.append(caught.value)
+
+    watched.tap.chains = Posting()
+    in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=1)))
+    assert (len(refused), watched.srq.outstanding) == (1, 1)
+    in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=3)))
+    assert watched.srq.outstanding == 2
+
+
+def test_post_of_another_thread_waits_for_its_turn(watched):
+    """The device gets one post to a queue at a time, in order."""
+    inside, other, found = threading.Event(), threading.Event(), []
+
+    class Waiting(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            if len(self) == 1:
+                inside.set()
+                found.append(other.wait(0.3))
+            else:
+                other.set()
+
+    def post(wr_id: int) -> None:
+        watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=wr_id))
+        found.append(wr_id)
+
+    watched.tap.chains = Waiting()
+    threads = [threading.Thread(target=post, args=(wr_id,), daemon=True) for wr_id in (1, 2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    for thread in threads:
+        thread.join(10)
+    assert (found[0], sorted(found[1:]), watched.srq.outstanding) == (False, [1, 2], 2)
+
+
+def test_queue_pairs_of_several_threads(connect):
+    """Each thread posts to its own queue pair; one CQ gets all completions."""
+    rounds = 40
+    pairs = [connect(max_send_wr=rounds) for _ in range(3)]
+    errors: list[BaseException] = []
+
+    def post(pair: Pair, number: int) -> None:
+        try:
+            for i in range(rounds):
+                pair.a.post_send(write(pair, number * 1000 + i))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=post, args=(p, n)) for n, p in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    got = [wc.check().wr_id for wc in pairs[0].cq.wait(rounds * len(pairs), 60)]
+    for thread in threads:
+        thread.join(10)
+    assert errors == []
+    assert sorted(got) == sorted(n * 1000 + i for n in range(len(pairs)) for i in range(rounds))
+    for number in range(len(pairs)):
+        mine = [wr_id for wr_id in got if wr_id // 1000 == number]
+        assert mine == sorted(mine)
+
+
+def test_one_queue_pair_of_several_threads(connect):
+    """Lists of several threads go in one after another, none is mixed into another."""
+    pair = connect(max_send_wr=256)
+    lists = [[write(pair, n * 1000 + i) for i in range(10)] for n in range(12)]
+
+    def post(part: list[list[rp.RdmaWrite]]) -> None:
+        for wrs in part:
+            pair.a.post_send(wrs)
+
+    threads = [threading.Thread(target=post, args=(lists[n::4],)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    got = [wc.check().wr_id for wc in pair.cq.wait(120, 60)]
+    for thread in threads:
+        thread.join(10)
+    assert len(set(got)) == 120
+    for start in range(0, 120, 10):
+        assert got[start : start + 10] == list(range(got[start], got[start] + 10))

@@ -1,0 +1,137 @@
+"""Memory of posted work requests: it lives, and its region stays open, until the completion."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import pytest
+from support import ALL, nothing_comes, watching
+
+import rdmapost as rp
+from rdmapost import QPState, QPType
+
+watched = watching.watched
+
+
+def test_region_in_flight_cannot_be_closed(rc):
+    """The error names the work requests, by the caller's wr_id."""
+    with rp.MR(rc.pd, 64, ALL) as mr:
+        rc.b.post_recv([rp.RecvWR(mr[:8], wr_id=i) for i in (71, 72)])
+        with pytest.raises(rp.InUseError, match=r"2 outstanding work requests .*wr_id 71, 72\)"):
+            mr.close()
+        assert not mr.closed
+        rc.a.post_send([rp.Send(rc.mine[:8]), rp.Send(rc.mine[:8])])
+        rc.wait(4)
+    assert mr.closed
+
+
+def test_many_work_requests_are_not_all_listed(rc):
+    mr = rp.MR(rc.pd, 64, ALL)
+    rc.b.post_recv([rp.RecvWR(mr[:8], wr_id=i) for i in range(10)])
+    with pytest.raises(rp.InUseError, match=r"10 outstanding .*\(wr_id 0, 1, 2, 3, \.\.\.\)"):
+        mr.close()
+    rc.b.close()
+    mr.close()
+
+
+def test_unsignaled_work_request_keeps_its_region(rc):
+    """It is not known to be done until a later one completes."""
+    mr = rp.MR(rc.pd, 64)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, mr[:8], wr_id=5, send_flags=0))
+    with pytest.raises(rp.InUseError, match="wr_id 5"):
+        mr.close()
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
+    rc.wait()
+    mr.close()
+
+
+def test_memory_lives_until_the_completion(rc):
+    """The user has dropped every reference, and the device still writes there."""
+    mr = rp.MR(rc.pd, bytearray(64), ALL)
+    ref = weakref.ref(mr)
+    rc.b.post_recv(rp.RecvWR(mr[:8], wr_id=1))
+    view = mr.buffer
+    del mr
+    gc.collect()
+    assert ref() is not None
+    rc.mine.buffer[:4] = b"late"
+    rc.a.post_send(rp.Send(rc.mine[:4]))
+    rc.wait(2)
+    gc.collect()
+    assert ref() is None
+    # The region is closed, and its memory back with its owner.
+    with pytest.raises(ValueError, match="released"):
+        bytes(view)
+
+
+def test_dropped_queue_pair_lets_its_memory_go(pd, cq):
+    mr = rp.MR(pd, 64)
+    qp = rp.QP(pd, QPType.RC, cq)
+    qp.to_init()
+    qp.post_recv(rp.RecvWR(mr[:8]))
+    del qp
+    gc.collect()
+    mr.close()
+
+
+@pytest.mark.parametrize("inline", [False, True], ids=["by reference", "inline"])
+def test_buffer_belongs_to_the_device_until_the_completion(connect, inline):
+    """What is written there before that may be sent; inline data was copied when posted."""
+    pair = connect(to=QPState.RESET, max_inline_data=16)
+    pair.a.connect(pair.b.endpoint(), rnr_retry=7)
+    pair.b.connect(pair.a.endpoint())
+    flags = rp.SendFlags.SIGNALED | (rp.SendFlags.INLINE if inline else 0)
+    pair.mine.buffer[:6] = b"before"
+    pair.a.post_send(rp.Send(pair.mine[:6], send_flags=flags))
+    # Nothing receives it yet, so it is retried.
+    nothing_comes(pair.cq)
+    pair.mine.buffer[:6] = b"after!"
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:6]))
+    pair.wait(2)
+    assert bytes(pair.theirs.buffer[:6]) == (b"before" if inline else b"after!")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 9])
+def test_every_region_of_a_work_request_is_in_use_until_it_is_done(watched, count):
+    with contextlib.ExitStack() as stack:
+        regions = [stack.enter_context(rp.MR(watched.pd, 64, ALL)) for _ in range(count)]
+        qp = stack.enter_context(
+            rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.checked, max_recv_sge=count)
+        )
+        qp.to_init()
+        qp.post_recv(rp.RecvWR([mr[:4] for mr in regions]))
+        for mr in regions:
+            with pytest.raises(rp.InUseError, match="1 outstanding work request"):
+                mr.close()
+        qp.to_reset()
+
+
+def test_each_region_is_held_whatever_reading_a_number_does(watched):
+    """What is held so far is a tuple, which the collector exposes to anyone; it is kept here."""
+    kept: list[Any] = []
+
+    class Address:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def __index__(self) -> int:
+            kept.append([found for found in gc.get_objects() if type(found) is tuple])
+            return self.number
+
+    with contextlib.ExitStack() as stack:
+        regions = [stack.enter_context(rp.MR(watched.pd, 64, ALL)) for _ in range(7)]
+        qp = stack.enter_context(
+            rp.QP(watched.pd, QPType.RC, watched.cq, checked=watched.checked, max_recv_sge=7)
+        )
+        qp.to_init()
+        qp.post_recv(
+            rp.RecvWR([rp.SGE(Address(mr.addr), 8, mr.lkey, mr) for mr in regions], wr_id=3)  # type: ignore[arg-type]
+        )
+        assert len(kept) == 7
+        for mr in regions:
+            with pytest.raises(rp.InUseError, match="wr_id 3"):
+                mr.close()
+        qp.to_reset()

@@ -1,0 +1,389 @@
+"""What is outstanding: how it is counted, what retires it, and what its slots keep."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import pytest
+from support import ALL, in_flight, nothing_comes, resident
+from support.in_flight import gone, why_open, write_from
+from support.tap import Tap, open_tap
+
+import rdmapost as rp
+from rdmapost import QPType, SendFlags, WCStatus
+from rdmapost._binding import native
+from rdmapost.posting.fields import TYPE_NUMBERS
+
+pair = in_flight.pair
+
+ENOMEM, U64 = 12, (1 << 64) - 1
+
+
+def counters(queue: Any) -> Any:
+    """Return how many were posted to a queue and how many of these are done, as C counts them."""
+    return (ctypes.c_uint64 * 2).from_address(id(queue) + object.__basicsize__)
+
+
+def test_count_wraps_around(pair, context):
+    """After 2^32 work requests the cookies start again, and nothing is mixed up."""
+    qp = pair.a
+    for turn in range(3):
+        qp.post_send([write_from(pair, pair.mine, wr_id) for wr_id in range(4)])
+        assert [wc.wr_id for wc in pair.wait(4)] == [0, 1, 2, 3]
+        counted = counters(qp._send.in_flight)
+        assert list(counted) == [4 * turn + 4] * 2
+    # This does not really post 2^32: that takes a minute.
+    counted[0] = counted[1] = (1 << 32) - 6
+    batch = qp.prepare([write_from(pair, pair.mine, wr_id) for wr_id in (20, 21, 22)])
+    quiet = write_from(pair, pair.mine, 10)
+    quiet.send_flags = SendFlags(0)
+    region = rp.MR(pair.pd, 64)
+    named = weakref.ref(region)
+    qp.post_send([quiet, write_from(pair, region, 11)])
+    del region
+    batch.post()
+    qp.post_send([quiet, quiet, write_from(pair, pair.mine, 12)])
+    batch.post()
+    assert qp.outstanding.send == 11
+    depth = qp.max_send_wr
+    with pytest.raises(rp.PostError, match="the queue is full"):
+        qp.post_send([quiet] * (depth - 10))
+    assert qp.outstanding.send == depth
+    for wr_id, done in ((11, 2), (20, 3), (21, 4), (22, 5), (12, 8), (20, 9), (21, 10)):
+        assert [wc.wr_id for wc in pair.wait(1)] == [wr_id]
+        assert qp.outstanding.send == depth - done
+        assert gone(named)
+    assert list(counted) == [(1 << 32) + depth - 6, (1 << 32) + 4]
+    batch.close()
+    qp.to_reset()
+    assert qp.outstanding.send == 0
+
+
+def test_slots_of_a_shared_queue_are_reused_more_often_than_their_cookies_can_count(pair, pd):
+    """A cookie says how often its slot was used, in 8 bits.  No more slots are made for it."""
+    with (
+        rp.SRQ(pd, 16, 1) as srq,
+        rp.CQ(pd.context) as cq,
+        rp.QP(pd, QPType.RC, cq, srq=srq) as target,
+        rp.QP(pd, QPType.RC, cq) as sender,
+    ):
+        sender.connect(target.endpoint())
+        target.connect(sender.endpoint())
+        srq.post_srq_recv([rp.RecvWR(wr_id=n) for n in range(3)])
+
+        def receive(numbers: range) -> None:
+            for n in numbers:
+                srq.post_srq_recv(rp.RecvWR(wr_id=n + 3))
+                sender.post_send(rp.Send(send_flags=SendFlags.SIGNALED, wr_id=1 << 40))
+                assert {wc.check().wr_id for wc in cq.wait(2)} == {n, 1 << 40}
+                assert srq.outstanding == 3
+
+        receive(range(1000))
+        before = resident()
+        receive(range(1000, 8000))
+        assert resident() - before < 1 << 18
+
+
+class Straying(Tap):
+    """Has a device complete other work requests than those that it is handed."""
+
+    stray = 0
+
+    def _look(self, verb: int, first: int, answer: Any) -> None:
+        super()._look(verb, first, answer)
+        wr_id = ctypes.c_uint64.from_address(first)
+        wr_id.value = wr_id.value & ~0xFFFF_FFFF | (wr_id.value + self.stray) & 0xFFFF_FFFF
+
+
+@pytest.fixture
+def straying(stack) -> Any:
+    context = stack.enter_context(rp.open_device("soft0"))
+    plain = open_tap(context)  # or the test is skipped
+    plain.close()
+    tap = Straying(plain._library, context)
+    stack.callback(tap.close)
+    return tap
+
+
+@pytest.mark.parametrize("stray", [1, 2, 3, 4, 100, 1 << 31, (1 << 32) - 3, (1 << 32) - 2])
+def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, stray):
+    """After what was posted, and before what is done: a send queue is in order."""
+    pd = stack.enter_context(rp.PD(straying.context))
+    cq = stack.enter_context(rp.CQ(straying.context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+
+    def wr(wr_id: int, flags: SendFlags = SendFlags.SIGNALED) -> rp.RdmaWrite:
+        return rp.RdmaWrite((), wr_id=wr_id, send_flags=flags, remote_addr=mr.addr, rkey=mr.rkey)
+
+    qp.post_send([wr(0), wr(1)])
+    assert len(cq.wait(2)) == 2
+    qp.post_send(wr(2, SendFlags(0)))
+    straying.stray = stray
+    qp.post_send(wr(3))
+    straying.stray = 0
+    assert cq.poll() == []
+    assert qp.outstanding.send == 2
+    qp.post_send(wr(4))
+    assert [wc.wr_id for wc in cq.wait(1)] == [4]
+    assert qp.outstanding.send == 0
+
+
+@pytest.mark.parametrize("stray", [-1, 1, 15, 16, 17, 0xFFFF, 1 << 24, 0xFFFFFE, 255 << 24])
+def test_completion_of_what_no_slot_has_retires_nothing(straying, stack, stray):
+    """In any order: an SRQ's receives."""
+    pd = stack.enter_context(rp.PD(straying.context))
+    cq = stack.enter_context(rp.CQ(straying.context))
+    srq = stack.enter_context(rp.SRQ(pd, 8, 1))
+    target = stack.enter_context(rp.QP(pd, QPType.RC, cq, srq=srq))
+    sender = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    sender.connect(target.endpoint())
+    target.connect(sender.endpoint())
+    straying.stray = stray
+    srq.post_srq_recv(rp.RecvWR(wr_id=1))
+    straying.stray = 0
+    sender.post_send(rp.Send(wr_id=10))
+    assert [wc.wr_id for wc in cq.wait(1)] == [10]
+    assert cq.poll() == []
+    assert srq.outstanding == 1
+    srq.post_srq_recv(rp.RecvWR(wr_id=2))
+    sender.post_send(rp.Send(wr_id=11))
+    assert {wc.wr_id for wc in cq.wait(2)} == {2, 11}
+    assert srq.outstanding == 1
+    for queue in (target, sender, srq):
+        queue.close()
+
+
+def test_more_can_be_outstanding_than_have_been_at_first(connect, stack):
+    """Their room grows: in a queue used before, and in any order."""
+    pair = connect(max_send_wr=200)
+    for count in (1, 10, 30, 100, 7, 150):
+        regions = [stack.enter_context(rp.MR(pair.pd, 64)) for _ in range(count)]
+        wrs = [write_from(pair, mr, wr_id) for wr_id, mr in enumerate(regions)]
+        if count == 100:
+            for wr in wrs:
+                pair.a.post_send(wr)
+        else:
+            pair.a.post_send(wrs)
+        assert pair.a.outstanding.send == count
+        assert f"wr_id {count - 1}" in why_open(regions[-1].close)
+        assert [wc.wr_id for wc in pair.wait(count)] == list(range(count))
+        for mr in regions:
+            mr.close()
+
+
+def test_handle_of_a_tagged_receive_does_not_match_the_next_in_its_slot(stack):
+    """Many times over: no receive is removed by the handle of another."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    srq = stack.enter_context(rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq))
+    stale: list[Any] = []
+    for tag in range(40):
+        add = rp.TagAdd(tag=tag, flags=0)
+        srq.post_srq_ops(add)
+        for handle in stale:
+            with pytest.raises(rp.PostError, match="not on the list any more"):
+                srq.post_srq_ops(rp.TagDel(handle=handle))
+        assert srq.outstanding_tags == 1
+        srq.post_srq_ops(rp.TagDel(handle=add.handle))
+        [wc] = cq.wait(1)
+        assert wc.status is WCStatus.SUCCESS
+        stale.append(add.handle)
+    assert srq.outstanding_tags == 0
+
+
+# ---- what only the library itself calls ----------------------------------------------
+
+
+def queue(**changed: Any) -> Any:
+    given: dict[str, Any] = {
+        "verb": 0,
+        "in_flight": native.InFlight(),
+        "checked": True,
+        "pd": 0,
+        "room": 1,
+        "datagram": False,
+        "binds": False,
+        "builds": False,
+        "max_sge": 1,
+        "max_msg_size": 1,
+        "max_inline_data": 0,
+        "max_tso_header": 0,
+        "max_num_tags": 0,
+        "wr_types": (),
+    }
+    return native.Queue(**{**given, **changed})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"verb": -1}, "there is no such verb"),
+        ({"verb": 4}, "there is no such verb"),
+        ({"wr_types": ((-1, 0),)}, "no such class"),
+        ({"wr_types": ((0, 0), (99, 0))}, "no such class"),
+        ({"wr_types": ((len(TYPE_NUMBERS), 0),)}, "no such class"),
+        ({"wr_types": ((1,),)}, "argument"),
+        ({"wr_types": 5}, "tuple"),
+        ({"in_flight": None}, "InFlight"),
+    ],
+)
+def test_queue_of_wrong_arguments_is_refused(wrong, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        queue(**wrong)
+    for verb in range(4):
+        queue(verb=verb, wr_types=((0, 0), (len(TYPE_NUMBERS) - 1, 0)))
+
+
+def test_queue_is_initialised_once():
+    made = queue()
+    with pytest.raises(TypeError, match="it has been initialised"):
+        made.__init__(
+            verb=0,
+            in_flight=native.InFlight(),
+            checked=True,
+            pd=0,
+            room=1,
+            datagram=False,
+            binds=False,
+            max_sge=1,
+            max_msg_size=1,
+            max_inline_data=0,
+            max_tso_header=0,
+            max_num_tags=0,
+            wr_types=(),
+        )
+
+
+def test_queue_takes_posts_of_its_owner_only(pair):
+    """Before the first and after."""
+    wr, unmade = rp.Send(), rp.QP.__new__(rp.QP)
+    for _ in range(2):
+        for wrong in ((), (pair.a,), (pair.a, wr, wr), (wr, wr), (None, wr)):
+            with pytest.raises(TypeError):
+                rp.QP.post_send(*wrong)
+        for wrong in ((), (pair.a, wr), (None, wr, True), (wr, wr, True)):
+            with pytest.raises(TypeError):
+                pair.a._send.bind_mw(*wrong)
+        with pytest.raises(rp.ClosedError):
+            unmade.post_send(wr)
+        unmade._send = native.Queue.__new__(native.Queue)
+        with pytest.raises(TypeError, match="has not been initialised"):
+            unmade.post_send(wr)
+        del unmade._send
+        assert pair.a.outstanding == (0, 0)
+        pair.a.post_send(write_from(pair, pair.mine))
+        pair.wait()
+
+
+def test_what_is_neither_true_nor_false_makes_no_queue_ready():
+    class Odd:
+        def __bool__(self) -> bool:
+            raise ArithmeticError("odd")
+
+    with pytest.raises(ArithmeticError, match="odd"):
+        queue().set_ready(Odd())
+
+
+def test_cookie_of_nothing_outstanding_is_not_found(pair, pd):
+    """In a send queue, and among the slots of an SRQ."""
+    sends = pair.a._send.in_flight
+    pair.a.post_send([write_from(pair, pair.mine, wr_id) for wr_id in (1, 2)])
+    pair.wait(2)
+    silent = write_from(pair, pair.mine, 3)
+    silent.send_flags = SendFlags(0)
+    pair.a.post_send([silent] * 2)
+    cookies = [*range(-3, 8), 1 << 31, (1 << 32) - 1]
+    found = {cookie for cookie in cookies if sends.peek(cookie & U64) is not None}
+    assert found == {2, 3}
+    assert [sends.entry(i) is None for i in (0, 1, 2, 3, U64)] == [False, False, True, True, True]
+    with rp.SRQ(pd, 4, 1) as srq:
+        receives = srq._recv.in_flight
+        base = receives.number << 32
+        assert receives.number != sends.number
+        assert {receives.peek(base | n) for n in range(100)} == {None}
+        srq.post_srq_recv([rp.RecvWR(wr_id=70), rp.RecvWR(wr_id=71)])
+        found = {n: receives.peek(base | n) for n in (*range(100), 1 << 24 | 1, 0xFFFFFF)}
+        assert {n: wr_id for n, wr_id in found.items() if wr_id is not None} == {1: 70, 2: 71}
+        assert [receives.entry(i) for i in (0, 1, 2, U64)] == [(70, None), (71, None), None, None]
+    for wrong in ("x", -1, 1 << 64):
+        for ask in (sends.peek, sends.entry):
+            with pytest.raises((TypeError, OverflowError)):
+                ask(wrong)
+
+
+def test_entry_of_a_prepared_list_is_that_of_its_work_request(pair, pd):
+    """Of the first still outstanding."""
+    sends = pair.a._send.in_flight
+    regions = [rp.MR(pd, 64) for _ in range(3)]
+    wrs = [write_from(pair, mr, wr_id) for wr_id, mr in enumerate(regions)]
+    wrs[1].send_flags = wrs[2].send_flags = SendFlags(0)
+    pair.a.prepare(wrs).post()
+    assert [sends.entry(i) for i in range(4)] == [
+        (0, regions[0]),
+        (1, regions[1]),
+        (2, regions[2]),
+        None,
+    ]
+    pair.wait(1)
+    assert [sends.entry(i) for i in range(3)] == [(1, regions[1]), (2, regions[2]), None]
+    pair.a.to_reset()
+
+
+def test_tagged_receives_are_of_an_inflight():
+    for wrong in ({"tagged": 5}, {"tagged": object()}, {"other": 1}):
+        with pytest.raises(TypeError):
+            native.InFlight(**wrong)
+    assert native.InFlight(tagged=native.InFlight(in_order=False)).outstanding == 0
+
+
+@pytest.mark.parametrize("name", ["Sent", "TagHandle"])
+def test_what_only_a_post_makes_cannot_be_made(name):
+    with pytest.raises(TypeError, match="cannot create"):
+        getattr(native, name)()
+
+
+# ---- what is counted --------------------------------------------------------------
+
+
+def test_receive_waits_for_a_message_that_takes_one(rc):
+    """A write or a read does not."""
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=1))
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8]), rc.wr(rp.RdmaRead, rc.mine[:8])])
+    rc.wait(2)
+    nothing_comes(rc.cq)
+    assert rc.b.outstanding == (0, 1)
+
+
+def test_outstanding_counts_each_queue_down_as_it_is_polled(rc):
+    """An unpolled completion is not known yet."""
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=10 + i) for i in range(5)])
+    assert (rc.a.outstanding, rc.b.outstanding) == ((0, 0), (0, 5))
+    rc.a.post_send([rp.Send(rc.mine[:8], wr_id=i) for i in range(3)])
+    assert (rc.a.outstanding, rc.b.outstanding) == ((3, 0), (0, 5))
+    counts = []
+    for _ in range(6):
+        rc.wait(1)
+        counts.append(rc.a.outstanding.send + rc.b.outstanding.recv)
+    assert counts == [7, 6, 5, 4, 3, 2]
+    assert (rc.a.outstanding, rc.b.outstanding) == ((0, 0), (0, 2))
+
+
+def test_outstanding_counts_what_was_posted_and_nothing_that_was_refused(rc):
+    bad = rp.Send([rc.mine[:1]] * (rc.a.max_send_sge + 1))
+    with pytest.raises(rp.PostError):
+        rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8], send_flags=0)] * 2 + [bad])
+    assert rc.a.outstanding == (2, 0)
+
+
+def test_receives_are_outstanding_until_they_complete(rc):
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=i) for i in range(3)])
+    assert rc.b.outstanding == (0, 3)
+    rc.a.post_send(rp.Send(rc.mine[:8], wr_id=9))
+    rc.wait(2)
+    assert rc.b.outstanding == (0, 2)
+    assert rc.a.outstanding == (0, 0)

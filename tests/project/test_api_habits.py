@@ -1,0 +1,152 @@
+"""What a user learns once and finds true everywhere: numbers, timeouts, exceptions."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import rdmapost as rp
+from rdmapost import Access, QPState, QPType
+
+MODULES = ("check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong")
+ALL = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for module in (rp, *(importlib.import_module(f"rdmapost.{name}") for name in MODULES)):
+        for name in module.__all__:
+            yield f"{module.__name__}.{name}", getattr(module, name)
+
+
+# ---- numbers ------------------------------------------------------------------
+
+
+def numbers() -> list[Any]:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    return [numpy.int64, numpy.uint64, numpy.uint32]
+
+
+@pytest.mark.parametrize("which", range(3), ids=["int64", "uint64", "uint32"])
+def test_program_whose_numbers_are_all_numpys_works(context: rp.Context, which: int) -> None:
+    """Sizes, limits, keys, offsets, counts, indices; addresses are 64 bits wide."""
+    numpy = numbers()
+    n: Callable[[int], Any] = numpy[which]
+    address = numpy[1]
+    assert context.query_port(n(1)).active_mtu
+    gid = context.choose_gid(n(1), n(0))
+    assert gid == context.choose_gid(1, 0)
+    assert context.query_gid(n(1), n(0)) == gid.gid
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context, n(16), comp_vector=n(0)) as cq,
+        rp.MR(pd, n(4096), n(int(ALL))) as mr,
+        rp.QP(
+            pd,
+            QPType(int(n(QPType.RC))),
+            cq,
+            max_send_wr=n(8),
+            max_recv_wr=n(8),
+            max_send_sge=n(2),
+            max_recv_sge=n(2),
+            max_inline_data=n(16),
+            port_num=n(1),
+            gid_index=n(0),
+        ) as qp,
+    ):
+        end = qp.endpoint()
+        qp.connect(
+            rp.Endpoint(n(end.qp_num), n(end.psn), end.gid, n(end.lid), end.mtu),
+            access=n(int(ALL)),
+            min_rnr_timer=n(1),
+            timeout=n(14),
+            retry_cnt=n(7),
+            rnr_retry=n(7),
+            max_rd_atomic=n(1),
+            max_dest_rd_atomic=n(1),
+        )
+        there = {"remote_addr": address(mr.addr + 64), "rkey": n(mr.rkey)}
+        sge = rp.SGE(address(mr.addr), n(8), n(mr.lkey), mr)
+        mr.buffer[:8] = (5).to_bytes(8, "little")
+        qp.post_recv(rp.RecvWR(mr[n(128) : n(136)], wr_id=n(1)))
+        qp.post_send(
+            [
+                rp.RdmaWrite(sge, wr_id=n(2), send_flags=n(2), **there),
+                rp.SendWithImm(sge, wr_id=n(3), imm_data=n(9)),
+            ]
+        )
+        for wc in cq.wait(n(3), timeout=n(5)):
+            wc.check()
+        assert mr.buffer[64] == mr.buffer[128] == 5
+        rows = pytest.importorskip("numpy").arange(2)
+        count = qp.post_columns(
+            rp.RdmaRead, mr.blocks(rows, n(8)), wr_id=n(4), signal_every=n(2), **there
+        )
+        assert count == 2
+        cq.wait(n(1))[0].check()
+        prepared = qp.prepare([rp.RdmaWrite(sge, **there)])
+        prepared[n(0)].wr_id = n(6)
+        prepared[0].remote_addr += address(8)
+        prepared.post()
+        (wc,) = cq.wait(n(1), max_entries=n(4))
+        assert wc.check().wr_id == 6
+        assert cq.poll(n(4)) == []
+        qp.modify(qp_state=n(QPState.ERR))
+        assert qp.state is QPState.ERR
+
+
+# ---- timeouts -----------------------------------------------------------------
+
+OWN_DEFAULT = {"Connection.wait", "Connection.report", "AsyncConnection.wait"}
+"""Their default is the connection's timeout, which is 5 s by default."""
+
+
+def test_every_wait_gives_up_after_five_seconds_unless_told_otherwise() -> None:
+    found = {}
+    for place, thing in public():
+        for member, each in inspect.getmembers(thing if inspect.isclass(thing) else None):
+            if member.startswith("_") or not callable(each) or inspect.isclass(each):
+                continue
+            try:
+                timeout = inspect.signature(each).parameters.get("timeout")
+            except ValueError:
+                continue
+            # The timeout of a queue pair is an attribute, and no time to wait.
+            if timeout is not None and "float" in str(timeout.annotation):
+                found[f"{thing.__name__}.{member}"] = timeout.default
+        if inspect.isfunction(thing) and "timeout" in inspect.signature(thing).parameters:
+            found[place] = inspect.signature(thing).parameters["timeout"].default
+    assert {name for name, default in found.items() if default != 5.0} <= OWN_DEFAULT | {
+        "AsyncConnection.report"
+    }
+    waits = {"CQ.wait", "CQ.wait_into", "CQ.completions", "CompChannel.get_cq_event"}
+    waits |= {"CompChannel.cq_event", "Context.get_async_event", "Context.async_event"}
+    assert waits <= found.keys()
+
+
+# ---- exceptions ---------------------------------------------------------------
+
+
+def test_every_exception_is_an_rdma_error() -> None:
+    """And says with a built-in base class what a caller may know it as."""
+    raised = {name: thing for name, thing in public() if _is_exception(thing)}
+    assert len(raised) > 12
+    for thing in raised.values():
+        assert issubclass(thing, rp.RdmaError)
+        builtin = [base for base in thing.__mro__ if vars(builtins).get(base.__name__) is base]
+        assert builtin[0] in {
+            Exception,
+            OSError,
+            ValueError,
+            TimeoutError,
+            LookupError,
+            ConnectionError,
+        }
+
+
+def _is_exception(thing: Any) -> bool:
+    return inspect.isclass(thing) and issubclass(thing, BaseException)

@@ -1,0 +1,32 @@
+"""What a type checker says about calls."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+CALLS = """
+import rdmapost as rp
+
+gid: rp.GID | None = rp.AHAttr(dgid="::1").dgid
+rp.AHAttr(1, dgid=bytes(16))
+rp.GID(bytearray(16))
+remote = rp.Endpoint(1, 2, "::ffff:10.0.0.1", 0, rp.MTU.MTU_1024)
+there: rp.GID = remote.gid
+
+
+def use(qp: rp.QP) -> None:
+    for group in ("ff0e::1", bytes(16), bytearray(16), memoryview(bytes(16)), rp.GID("ff0e::1")):
+        qp.attach_mcast(group)
+        qp.detach_mcast(group)
+    qp.connect(remote, access=rp.Access.REMOTE_READ, timeout=14)
+"""
+
+
+def test_types_are_as_wide_as_the_documents_say(tmp_path: pathlib.Path) -> None:
+    api = pytest.importorskip("mypy.api")
+    source = tmp_path / "calls.py"
+    source.write_text(CALLS)
+    said, errors, _ = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(source)])
+    assert (said.splitlines()[-1], errors) == ("Success: no issues found in 1 source file", "")

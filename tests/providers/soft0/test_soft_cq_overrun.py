@@ -1,0 +1,137 @@
+"""CQ overruns on soft0: the events, what breaks, and how a wait names them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+import pytest
+from support import soft_context
+from support.async_events import event
+from support.findings import named
+
+import rdmapost as rp
+from rdmapost import EventType, QPState, QPType, WCStatus
+
+context = soft_context
+
+
+@contextlib.contextmanager
+def small_cq(qp_type):
+    """Open a device, and give a CQ for one completion, memory, and a queue pair."""
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context, 1) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, qp_type, cq) as qp,
+    ):
+        yield context, cq, mr, qp
+
+
+def test_cq_overrun_breaks_its_queue_pair():
+    """A completion without room is lost, and its queue pair breaks."""
+    with small_cq(QPType.UD) as (context, cq, mr, qp):
+        qp.connect()
+        while context.get_async_event(0) is not None:
+            pass
+        ah = qp.ah_to(qp.endpoint())
+        send = rp.Send(mr[:8], ah=ah, remote_qpn=1, remote_qkey=1)
+        qp.post_send([send, send])
+        types = [event(context).event_type for _ in range(2)]
+        assert types == [EventType.CQ_ERR, EventType.QP_FATAL]
+        assert qp.state is QPState.ERR
+        # It breaks only once.
+        qp.post_send(send)
+        assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
+        assert context.get_async_event(0) is None
+        assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
+        assert_points_at_the_overrun(qp)
+        qp.close()
+        ah.close()
+
+
+def assert_points_at_the_overrun(qp):
+    findings = qp.diagnose()
+    assert not [finding for finding in findings if finding.name == "not-polled"]
+    state = named(findings, "qp-state")
+    assert "its CQ has overrun" in state.evidence
+    assert "poll" not in state.remedy
+
+
+def test_timeout_of_a_wait_for_lost_completions_names_the_overrun():
+    """And the event stays for another waiter."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        with pytest.raises(rp.WaitTimeout, match=r"0 of 3 completions came within 0 s$"):
+            cq.wait(3, timeout=0)
+        qp.to_err()
+        words = r"1 of 3 completions came within 0 s; .*; the CQ has overrun"
+        with pytest.raises(rp.WaitTimeout, match=words):
+            cq.wait(3, timeout=0)
+        with pytest.raises(rp.WaitTimeout, match=words):
+            asyncio.run(cq.completions(3, timeout=0))
+        assert_points_at_the_overrun(qp)
+        found = event(context)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, cq)
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
+def test_overrun_reported_only_by_an_event_is_known_after_the_event(monkeypatch, returned):
+    """As with libibverbs."""
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        with pytest.raises(rp.WaitTimeout, match="ended with WR_FLUSH_ERR") as known:
+            cq.wait(2, timeout=0)
+        assert "overrun" not in str(known.value)
+        if returned:
+            assert event(context).event_type == EventType.CQ_ERR
+        else:
+            # A signal handler has ended get_async_event().
+            assert context._take_event()
+        with pytest.raises(rp.WaitTimeout, match="the CQ has overrun"):
+            cq.wait(2, timeout=0)
+
+
+def test_cq_overrun_by_a_flush_is_reported():
+    with small_cq(QPType.RC) as (context, cq, mr, qp):
+        qp.to_init()
+        qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
+        qp.to_err()
+        found = event(context)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, cq)
+        assert context.get_async_event(0) is None
+        assert [wc.status for wc in cq.poll()] == [WCStatus.WR_FLUSH_ERR]
+
+
+def test_overrun_of_an_xrc_srqs_cq_is_reported_to_the_device_that_has_the_cq(tmp_path):
+    """The queue pair whose message overruns it is on another open device."""
+    file = os.open(tmp_path / "domain", os.O_CREAT | os.O_RDWR)
+    with (
+        rp.open_device("soft0") as near,
+        rp.open_device("soft0") as far,
+        contextlib.ExitStack() as on,
+    ):
+        pd, far_pd = on.enter_context(rp.PD(near)), on.enter_context(rp.PD(far))
+        xrcd = on.enter_context(rp.XRCD(near, file))
+        far_xrcd = on.enter_context(rp.XRCD(far, file))
+        cq, small = on.enter_context(rp.CQ(near, 64)), on.enter_context(rp.CQ(far, 2))
+        mr, far_mr = on.enter_context(rp.MR(pd, 64)), on.enter_context(rp.MR(far_pd, 64))
+        srq = on.enter_context(rp.SRQ(far_pd, srq_type=rp.SRQType.XRC, xrcd=far_xrcd, cq=small))
+        sender = on.enter_context(rp.QP(pd, QPType.XRC_SEND, cq))
+        target = on.enter_context(rp.QP(None, QPType.XRC_RECV, xrcd=xrcd))
+        sender.connect(target.endpoint())
+        target.connect(sender.endpoint())
+        for _ in range(3):
+            srq.post_srq_recv(rp.RecvWR(far_mr[:8]))
+            sender.post_send(rp.Send(mr[:8], remote_srqn=srq.srq_num))
+        found = event(far)
+        assert (found.event_type, found.element) == (EventType.CQ_ERR, small)
+        assert event(near).event_type is EventType.QP_FATAL
+        assert near.get_async_event(0) is None
+    os.close(file)

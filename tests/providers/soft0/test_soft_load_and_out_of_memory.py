@@ -1,0 +1,336 @@
+"""soft0 under load: threads, many resources, internal faults, and lack of memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+
+import pytest
+from support import ALL, prints, resident
+
+import rdmapost as rp
+from rdmapost import QPType, WCStatus
+
+SECONDS = 10
+THREADS = 8
+CYCLES = 100_000
+
+
+@pytest.fixture
+def context():
+    with rp.open_device("soft0") as opened:
+        yield opened
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_threads_lose_and_duplicate_no_completion(context):
+    """Eight threads post to one pair of queue pairs and poll its CQs at the same time."""
+    sent: list[Counter[int]] = [Counter() for _ in range(THREADS)]
+    seen: list[Counter[int]] = [Counter() for _ in range(THREADS)]
+    failures: list[BaseException] = []
+    depth = 512
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context, 4 * depth) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=depth, max_recv_wr=depth) as near,
+        rp.QP(pd, QPType.RC, cq, max_send_wr=depth, max_recv_wr=depth) as far,
+    ):
+        near.connect(far.endpoint(), rnr_retry=7, min_rnr_timer=1)
+        far.connect(near.endpoint(), rnr_retry=7, min_rnr_timer=1)
+        end = time.monotonic() + SECONDS
+
+        def work(number: int) -> None:
+            try:
+                count = 0
+                while time.monotonic() < end:
+                    wr_id = number << 40 | count
+                    count += 1
+                    try:
+                        far.post_recv(rp.RecvWR(mr[64:72], wr_id=wr_id << 1))
+                    except rp.PostError:
+                        pass
+                    else:
+                        sent[number][wr_id << 1] += 1
+                        try:
+                            near.post_send(rp.Send(mr[0:8], wr_id=wr_id << 1 | 1))
+                        except rp.PostError:
+                            pass
+                        else:
+                            sent[number][wr_id << 1 | 1] += 1
+                    for wc in cq.poll():
+                        assert wc.status is WCStatus.SUCCESS, wc
+                        seen[number][wc.wr_id] += 1
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS + 30)
+        assert not any(thread.is_alive() for thread in threads)
+        assert not failures
+        posted = sum(sent, Counter())
+        completed = sum(seen, Counter())
+        # Still in flight: every send, and a receive for each of them.
+        while near.outstanding.send:
+            completed.update(wc.wr_id for wc in cq.wait(1, 10))
+        far.to_err()
+        while far.outstanding.recv:
+            completed.update(wc.wr_id for wc in cq.wait(1, 10))
+        completed.update(wc.wr_id for wc in cq.poll())
+    assert len(posted) > 10_000
+    assert completed == posted
+
+
+def cycles(make, count: int) -> None:
+    for _ in range(count):
+        make().close()
+
+
+@pytest.mark.parametrize(
+    "resource", ["Context", "PD", "MR", "MW", "CQ", "CompChannel", "SRQ", "XRCD", "QP", "AH"]
+)
+def test_a_hundred_thousand_resources_leave_nothing_behind(context, resource):
+    with rp.PD(context) as pd, rp.CQ(context, 16) as cq:
+        memory = bytearray(4096)
+        path = rp.AHAttr(dgid=context.choose_gid().gid)
+        make = {
+            "Context": lambda: rp.open_device("soft0"),
+            "PD": lambda: rp.PD(context),
+            "MR": lambda: rp.MR(pd, memory, ALL),
+            "MW": lambda: rp.MW(pd),
+            "CQ": lambda: rp.CQ(context, 16),
+            "CompChannel": lambda: rp.CompChannel(context),
+            "SRQ": lambda: rp.SRQ(pd, 16),
+            "XRCD": lambda: rp.XRCD(context),
+            "QP": lambda: rp.QP(pd, QPType.RC, cq),
+            "AH": lambda: rp.AH(pd, path),
+        }[resource]
+        cycles(make, 1000)
+        gc.collect()
+        memory_before, descriptors_before = resident(), descriptors()
+        cycles(make, CYCLES)
+        gc.collect()
+        assert descriptors() == descriptors_before
+        assert resident() - memory_before < 1 << 20
+
+
+def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, caplog, monkeypatch):
+    """An exception inside a verb ends the work request, and its traceback is logged."""
+    from rdmapost.providers.soft0.engine import responder
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        monkeypatch.setattr(responder, "copy", broken)
+        near.post_send(
+            [
+                rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey)
+                for n in range(2)
+            ]
+        )
+        first, second = cq.wait(2, 5)
+        assert (first.wr_id, first.status) == (0, WCStatus.FATAL_ERR)
+        assert (second.wr_id, second.status) == (1, WCStatus.WR_FLUSH_ERR)
+        assert "ZeroDivisionError: planted" in caplog.text
+
+
+INTERRUPTED = """
+import signal, sys
+import rdmapost as rp
+from rdmapost.providers.soft0.engine import completion, requester
+from rdmapost.providers.soft0.engine import qp as queuepair
+
+struck = []
+
+def strike(*arguments):
+    if not struck:
+        struck.append(True)
+        signal.raise_signal(signal.SIGINT)
+    return original(*arguments)
+
+with (
+    rp.open_device("soft0") as context,
+    rp.PD(context) as pd,
+    rp.CQ(context) as cq,
+    rp.MR(pd, 64) as mr,
+    rp.QP(pd, rp.QPType.RC, cq) as qp,
+):
+    qp.connect(qp.endpoint())
+    original, TARGET = TARGET, strike
+    try:
+        CALL
+        print("went on")
+    except KeyboardInterrupt:
+        print("interrupted")
+    qp.to_reset()
+    print(bool(struck), sum(qp.outstanding))
+"""
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [
+        ("requester.execute_next", "qp.post_send(rp.Send())"),
+        ("requester._carry_out", "qp.post_send(rp.Send())"),
+        ("completion.CompletionQueue.add", "qp.to_err(); qp.post_recv([rp.RecvWR()] * 2)"),
+        ("queuepair.QueuePair.flush_posted", "qp.to_err(); qp.post_recv([rp.RecvWR()] * 2)"),
+        ("queuepair.QueuePair.flush_posted", "qp.to_err(); qp.prepare_recv(rp.RecvWR()).post()"),
+    ],
+)
+def test_ctrl_c_inside_a_verb_is_raised_by_the_verb(target, call):
+    """It is raised by the verb, wherever in the device it occurred."""
+    code = INTERRUPTED.replace("TARGET", target).replace("CALL", call)
+    assert prints(code).splitlines() == ["interrupted", "True 0"]
+
+
+@pytest.fixture
+def shortage(monkeypatch):
+    """Make a device function fail for lack of memory: shortage(cls, name, times)."""
+
+    def plant(cls: type, name: str, times: int) -> list[int]:
+        """Return a list with one item: how often it must still fail."""
+        left, original = [times], getattr(cls, name)
+
+        def starved(*args: object) -> object:
+            if left[0]:
+                left[0] -= 1
+                raise MemoryError
+            return original(*args)
+
+        monkeypatch.setattr(cls, name, starved)
+        return left
+
+    return plant
+
+
+def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
+    """Unchanged, and before later posts."""
+    from rdmapost.providers.soft0.engine import qp as queuepair
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as other,
+    ):
+        near.connect(near.endpoint())
+        other.connect(other.endpoint())
+        writes = [
+            rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey) for n in range(3)
+        ]
+        # Each time it is attempted, attempted again, and given up.
+        left = shortage(queuepair.QueuePair, "complete_send", 3 * 5)
+        near.post_send(writes[:2])
+        assert left == [12]
+        # Another queue pair's fails too, and each is tried once for each verb.
+        other.post_send(writes[2])
+        assert left == [6]
+        assert cq.poll() == []
+        assert left == [0]
+        assert sorted((wc.wr_id, wc.status) for wc in cq.wait(3, 5)) == [
+            (n, WCStatus.SUCCESS) for n in range(3)
+        ]
+        assert not caplog.records
+
+
+def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
+    from rdmapost.providers.soft0.engine import qp as queuepair
+    from rdmapost.providers.soft0.engine import requester
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as other,
+    ):
+        near.connect(near.endpoint())
+        other.connect(other.endpoint())
+        retire = requester._retire
+
+        def starved(qp: queuepair.QueuePair, *args: object) -> None:
+            if qp.number == near.qp_num:
+                raise MemoryError
+            retire(qp, *args)
+
+        write = rp.RdmaWrite(mr[0:8], wr_id=1, remote_addr=mr.addr + 64, rkey=mr.rkey)
+        with monkeypatch.context() as patch:
+            patch.setattr(requester, "_retire", starved)
+            near.post_send(write)
+            other.post_send(write)
+            assert [wc.qp_num for wc in cq.wait(1, 5)] == [other.qp_num]
+            assert cq.poll() == []
+        assert [wc.qp_num for wc in cq.wait(1, 5)] == [near.qp_num]
+
+
+def test_retry_without_memory_is_made_later(context, caplog, shortage):
+    from rdmapost.providers.soft0.engine import device
+
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as near,
+        rp.QP(pd, QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint(), timeout=14, retry_cnt=0)
+        near.post_send(rp.Send(mr[0:8], wr_id=1))
+        left = shortage(device.Device, "start", 2 * 3)
+        (wc,) = cq.wait(1, 20)
+        assert (wc.wr_id, wc.status, left) == (1, WCStatus.RETRY_EXC_ERR, [0])
+
+
+ROLLED_BACK = """
+import struct
+import _testcapi
+import rdmapost as rp
+from rdmapost._binding import native
+
+rp.open_device("soft0")
+# More arguments than CPython keeps tuples for.
+OLD, NEW = bytes(range(30)), bytes(30)
+state = bytearray(OLD)
+write = struct.Struct("30B").pack_into
+
+def change():
+    native.undo(write, state, 0, *OLD)
+    write(state, 0, *NEW)
+    _testcapi.set_nomemory(0)
+    raise failure
+
+def verb():
+    try:
+        native.verb(change)
+    finally:
+        _testcapi.remove_mem_hooks()
+
+failure = ZeroDivisionError()
+try:
+    verb()
+except (ZeroDivisionError, MemoryError):
+    print(state == OLD)
+"""
+
+
+def test_rollback_needs_no_memory():
+    pytest.importorskip("_testcapi")
+    assert prints(ROLLED_BACK) == "True"

@@ -1,0 +1,312 @@
+"""Regions over memory that soft0 maps, or that may not be there: addresses and dma-bufs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+
+import pytest
+from support import ALL, prints, soft_context
+
+import rdmapost as rp
+from rdmapost import Access, AdviseMRAdvice, WCStatus
+from rdmapost._binding import native
+from rdmapost.providers.soft0.mapped import may_shrink
+
+context = soft_context
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def fd():
+    made = os.memfd_create("test")
+    os.truncate(made, 4 * PAGE)
+    yield made
+    os.close(made)
+
+
+def _address(buffer) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+# ---- memory that has gone ---------------------------------------------------------------
+
+
+GONE = """
+import ctypes, mmap, sys
+sys.path.insert(0, {path!r})
+import contextlib, rdmapost as rp
+from rdmapost import Access
+from support import Pair
+
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+with contextlib.ExitStack() as stack:
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context, 64))
+    memory = mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    gone = stack.enter_context(rp.MR.at(pd, address, 1 << 20, ALL))
+    import gc; gc.collect()
+    memory.close()
+    for post in (
+        lambda p: p.a.post_send(rp.Send(gone[:8])),
+        lambda p: p.a.post_send(p.wr(rp.RdmaRead, gone[:8])),
+        lambda p: p.a.post_send(rp.RdmaWrite(p.mine[:8], remote_addr=gone.addr, rkey=gone.rkey)),
+        lambda p: p.a.post_send(rp.RdmaRead(p.mine[:8], remote_addr=gone.addr, rkey=gone.rkey)),
+    ):
+        pair = Pair(stack, pd, cq, rp.QPType.RC)
+        pair.b.post_recv(rp.RecvWR(pair.theirs[:]))
+        post(pair)
+        done = []
+        while not done:
+            done = [wc for wc in cq.wait() if wc.qp_num == pair.a.qp_num]
+        print(done[0].status.name)
+        cq.poll()
+"""
+
+
+def test_memory_that_was_unmapped_completes_with_an_error_instead_of_a_crash():
+    tests = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    assert prints(GONE.format(path=tests)).split() == [
+        "LOC_PROT_ERR",
+        "LOC_PROT_ERR",
+        "REM_ACCESS_ERR",
+        "REM_ACCESS_ERR",
+    ]
+
+
+def test_dmabuf_that_was_truncated_completes_with_an_error_instead_of_a_crash(rc, fd):
+    with rp.MR.from_dmabuf(rc.pd, fd, 0, 4 * PAGE, 0, ALL) as mr:
+        os.truncate(fd, PAGE)
+        rc.a.post_send(rp.RdmaRead(rc.mine[:8], remote_addr=2 * PAGE, rkey=mr.rkey))
+        assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+CUT = """
+import mmap, os, sys, threading
+import rdmapost as rp
+from rdmapost import Access
+
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+N = 1 << 22
+fd = os.memfd_create("test")
+os.ftruncate(fd, N)
+seen = set()
+with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    mine = rp.MR(pd, N, ALL)
+    {how}
+    a, b = (rp.QP(pd, rp.QPType.RC, cq) for _ in range(2))
+    stop = False
+    def cut():
+        while not stop:
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, N)
+    thread = threading.Thread(target=cut)
+    thread.start()
+    for turn in range(150):
+        for qp in (a, b):
+            qp.to_reset()
+        a.connect(b.endpoint()); b.connect(a.endpoint())
+        a.post_send((
+            rp.RdmaWrite(mine[:], remote_addr=theirs.addr, rkey=theirs.rkey),
+            rp.RdmaRead(mine[:], remote_addr=theirs.addr, rkey=theirs.rkey),
+            rp.RdmaRead(theirs[:], remote_addr=mine.addr, rkey=mine.rkey),
+            rp.AtomicFetchAndAdd(
+                mine[:8], remote_addr=theirs.addr, rkey=theirs.rkey, compare_add=1
+            ),
+        )[turn % 4])
+        seen.add(cq.wait()[0].status.name)
+    stop = True
+    thread.join()
+    print(*seen - {{"SUCCESS", "REM_ACCESS_ERR", "LOC_PROT_ERR"}}, "survived")
+    for each in (a, b, theirs, mine):
+        each.close()
+"""
+
+HOW = {
+    "dma-buf": "theirs = rp.MR.from_dmabuf(pd, fd, 0, N, 1 << 28, ALL)",
+    "mmap": "theirs = rp.MR(pd, mmap.mmap(fd, N), ALL)",
+    "view": "theirs = rp.MR(pd, memoryview(mmap.mmap(fd, N))[4096:].cast('I'), ALL)\n"
+    "    mine = rp.MR(pd, N - 4096, ALL)",
+    "rereg": "theirs = rp.MR(pd, 64, ALL); theirs.rereg(memory=mmap.mmap(fd, N))",
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_file_that_is_truncated_during_a_transfer_does_not_crash_the_process(how):
+    assert prints(CUT.format(how=HOW[how])).split() == ["survived"]
+
+
+@pytest.mark.parametrize("shared", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
+def test_file_map_that_has_become_shorter_completes_with_an_error(rc, fd, shared):
+    """And the part that is there is still transferred."""
+    memory = mmap.mmap(fd, 4 * PAGE, flags=shared)
+    with rp.MR(rc.pd, memory, ALL) as mr:
+        os.truncate(fd, PAGE)
+        rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=mr.addr, rkey=mr.rkey))
+        rc.wait()
+        for post in (rp.RdmaRead, rp.RdmaWrite):
+            rc.a.post_send(post(rc.mine[:8], remote_addr=mr.addr + PAGE, rkey=mr.rkey))
+            assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+            rc.a.to_reset()
+            rc.b.to_reset()
+            rc.connect()
+
+
+def test_numpy_map_of_a_file_that_has_become_shorter_completes_with_an_error(rc, fd):
+    numpy = pytest.importorskip("numpy")
+    memory = numpy.memmap(f"/proc/self/fd/{fd}", "u4", "r+")[8:].reshape(2, -1)
+    with rp.MR(rc.pd, memory, ALL) as mr:
+        os.truncate(fd, PAGE)
+        rc.a.post_send(rp.RdmaRead(rc.mine[:8], remote_addr=mr.addr + PAGE, rkey=mr.rkey))
+        assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_anonymous_map_is_not_taken_for_a_file(pd):
+    """The kernel copies what may be one, which is slower."""
+    for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+        memory = mmap.mmap(-1, 3 * PAGE, flags=flags)
+        assert not may_shrink(_address(memory), 3 * PAGE)
+
+
+def test_maps_are_searched_for_files_in_the_whole_range(fd):
+    memory = mmap.mmap(fd, 4 * PAGE)
+    address = _address(memory)
+    assert may_shrink(address, 1)
+    assert may_shrink(address + 4 * PAGE - 1, 1)
+    assert may_shrink(address - 1, 2)
+
+
+def test_file_mapped_behind_anonymous_memory_in_the_range_is_found(fd):
+    """The two are neighbours, whatever else is mapped."""
+    shared = mmap.mmap(-1, 8 * PAGE)
+    first = _address(shared)
+    assert not may_shrink(first, 8 * PAGE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    fixed = mmap.MAP_SHARED | 0x10
+    assert libc.mmap(first + 4 * PAGE, PAGE, mmap.PROT_READ, fixed, fd, 0) == first + 4 * PAGE
+    assert may_shrink(first, 8 * PAGE)
+
+
+# ---- memory that the kernel copies ------------------------------------------------------
+
+
+def test_room_is_read_and_written_by_the_kernel(fd):
+    memory = mmap.mmap(fd, 4 * PAGE)
+    room = native.Room(_address(memory) + 8, 4 * PAGE - 8, memory)
+    assert len(room) == 4 * PAGE - 8
+    data = os.urandom(3 * PAGE - 8)
+    room[PAGE:][:] = data
+    assert memory[PAGE + 8 :] == data
+    assert room[PAGE:].read() == data
+    part = room[16:32]
+    part[:] = b"sixteen bytes it"
+    assert (len(part), part.read()) == (16, b"sixteen bytes it")
+    assert memory[24:40] == b"sixteen bytes it"
+    with pytest.raises(ValueError, match="the lengths differ"):
+        part[:] = b"short"
+    with pytest.raises(TypeError):
+        part[:] = None
+    os.truncate(fd, PAGE)
+    assert room.read() is None
+    assert part.read() == b"sixteen bytes it"
+    room[2 * PAGE : 2 * PAGE + 8][:] = b"not kept"
+
+
+# ---- dma-bufs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iova", [0, 1 << 40])
+def test_region_of_a_dmabuf_is_that_memory_at_its_iova(rc, fd, iova):
+    with rp.MR.from_dmabuf(rc.pd, fd, PAGE + 16, 64, iova + 16, ALL) as mr:
+        assert (mr.addr, mr.end, mr.length) == (iova + 16, iova + 80, 64)
+        assert mr.buffer_addr is None
+        rc.mine.buffer[:8] = b"8 bytes!"
+        rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=iova + 16, rkey=mr.rkey))
+        rc.wait()
+        assert os.pread(fd, 8, PAGE + 16) == b"8 bytes!"
+        os.pwrite(fd, b"new data", PAGE + 24)
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:]))
+        rc.a.post_send(rp.Send(mr[8:16]))
+        rc.wait(2)
+        assert bytes(rc.theirs.buffer[:8]) == b"new data"
+        with pytest.raises(rp.PostError, match="lies outside"):
+            rc.a.post_send(rp.Send(rp.SGE(iova + 8, 8, mr.lkey, mr)))
+
+
+def test_descriptor_of_a_dmabuf_may_be_closed(rc, fd):
+    other = os.dup(fd)
+    with rp.MR.from_dmabuf(rc.pd, other, 0, PAGE, 0, ALL) as mr:
+        os.close(other)
+        rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=0, rkey=mr.rkey))
+        rc.wait()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        rp.MR.from_dmabuf(rc.pd, fd, 0, PAGE, 0, ALL).close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_inline_from_a_dmabuf_is_refused(rc, fd):
+    with (
+        rp.MR.from_dmabuf(rc.pd, fd, 0, PAGE, 0, ALL) as mr,
+        pytest.raises(rp.PostError, match="INLINE reads the buffer"),
+    ):
+        rc.a.post_send(rp.Send(mr[:8], send_flags=rp.SendFlags.INLINE))
+
+
+def test_dmabuf_without_local_write_may_be_read_only(rc, fd):
+    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    try:
+        with pytest.raises(rp.VerbsError) as caught:
+            rp.MR.from_dmabuf(rc.pd, read_only, 0, PAGE, 0, ALL)
+        assert caught.value.errno == errno.EACCES
+        rp.MR.from_dmabuf(rc.pd, read_only, 0, PAGE, 0, Access.REMOTE_READ).close()
+    finally:
+        os.close(read_only)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "iova", "access", "text"),
+    [
+        (0, 8, 1, ALL, "offset and iova must have the same offset within a page"),
+        (0, 5 * PAGE, 0, ALL, f"it has {4 * PAGE} bytes"),
+        (0, 8, 0, ALL | Access.MW_BIND, "cannot have this access"),
+        (0, 8, 0, ALL | Access.ZERO_BASED, "cannot have this access"),
+    ],
+)
+def test_dmabuf_that_the_kernel_would_refuse_is_refused(rc, fd, offset, length, iova, access, text):
+    with pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr: EINVAL") as caught:
+        rp.MR.from_dmabuf(rc.pd, fd, offset, length, iova, access)
+    assert text in caught.value.hint
+
+
+def test_descriptor_that_cannot_be_mapped_is_refused(pd):
+    fd = os.eventfd(0)
+    try:
+        with pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr: ENODEV"):
+            rp.MR.from_dmabuf(pd, fd, 0, 8, 0)
+    finally:
+        os.close(fd)
+    with pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr: EBADF"):
+        rp.MR.from_dmabuf(pd, fd, 0, 8, 0)
+
+
+# ---- advice -----------------------------------------------------------------------------
+
+
+def test_advice_that_a_device_would_refuse_is_refused(pd, context):
+    def refused(*arguments):
+        with pytest.raises(rp.VerbsError, match="ibv_advise_mr") as caught:
+            pd.advise_mr(*arguments)
+        return caught.value.errno
+
+    with rp.PD(context) as other, rp.MR(pd, 64) as mr, rp.MR(other, 64) as foreign:
+        assert refused(0, foreign[:]) == errno.ENOENT
+        assert refused(0, rp.SGE(mr.addr, 65, mr.lkey)) == errno.EFAULT
+        with rp.MR(pd, 64, 0) as read_only:
+            assert refused(AdviseMRAdvice.PREFETCH_WRITE, read_only[:]) == errno.EPERM
+            pd.advise_mr(AdviseMRAdvice.PREFETCH_NO_FAULT, read_only[:])

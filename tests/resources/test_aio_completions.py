@@ -1,0 +1,336 @@
+"""Completions in asyncio tasks: exact counts, several tasks, cancelling, wake-ups.
+
+Channels, events and conflicts between waits are in test_aio_events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+import time
+
+import pytest
+from support.tasks import cancelled, run, settle, waiting, write
+
+import rdmapost as rp
+from rdmapost import WCStatus
+
+# ---- what a wait returns ------------------------------------------------------
+
+
+def test_returns_exactly_as_many_as_asked(rc):
+    async def main():
+        rc.a.post_send([write(rc, i) for i in range(10)])
+        got = [wc.wr_id for wc in await rc.cq.completions(7, 10)]
+        assert got == list(range(7))
+        assert await rc.cq.completions(0) == []
+        assert [wc.wr_id for wc in await rc.cq.completions(3, 10)] == [7, 8, 9]
+
+    run(main)
+
+
+def test_sleeps_until_enough_have_come(rc):
+    """Each of the eight comes on its own, while the task sleeps."""
+
+    async def main():
+        task = await waiting(rc.cq, 8)
+        for i in range(8):
+            assert not task.done()
+            rc.a.post_send(write(rc, i))
+            await settle()
+        assert [wc.wr_id for wc in await task] == list(range(8))
+
+    run(main)
+
+
+def test_async_for_yields_completions_one_at_a_time(rc):
+    async def main():
+        got = []
+
+        async def take():
+            async for wc in rc.cq:
+                got.append(wc.check().wr_id)
+                if len(got) == 20:
+                    return
+
+        task = asyncio.create_task(take())
+        for start in range(0, 20, 5):
+            rc.a.post_send([write(rc, start + i) for i in range(5)])
+            await settle()
+        await task
+        assert got == list(range(20))
+
+    run(main)
+
+
+def test_timeout_says_what_came_and_leaves_it(rc):
+    async def main():
+        rc.a.post_send([write(rc, i) for i in range(3)])
+        await rc.cq.completions(1)
+        start = time.monotonic()
+        with pytest.raises(rp.WaitTimeout, match=r"2 of 3 completions came within 0\.3 s"):
+            await rc.cq.completions(3, timeout=0.3)
+        assert time.monotonic() - start >= 0.3
+        with pytest.raises(TimeoutError):
+            await rc.cq.completions(3, timeout=0)
+        assert [wc.wr_id for wc in await rc.cq.completions(2)] == [1, 2]
+
+    run(main)
+
+
+def test_completions_that_a_timeout_cuts_off_are_there_for_every_other_call(rc):
+    async def main():
+        for take in (lambda: rc.cq.poll(), lambda: rc.cq.wait(1)):
+            rc.a.post_send(write(rc, 7))
+            with pytest.raises(rp.WaitTimeout):
+                await rc.cq.completions(2, timeout=0.3)
+            assert [wc.wr_id for wc in take()] == [7]
+
+    run(main)
+
+
+def test_the_event_loop_runs_on_while_a_task_waits(rc):
+    async def main():
+        task = await waiting(rc.cq)
+        start, cpu = time.monotonic(), time.process_time()
+        await asyncio.sleep(0.5)
+        assert time.monotonic() - start < 5
+        # It sleeps on the descriptor instead of polling it.
+        assert time.process_time() - cpu < 0.25
+        rc.a.post_send(write(rc, 1))
+        assert [wc.wr_id for wc in await task] == [1]
+
+    run(main)
+
+
+# ---- several tasks ------------------------------------------------------------
+
+
+def test_small_waits_are_not_blocked_by_larger_ones(rc):
+    async def main():
+        many, few = await waiting(rc.cq, 20), await waiting(rc.cq, 1)
+        rc.a.post_send(write(rc, 0))
+        assert [wc.wr_id for wc in await few] == [0]
+        rc.a.post_send([write(rc, i) for i in range(1, 21)])
+        assert [wc.wr_id for wc in await many] == list(range(1, 21))
+
+    run(main)
+
+
+def test_tasks_that_want_as_many_get_them_in_the_order_in_which_they_asked(rc):
+    async def main():
+        tasks = [await waiting(rc.cq, 2) for _ in range(5)]
+        rc.a.post_send([write(rc, i) for i in range(10)])
+        got = [[wc.wr_id for wc in await task] for task in tasks]
+        assert got == [[i, i + 1] for i in range(0, 10, 2)]
+
+    run(main)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_thousand_operations_of_several_tasks_are_all_accounted_for(connect, seed):
+    """Tasks post as long as there is room, others take them a few at a time."""
+    total, pairs = 10_000, [connect() for _ in range(3)]
+    cq, rng = pairs[0].cq, random.Random(seed)
+    room = cq.cqe // 4
+
+    async def main():
+        numbers, got, took = iter(range(total)), [], asyncio.Event()
+
+        async def post(pair):
+            while burst := [n for _, n in zip(range(rng.randint(1, 16)), numbers, strict=False)]:
+                while pair.a.outstanding.send + len(burst) > min(room, pair.a.max_send_wr):
+                    took.clear()
+                    await took.wait()
+                pair.a.post_send([write(pair, number) for number in burst])
+                await asyncio.sleep(0)
+
+        async def take():
+            while len(got) < total:
+                # The last ones may be fewer than one task would like.
+                got.extend(wc.check().wr_id for wc in await cq.completions(rng.randint(1, 4), 30))
+                took.set()
+
+        takers = [asyncio.create_task(take()) for _ in range(4)]
+        await asyncio.gather(*(post(pair) for pair in pairs))
+        # Nothing signals that the last were polled: no task may want so few.
+        while any(pair.a.outstanding.send for pair in pairs):
+            await asyncio.sleep(0.001)
+        for task in takers:
+            task.cancel()
+        await asyncio.gather(*takers, return_exceptions=True)
+        got.extend(wc.check().wr_id for wc in cq.poll(64))
+        assert sorted(got) == list(range(total))
+
+    run(main)
+
+
+# ---- cancelling ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_cancelling_at_any_point_loses_nothing(rc, seed):
+    """Takers are cancelled, time out and give up at random; others take their place."""
+    rng, rounds = random.Random(seed), 400
+
+    async def main():
+        got: list[int] = []
+        posted = 0
+
+        async def take(count, timeout):
+            got.extend(wc.wr_id for wc in await rc.cq.completions(count, timeout))
+
+        tasks: list[asyncio.Task[None]] = []
+        for _ in range(rounds):
+            for _ in range(rng.randint(0, 3)):
+                timeout = rng.choice([None, None, 0, 0.0001, 0.002])
+                tasks.append(asyncio.create_task(take(rng.randint(1, 5), timeout)))
+            burst = rng.randint(0, 6)
+            if burst and rc.a.outstanding.send + burst <= rc.a.max_send_wr:
+                rc.a.post_send([write(rc, posted + i) for i in range(burst)])
+                posted += burst
+            for _ in range(rng.randint(0, 3)):
+                await asyncio.sleep(0)
+            for task in rng.sample(tasks, min(len(tasks), rng.randint(0, 2))):
+                task.cancel()
+            if rng.random() < 0.1:
+                got.extend(wc.wr_id for wc in rc.cq.poll(rng.randint(1, 3)))
+            tasks = [task for task in tasks if not task.done() or failed(task)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        got.extend(wc.wr_id for wc in await rc.cq.completions(posted - len(got), 20))
+        assert sorted(got) == list(range(posted))
+        assert posted > rounds
+
+    def failed(task):
+        if not task.cancelled() and (error := task.exception()) is not None:
+            assert isinstance(error, rp.WaitTimeout)
+        return False
+
+    run(main)
+
+
+def test_a_task_cancelled_when_it_has_been_woken_leaves_its_completions_to_the_next(rc):
+    async def main():
+        first, second = await waiting(rc.cq), await waiting(rc.cq)
+        rc.a.post_send(write(rc, 5))
+        # The first is cancelled in the very pass of the event loop that wakes it, or around it.
+        while rc.a.outstanding.send:
+            await asyncio.sleep(0)
+        await cancelled(first)
+        assert [wc.wr_id for wc in await second] == [5]
+
+    run(main)
+
+
+def test_polling_what_a_task_was_woken_for_lets_it_wait_on(rc):
+    async def main():
+        task = await waiting(rc.cq)
+        rc.a.post_send(write(rc, 1))
+        taken: list[rp.WC] = []
+        while not taken:
+            taken = rc.cq.poll()
+        await settle()
+        assert not task.done()
+        rc.a.post_send(write(rc, 2))
+        assert [wc.wr_id for wc in taken + await task] == [1, 2]
+
+    run(main)
+
+
+def test_nothing_is_left_behind_by_waits(rc):
+    """Neither descriptors nor anything that prevents closing the CQ."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def main():
+        for i in range(50):
+            task = await waiting(rc.cq)
+            if i % 2:
+                rc.a.post_send(write(rc))
+                await task
+            else:
+                await cancelled(task)
+
+    run(main)
+    assert len(os.listdir("/proc/self/fd")) == before
+    rc.a.close()
+    rc.b.close()
+    rc.cq.close()
+
+
+# ---- wake-ups -----------------------------------------------------------------
+
+
+def test_no_wake_up_is_lost(rc):
+    """A thread posts one at a time, at moments all over the wait; each needs its own wake-up."""
+    rounds, rng = 1500, random.Random(1)
+    go = threading.Semaphore(0)
+
+    def post():
+        for i in range(rounds):
+            go.acquire()
+            # From before the wait begins until after it sleeps.
+            end = time.perf_counter() + rng.random() * 0.0004
+            while time.perf_counter() < end:
+                pass
+            rc.a.post_send(write(rc, i))
+
+    poster = threading.Thread(target=post)
+    poster.start()
+
+    async def main():
+        for i in range(rounds):
+            go.release()
+            assert (await rc.cq.completions(1, 30))[0].wr_id == i
+
+    run(main)
+    poster.join(10)
+
+
+def test_what_soft0_tries_again_later_goes_on_while_a_task_waits(connect):
+    """The receiver is not ready; nothing polls, yet the attempts are made."""
+    pair = connect(rnr_retry=3)
+
+    async def main():
+        pair.a.post_send(pair.send(pair.mine[:8], wr_id=1))
+        (wc,) = await pair.cq.completions(1, 30)
+        assert (wc.wr_id, wc.status) == (1, WCStatus.RNR_RETRY_EXC_ERR)
+
+    run(main)
+
+
+def test_a_receive_that_is_posted_late_is_used(connect):
+    pair = connect(rnr_retry=7)
+
+    async def main():
+        pair.a.post_send(pair.send(pair.mine[:8], wr_id=1))
+        task = await waiting(pair.cq, 2)
+        await asyncio.sleep(0.05)
+        pair.b.post_recv(rp.RecvWR(pair.theirs[:8], wr_id=2))
+        assert sorted(wc.check().wr_id for wc in await task) == [1, 2]
+
+    run(main)
+
+
+def test_close_while_a_task_begins_to_wait_is_a_closed_error(context: rp.Context) -> None:
+    """Also between its look at the descriptor and the event loop's."""
+
+    async def consume(cq: rp.CQ) -> None:
+        while True:
+            with contextlib.suppress(rp.WaitTimeout):
+                await cq.completions(1, timeout=0)
+
+    ended: list[str] = []
+    for number in range(300):
+        cq = rp.CQ(context, 8)
+        closer = threading.Timer(0.0005 + number % 7 * 0.0003, cq.close)
+        closer.start()
+        with pytest.raises(rp.ClosedError) as caught:
+            asyncio.run(consume(cq))
+        ended.append(type(caught.value).__name__)
+        closer.join()
+    assert ended == ["ClosedError"] * 300

@@ -1,0 +1,168 @@
+"""Context.close_all: the device and all that hangs on it, in an order that devices accept."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from typing import Any
+
+import pytest
+from support import ALL, LIMIT, ended, interrupt_everywhere, null_device, waiting
+
+import rdmapost as rp
+from rdmapost.resources.resource import _all_open, open_children
+
+null = null_device.null
+on_null = null_device.on_null
+
+
+@pytest.fixture
+def opened(context):
+    """The same device, opened again for a test that closes it."""
+    with rp.open_device(context.name) as another:
+        yield another
+
+
+def populate(context: rp.Context) -> list[Any]:
+    """Make one of everything that the device has, with work in flight and a bound window."""
+    caps = context.attr.device_cap_flags
+    channel = rp.CompChannel(context)
+    pd, cq, shared = rp.PD(context), rp.CQ(context), rp.CQ(context, channel=channel)
+    a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, shared)
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mr = rp.MR(pd, 4096, ALL | rp.Access.MW_BIND)
+    ud = rp.QP(pd, rp.QPType.UD, cq)
+    ud.connect()
+    made = [channel, pd, cq, shared, a, b, mr, ud, ud.ah_to(ud.endpoint())]
+    b.post_recv([rp.RecvWR(mr[:64])] * 4)
+    a.post_send([rp.Send(mr[:8])] * 2)
+    if context.attr.max_srq:
+        srq = rp.SRQ(pd)
+        srq.post_srq_recv(rp.RecvWR(mr[64:128]))
+        made += [srq, rp.QP(pd, rp.QPType.RC, cq, srq=srq)]
+    if caps & rp.DeviceCap.XRC:
+        xrcd = rp.XRCD(context)
+        made += [xrcd, rp.SRQ(pd, srq_type=rp.SRQType.XRC, xrcd=xrcd, cq=cq)]
+        made += [rp.QP(None, rp.QPType.XRC_RECV, xrcd=xrcd)]
+    if caps & rp.DeviceCap.MEM_WINDOW_TYPE_2B:
+        mw = rp.MW(pd, rp.MWType.TYPE_2)
+        bind = rp.BindMW(
+            mw=mw,
+            rkey=mw.next_rkey(),
+            mr=mr,
+            addr=mr.addr,
+            length=64,
+            mw_access_flags=rp.Access.REMOTE_READ,
+        )
+        a.post_send(bind)
+        made.append(mw)
+    batch = a.prepare([rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey)])
+    assert not batch.closed
+    return made
+
+
+def test_everything_on_the_device_is_closed(context, opened):
+    """However it was made, and whatever is in flight; a second device is left alone."""
+    before = set(_all_open())
+    made = populate(opened)
+    with pytest.raises(rp.InUseError):
+        opened.close()
+    opened.close_all()
+    assert [thing for thing in [*made, opened] if not thing.closed] == []
+    assert set(_all_open()) == before - {opened}
+    assert not context.closed
+    context.query_port(1)
+    opened.close_all()  # nothing is left
+
+
+def test_what_nobody_refers_to_any_more_is_closed_too(opened):
+    populate(opened)
+    opened.close_all()
+    assert opened.closed
+    assert open_children(opened) == []
+
+
+def test_threads_and_tasks_that_wait_get_a_closed_error(opened):
+    cq, raised = rp.CQ(opened), []
+
+    def wait() -> None:
+        try:
+            cq.wait(1, None)
+        except rp.RdmaError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting(cq, [thread])
+    opened.close_all()
+    ended([thread])
+    assert [type(error) for error in raised] == [rp.ClosedError]
+
+    async def task() -> None:
+        with rp.open_device(opened.name) as another:
+            waiter = asyncio.ensure_future(rp.CQ(another).completions(1, LIMIT))
+            await asyncio.sleep(0)
+            another.close_all()
+            with pytest.raises(rp.ClosedError):
+                await waiter
+
+    asyncio.run(task())
+
+
+def test_what_cannot_be_closed_is_reported_and_the_rest_is_closed(on_null):
+    """The device keeps a region; a queue pair, a CQ and another PD go."""
+    text = on_null(
+        """
+        import os
+        context, pd, cq = resources()
+        qp, mr, other = rp.QP(pd, rp.QPType.RC, cq), rp.MR(pd, 64), rp.PD(context)
+        try: context.close_all()
+        except rp.CloseError as error: caught = error
+        print(caught)
+        print([type(each).__name__ for each in caught.errors], caught.__cause__ is caught.errors[0])
+        print([each.closed for each in (qp, cq, other, mr, pd, context)])
+        print(context.query_port().state.name)
+        """,
+        NULL_REFUSES="ibv_dereg_mr=16",
+    )
+    said, errors, closed, state = text.splitlines()
+    assert "could not be deregistered: ibv_dereg_mr: EBUSY" in said
+    assert said.endswith("(and 2 more: see errors)")
+    assert errors == "['VerbsError', 'InUseError', 'InUseError'] True"
+    assert closed == "[True, True, True, False, False, False]"
+    assert state == "ACTIVE"
+
+
+def test_close_that_fails_once_succeeds_when_it_is_called_again(soft, monkeypatch):
+    with rp.open_device(soft) as context:
+        pd = rp.PD(context)
+        thing = rp.MR(pd, 64)
+        monkeypatch.setattr(
+            type(thing), "close", lambda self: (_ for _ in ()).throw(rp.InUseError("not yet"))
+        )
+        with pytest.raises(rp.CloseError, match=r"^not yet \(and 2 more") as caught:
+            context.close_all()
+        assert str(caught.value.errors[0]) == "not yet"
+        monkeypatch.undo()
+        context.close_all()
+        assert (thing.closed, pd.closed, context.closed) == (True, True, True)
+
+
+def test_interrupted_close_all_can_be_called_again(soft):
+    def close() -> None:
+        context = rp.open_device(soft)
+        try:
+            pd = rp.PD(context)
+            rp.MR(pd, 64)
+        finally:
+            try:
+                context.close_all()
+            except BaseException:
+                context.close_all()
+                raise
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        assert interrupt_everywhere(close)

@@ -1,0 +1,761 @@
+"""The order in which resources may be closed, by any thread, finalizer or exit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import needs, prints, until
+
+import rdmapost as rp
+from rdmapost._binding import ffi
+from rdmapost.resources.resource import Resource, _open, open_children
+
+closed: list[str] = []
+
+
+class Device:
+    """What the device does when a thing is destroyed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.broken = False
+        self.inside: Callable[[], object] = lambda: None
+
+    def destroy(self, _: object) -> None:
+        self.inside()
+        if self.broken:
+            raise rp.VerbsError("ibv_destroy_thing", 16)
+        closed.append(self.name)
+
+
+class Thing(Resource):
+    """A resource of no device."""
+
+    __slots__ = ("above", "device", "name", "others")
+
+    def __init__(self, name: str, *parents: Thing) -> None:
+        self.name = name
+        self.above = parents
+        self.others: list[Any] = []
+        self.device = Device(name)
+        self._make(ffi.new, ("char *",), self.device.destroy, parents)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    closed.clear()
+
+
+def tree() -> dict[str, Thing]:
+    """A device, a PD and a CQ on it, an MR, and a QP that needs PD and CQ."""
+    context = Thing("context")
+    pd, cq = Thing("pd", context), Thing("cq", context)
+    return {
+        "context": context,
+        "pd": pd,
+        "cq": cq,
+        "mr": Thing("mr", pd),
+        "qp": Thing("qp", pd, cq),
+    }
+
+
+def all_end(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_closing_is_idempotent():
+    thing = Thing("pd")
+    assert not thing.closed
+    thing.close()
+    thing.close()
+    assert closed == ["pd"]
+    assert thing.closed
+    assert "(closed)" in repr(thing)
+
+
+def test_use_after_close_names_the_resource():
+    thing = Thing("pd")
+    thing.close()
+    with pytest.raises(rp.ClosedError, match="pd is closed"):
+        thing._open_struct()
+    with pytest.raises(rp.ClosedError, match="pd is closed"), thing:
+        pass
+
+
+def test_closed_window_is_named_without_its_key(pd):
+    """Its name includes the device's key only while it is open."""
+    needs(pd.context.attr.max_mw, "memory windows", pd.context)
+    mw = rp.MW(pd)
+    mw.close()
+    assert str(mw) == "MW"
+    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
+        mw.next_rkey()
+
+
+def test_parent_with_open_children_names_them():
+    things = tree()
+    with pytest.raises(rp.InUseError, match=r"pd cannot be closed: mr, qp still open"):
+        things["pd"].close()
+    assert not things["pd"].closed
+    # It is as usable as before.
+    assert things["pd"]._open_struct()
+    Thing("other", things["pd"]).close()
+    closed.clear()
+    things["qp"].close()
+    with pytest.raises(rp.InUseError, match=r"mr still open; close it first"):
+        things["pd"].close()
+    things["mr"].close()
+    things["pd"].close()
+    assert closed == ["qp", "mr", "pd"]
+
+
+def test_many_children_are_counted():
+    pd = Thing("pd")
+    mrs = [Thing(f"mr{i}", pd) for i in range(7)]
+    with pytest.raises(rp.InUseError, match=r"mr0, mr1, mr2, mr3 and 3 more still open"):
+        pd.close()
+    assert len(mrs) == 7
+
+
+def test_resource_that_the_device_keeps_stays_open():
+    thing = Thing("pd")
+    thing.device.broken = True
+    with pytest.raises(rp.VerbsError):
+        thing.close()
+    assert not thing.closed
+    thing.device.broken = False
+    thing.close()
+    assert closed == ["pd"]
+
+
+def test_error_inside_with_is_the_one_that_is_seen():
+    """The error of the close, an open child, does not hide it."""
+    pd = Thing("pd")
+    opened: list[Thing] = []
+
+    def use() -> None:
+        with pd:
+            opened.append(Thing("mr", pd))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        use()
+    assert caught.value.__notes__ == ["pd cannot be closed: mr still open; close it first"]
+    assert not pd.closed
+    opened[0].close()
+    pd.close()
+
+
+class Unwilling(ZeroDivisionError):
+    def add_note(self, note: str) -> None:
+        raise RuntimeError
+
+
+class Nameless(Thing):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+REFUSED = "qp could not be closed: ibv_destroy_thing: EBUSY (16, Device or resource busy)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "notes"),
+    [
+        (Thing, ZeroDivisionError, [REFUSED]),
+        (Thing, KeyboardInterrupt, [REFUSED]),
+        (Thing, Unwilling, None),
+        (Nameless, ZeroDivisionError, None),
+    ],
+)
+def test_error_inside_with_notes_what_could_not_be_closed(kind, error, notes):
+    """Whatever the note runs into, the body's error is raised."""
+    thing = kind("qp")
+    thing.device.broken = True
+
+    def use() -> None:
+        with thing:
+            raise error
+
+    with pytest.raises(error) as caught:
+        use()
+    assert type(caught.value) is error
+    found = getattr(caught.value, "__notes__", None)
+    assert (found and [note.split(": see ")[0] for note in found]) == notes
+    assert not thing.closed
+    thing.device.broken = False
+    thing.close()
+
+
+def test_with_closes_and_open_children_are_an_error():
+    with Thing("pd") as pd:
+        pass
+    assert pd.closed
+    pd = Thing("pd")
+    with pytest.raises(rp.InUseError), pd:
+        mr = Thing("mr", pd)
+    mr.close()
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
+def test_dropped_in_any_order_everything_is_closed(order):
+    """A parent dropped first is closed by its last child."""
+    things = tree()
+    for name in order:
+        del things[name]
+    gc.collect()
+    assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"]
+    assert closed[-1] == "context"
+    assert closed.index("qp") < min(closed.index("pd"), closed.index("cq"))
+    assert closed.index("mr") < closed.index("pd")
+
+
+def test_garbage_in_a_cycle_is_closed_children_first():
+    """The collector finalises what it finds in any order."""
+    for rotation in range(5):
+        closed.clear()
+        things = list(tree().values())
+        things = things[rotation:] + things[:rotation]
+        for thing, other in zip(things, things[1:] + things[:1], strict=True):
+            thing.others.append(other)
+        del things, thing, other
+        gc.collect()
+        assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"], rotation
+        assert closed[-1] == "context"
+        assert closed.index("mr") < closed.index("pd")
+
+
+def test_garbage_that_the_device_keeps_raises_no_error():
+    thing = Thing("pd")
+    thing.device.broken = True
+    with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
+        del thing
+    gc.collect()
+    assert closed == []
+
+
+class Fails:
+    """Fails so often, each time with the next number, and not again."""
+
+    def __init__(self, error: Callable[[int], BaseException], times: int) -> None:
+        self.error, self.times, self.calls = error, times, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls <= self.times:
+            raise self.error(self.calls)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 100])
+def test_what_is_gone_is_closed_whatever_is_raised_while_it_is_forgotten(times):
+    """The first exception comes out, and it is tried again until it is over, within reason."""
+
+    class Rude(Thing):
+        def _forget(self) -> None:
+            forget()
+
+    parent = Thing("context")
+    thing, forget = Rude("pd", parent), Fails(LookupError, times)
+    with pytest.raises(LookupError) as caught:
+        thing.close()
+    assert caught.value.args == (1,)
+    assert thing.closed
+    assert forget.calls == times + 1 if times < 100 else 10 < forget.calls < 30
+    thing.close()
+    parent.close()
+    assert closed == ["pd", "context"]
+
+
+def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
+    thing, refuses = Thing("pd"), Fails(lambda _: rp.VerbsError("ibv_destroy_thing", 16), 2)
+    thing.device.inside = refuses
+    alive = weakref.ref(thing)
+    with pytest.warns(ResourceWarning, match="pd could not be closed: ibv_destroy_thing: EBUSY"):
+        del thing
+    gc.collect()
+    assert refuses.calls == 2
+    assert alive() is not None
+    # Its next user closes it in vain again, which is not reported again.
+    refuses.times = 4
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        alive()._verb(lambda _: None)
+    assert refuses.calls == 4
+    assert warned == []
+    alive().close()
+    gc.collect()
+    assert closed == ["pd"]
+    assert alive() is None
+
+
+def refuse(_: int) -> rp.VerbsError:
+    return rp.VerbsError("ibv_destroy_thing", 16)
+
+
+@pytest.mark.parametrize(("error", "times"), [(LookupError, 1), (LookupError, 3), (refuse, 1)])
+def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, times):
+    """The first of them: what is garbage is closed all the same."""
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, times)
+    came: list[BaseException] = []
+    try:
+        del thing
+        for _ in range(99):
+            gc.isenabled()
+    except Exception as caught:
+        came.append(caught)
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
+
+
+def test_warning_that_is_an_error_does_not_get_lost(monkeypatch):
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
+    thing = Thing("pd")
+    thing.device.broken = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del thing
+        gc.collect()
+    assert [type(error) for error in reported] == [ResourceWarning]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
+def test_closes_in_the_middle_of_a_verb_may_come_in_any_order(order):
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in order])
+    assert sorted(closed) == ["context", "cq", "mr", "pd", "qp"]
+    assert all(thing.closed for thing in things.values())
+    other.close()
+
+
+def test_close_put_off_in_a_verb_and_then_refused_is_reported(monkeypatch):
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
+    things, other = tree(), Thing("other")
+    other._verb(lambda _: [things[name].close() for name in ("pd", "cq", "mr")])
+    assert sorted(str(error).split(":")[0] for error in reported) == [
+        "cq cannot be closed",
+        "pd cannot be closed",
+    ]
+    assert closed == ["mr"]
+    for name in ("qp", "pd", "cq", "context"):
+        things[name].close()
+    other.close()
+
+
+def test_exception_of_a_handler_while_a_close_is_refused_for_an_open_child_comes_out():
+    """Both were closed in the middle of a verb, the parent first: it waits for its child."""
+
+    class Rude(Thing):
+        def _refuse_children(self) -> None:
+            refuse_children()
+            super()._refuse_children()
+
+    refuse_children = Fails(LookupError, 1)
+    parent, other = Rude("pd"), Thing("other")
+    child = Thing("mr", parent)
+
+    def close_both() -> None:
+        other._verb(lambda _: [parent.close(), child.close()])
+        for _ in range(99):
+            gc.isenabled()
+
+    with pytest.raises(LookupError):
+        close_both()
+    assert closed == ["mr", "pd"]
+    other.close()
+
+
+def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
+    def error(call: int) -> BaseException:
+        return LookupError() if call == 1 else refuse(call)
+
+    thing = Thing("pd")
+    thing.device.inside = Fails(error, 3)
+    came = []
+
+    def drop() -> None:
+        nonlocal thing
+        try:
+            del thing
+            for _ in range(99):
+                gc.isenabled()
+        except LookupError as caught:
+            came.append(caught)
+
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        drop()
+    assert len(came) == 1
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_garbage_that_was_just_in_use_is_closed_without_a_warning(times):
+    class Busy(Thing):
+        def _release(self) -> None:
+            was_busy()
+
+    was_busy = Fails(lambda _: rp.InUseError("in use"), times)
+    busy = Busy("pd")
+    del busy
+    for _ in range(99):
+        gc.isenabled()
+    assert closed == ["pd"]
+    assert was_busy.calls == times + 1
+
+
+def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeypatch):
+    """It is reported, and the resource is kept."""
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
+    thing, fails = Thing("pd"), Fails(LookupError, 1000)
+    thing.device.inside = fails
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        del thing
+    for _ in range(99):
+        gc.isenabled()
+    assert [type(error) for error in reported] == [LookupError]
+    assert 10 < fails.calls < 30
+    fails.times = 0
+    for one in [*_open.values()]:
+        if isinstance(one, Thing) and not one.device.broken:
+            one.close()
+    assert closed == ["pd"]
+
+
+def test_incomplete_resource_is_collected_without_a_warning():
+    """A constructor that fails leaves an object that was never made."""
+
+    class Half(Thing):
+        def __init__(self) -> None:
+            raise rp.VerbsError("ibv_alloc_pd", 12)
+
+    with pytest.raises(rp.VerbsError):
+        Half()
+    half = Thing.__new__(Thing)
+    half.close()
+    del half
+    gc.collect()
+
+
+def test_closing_from_two_threads_destroys_once():
+    """The second thread finds it closed or being closed; nothing is freed twice."""
+    inside, go = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        inside.set()
+        assert go.wait(10)
+
+    thing = Thing("pd")
+    thing.device.inside = slow
+    first = threading.Thread(target=thing.close)
+    first.start()
+    assert inside.wait(10)
+    second = threading.Thread(target=thing.close)
+    second.start()
+    second.join(0.2)
+    go.set()
+    first.join(10)
+    second.join(10)
+    assert not first.is_alive()
+    assert not second.is_alive()
+    assert closed == ["pd"]
+
+
+def test_close_waits_for_what_another_close_does_after_the_destruction():
+    class Slow(Thing):
+        def _forget(self) -> None:
+            inside.set()
+            assert go.wait(10)
+
+    inside, go = threading.Event(), threading.Event()
+    thing = Slow("pd")
+    threads = [threading.Thread(target=thing.close) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    assert threads[1].is_alive()
+    go.set()
+    all_end(threads)
+    assert closed == ["pd"]
+
+
+def test_what_is_closed_is_not_used_by_what_closing_it_calls_afterwards():
+    class Curious(Thing):
+        def _forget(self) -> None:
+            with pytest.raises(rp.ClosedError, match="pd is closed"):
+                self._open_struct()
+            with pytest.raises(rp.ClosedError, match="pd is closed"):
+                Thing("mr", self)
+            seen.append(self.closed)
+
+    seen: list[bool] = []
+    Curious("pd").close()
+    assert seen == [True]
+    assert closed == ["pd"]
+
+
+def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():
+    one, two, three = Thing("one"), Thing("two"), Thing("three")
+
+    def verb(_: object) -> None:
+        for thing in (one, two, one, three, three, two):
+            thing.close()
+        assert closed == []
+
+    one._verb(verb)
+    assert closed == ["one", "two", "three"]
+    one.close()
+    Thing("four").close()
+    assert closed == ["one", "two", "three", "four"]
+
+
+def test_closing_releases_all_that_the_resource_held():
+    class Kept:
+        def __call__(self, *_: object) -> None:
+            pass
+
+    class Holder(Resource):
+        def __init__(self) -> None:
+            parent, struct, destroy, memory = Thing("pd"), ffi.new("char *"), Kept(), Kept()
+            held.extend(map(weakref.ref, (parent, struct, destroy, memory)))
+            self._make(lambda: struct, (), destroy, (parent,), memory)
+
+    held: list[Any] = []
+    holder = Holder()
+    gc.collect()
+    assert all(one() is not None for one in held)
+    holder.close()
+    gc.collect()
+    assert [one() for one in held] == [None] * 4
+    assert closed == ["pd"]
+
+
+def test_constructor_that_makes_twice_is_refused():
+    class Again(Thing):
+        def __init__(self) -> None:
+            self.name = "again"
+            self._make(self.create, (), lambda _: closed.append("again"), ())
+
+        def create(self) -> Any:
+            with pytest.raises(RuntimeError, match=r"^again is being made"):
+                self._make(ffi.new, ("char *",), lambda _: None, ())
+            return ffi.new("char *")
+
+    thing = Again()
+    with pytest.raises(RuntimeError, match=r"^again has been made"):
+        thing._make(ffi.new, ("char *",), lambda _: None, ())
+    thing.close()
+    assert closed == ["again"]
+    with pytest.raises(RuntimeError, match=r"^again has been made"):
+        thing._make(ffi.new, ("char *",), lambda _: None, ())
+
+
+def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
+    inside, go = threading.Event(), threading.Event()
+
+    def verb(_: object) -> None:
+        inside.set()
+        assert go.wait(20)
+
+    thing = Thing("pd")
+    threads = [threading.Thread(target=thing._verb, args=(verb,))]
+    threads[0].start()
+    assert inside.wait(10)
+    threads.append(threading.Thread(target=thing.close))
+    threads[1].start()
+    # Longer than at exit.
+    threads[1].join(1.3)
+    assert threads[1].is_alive()
+    go.set()
+    all_end(threads)
+    assert closed == ["pd"]
+
+
+@pytest.mark.parametrize("hook", ["_wake", "_release"])
+def test_close_that_an_exception_ends_before_the_destruction_can_be_called_again(hook):
+    class Struck(Thing):
+        pass
+
+    strikes = Fails(LookupError, 1)
+    setattr(Struck, hook, lambda self: strikes())
+    thing = Struck("pd")
+    with pytest.raises(LookupError):
+        thing.close()
+    assert closed == []
+    assert thing._open_struct()
+    thing.close()
+    assert closed == ["pd"]
+    assert thing.closed
+
+
+@pytest.mark.parametrize("hook", ["_wake", "_release", "_forget"])
+def test_close_in_the_middle_of_the_same_close_returns(hook):
+    class Nested(Thing):
+        pass
+
+    setattr(Nested, hook, lambda self: self.close())
+    thing = Nested("pd")
+    thread = threading.Thread(target=thing.close, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert closed == ["pd"]
+
+
+def test_close_waits_for_a_close_that_waits_for_another():
+    """Also in the middle of a close, once what that one waited for is done."""
+
+    class Hooked(Thing):
+        hook: Callable[[], object] = staticmethod(lambda: None)
+
+        def _release(self) -> None:
+            self.hook()
+
+    def start(thing: Thing) -> threading.Thread:
+        thread = threading.Thread(target=thing.close, daemon=True)
+        thread.start()
+        return thread
+
+    def first_hook() -> None:
+        second.close()
+        waited.set()
+        assert go[1].wait(10)
+
+    go, inside, waited = (
+        [threading.Event(), threading.Event()],
+        threading.Event(),
+        threading.Event(),
+    )
+    first, second, third = Hooked("first"), Hooked("second"), Hooked("third")
+    first.hook = first_hook
+    second.hook = lambda: (inside.set(), go[0].wait(10))
+    third.hook = first.close
+    threads = [start(second)]
+    assert inside.wait(10)
+    threads += [start(first), start(first)]
+    threads[2].join(0.2)
+    assert threads[2].is_alive()
+    go[0].set()
+    assert waited.wait(10)
+    threads.append(start(third))
+    threads[3].join(0.2)
+    assert threads[3].is_alive()
+    go[1].set()
+    all_end(threads)
+    assert closed == ["second", "first", "third"]
+
+
+def test_child_of_a_fork_closes_nothing():
+    """The objects are the parent's: the child only forgets them."""
+    things = tree()
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            for name in ("qp", "mr", "cq", "pd", "context"):
+                things[name].close()
+            os.write(writing, repr((closed, things["pd"].closed)).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert said.read() == "([], True)"
+    for name in ("qp", "mr", "cq", "pd", "context"):
+        things[name].close()
+    assert len(closed) == 5
+
+
+@pytest.mark.parametrize("where", ["class", "mixin"])
+@pytest.mark.parametrize("calls", ["nothing", "super", "close", "raises"])
+def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypatch, calls, where):
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
+
+    class Finalized:
+        def __del__(self) -> None:
+            if calls == "super":
+                super().__del__()  # type: ignore[misc]
+            elif calls == "close":
+                self.close()  # type: ignore[attr-defined]
+            elif calls == "raises":
+                raise KeyError("on purpose")
+
+    if where == "mixin":
+
+        class Own(Finalized, rp.PD):
+            pass
+    else:
+
+        class Own(rp.PD):  # type: ignore[no-redef]
+            __del__ = Finalized.__del__
+
+    with rp.open_device(context.name) as device:
+        Own(device)
+        gc.collect()
+        device.close()
+        assert device.closed
+
+
+def test_interpreter_ends_quietly_with_everything_open():
+    """At exit the whole tree is closed, children first."""
+    said = prints(
+        "from rdmapost.resources.resource import Resource\n"
+        "from rdmapost._binding import ffi\n"
+        "class Thing(Resource):\n"
+        "    def __init__(self, name, *above):\n"
+        "        destroy = lambda _: print(name, flush=True)\n"
+        "        self._make(ffi.new, ('char *',), destroy, above)\n"
+        "context = Thing('context'); pd = Thing('pd', context)\n"
+        "mr = Thing('mr', pd); qp = Thing('qp', pd)\n"
+        "cycle = [mr]; cycle.append(cycle)\n"
+    )
+    assert sorted(said.split()) == ["context", "mr", "pd", "qp"]
+    assert said.split()[-2:] == ["pd", "context"]
+
+
+def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, pd):
+    """It waits a moment for the window, which may be garbage too."""
+    needs(context.attr.max_mw, "memory windows", context)
+    remote = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.MW_BIND
+    with rp.CQ(context) as cq, rp.MR(pd, 64, remote) as mr, rp.MW(pd) as mw:
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        qp.connect(qp.endpoint())
+        qp.post_send(
+            rp.BindMW(
+                mw=mw,
+                rkey=mw.next_rkey(),
+                mr=mr,
+                addr=mr.addr,
+                length=64,
+                mw_access_flags=rp.Access.REMOTE_WRITE,
+            )
+        )
+        cq.wait()[0].check()
+        del qp
+
+        def gone() -> bool:
+            cq.poll()
+            return not any(isinstance(child, rp.QP) for child in open_children(pd))
+
+        until(gone)

@@ -1,0 +1,370 @@
+"""Making a resource: what its constructor may do, once, and what others see meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from support import interrupt_everywhere, prints
+
+import rdmapost as rp
+from rdmapost import QPType
+from rdmapost._binding import ffi
+from rdmapost.resources.resource import Resource, _all_open, _open, open_handles
+
+
+def _arguments(cls: type, context: Any, pd: Any, cq: Any) -> tuple[Any, ...]:
+    """Return the constructor arguments for a public class."""
+    ud = next((h for h in open_handles() if isinstance(h, rp.QP)), None)
+    given: dict[type, Callable[[], tuple[Any, ...]]] = {
+        rp.Context: lambda: (context._provider, _info(context)),
+        rp.PD: lambda: (context,),
+        rp.CompChannel: lambda: (context,),
+        rp.XRCD: lambda: (context,),
+        rp.CQ: lambda: (context,),
+        rp.MR: lambda: (pd, bytearray(64)),
+        rp.MW: lambda: (pd,),
+        rp.AH: lambda: (pd, (ud or rp.QP(pd, QPType.UD, cq)).path_to(_endpoint(pd, cq))),
+        rp.SRQ: lambda: (pd,),
+        rp.QP: lambda: (pd, QPType.RC, cq),
+    }
+    return given[cls]()
+
+
+def _info(context: rp.Context) -> rp.DeviceInfo:
+    return next(info for info in rp.list_devices() if info.name == context.name)
+
+
+def _endpoint(pd: rp.PD, cq: rp.CQ) -> rp.Endpoint:
+    with rp.QP(pd, QPType.UD, cq) as ud:
+        return ud.endpoint()
+
+
+CLASSES = [
+    value
+    for value in (getattr(rp, name) for name in rp.__all__)
+    if inspect.isclass(value) and issubclass(value, Resource)
+]
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        for name in base.__dict__.get("__slots__", ()):
+            if name != "__weakref__":
+                yield name
+
+
+@pytest.fixture(params=CLASSES, ids=lambda cls: cls.__name__)
+def made(request, context, pd, cq):
+    """An instance of each resource class, and its constructor arguments."""
+    try:
+        arguments = _arguments(request.param, context, pd, cq)
+        thing = request.param(*arguments)
+    except rp.VerbsError as error:
+        pytest.skip(f"no {request.param.__name__} on {context.name}: {error}")
+    with thing:
+        yield thing, arguments
+
+
+def test_every_class_of_resources_is_made_here():
+    assert len(CLASSES) == 10
+
+
+def test_second_call_of_a_constructor_changes_nothing(made):
+    thing, arguments = made
+    missing = object()
+    before = {name: getattr(thing, name, missing) for name in _slots(type(thing))}
+    for again in (arguments, ()):
+        with pytest.raises(RuntimeError, match="has been made; __init__ is not called again"):
+            thing.__init__(*again)
+    assert {name: getattr(thing, name, missing) for name in before} == before
+    assert not thing.closed
+
+
+@pytest.mark.parametrize("name", ["MR", "CQ"])
+def test_constructor_that_runs_is_alone(name, context, pd):
+    """Of two threads that construct one object, one is refused, and changes nothing."""
+
+    class Stops:
+        """A size that signals when the constructor reads it, and continues when allowed."""
+
+        def __index__(self):
+            began.set()
+            assert goes_on.wait(20)
+            return 64
+
+    began, goes_on = threading.Event(), threading.Event()
+    cls = getattr(rp, name)
+    of = pd if name == "MR" else context
+    thing = cls.__new__(cls)
+    first = threading.Thread(target=thing.__init__, args=(of, Stops()))
+    first.start()
+    try:
+        assert began.wait(20)
+        with pytest.raises(RuntimeError, match="is being made; __init__ is not called again"):
+            thing.__init__(of, 4096)
+        with pytest.raises(AttributeError, match="cannot be set"):
+            setattr(thing, "pd" if name == "MR" else "context", None)
+    finally:
+        goes_on.set()
+        first.join()
+    with thing:
+        # A device may give a CQ more entries than were asked for.
+        assert 64 <= (thing.length if name == "MR" else thing.cqe) < 4096
+
+
+def test_constructor_that_failed_may_be_called_again(pd):
+    mr = rp.MR.__new__(rp.MR)
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        mr.__init__(pd, 0)
+    mr.__init__(pd, 64)
+    with mr:
+        assert mr.length == 64
+
+
+def test_region_that_was_posted_before_it_was_made_can_be_closed(rc, pd):
+    mr = rp.MR.__new__(rp.MR)
+    with pytest.raises(rp.PostError, match="MR is closed"):
+        rc.a.post_send(rp.Send(rp.SGE(0, 1, 0, mr)))
+    mr.__init__(pd, 64)
+    mr.close()
+    assert mr.closed
+
+
+def _no_such_vector(context: rp.Context) -> None:
+    struct = context._open_struct()
+    with pytest.MonkeyPatch.context() as patch:
+        # Else it is refused before the device is asked.
+        patch.setattr(struct, "num_comp_vectors", (1 << 20) + 1)
+        rp.CQ(context, comp_vector=1 << 20)
+
+
+def _descriptor_that_fails(context: rp.Context) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "set_blocking", Mock(side_effect=OSError(errno.EBADF, "bad")))
+        rp.CompChannel(context)
+
+
+@pytest.mark.parametrize("fail", [_no_such_vector, _descriptor_that_fails])
+def test_what_cannot_be_made_leaves_nothing_open_however_long_its_error_is_kept(context, fail):
+    handles, descriptors = _all_open(), os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match=r"EINVAL|bad") as caught:
+        fail(context)
+    assert _all_open() == handles
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_interrupt_of_a_constructor_leaves_nothing_open_however_long_it_is_kept(
+    cls, context, pd, cq
+):
+    arguments = _arguments(cls, context, pd, cq)
+    try:
+        cls(*arguments).close()
+    except rp.VerbsError as error:
+        pytest.skip(f"no {cls.__name__} on {context.name}: {error}")
+    assert interrupt_everywhere(lambda: cls(*arguments)) > 5
+
+
+def test_public_attributes_of_a_resource_cannot_be_set(made):
+    """What closes it relies on them."""
+    thing, _ = made
+    public = [name for name in _slots(type(thing)) if not name.startswith("_")]
+    assert public or type(thing) is rp.XRCD
+    for name in public:
+        before = getattr(thing, name)
+        with pytest.raises(AttributeError, match=f"{type(thing).__name__}.{name} cannot be"):
+            setattr(thing, name, None)
+        with pytest.raises(AttributeError):
+            delattr(thing, name)
+        assert getattr(thing, name) is before
+    thing.close()
+    assert thing.closed
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_instance_without_its_struct_is_not_open(cls):
+    """Even if a subclass calls something else instead of the constructor."""
+
+    class Skips(cls):
+        def __init__(self):
+            super(cls, self).__init__()
+
+    class Forges(cls):
+        def __init__(self):
+            self._make(ffi.new, ("char *",), lambda _: None, ())
+
+    for thing in (Skips(), cls.__new__(cls)):
+        assert thing.closed
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            thing._open_struct()
+        assert "(closed)" in repr(thing)
+        thing.close()
+    with pytest.raises(TypeError, match=f"{cls.__name__}'> is of .*struct ibv_"):
+        Forges()
+
+
+def test_region_without_its_struct_cannot_be_posted(rc):
+    class Skips(rp.MR):
+        def __init__(self):
+            super(rp.MR, self).__init__()
+
+    region = Skips()
+    for flags in (rp.SendFlags.SIGNALED, rp.SendFlags.SIGNALED | rp.SendFlags.INLINE):
+        sge = rp.SGE(rc.mine.addr, 8, rc.mine.lkey, region)
+        with pytest.raises((rp.ClosedError, rp.PostError)):
+            rc.a.post_send(rc.wr(rp.RdmaWrite, sge, send_flags=flags))
+    assert rc.a.outstanding.send == 0
+
+
+def test_subclass_may_set_attributes_before_its_constructor(context):
+    class Own(rp.CQ):
+        def __init__(self, context):
+            self.context, self.note = context, "mine"
+            super().__init__(context, 16)
+
+    with Own(context) as cq:
+        assert (cq.context, cq.note) == (context, "mine")
+
+
+def test_diagnose_beside_a_thread_that_makes_queue_pairs(rc, pd):
+    """It sees none before its constructor has ended."""
+    stop, interval = threading.Event(), sys.getswitchinterval()
+
+    def make():
+        while not stop.is_set():
+            rp.QP(pd, QPType.RC, rc.cq).close()
+
+    thread = threading.Thread(target=make)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            rc.a.diagnose()
+    finally:
+        stop.set()
+        thread.join(20)
+        sys.setswitchinterval(interval)
+
+
+def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monkeypatch):
+    found = []
+
+    class Late(rp.QP):
+        def _note_state(self, state):
+            found.append(self in open_handles())
+            super()._note_state(state)
+
+    with Late(pd, QPType.RC, cq) as qp:
+        assert found == [False]
+        assert qp in open_handles()
+
+
+def test_closed_window_is_named_without_its_rkey(pd):
+    """Its name includes its rkey, which only an open one has."""
+    mw = rp.MW(pd)
+    assert f"{mw.rkey:#x}" in str(mw)
+    mw.close()
+    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
+        mw.next_rkey()
+
+
+def test_constructor_of_an_open_region_cannot_be_called_again(pd):
+    with rp.MR(pd, 64) as mr, pytest.raises(RuntimeError, match="has been made"):
+        mr.__init__(pd, 4096)  # type: ignore[misc]
+
+
+closed: list[str] = []
+
+
+def test_resource_that_could_not_be_created_is_not_listed_as_open():
+    class Failing(Resource):
+        def __init__(self) -> None:
+            self._make(lambda: 1 // 0, (), lambda _: None, ())
+
+    before = dict(_open)
+    failing = Failing.__new__(Failing)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            failing.__init__()  # type: ignore[misc]
+    assert failing._parents == ()
+    assert _open == before
+
+
+def test_exception_in_the_middle_of_set_up_closes_what_was_opened(context):
+    opened: list[rp.PD | rp.CQ | rp.MR | rp.QP | rp.Context] = []
+
+    def set_up() -> None:
+        with (
+            rp.open_device(context.name) as other,
+            rp.PD(other) as pd,
+            rp.CQ(other) as cq,
+            rp.MR(pd, 64) as mr,
+            rp.QP(pd, QPType.RC, cq) as qp,
+        ):
+            opened.extend([other, pd, cq, mr, qp])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        set_up()
+    assert len(opened) == 5
+    assert all(resource.closed for resource in opened)
+
+
+def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
+    """An exception out of any line that making and closing run, as of a Ctrl-C."""
+    said = prints(
+        "import gc, os, sys, rdmapost as rp\n"
+        "from rdmapost.resources.resource import open_children\n"
+        "library = os.path.dirname(rp.__file__)\n"
+        "ours = [library, library + '/posting', library + '/resources']\n"
+        "def set_up(keep):\n"
+        "    pd, channel = keep(rp.PD(context)), keep(rp.CompChannel(context))\n"
+        "    cq, mr = keep(rp.CQ(context, channel=channel)), keep(rp.MR(pd, 64))\n"
+        "    srq = keep(rp.SRQ(pd))\n"
+        "    a, b = (keep(rp.QP(pd, rp.QPType.RC, cq, srq=s)) for s in (srq, None))\n"
+        "    a.connect(b.endpoint()), b.connect(a.endpoint())\n"
+        "    keep(a.ah_to(b.endpoint()))\n"
+        "def interrupted(after):\n"
+        "    left, kept = after, []\n"
+        "    def trace(frame, event, argument):\n"
+        "        nonlocal left\n"
+        # Not in the device, whose bugs it would be.
+        "        if os.path.dirname(frame.f_code.co_filename) not in ours: return None\n"
+        "        left -= 1\n"
+        "        if not left: raise KeyboardInterrupt\n"
+        "        return trace\n"
+        "    sys.settrace(trace)\n"
+        "    try:\n"
+        "        set_up(lambda made: kept.append(made) or made)\n"
+        "        for made in reversed(kept): made.close()\n"
+        "        return False\n"
+        "    except KeyboardInterrupt: pass\n"
+        "    finally: sys.settrace(None)\n"
+        # What was under construction is garbage by now.
+        "    for made in reversed(kept): made.close()\n"
+        "    return True\n"
+        "with rp.open_device(sys.argv[1]) as context:\n"
+        "    assert not interrupted(100_000)\n"
+        "    files = len(os.listdir('/proc/self/fd'))\n"
+        "    after = 1\n"
+        "    while interrupted(after):\n"
+        # Some of the places are enough if each try involves the kernel.
+        "        after += 5 if context.kind == 'soft' else 31\n"
+        "        gc.collect()\n"
+        "        assert not open_children(context), after\n"
+        "        assert len(os.listdir('/proc/self/fd')) == files, after\n"
+        "print(after > 100)\n",
+        context.name,
+    )
+    assert said == "True"

@@ -1,0 +1,433 @@
+"""Polling and waiting under interrupts, finalizers and threads, and without memory.
+
+No completion is lost, no lock stays held, and nothing waits for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import signal
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from support import LIMIT, LOSES_MEMORY, Pair, ended, needs, prints, run_python, until, write
+
+import rdmapost as rp
+
+
+class Interrupt(Exception):
+    """What the handler of a signal raises."""
+
+
+@pytest.fixture
+def interrupts():
+    """Raise Interrupt in this thread after so many seconds."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def collects_always():
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+
+
+# ---- interrupts ---------------------------------------------------------------
+
+
+def take(cq: rp.CQ, how: str) -> list[rp.WC]:
+    # No `with`: what follows in its __exit__ could be interrupted, too.
+    try:
+        return cq.poll(3) if how == "poll" else cq.wait(3, 0.0005)
+    except rp.WaitTimeout:
+        return []
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_interrupts_at_any_moment_lose_no_completion(rc, interrupts, how):
+    rng, got, posted, hits = random.Random(1), [], 0, 0
+    while hits < 300:
+        count = rng.randint(1, 8)
+        rc.a.post_send([write(rc, posted + i) for i in range(count)])
+        posted += count
+        found: list[rp.WC] = []
+        try:
+            interrupts(rng.uniform(1e-6, 1.2e-4))
+            while True:
+                found = take(rc.cq, how)
+                got += found
+        except Interrupt:
+            hits += 1
+            if found and got[-len(found) :] != found:
+                got += found
+        interrupts(0)
+        while rc.a.outstanding.send:
+            got += rc.cq.poll()
+    got += rc.cq.poll(1000)
+    assert [wc.wr_id for wc in got] == list(range(posted))
+
+
+def steps(function) -> int:
+    """Return how many function calls and returns a call of this takes."""
+    count = 0
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal count
+        count += event != "return"
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def interrupted(function, moment: int) -> None:
+    """Call it, and raise Interrupt at one of the moments that steps() counts."""
+
+    def note(frame: object, event: str, arg: object) -> None:
+        nonlocal moment
+        moment -= event != "return"
+        if moment == 0 and event != "return":
+            raise Interrupt
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_reset_that_is_interrupted_leaves_nothing_outstanding_that_the_device_does_not_have(
+    connect, checked
+):
+    pair = connect(checked=checked)
+
+    def fill() -> None:
+        pair.a.to_reset()
+        pair.a.connect(pair.b.endpoint())
+        pair.a.post_recv([rp.RecvWR(pair.mine[:8], wr_id=i) for i in range(4)])
+
+    fill()
+    for moment in range(1, steps(pair.a.to_reset)):
+        fill()
+        with contextlib.suppress(Interrupt):
+            interrupted(pair.a.to_reset, moment)
+        # It has been reset, or has all of them; a real device flushes these in a moment.
+        has = pair.a.outstanding.recv
+        if pair.a.query().qp_state is not rp.QPState.RESET:
+            pair.a.to_err()
+        assert len(pair.cq.wait(has)) == has, moment
+        assert not pair.cq.poll()
+        assert pair.a.outstanding == (0, 0)
+
+
+@pytest.mark.parametrize("queue", ["send queue", "SRQ"])
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(
+    connect, context, pd, stack, how, queue
+):
+    needs(context.attr.max_srq, "shared receive queues", context)
+    srq = stack.enter_context(rp.SRQ(pd, 64))
+    cq = stack.enter_context(rp.CQ(context, 64))
+    pair = connect(b_options={"srq": srq, "recv_cq": cq})
+    stack.callback(pair.b.close)
+    if queue == "send queue":
+        cq = pair.cq
+
+    def fill() -> None:
+        srq.post_srq_recv([rp.RecvWR(pair.theirs[:8], wr_id=i) for i in range(8)])
+        pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in range(8)])
+        other = pair.cq if queue == "SRQ" else pair.b.recv_cq
+        assert len(other.wait(8, LIMIT)) == 8
+        # The far side may complete first. These are polled, but nothing more.
+        while pair.a.outstanding.send:
+            with pytest.raises(rp.WaitTimeout):
+                cq.wait(9, 0.01)
+
+    def call() -> list[rp.WC]:
+        return cq.poll(8) if how == "poll" else cq.wait(8)
+
+    fill()
+    moments = steps(call)
+    assert moments > 2
+    for moment in range(1, moments - 1):
+        fill()
+        with pytest.raises(Interrupt):
+            interrupted(call, moment)
+        assert [wc.wr_id for wc in cq.wait(8, LIMIT)] == list(range(8))
+        assert (pair.a.outstanding, srq.outstanding) == ((0, 0), 0)
+
+
+def test_completions_that_cannot_be_made_stay(rc):
+    testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
+    failed, got = 0, []
+    # They are polled, but nothing more.
+    while rc.a.outstanding.send:
+        with pytest.raises(rp.WaitTimeout):
+            rc.cq.wait(9, 0.01)
+    for start in range(200):
+        try:
+            testing.set_nomemory(start, start + 1)
+            got = rc.cq.poll(8)
+        except MemoryError:
+            failed += 1
+        finally:
+            testing.remove_mem_hooks()
+        if got:
+            break
+    assert failed
+    assert [wc.wr_id for wc in got] == list(range(1000, 1008))
+
+
+WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+# Python keeps an int for each small number: the queues here have larger ones.
+for _ in range(140):
+    rp.QP(pd, rp.QPType.RC, cq).close()
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint()), b.connect(a.endpoint())
+wrs = [rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=mr.addr, rkey=mr.rkey) for i in (1000, 1001)]
+failed = 0
+for at in (1000, *range(12)):
+    found = []
+    a.post_send(wrs)
+    _testcapi.set_nomemory(at, at + 1)
+    try: found = cq.poll()
+    except MemoryError: failed += 1
+    finally: _testcapi.remove_mem_hooks()
+    found += cq.poll()
+    if [wc.wr_id for wc in found] != [1000, 1001]: print("lost", at, found)
+print(failed > 0, a.outstanding.send)
+"""
+
+
+def test_close_without_memory_loses_no_completion():
+    """Of a queue pair, which first takes the completions that a device might drop."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    program = WITHOUT_MEMORY.split("failed = ")[0] + CLOSES
+    # What soft0 cannot clean up without memory is reported on standard error.
+    assert run_python(program, **LOSES_MEMORY).stdout == "True []\n"
+
+
+CLOSES = """
+lost, failed = [], 0
+for at in range(80):
+    a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+    a.connect(b.endpoint()), b.connect(a.endpoint())
+    a.post_send(wrs)
+    _testcapi.set_nomemory(at, at + 1)
+    try: a.close()
+    except MemoryError: failed += 1
+    finally: _testcapi.remove_mem_hooks()
+    a.close()
+    b.close()
+    if [wc.wr_id for wc in cq.poll()] != [1000, 1001]: lost.append(at)
+print(failed > 0, lost)
+"""
+
+
+def test_poll_without_memory_loses_no_completion():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True 0"
+
+
+@pytest.mark.parametrize("how", ["poll", "wait"])
+def test_a_signal_handler_may_take_completions_in_the_middle_of_a_poll(rc, how):
+    """It and the poll together get everything, once."""
+    rng, got, posted, calls = random.Random(2), [], 0, 0
+
+    def handler(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        with contextlib.suppress(rp.WaitTimeout, RuntimeError):
+            got.extend(rc.cq.poll(2) if how == "poll" else rc.cq.wait(2, 0.001))
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while calls < 300:
+            rc.a.post_send([write(rc, posted + i) for i in range(8)])
+            posted += 8
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 1e-4))
+            while rc.a.outstanding.send:
+                got.extend(rc.cq.poll(4))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    got.extend(rc.cq.poll(1000))
+    assert sorted(wc.wr_id for wc in got) == list(range(posted))
+
+
+def test_a_finalizer_may_poll_and_close_in_the_middle_of_a_poll(connect, collects_always):
+    pair, polled, closed = connect(), [], []
+
+    class Last:
+        def __init__(self) -> None:
+            self.myself = self
+            self.qp = rp.QP(pair.pd, rp.QPType.RC, pair.cq)
+
+        def __del__(self) -> None:
+            polled.extend(pair.cq.poll())
+            self.qp.close()
+            closed.append(self.qp)
+
+    got = []
+    for i in range(60):
+        Last()
+        pair.a.post_send(write(pair, i))
+        while pair.a.outstanding.send:
+            got += pair.cq.poll()
+    gc.collect()
+    got += pair.cq.poll()
+    assert sorted(wc.wr_id for wc in got + polled) == list(range(60))
+    assert len(closed) == 60
+    assert all(qp.closed for qp in closed)
+
+
+# ---- closing ------------------------------------------------------------------
+
+
+def test_completions_put_back_in_a_signal_handler_wait_for_no_other_poll():
+    """The other thread has the CQ's lock, and waits for the device, which our verb holds."""
+    code = """
+        import threading, time
+        import rdmapost as rp
+        from rdmapost._binding import native
+        context = rp.open_device("soft0")
+        pd, cq = rp.PD(context), rp.CQ(context)
+        qp, mr = rp.QP(pd, rp.QPType.RC, cq), rp.MR(pd, 64, 7)
+        qp.connect(qp.endpoint())
+        qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey, wr_id=7))
+        found = cq.wait()
+        other = threading.Thread(target=lambda: theirs.extend(cq.poll()))
+        theirs = []
+        def verb():
+            other.start()
+            time.sleep(0.3)  # nothing tells that it waits for the device
+            cq._poller.put_back(found)
+        cq._verb(lambda _: native.verb(verb))
+        other.join()
+        print([wc.wr_id for wc in [*theirs, *cq.poll()]])
+    """
+    done = run_python(textwrap.dedent(code), timeout=LIMIT)
+    assert (done.stdout.split(), done.stderr) == (["[7]"], "")
+
+
+def test_an_interrupt_ends_a_wait_without_end(rc, interrupts):
+    rc.a.post_send([write(rc, i) for i in range(3)])
+    interrupts(0.05)
+    with pytest.raises(Interrupt):
+        rc.cq.wait(4, None)
+    assert rc.cq._poller.waiting == 0
+    assert [wc.wr_id for wc in rc.cq.wait(3)] == [0, 1, 2]
+
+
+# ---- threads ------------------------------------------------------------------
+
+
+def test_threads_that_poll_and_wait_share_what_comes(connect):
+    """Each completion goes to one of them, once."""
+    pairs, total = [connect() for _ in range(2)], 3000
+    cq, got, done = pairs[0].cq, [], threading.Event()
+
+    def post(pair: Pair, number: int) -> None:
+        for i in range(total // 2):
+            while pair.a.outstanding.send > 30:
+                time.sleep(0)
+            pair.a.post_send(write(pair, number * total + i))
+
+    def taker(seed: int) -> None:
+        rng = random.Random(seed)
+        while not done.is_set():
+            with contextlib.suppress(rp.WaitTimeout):
+                if rng.random() < 0.5:
+                    got.extend(cq.poll(rng.randint(0, 5)))
+                else:
+                    got.extend(cq.wait(rng.randint(1, 4), rng.choice([0, 0.001, 0.01])))
+
+    posters = [threading.Thread(target=post, args=(p, n)) for n, p in enumerate(pairs)]
+    takers = [threading.Thread(target=taker, args=(n,)) for n in range(4)]
+    for thread in posters + takers:
+        thread.start()
+    ended(posters)
+    until(lambda: not any(pair.a.outstanding.send for pair in pairs))
+    done.set()
+    ended(takers)
+    got += cq.poll(total)
+    expected = [n * total + i for n in range(2) for i in range(total // 2)]
+    assert sorted(wc.wr_id for wc in got) == expected
+
+
+# ---- waiting ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout", [None, 0, 0.001], ids=["poll", "look", "wait"])
+def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
+    """It comes between any two steps of a poll or wait, like Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def again_and_again(cq: rp.CQ) -> None:
+        while True:
+            if timeout is None:
+                cq.poll()
+            else:
+                with contextlib.suppress(rp.WaitTimeout):
+                    cq.wait(1, timeout)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with rp.CQ(context) as cq:
+            for index in range(300):
+                with contextlib.suppress(KeyboardInterrupt):
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + index * 1e-6)
+                    again_and_again(cq)
+                # Another thread would wait for ever.
+                other = threading.Thread(target=cq.poll, daemon=True)
+                other.start()
+                other.join(LIMIT)
+                assert not other.is_alive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_interrupted_wait_loses_nothing(rc):
+    """A signal whose handler raises arrives in the middle of a wait."""
+
+    class Enough(Exception):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Enough
+
+    rc.a.post_send([write(rc, i) for i in range(3)])
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(Enough):
+            rc.cq.wait(4, 20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert [wc.wr_id for wc in rc.cq.wait(3)] == [0, 1, 2]

@@ -1,0 +1,284 @@
+"""Polling: failing devices, and several completions at once."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import time
+from typing import Any
+
+import pytest
+from support import null_device, prints, soft_context
+from support.tag_server import MATCHED, small_server
+from support.tap import PolledCQ
+
+import rdmapost as rp
+from rdmapost._binding import ffi, lib
+
+context = soft_context
+server = small_server
+null = null_device.null
+
+FAILING = """
+import ctypes, os
+context, pd, cq = resources()
+mr = rp.MR(pd, 64)
+qp = rp.QP(pd, rp.QPType.RC, cq)
+qp.connect(qp.endpoint())
+null = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
+null.null_remember(1)
+qp.post_recv([rp.RecvWR(mr[0:8], wr_id=1), rp.RecvWR(mr[0:8], wr_id=2)])
+found = []
+for code in (5, 0):
+    null.null_fail_poll(code)
+    for call in (cq.poll, lambda: cq.poll(100), lambda: cq.wait(1, timeout=1)):
+        try: found.append(call())
+        except rp.VerbsError as error: found.append((error.errno, str(error)))
+null.null_fail_poll(-1)
+found.append([wc.wr_id for wc in cq.poll()])
+qp.post_recv(rp.RecvWR(mr[0:8], wr_id=3))
+try: cq.wait(2, timeout=0.01)
+except rp.WaitTimeout as error: found.append(str(error))
+found.append([wc.wr_id for wc in cq.poll()])
+print(found)
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(null):
+    """What polling raised while it failed, and returned when it no longer did; and likewise a
+    wait."""
+    text = prints(
+        null_device.SETUP + FAILING, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
+    )
+    return ast.literal_eval(text)
+
+
+def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
+    """Some providers set no errno: that is EIO."""
+    assert [code for code, _ in failed[:6]] == [errno.EIO] * 6
+    assert all("ibv_poll_cq" in text for _, text in failed[:6])
+    assert failed[6] == [1, 2]
+
+
+def test_a_wait_that_spins_keeps_what_came(failed):
+    """On a device for which a wait first polls again and again."""
+    assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
+
+
+GONE = """
+import ctypes, os, sys
+from rdmapost.resources.aio import _rearm
+context, pd, cq = resources()
+mr = rp.MR(pd, 64)
+qp, other = (rp.QP(pd, rp.QPType.RC, cq) for _ in "ab")
+for each in (qp, other): each.connect(each.endpoint())
+null = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
+null.null_remember(1)
+qp.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in range(3)])
+other.post_recv(rp.RecvWR(mr[0:8], wr_id=7))
+# So that they are not taken when the queue pair goes.
+null.null_fail_poll(5)
+getattr(qp, sys.argv[1])()
+null.null_fail_poll(-1)
+print([wc.wr_id for wc in cq.poll()], sum(other.outstanding))
+other.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in (8, 9)])
+found = cq.poll()
+cq._poller.put_back(found)
+null.null_fail_poll(5)
+print(_rearm(cq, 3), [wc.wr_id for wc in cq.poll(1)], [wc.wr_id for wc in cq.poll(100)])
+"""
+
+
+@pytest.mark.parametrize("way", ["close", "to_reset"])
+def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, way):
+    """Those of other queue pairs in the same batch are delivered, and what is there stays."""
+    said = prints(
+        null_device.SETUP + GONE, way, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
+    )
+    assert said.splitlines() == ["[7] 0", "2 [8] [9]"]
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_each_message_of_a_batch_has_its_own_tag(server, count):
+    """One completion's tag and sender's data are not another's."""
+    for i in range(count):
+        server.add(0xFFFF_FFFF_0000_0000 + i, i * 64, 64, recv_wr_id=i)
+    for i in reversed(range(count)):
+        server.client.eager(0xFFFF_FFFF_0000_0000 + i, bytes([i]), 0xFFFF_0000 + i)
+    batch = server.cq.wait(count)
+    assert [(wc.wr_id, wc.tm_tag, wc.tm_priv, wc.wc_flags) for wc in batch] == [
+        (i, 0xFFFF_FFFF_0000_0000 + i, 0xFFFF_0000 + i, MATCHED) for i in reversed(range(count))
+    ]
+
+
+def test_queues_of_one_batch_each_have_their_own(rc):
+    """Completions of two queue pairs and four queues, interleaved, in one poll."""
+    for at in (0, 10, 20):
+        for wr_id in range(at, at + 4):
+            mine, theirs = (rc.a, rc.b) if wr_id % 2 else (rc.b, rc.a)
+            theirs.post_recv(rp.RecvWR(rc.theirs[:64], wr_id=wr_id))
+            mine.post_send(rp.Send(rc.mine[:8], wr_id=100 + wr_id))
+        found = {wc.check().wr_id: wc.qp_num for wc in rc.wait(8)}
+        for wr_id in range(at, at + 4):
+            mine, theirs = (rc.a, rc.b) if wr_id % 2 else (rc.b, rc.a)
+            assert found.pop(wr_id) == theirs.qp_num
+            assert found.pop(100 + wr_id) == mine.qp_num
+        assert found == {}
+    assert sum(rc.a.outstanding) + sum(rc.b.outstanding) == 0
+
+
+# ---- what the shim makes of a device's answers ----------------------------------------
+
+SECOND = 10**9
+BOTH = pytest.mark.parametrize("extended", [False, True], ids=["ibv_cq", "ibv_cq_ex"])
+
+
+class Polled:
+    """What one call of the shim returned, and what it wrote."""
+
+    def __init__(
+        self, cq: PolledCQ, extended: bool, most: int, least: int = 0, spin_ns: int = 0
+    ) -> None:
+        room = 8
+        self.wc = ffi.new("struct ibv_wc[]", room)
+        self.more = ffi.new("struct rp_wc_ex[]", room)
+        for array in (self.wc, self.more):
+            ffi.buffer(array)[:] = b"\xee" * ffi.sizeof(array)
+        self.count = (
+            lib.rp_poll_cq_ex(
+                ffi.cast("struct ibv_cq_ex *", cq.address), self.wc, self.more, most, least, spin_ns
+            )
+            if extended
+            else lib.rp_poll_cq(
+                ffi.cast("struct ibv_cq *", cq.address), self.wc, most, least, spin_ns
+            )
+        )
+        self.errno = ffi.errno if self.count < 0 else 0
+        self.wr_ids = [self.wc[i].wr_id for i in range(max(self.count, 0))]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("answers", "most", "least", "spin_ns", "count", "polls"),
+    [
+        ([2], 4, 0, 0, 2, 1),
+        ([4], 4, 4, 0, 4, 1),
+        ([0], 1, 0, 0, 0, 1),
+        ([1, 1], 4, 2, 0, 1, 1),
+        ([1, 1], 4, 2, 1, 2, 2),
+        ([1, 0, 2, 1], 4, 3, SECOND, 3, 3),
+        ([1, 0, 3, 1], 4, 4, SECOND, 4, 3),
+        ([2, -1], 4, 4, SECOND, 2, 2),
+    ],
+)
+def test_polls_go_on_until_there_are_enough(extended, answers, most, least, spin_ns, count, polls):
+    """And no longer; completions before a failure are not lost."""
+    cq = PolledCQ(extended, answers)
+    done = Polled(cq, extended, most, least, spin_ns)
+    assert (done.count, done.wr_ids, cq.polls) == (count, [*range(count)], polls)
+    there = 0
+    for at, (asked, answer) in enumerate(zip(cq.asked, answers, strict=False)):
+        assert asked == (0 if extended else most - there), f"poll {at}"
+        there += max(answer, 0)
+    assert cq.ended == (count if extended else 0)
+
+
+def test_an_extended_cq_is_asked_for_no_more_than_there_is_room_for():
+    cq = PolledCQ(True, [2, 9])
+    done = Polled(cq, True, 5, 5, SECOND)
+    assert (done.wr_ids, cq.polls, cq.ended) == ([0, 1, 2, 3, 4], 2, 5)
+    assert bytes(ffi.buffer(done.wc[5:6])) == b"\xee" * ffi.sizeof("struct ibv_wc")
+
+
+@BOTH
+def test_a_poll_that_fails_is_eio(extended):
+    cq = PolledCQ(extended, [-1])
+    done = Polled(cq, extended, 4)
+    assert (done.count, done.errno, cq.polls, cq.ended) == (-1, errno.EIO, 1, 0)
+
+
+@pytest.mark.parametrize(("answers", "count"), [([5], -1), ([2, 3], 2), ([4, 1], 4)])
+def test_a_device_that_returns_more_than_there_is_room_for_has_failed(answers, count):
+    done = Polled(PolledCQ(False, answers), False, 4, 4, SECOND)
+    assert (done.count, done.errno) == (count, errno.EIO if count < 0 else 0)
+
+
+@BOTH
+@pytest.mark.parametrize(("most", "least"), [(0, 0), (-1, -1), (1, 2)])
+def test_poll_for_more_than_the_array_holds_is_einval(extended, most, least):
+    cq = PolledCQ(extended, [1])
+    done = Polled(cq, extended, most, least)
+    assert (done.count, done.errno, cq.polls) == (-1, errno.EINVAL, 0)
+
+
+@BOTH
+def test_spinning_ends_when_its_time_is_over(extended):
+    """It is longer than a second, so that the nanoseconds wrap."""
+    cq = PolledCQ(extended, [])
+    begun = time.monotonic_ns()
+    assert Polled(cq, extended, 1, 1, 1_050_000_000).count == 0
+    assert time.monotonic_ns() - begun >= 1_050_000_000
+    assert cq.polls > 2
+
+
+@pytest.mark.parametrize("missing", ["cq", "wc", "more"])
+def test_polling_with_a_null_pointer_is_einval(missing):
+    cq = ffi.cast("struct ibv_cq_ex *", PolledCQ(True, [1]).address)
+    given: dict[str, Any] = {
+        "cq": cq,
+        "wc": ffi.new("struct ibv_wc *"),
+        "more": ffi.new("struct rp_wc_ex *"),
+    }
+    given[missing] = ffi.NULL
+    assert lib.rp_poll_cq_ex(*given.values(), 1, 0, 0) == -1
+    assert ffi.errno == errno.EINVAL
+    if missing != "more":
+        cq = ffi.cast("struct ibv_cq *", PolledCQ(False, [1]).address)
+        assert lib.rp_poll_cq(cq if missing != "cq" else ffi.NULL, given["wc"], 1, 0, 0) == -1
+        assert ffi.errno == errno.EINVAL
+
+
+FIELDS = {
+    "opcode": 10,
+    "byte_len": 30,
+    "imm_data": 40,
+    "src_qp": 60,
+    "wc_flags": 70,
+    "slid": 80,
+    "sl": 90,
+    "dlid_path_bits": 100,
+}
+"""What is in a success only, and what PolledCQ makes of wr_id 0 for it."""
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_an_extended_cq_is_asked_for_what_its_completions_have(reports):
+    """A failed one has no more than qp_num and vendor_err; what is not asked for is 0."""
+    done = Polled(PolledCQ(True, [2], reports), True, 2)
+    good, failed = done.wc[0], done.wc[1]
+    assert {name: getattr(good, name) for name in FIELDS} == FIELDS
+    assert (good.status, good.qp_num, good.vendor_err, good.pkey_index) == (0, 50, 0, 0)
+    assert {name: getattr(failed, name) for name in FIELDS} == dict.fromkeys(FIELDS, 0)
+    assert (failed.qp_num, failed.vendor_err, failed.pkey_index) == (51, 21, 0)
+    assert failed.status == rp.WCStatus.REM_OP_ERR
+    assert [
+        (more.tm.tag, more.tm.priv, more.completion_ts, more.completion_wallclock_ns)
+        for more in done.more[0:2]
+    ] == [(110, 120, 130, 140) if reports else (0, 0, 0, 0), (0, 0, 0, 0)]
+
+
+def test_device_that_refuses_req_notify_is_a_verbs_error():
+    """Its CQ is destroyed behind the library's back."""
+    code = """
+import os
+import rdmapost as rp
+context = rp.open_device("soft0")
+cq = rp.CQ(context, channel=rp.CompChannel(context))
+context._provider.destroy_cq(cq._handle)
+for call in (cq.req_notify, cq.poll):
+    try: call()
+    except rp.VerbsError as error: print(str(error).partition(" (")[0], flush=True)
+os._exit(0)
+"""
+    assert prints(code).splitlines() == ["ibv_req_notify_cq: EINVAL", "ibv_poll_cq: EIO"]

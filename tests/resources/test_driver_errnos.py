@@ -1,0 +1,106 @@
+"""The errors when a device refuses, or lies: on the benchmarks' null device.
+
+No library at hand refuses on demand, so the null device stands in for libibverbs here; it is told
+which call must fail and how.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+from support import needs, null_device
+
+import rdmapost as rp
+
+null = null_device.null
+on_null = null_device.on_null
+
+
+@pytest.mark.parametrize(
+    ("call", "make"),
+    [
+        ("ibv_alloc_pd", "rp.PD(context)"),
+        ("ibv_create_cq", "rp.CQ(context)"),
+        ("ibv_create_comp_channel", "rp.CompChannel(context)"),
+        ("ibv_create_srq", "rp.SRQ(pd)"),
+        ("ibv_create_qp", "rp.QP(pd, rp.QPType.RC, cq)"),
+        ("ibv_create_ah", "rp.AH(pd, rp.AHAttr(dlid=1))"),
+    ],
+)
+def test_resource_that_cannot_be_made_names_the_call_and_the_errno(on_null, call, make):
+    code = f"""
+    with rp.open_device("null0") as context:
+        pd, cq = {"None, None" if "(context)" in make else "rp.PD(context), rp.CQ(context)"}
+        print(said(lambda: {make}))
+        del pd, cq
+    """
+    text = on_null(code, NULL_REFUSES=f"{call}=12")
+    assert text.startswith(f"VerbsError: {call}: ENOMEM (12, Cannot allocate memory)")
+    assert on_null(code, NULL_REFUSES=f"{call}=95").startswith(f"UnsupportedError: {call} is not")
+
+
+def test_resource_that_the_device_does_not_give_back_stays_open(on_null):
+    text = on_null(
+        """
+        context, pd, cq = resources()
+        mr = rp.MR(pd, 64)
+        print(said(mr.close), mr.closed)
+        """,
+        NULL_REFUSES="ibv_dereg_mr=16",
+    )
+    assert text.startswith("VerbsError: ibv_dereg_mr: EBUSY (16")
+    assert text.endswith("False")
+
+
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EINVAL])
+def test_region_that_the_device_keeps_for_a_window_is_in_use(on_null, code):
+    """Devices disagree on the errno. The library knows which window is bound."""
+    text = on_null(
+        """
+        import ctypes, os
+        ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"]).null_remember(1)
+        context, pd, cq = resources()
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        qp.connect(rp.Endpoint(1, 2, "::ffff:192.0.2.1", 0, rp.MTU.MTU_1024))
+        mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.MW_BIND)
+        mw, unbound = rp.MW(pd), rp.MW(pd)
+        qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64))
+        cq.wait()
+        print(said(mr.close) == f"InUseError: {mr} cannot be closed: {mw} bound to it; "
+              "unbind or close it first", mr.closed)
+        """,
+        NULL_REFUSES=f"ibv_dereg_mr={int(code)}",
+    )
+    assert text == "True False"
+
+
+def test_what_the_library_does_not_have_is_not_supported(on_null):
+    """The null device has neither the calls of multicast nor those of extended CQs."""
+    text = on_null("""
+    context, pd, cq = resources()
+    qp = rp.QP(pd, rp.QPType.UD, cq)
+    print(said(lambda: qp.attach_mcast("ff02::1")))
+    print(said(lambda: rp.MW(pd, rp.MWType.TYPE_1).close()))
+    extended = said(lambda: rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    print(extended)
+    """)
+    multicast, window, extended = text.splitlines()
+    assert multicast == (
+        "UnsupportedError: ibv_attach_mcast is not supported: null0 has no multicast"
+    )
+    assert window == "None"
+    assert extended.startswith("UnsupportedError: ibv_create_cq_ex is not supported")
+
+
+def test_tag_matching_is_not_supported(verbs_context):
+    """The message is more than errno 95."""
+    needs(verbs_context.attr.max_srq, "shared receive queues", verbs_context)
+    with rp.PD(verbs_context) as pd, rp.SRQ(pd) as srq:
+        for wr in (rp.TagAdd(tag=1), rp.TagDel(), rp.TagSync()):
+            with pytest.raises(
+                rp.PostError, match=f"tag matching is not supported by {verbs_context.name}"
+            ) as caught:
+                srq.post_srq_ops(wr)
+            assert (caught.value.index, caught.value.posted) == (0, 0)
+        assert srq.outstanding == 0

@@ -1,0 +1,531 @@
+"""Memory of any kind: read-only buffers, addresses, dma-bufs, and arrays by their interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import re
+import weakref
+
+import pytest
+from support import ALL, kernel, needs
+
+import rdmapost as rp
+from rdmapost import Access, AdviseMRAdvice, AdviseMRFlags, SendFlags, WCStatus
+
+READ = Access.REMOTE_READ
+
+
+def _numpy():
+    return pytest.importorskip("numpy", reason="numpy is not installed")
+
+
+def _address(buffer) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _read(rc, mr, length=8):
+    """Return what an RDMA read of the start of a region brings."""
+    rc.a.post_send(rp.RdmaRead(rc.mine[:length], remote_addr=mr.addr, rkey=mr.rkey))
+    rc.wait()
+    return bytes(rc.mine.buffer[:length])
+
+
+def _write(rc, mr, data):
+    rc.mine.buffer[: len(data)] = data
+    rc.a.post_send(rp.RdmaWrite(rc.mine[: len(data)], remote_addr=mr.addr, rkey=mr.rkey))
+    rc.wait()
+
+
+# ---- read-only buffers ----------------------------------------------------------------
+
+
+def _read_only_map():
+    memory = mmap.mmap(-1, 4096)
+    memory[:8] = b"8 bytes!"
+    # A file, as a private map of nothing cannot be filled.
+    fd = os.memfd_create("test")
+    try:
+        os.write(fd, bytes(memory))
+        return mmap.mmap(fd, 4096, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+
+
+def _needs_read_only_maps(context):
+    release = tuple(int(number) for number in re.findall(r"\d+", kernel())[:2])
+    needs(
+        context.kind == "soft" or release >= (6, 2),
+        "read-only shared mappings: Linux before 6.2 pins memory for writing",
+        context,
+    )
+
+
+READ_ONLY = {
+    "bytes": lambda: b"8 bytes!" * 8,
+    "map": _read_only_map,
+    "memoryview": lambda: memoryview(bytearray(b"8 bytes!")).toreadonly(),
+    "array": lambda: _numpy().frombuffer(b"8 bytes!", "u1"),
+}
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_read_only_buffer_is_registered_without_local_write(rc, name):
+    if name == "map":
+        _needs_read_only_maps(rc.pd.context)
+    memory = READ_ONLY[name]()
+    with rp.MR(rc.pd, memory, READ) as mr:
+        assert mr.buffer.readonly
+        assert not mr.writable
+        assert mr.buffer_addr == mr.addr
+        assert _read(rc, mr) == b"8 bytes!"
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:]))
+        rc.a.post_send(rp.Send(mr[:8]))
+        rc.wait(2)
+        assert bytes(rc.theirs.buffer[:8]) == b"8 bytes!"
+
+
+@pytest.mark.parametrize("name", READ_ONLY)
+def test_read_only_buffer_with_local_write_is_refused(pd, name):
+    with pytest.raises(TypeError, match=r"needs a writable buffer, not .*it is read-only"):
+        rp.MR(pd, READ_ONLY[name](), READ | Access.LOCAL_WRITE)
+
+
+def test_mapped_file_of_numpy_that_is_read_only_is_registered(rc, tmp_path):
+    numpy = _numpy()
+    _needs_read_only_maps(rc.pd.context)
+    (tmp_path / "data").write_bytes(b"8 bytes!" * 512)
+    array = numpy.memmap(tmp_path / "data", "u1", "r")
+    with rp.MR(rc.pd, array, READ) as mr:
+        assert (mr.length, _read(rc, mr)) == (4096, b"8 bytes!")
+
+
+def test_nothing_is_written_to_a_read_only_buffer(rc):
+    data = bytes(64)
+    with rp.MR(rc.pd, data, READ) as mr:
+        with pytest.raises(rp.PostError, match="registered without LOCAL_WRITE"):
+            rc.b.post_recv(rp.RecvWR(mr[:]))
+        rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=mr.addr, rkey=mr.rkey))
+        assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+        assert data == bytes(64)
+
+
+# ---- addresses ------------------------------------------------------------------------
+
+
+def test_region_of_an_address_is_that_memory(rc):
+    memory = mmap.mmap(-1, 4096)
+    with rp.MR.at(rc.pd, _address(memory) + 64, 128, ALL) as mr:
+        assert (mr.addr, mr.buffer_addr, mr.length) == (_address(memory) + 64,) * 2 + (128,)
+        _write(rc, mr, b"8 bytes!")
+        assert memory[64:72] == b"8 bytes!"
+        assert _read(rc, mr) == b"8 bytes!"
+
+
+def test_region_of_an_address_keeps_its_owner_until_it_is_closed(pd):
+    class Owner:
+        memory = mmap.mmap(-1, 4096)
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    mr = rp.MR.at(pd, _address(owner.memory), 64, owner=owner)
+    del owner
+    gc.collect()
+    assert gone() is not None
+    mr.close()
+    gc.collect()
+    assert gone() is None
+
+
+def test_region_of_an_address_has_no_buffer_and_says_so(rc):
+    memory = mmap.mmap(-1, 4096)
+    with (
+        rp.MR.at(rc.pd, _address(memory), 64) as mr,
+        pytest.raises(ValueError, match="has no buffer in Python: it was registered by addr"),
+    ):
+        _ = mr.buffer
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_inline_from_a_region_of_an_address_is_refused_in_words(connect, checked):
+    memory = mmap.mmap(-1, 4096)
+    pair = connect(checked=checked, max_inline_data=16)
+    with rp.MR.at(pair.pd, _address(memory), 64) as mr:
+        with pytest.raises(rp.PostError, match=r"INLINE reads the buffer .* has none: it was regi"):
+            pair.a.post_send(rp.Send(mr[:8], send_flags=SendFlags.INLINE))
+        assert pair.a.outstanding.send == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "length", "error", "text"),
+    [
+        (0, 8, ValueError, "address=0 is not in 1"),
+        (-1, 8, ValueError, "address=-1 is not in 1"),
+        (1 << 64, 8, ValueError, "is not in 1..2"),
+        (4096, 0, ValueError, "a region needs at least 1 byte, got 0"),
+        ((1 << 64) - 4, 8, ValueError, "extend past 2"),
+        (1.5, 8, TypeError, "address: expected int, got float"),
+        (4096, None, TypeError, "length: expected int, got NoneType"),
+    ],
+)
+def test_address_that_can_be_none_is_refused(pd, address, length, error, text):
+    with pytest.raises(error, match=text):
+        rp.MR.at(pd, address, length)
+
+
+def test_address_without_memory_is_refused_by_the_device(pd):
+    with mmap.mmap(-1, 1 << 20) as memory:
+        address = _address(memory)
+        gc.collect()
+    with pytest.raises(rp.VerbsError, match="ibv_reg_mr") as caught:
+        rp.MR.at(pd, address, 1 << 20)
+    assert caught.value.errno == errno.EFAULT
+    assert "cannot be pinned" in caught.value.hint or "no such access" in caught.value.hint
+
+
+def test_read_only_memory_at_an_address_cannot_have_local_write(pd):
+    address = _numpy().frombuffer(_read_only := _read_only_map(), "u1").ctypes.data
+    with pytest.raises(rp.VerbsError) as caught:
+        rp.MR.at(pd, address, 64, owner=_read_only)
+    assert caught.value.errno == errno.EFAULT
+    _needs_read_only_maps(pd.context)
+    rp.MR.at(pd, address, 64, READ, owner=_read_only).close()
+
+
+@pytest.mark.parametrize("access", [ALL, ALL | Access.ZERO_BASED])
+def test_buffer_addr_is_the_memory_s_address_whatever_addr_is(pd, access):
+    memory = bytearray(64)
+    needs(not access & Access.ZERO_BASED or pd.context.kind == "soft", "ZERO_BASED", pd.context)
+    with rp.MR(pd, memory, access) as mr:
+        assert mr.buffer_addr == _address(memory)
+        assert mr.addr == (0 if access & Access.ZERO_BASED else mr.buffer_addr)
+
+
+# ---- arrays ---------------------------------------------------------------------------
+
+
+class DLPack:
+    """An array whose memory only ``__dlpack__`` describes, as a tensor's."""
+
+    def __init__(self, array, versioned=True):
+        self._array, self._versioned = array, versioned
+
+    def __dlpack__(self, **options):
+        if not self._versioned:
+            if options:
+                raise TypeError("unexpected keyword argument")
+            return self._array.__dlpack__()
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_array_by_dlpack_is_registered_without_a_copy(rc, versioned, order):
+    array = _numpy().zeros((4, 16), "u4", order=order)
+    with rp.MR(rc.pd, DLPack(array, versioned), ALL) as mr:
+        assert (mr.addr, mr.length) == (array.ctypes.data, 256)
+        _write(rc, mr, b"8 bytes!")
+        assert array.tobytes("A")[:8] == b"8 bytes!"
+        assert mr.buffer[:8] == b"8 bytes!"
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:]))
+        rc.a.post_send(rp.Send(mr[:8]))
+        rc.wait(2)
+        assert bytes(rc.theirs.buffer[:8]) == b"8 bytes!"
+
+
+def test_array_by_dlpack_lives_as_long_as_the_region_and_views_of_it(pd):
+    numpy = _numpy()
+
+    class Array(numpy.ndarray):
+        pass
+
+    array = numpy.zeros(4096, "u1").view(Array)
+    gone = weakref.ref(array)
+    mr = rp.MR(pd, DLPack(array))
+    del array
+    gc.collect()
+    assert gone() is not None
+    part = mr.buffer[:8]
+    mr.close()
+    del mr
+    gc.collect()
+    assert gone() is not None
+    part[:] = b"8 bytes!"
+    del part
+    gc.collect()
+    assert gone() is None
+
+
+def test_dlpack_capsule_is_used_once(pd):
+    """Another library cannot free the memory under the region."""
+    array = _numpy().arange(512, dtype="u1")
+
+    class Tensor:
+        capsule = array.__dlpack__()
+
+        def __dlpack__(self, **_):
+            return self.capsule
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    free = weakref.ref(array)
+    del array
+    with rp.MR(pd, Tensor(), ALL) as mr:
+        with pytest.raises((ValueError, BufferError, RuntimeError)):
+            _numpy().from_dlpack(Tensor())
+        with pytest.raises(TypeError, match="no unused DLPack capsule"):
+            rp.MR(pd, Tensor(), ALL)
+        Tensor.capsule = None
+        gc.collect()
+        assert mr.buffer[511] == 255
+        assert free() is not None
+    del mr
+    gc.collect()
+    assert free() is None
+
+
+def test_dlpack_capsule_that_the_garbage_collector_uses_meanwhile_is_used_once(pd):
+    """Reading its shape creates objects; up to Python 3.11 these run the collector."""
+
+    class Tensor:
+        def __init__(self, capsule):
+            self._capsule = capsule
+
+        def __dlpack__(self, **_):
+            gc.set_threshold(1)
+            gc.enable()
+            return self._capsule
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    refused = []
+
+    def use(phase, _):
+        if phase == "start" and not refused:
+            refused.append(1)
+            with contextlib.suppress(TypeError):
+                rp.MR(pd, Tensor(capsule), ALL).close()
+
+    before = gc.get_threshold()
+    gc.disable()
+    gc.callbacks.append(use)
+    try:
+        for _ in range(20):
+            gc.disable()
+            refused.clear()
+            capsule = _numpy().zeros((1,) * 24 + (64,), "u1").__dlpack__()
+            try:
+                with rp.MR(pd, Tensor(capsule), ALL) as mr:
+                    assert mr.length == 64
+                    assert mr.buffer == bytes(64)
+            except TypeError as error:
+                assert "no unused DLPack capsule" in str(error)  # noqa: PT017
+    finally:
+        gc.callbacks.remove(use)
+        gc.set_threshold(*before)
+        gc.enable()
+
+
+def test_read_only_array_by_dlpack_needs_access_without_local_write(rc):
+    array = _numpy().frombuffer(b"8 bytes!" * 8, "u1")
+    with pytest.raises(TypeError, match="it is read-only, and access has LOCAL_WRITE"):
+        rp.MR(rc.pd, DLPack(array))
+    with rp.MR(rc.pd, DLPack(array), READ) as mr:
+        assert mr.buffer.readonly
+        assert _read(rc, mr) == b"8 bytes!"
+
+
+def test_array_with_gaps_by_dlpack_is_refused(pd):
+    with pytest.raises(ValueError, match="this array has gaps"):
+        rp.MR(pd, DLPack(_numpy().zeros((8, 8), "u1")[:, ::2]))
+
+
+def test_array_that_dlpack_cannot_describe_is_refused_with_the_reason(pd):
+    with pytest.raises(TypeError, match=r"cannot be this DLPack \(.*DLPack"):
+        rp.MR(pd, DLPack(_numpy().zeros(8, object)))
+
+
+@pytest.mark.parametrize("capsule", [None, 1, "a capsule"])
+def test_what_is_no_dlpack_capsule_is_refused(pd, capsule):
+    class Liar:
+        def __dlpack__(self, **_):
+            return capsule
+
+    with pytest.raises(TypeError, match="returned no unused DLPack capsule"):
+        rp.MR(pd, Liar())
+
+
+def test_array_of_python_objects_is_refused(pd):
+    array = _numpy().zeros(8, object)
+    with pytest.raises(TypeError, match="the device would write over references to Python obj"):
+        rp.MR(pd, array)
+    with pytest.raises(TypeError, match="the device would send references to Python objects"):
+        rp.MR(pd, array, READ)
+
+
+def test_array_of_a_type_without_a_buffer_is_refused_with_the_reason(pd):
+    with pytest.raises(TypeError, match=r"ndarray of datetime64.* the same memory as bytes"):
+        rp.MR(pd, _numpy().zeros(8, "M8[s]"))
+
+
+class CUDA:
+    """An array that describes its memory as one on a GPU does, in the memory of a map."""
+
+    def __init__(self, **changes):
+        self.memory = mmap.mmap(-1, 4096)
+        self.described = {
+            "shape": (8, 4),
+            "typestr": "<f4",
+            "data": (_address(self.memory), False),
+            "strides": None,
+            "version": 3,
+        } | changes
+
+    @property
+    def __cuda_array_interface__(self):
+        return self.described
+
+
+@pytest.mark.parametrize("strides", [None, (16, 4), (4, 32)])
+def test_array_by_the_cuda_array_interface_is_registered_at_its_pointer(rc, strides):
+    array = CUDA(strides=strides)
+    with rp.MR(rc.pd, array, ALL) as mr:
+        assert (mr.addr, mr.length) == (_address(array.memory), 128)
+        _write(rc, mr, b"8 bytes!")
+        assert array.memory[:8] == b"8 bytes!"
+        with pytest.raises(ValueError, match="has no buffer in Python"):
+            _ = mr.buffer
+
+
+def test_array_on_a_gpu_lives_as_long_as_its_region(pd):
+    array = CUDA()
+    gone = weakref.ref(array)
+    mr = rp.MR(pd, array)
+    del array
+    gc.collect()
+    assert gone() is not None
+    mr.close()
+    assert gone() is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"typestr": "|O8"}, TypeError, "references to Python objects"),
+        (
+            {"typestr": "|V16", "descr": [("a", "<i8"), ("b", [("c", "|O8")])]},
+            TypeError,
+            "references to Python objects",
+        ),
+        ({"mask": CUDA}, TypeError, "it has a mask"),
+        ({"data": (4096, True)}, TypeError, "it is read-only, and access has LOCAL_WRITE"),
+        ({"shape": (8, 0)}, ValueError, "a region needs at least 1 byte, got 0"),
+        ({"strides": (32, 4)}, ValueError, "this array has gaps"),
+        ({"strides": (-16, 4)}, ValueError, "this array has gaps"),
+        ({"data": None}, TypeError, "its __cuda_array_interface__ is not one"),
+        ({"typestr": "<f"}, TypeError, "its __cuda_array_interface__ is not one"),
+        ({"data": (0, False)}, ValueError, "address=0 is not in 1"),
+    ],
+)
+def test_array_on_a_gpu_that_cannot_be_registered_is_refused_by_name(pd, changes, error, text):
+    with pytest.raises(error, match=text):
+        rp.MR(pd, CUDA(**changes))
+
+
+def test_memory_that_only_a_gpu_reaches_is_refused_with_what_to_try(pd):
+    """The pointer is reserved, and not to be accessed, as that of a GPU."""
+    with mmap.mmap(-1, 1 << 20) as memory:
+        address = _address(memory)
+        gc.collect()
+    with pytest.raises(rp.VerbsError, match="ibv_reg_mr") as caught:
+        rp.MR(pd, CUDA(data=(address, False), shape=(1 << 18,)))
+    assert caught.value.errno == errno.EFAULT
+
+
+# ---- dma-bufs -------------------------------------------------------------------------
+
+
+def test_fd_that_is_no_dmabuf_is_refused_by_a_real_device(verbs_context):
+    fd = os.memfd_create("test")
+    try:
+        os.truncate(fd, 8192)
+        with rp.PD(verbs_context) as pd, pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr"):
+            rp.MR.from_dmabuf(pd, fd, 0, 8192, 0)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((-1, 0, 8, 0), ValueError, "fd=-1 is not in 0"),
+        ((0, -1, 8, 0), ValueError, "offset=-1 is not in 0"),
+        ((0, 0, 0, 0), ValueError, "a region needs at least 1 byte, got 0"),
+        ((0, 0, 8, 1 << 64), ValueError, "iova=.* is not in 0"),
+        (("a", 0, 8, 0), TypeError, "fd: expected int, got str"),
+    ],
+)
+def test_arguments_of_a_dmabuf_are_checked(pd, arguments, error, text):
+    with pytest.raises(error, match=text):
+        rp.MR.from_dmabuf(pd, *arguments)
+
+
+# ---- advice ---------------------------------------------------------------------------
+
+
+def test_advice_is_followed_or_the_device_says_that_it_cannot(pd):
+    with rp.MR(pd, 4096, ALL) as mr:
+        refused = contextlib.nullcontext()
+        if pd.context.kind == "verbs":
+            # Neither rxe nor siw has it.
+            refused = pytest.raises(rp.VerbsError, match="ibv_advise_mr")
+        with refused:
+            pd.advise_mr(AdviseMRAdvice.PREFETCH_WRITE, mr[:], AdviseMRFlags.FLUSH)
+            pd.advise_mr(AdviseMRAdvice.PREFETCH, [mr[:64], mr[64:]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((7, []), ValueError, "advice=7 is not a valid AdviseMRAdvice"),
+        ((0, []), ValueError, "expected at least one SGE"),
+        ((0, ["x"]), TypeError, "sg_list: expected SGE, got str"),
+        ((0, [], 2), ValueError, "flags=0x2 is not made of AdviseMRFlags"),
+    ],
+)
+def test_arguments_of_advice_are_checked(pd, arguments, error, text):
+    with pytest.raises(error, match=text):
+        pd.advise_mr(*arguments)
+
+
+def test_advice_about_a_closed_region_is_refused(pd):
+    with rp.MR(pd, 4096) as mr:
+        sge = mr[:]
+    with pytest.raises(rp.ClosedError, match=r"MR.* is closed"):
+        pd.advise_mr(0, sge)
+
+
+def test_exception_while_an_exporter_is_looked_at_reaches_the_caller(pd):
+    """It may be a signal handler's, which must not be lost."""
+
+    class Stop(Exception):
+        pass
+
+    class Array(bytearray):
+        @property
+        def base(self):
+            raise Stop
+
+    memory = Array(64)
+    with pytest.raises(Stop):
+        rp.MR(pd, memory)
+    memory.append(1)

@@ -1,0 +1,349 @@
+"""MR.rereg: a region registered again, over other memory, with other access, in another PD."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import typing
+
+import pytest
+from support import ALL, needs, prints
+
+import rdmapost as rp
+from rdmapost import Access, MWType, WCStatus
+
+
+@contextlib.contextmanager
+def _or_unsupported(context):
+    """Skip a test where the device cannot do this; then the region is as it was."""
+    try:
+        yield
+    except rp.UnsupportedError as error:
+        assert context.name != "soft0"
+        pytest.skip(f"{context.name}: {error}")
+
+
+def _write(rc, mr, data=b"8 bytes!"):
+    """Write to the start of a region, and return the status."""
+    rc.mine.buffer[: len(data)] = data
+    rc.a.post_send(rp.RdmaWrite(rc.mine[: len(data)], remote_addr=mr.addr, rkey=mr.rkey))
+    return rc.cq.wait()[0].status
+
+
+def test_region_moves_to_other_memory(rc):
+    old, new = bytearray(64), bytearray(128)
+    with rp.MR(rc.pd, old, ALL) as mr:
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=new)
+        assert (mr.length, len(mr), mr.buffer.nbytes, mr.end - mr.addr) == (128,) * 4
+        assert mr.access == ALL
+        assert _write(rc, mr) is WCStatus.SUCCESS
+        assert (new[:8], old) == (b"8 bytes!", bytes(64))
+        rc.b.post_recv(rp.RecvWR(mr[64:]))
+        rc.a.post_send(rp.Send(rc.mine[:8]))
+        rc.wait(2)
+        assert new[64:72] == b"8 bytes!"
+        old.append(1)
+        with pytest.raises(BufferError):
+            new.append(1)
+    new.append(1)
+
+
+def test_region_may_move_to_memory_of_another_kind(rc):
+    with rp.MR(rc.pd, bytearray(64), ALL) as mr:
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=4096)
+        assert _write(rc, mr) is WCStatus.SUCCESS
+        assert mr.buffer[:8] == b"8 bytes!"
+        mr.rereg(memory=b"8 bytes!", access=Access.REMOTE_READ)
+        assert mr.buffer.readonly
+        rc.a.post_send(rp.RdmaRead(rc.mine[8:16], remote_addr=mr.addr, rkey=mr.rkey))
+        rc.wait()
+        assert rc.mine.buffer[8:16] == b"8 bytes!"
+
+
+def test_access_changes_and_nothing_else(rc):
+    with rp.MR(rc.pd, 64, Access.LOCAL_WRITE) as mr:
+        addr, buffer = mr.addr, mr.buffer
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(access=ALL)
+        assert (mr.addr, mr.length, mr.access, mr.writable) == (addr, 64, ALL, True)
+        assert mr.buffer is buffer
+        assert _write(rc, mr) is WCStatus.SUCCESS
+        mr.rereg(access=0)
+        with pytest.raises(rp.PostError, match="registered without LOCAL_WRITE"):
+            rc.b.post_recv(rp.RecvWR(mr[:]))
+        assert _write(rc, mr) is WCStatus.REM_ACCESS_ERR
+
+
+def test_region_moves_to_another_pd(rc):
+    with rp.PD(rc.pd.context) as other, contextlib.ExitStack() as stack:
+        mr = stack.enter_context(rp.MR(rc.pd, 64, ALL))
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(pd=other)
+        assert mr.pd is other
+        with pytest.raises(rp.PostError, match="belongs to another PD"):
+            rc.a.post_send(rp.Send(mr[:8]))
+        with pytest.raises(rp.InUseError, match=r"PD cannot be closed: MR of 64 bytes"):
+            other.close()
+        assert _write(rc, mr) is WCStatus.REM_ACCESS_ERR
+
+
+def test_pd_that_a_region_has_left_can_be_closed(context):
+    with rp.PD(context) as there, rp.PD(context) as here:
+        mr = rp.MR(here, 64)
+        try:
+            with _or_unsupported(context):
+                mr.rereg(pd=there)
+            here.close()
+        finally:
+            mr.close()
+
+
+def test_new_access_does_not_make_a_read_only_buffer_writable(pd):
+    with rp.MR(pd, b"8 bytes!", 0) as mr:
+        with pytest.raises(TypeError, match="cannot have LOCAL_WRITE: its memory is read-only"):
+            mr.rereg(access=Access.LOCAL_WRITE)
+        with pytest.raises(TypeError, match="it is read-only"):
+            mr.rereg(access=Access.LOCAL_WRITE, memory=b"others")
+        assert mr.buffer == b"8 bytes!"
+
+
+def test_new_access_does_not_make_an_array_writable_that_is_read_only(pd):
+    """Nor does one that has no buffer in Python, whose interface says that it is."""
+    memory = bytearray(64)
+
+    class Array:
+        __cuda_array_interface__: typing.ClassVar = {
+            "shape": (64,),
+            "typestr": "|u1",
+            "data": (ctypes.addressof(ctypes.c_char.from_buffer(memory)), True),
+            "version": 3,
+        }
+
+    with rp.MR(pd, Array(), 0) as mr:
+        with _or_unsupported(pd.context):
+            mr.rereg(access=Access.REMOTE_READ)
+        with pytest.raises(TypeError, match="cannot have LOCAL_WRITE: its memory is read-only"):
+            mr.rereg(access=Access.LOCAL_WRITE)
+        mr.rereg(memory=64, access=Access.LOCAL_WRITE)
+        assert mr.writable
+
+
+def test_arguments_that_cannot_be_are_refused_and_the_region_is_as_it_was(pd, stack):
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    other = stack.enter_context(rp.open_device(pd.context.name))
+    foreign = stack.enter_context(rp.PD(other))
+    for call, error, text in (
+        (lambda: mr.rereg(), ValueError, r"rereg\(\) needs memory, access or pd"),
+        (lambda: mr.rereg(pd=4), TypeError, "pd: expected PD or None, got int"),
+        (lambda: mr.rereg(pd=foreign), ValueError, "a PD of the same open device"),
+        (lambda: mr.rereg(access=1 << 40), ValueError, "is not made of Access flags"),
+        (lambda: mr.rereg(access=2), ValueError, "REMOTE_WRITE needs LOCAL_WRITE too"),
+        (lambda: mr.rereg(memory=0), ValueError, "a region needs at least 1 byte"),
+        (lambda: mr.rereg(memory="x"), TypeError, "needs a writable buffer, not str"),
+        (lambda: mr.rereg(access=ALL | Access.ZERO_BASED), ValueError, "ZERO_BASED"),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    assert (mr.access, mr.length, mr.pd) == (ALL, 64, pd)
+
+
+def test_zero_based_region_stays_one_in_its_place(pd):
+    needs(pd.context.kind == "soft", "ZERO_BASED", pd.context)
+    with rp.MR(pd, 64, ALL | Access.ZERO_BASED) as mr:
+        for changes in ({"memory": 64}, {"access": ALL}):
+            with pytest.raises(ValueError, match="ZERO_BASED"):
+                mr.rereg(**changes)
+        mr.rereg(access=Access.LOCAL_WRITE | Access.ZERO_BASED)
+        assert (mr.addr, mr.access) == (0, Access.LOCAL_WRITE | Access.ZERO_BASED)
+
+
+def test_closed_region_is_not_registered_again(pd):
+    mr = rp.MR(pd, 64)
+    mr.close()
+    memory = bytearray(64)
+    with pytest.raises(rp.ClosedError, match=r"MR of 64 bytes .* is closed"):
+        mr.rereg(memory=memory)
+    memory.append(1)
+
+
+def test_region_is_not_registered_again_while_a_work_request_names_it(rc):
+    new = bytearray(64)
+    with rp.MR(rc.pd, 64, ALL) as mr:
+        key = mr.lkey
+        rc.b.post_recv(rp.RecvWR(mr[:], wr_id=7))
+        with pytest.raises(rp.InUseError, match=r"cannot be registered again: in use by 1 .*_id 7"):
+            mr.rereg(memory=new)
+        new.append(1)
+        assert (mr.lkey, mr.length) == (key, 64)
+        rc.a.post_send(rp.Send(rc.mine[:8]))
+        rc.wait(2)
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=new)
+
+
+def test_region_is_not_registered_again_while_it_is_prepared(rc):
+    with rp.MR(rc.pd, 64, ALL) as mr:
+        batch = rc.a.prepare([rp.Send(mr[:8])])
+        with pytest.raises(rp.InUseError, match=r"be registered again: .* still open"):
+            mr.rereg(memory=64)
+        batch.close()
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=64)
+
+
+def test_region_is_not_registered_again_while_a_window_is_bound_to_it(rc):
+    with contextlib.ExitStack() as stack:
+        mr = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+        try:
+            mw = stack.enter_context(rp.MW(rc.pd, MWType.TYPE_2))
+        except rp.UnsupportedError:
+            pytest.skip("no memory windows")
+        rc.a.post_send(
+            rp.BindMW(
+                mw=mw,
+                mr=mr,
+                rkey=mw.next_rkey(),
+                addr=mr.addr,
+                length=64,
+                mw_access_flags=Access.REMOTE_READ,
+            )
+        )
+        rc.wait()
+        with pytest.raises(rp.InUseError, match=r"again: MW .* bound to it; unbind or close it"):
+            mr.rereg(memory=64)
+        mw.close()
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=64)
+
+
+def test_sge_of_the_memory_that_was_reaches_nothing(rc):
+    """Its address is refused if the region is elsewhere, and its key is no key any more."""
+    with rp.MR(rc.pd, 4096, ALL) as mr:
+        sge, rkey, addr = mr[:8], mr.rkey, mr.addr
+        with _or_unsupported(rc.pd.context):
+            mr.rereg(memory=4096)
+        if addr != mr.addr:
+            with pytest.raises(rp.PostError, match="lies outside"):
+                rc.a.post_send(rp.Send(sge))
+        rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=addr, rkey=rkey))
+        assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_device_that_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
+    _refuse(monkeypatch, rc.pd.context, -1, errno.EINVAL)
+    memory, new = bytearray(64), bytearray(64)
+    with rp.MR(rc.pd, memory, ALL) as mr:
+        with pytest.raises(rp.VerbsError, match="ibv_rereg_mr: EINVAL"):
+            mr.rereg(memory=new)
+        new.append(1)
+        assert _write(rc, mr) is WCStatus.SUCCESS
+        assert memory[:8] == b"8 bytes!"
+
+
+def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
+    _refuse(monkeypatch, rc.pd.context, -4, errno.EOPNOTSUPP)
+    with rp.MR(rc.pd, 64, ALL) as mr:
+        with pytest.raises(rp.UnsupportedError, match="ibv_rereg_mr is not supported"):
+            mr.rereg(memory=64)
+        assert _write(rc, mr) is WCStatus.SUCCESS
+
+
+@pytest.mark.parametrize("code", [-4, -5, 22])
+def test_failure_in_the_middle_leaves_a_region_that_can_only_be_closed(rc, monkeypatch, code):
+    _refuse(monkeypatch, rc.pd.context, code, errno.EIO)
+    memory, new = bytearray(64), bytearray(64)
+    mr, there = rp.MR(rc.pd, memory, ALL), rp.PD(rc.pd.context)
+    sge = mr[:8]
+    with pytest.raises(rp.VerbsError, match="ibv_rereg_mr: EIO"):
+        mr.rereg(memory=new, pd=there)
+    unusable = "MR of 64 bytes .* cannot be used: it failed to be registered again; close it"
+    with pytest.raises(rp.ClosedError, match=unusable):
+        mr.rereg(access=0)
+    with pytest.raises(rp.PostError, match=unusable):
+        rc.a.post_send(rp.Send(sge))
+    assert not mr.closed
+    # The device may use either memory, in either PD.
+    for each in (memory, new):
+        with pytest.raises(BufferError):
+            each.append(1)
+    with pytest.raises(rp.InUseError):
+        there.close()
+    mr.close()
+    assert mr.closed
+    gc.collect()
+    memory.append(1)
+    new.append(1)
+    there.close()
+
+
+def test_region_that_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
+    _refuse(monkeypatch, pd.context, -4, errno.EIO)
+    memory = bytearray(64)
+    mr = rp.MR(pd, memory, ALL)
+    with pytest.raises(rp.VerbsError):
+        mr.rereg(memory=64)
+    del mr
+    gc.collect()
+    memory.append(1)
+
+
+def test_failure_after_the_change_is_none(rc, monkeypatch):
+    """The old pages could not be made to be copied in a fork: the new region is valid."""
+    _refuse(monkeypatch, rc.pd.context, -3, errno.ENOMEM)
+    memory, new = bytearray(64), bytearray(128)
+    with rp.MR(rc.pd, memory, ALL) as mr:
+        mr.rereg(memory=new)
+        memory.append(1)
+        assert mr.length == 128
+
+
+def test_dmabuf_is_not_registered_again(pd):
+    fd = os.memfd_create("test")
+    try:
+        os.truncate(fd, mmap.PAGESIZE)
+        try:
+            mr = rp.MR.from_dmabuf(pd, fd, 0, 64, 0)
+        except rp.VerbsError:
+            pytest.skip("a memfd is no dma-buf to this device")
+        with mr, pytest.raises(rp.UnsupportedError, match="a dma-buf region cannot be"):
+            mr.rereg(memory=64)
+    finally:
+        os.close(fd)
+
+
+def test_child_of_a_fork_does_not_register_the_parents_region_again(device):
+    code = (
+        "import os, sys, rdmapost as rp\n"
+        "with rp.open_device(sys.argv[1]) as context, rp.PD(context) as pd, rp.MR(pd, 64) as mr:\n"
+        "    child = os.fork()\n"
+        "    if not child:\n"
+        "        try:\n"
+        "            mr.rereg(memory=64)\n"
+        "        except rp.ClosedError as error:\n"
+        "            print(error, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "    print(mr.closed)\n"
+    )
+    shown = prints(code, device)
+    assert "was opened by process" in shown
+    assert shown.endswith("False")
+
+
+def _refuse(monkeypatch, context, code, number):
+    """Have the device's ibv_rereg_mr fail."""
+    from rdmapost._binding import ffi
+    from rdmapost.resources.device import provider_of
+
+    def ibv_rereg_mr(*_):
+        ffi.errno = number
+        return code
+
+    for name in ("rereg_mr", "rereg_mr_at"):
+        monkeypatch.setattr(type(provider_of(context)), name, staticmethod(ibv_rereg_mr))

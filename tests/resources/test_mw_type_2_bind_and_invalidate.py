@@ -1,0 +1,322 @@
+"""Type 2 memory windows: BIND_MW, SEND_WITH_INV and LOCAL_INV."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+from support import ALL, CONNECTED, needs, soft_queues
+from support.in_flight import gone
+
+import rdmapost as rp
+from rdmapost import Access, DeviceCap, MWType, QPType, WCStatus
+
+soft = soft_queues.soft
+
+BINDABLE = ALL | Access.MW_BIND
+
+
+@pytest.fixture
+def window(context, rc, stack):
+    """A type 2 window and a region that it can be bound to, on b's side."""
+    needs(
+        context.attr.device_cap_flags
+        & (DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B),
+        "memory windows of type 2",
+        context,
+    )
+    region = stack.enter_context(rp.MR(rc.pd, 256, BINDABLE))
+    # It is closed before the queue pairs: rxe waits for a window bound through one.
+    mw = stack.enter_context(rp.MW(rc.pd))
+    return mw, region
+
+
+def bind(rc, mw, region, start=64, length=64, access=None, **fields):
+    access = Access.REMOTE_WRITE | Access.REMOTE_READ if access is None else access
+    rkey = mw.next_rkey()
+    rc.b.post_send(
+        rp.BindMW(
+            mw=mw,
+            rkey=rkey,
+            mr=region,
+            addr=region.addr + start,
+            length=length,
+            mw_access_flags=access,
+            **fields,
+        )
+    )
+    return rkey
+
+
+def test_window_opens_a_part_of_a_region(rc, window):
+    mw, region = window
+    rkey = bind(rc, mw, region, wr_id=1)
+    (done,) = rc.wait()
+    assert (done.wr_id, done.opcode) == (1, rp.WCOpcode.BIND_MW)
+    rc.mine.buffer[:4] = b"mine"
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 64, rkey=rkey))
+    rc.wait()
+    assert bytes(region.buffer[63:69]) == b"\0mine\0"
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 126, rkey=rkey))
+    outside = rc.cq.wait()[0].status
+    # IBTA: REM_ACCESS_ERR; rxe looks only at the bounds of the region.
+    assert outside in (WCStatus.REM_ACCESS_ERR, WCStatus.SUCCESS)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 254, rkey=rkey))
+    refused = rc.cq.wait()[0].status
+    assert refused is (WCStatus.WR_FLUSH_ERR if outside else WCStatus.REM_ACCESS_ERR)
+
+
+def test_window_is_bound_again_with_a_new_key(rc, window):
+    """next_rkey() gives a new key each time; the old one no longer works."""
+    mw, region = window
+    first = bind(rc, mw, region)
+    rc.wait()
+    assert mw.rkey == first
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=first))
+    rc.wait()
+    second = bind(rc, mw, region, start=0)
+    rc.wait()
+    assert second != first
+    assert second >> 8 == first >> 8
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr, rkey=second))
+    rc.wait()
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr, rkey=first))
+    assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_region_with_bound_windows_cannot_be_closed(rc, window, windows):
+    """The error names them. Once they are closed the region can be."""
+    first, _ = window
+    region = rp.MR(rc.pd, 256, BINDABLE)
+    bound = [first, rp.MW(rc.pd)][:windows]
+    for mw in bound:
+        bind(rc, mw, region)
+        rc.wait()
+    with pytest.raises(rp.InUseError) as caught:
+        region.close()
+    assert str(caught.value) == (
+        f"{region} cannot be closed: {', '.join(map(str, reversed(bound)))} bound to it; "
+        f"unbind or close {'it' if windows == 1 else 'them'} first"
+    )
+    assert not region.closed
+    for mw in bound:
+        mw.close()
+    region.close()
+
+
+def test_region_whose_last_window_is_closed_meanwhile_is_closed(rc, window, monkeypatch):
+    """Another thread closes it after the device has refused, and before the window is named."""
+    mw, _ = window
+    region = rp.MR(rc.pd, 256, BINDABLE)
+    bind(rc, mw, region)
+    rc.wait()
+    windows = rp.MR._windows
+
+    def after_it_is_closed(mr: rp.MR) -> list[str]:
+        mw.close()
+        return windows(mr)
+
+    monkeypatch.setattr(rp.MR, "_windows", after_it_is_closed)
+    region.close()
+    assert region.closed
+
+
+def test_invalidated_window_is_closed_to_peers(rc, window):
+    mw, region = window
+    rkey = bind(rc, mw, region)
+    rc.wait()
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=rkey, wr_id=3))
+    (done,) = rc.wait()
+    assert (done.wr_id, done.opcode) == (3, rp.WCOpcode.LOCAL_INV)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 64, rkey=rkey))
+    assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_peer_invalidates_a_window_with_a_send(rc, window):
+    """SEND_WITH_INV: the receiver's completion names the key."""
+    mw, region = window
+    rkey = bind(rc, mw, region)
+    rc.wait()
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=7))
+    rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=rkey, wr_id=9))
+    done = {wc.wr_id: wc for wc in rc.wait(2)}
+    assert done[7].imm_data is None
+    if not done[7].wc_flags & rp.WCFlags.IP_CSUM_OK:
+        assert done[7].wc_flags & rp.WCFlags.WITH_INV
+        assert done[7].invalidated_rkey == rkey
+    # Else it is rxe: it hands out the kernel's own numbers of the flags, in which
+    # "with invalidate" is what user space knows as IP_CSUM_OK.
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 64, rkey=rkey))
+    assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
+def test_window_and_region_of_a_posted_bind_stay_open(rc, window):
+    mw, region = window
+    bind(rc, mw, region, wr_id=5, send_flags=0)
+    for resource in (mw, region):
+        with pytest.raises(rp.InUseError, match="wr_id 5"):
+            resource.close()
+    rc.b.post_send(rp.RdmaWrite(remote_addr=rc.mine.addr, rkey=rc.mine.rkey))
+    rc.wait()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mw": None}, "BIND_MW needs a memory window"),
+        ({"mr": None}, "BIND_MW needs a memory window"),
+        ({"length": 1000}, "lies outside MR of 256 bytes"),
+        ({"addr": 5}, "lies outside"),
+        ({"mr": "plain"}, "was registered without MW_BIND"),
+        ({"mw": "region"}, "mw: expected MW, got MR"),
+        ({"mr": "window"}, "mr: expected MR, got MW"),
+    ],
+)
+def test_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
+    mw, region = window
+    stand_for = {"plain": rc.theirs, "region": region, "window": mw}
+    given = {name: stand_for.get(value, value) for name, value in fields.items()}
+    wr = rp.BindMW(
+        **{
+            "mw": mw,
+            "rkey": mw.next_rkey(),
+            "mr": region,
+            "addr": region.addr,
+            "length": 8,
+            **given,
+        }
+    )
+    with pytest.raises(rp.PostError, match=words):
+        rc.b.post_send(wr)
+    rc.works()
+
+
+@pytest.mark.parametrize("name", ["mw", "mr"])
+def test_bind_without_a_pointer_is_refused_unchecked_too(connect, context, name):
+    """A driver would follow the NULL."""
+    needs(context.attr.device_cap_flags & DeviceCap.MEM_WINDOW_TYPE_2B, "windows", context)
+    pair = connect(checked=False)
+    with rp.MW(pair.pd) as mw, rp.MR(pair.pd, 64, BINDABLE) as region:
+        wr = rp.BindMW(mw=mw, mr=region, addr=region.addr, length=8)
+        setattr(wr, name, None)
+        with pytest.raises(rp.PostError, match="BIND_MW needs"):
+            pair.a.post_send(wr)
+
+
+def test_type_1_window_is_not_bound_by_a_work_request(rc, context):
+    needs(context.attr.device_cap_flags & DeviceCap.MEM_WINDOW, "windows of type 1", context)
+    with (
+        rp.MW(rc.pd, MWType.TYPE_1) as mw,
+        rp.MR(rc.pd, 64, BINDABLE) as region,
+        pytest.raises(rp.PostError, match="is of type 1"),
+    ):
+        rc.a.post_send(rp.BindMW(mw=mw, mr=region, addr=region.addr, length=8))
+
+
+@pytest.mark.parametrize("qp_type", CONNECTED)
+def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type):
+    needs(context.kind == "soft", "WITH_INV flag in completions", context)
+    pair = connect(qp_type)
+    region = stack.enter_context(rp.MR(pair.pd, 64, ALL | rp.Access.MW_BIND))
+    mw = stack.enter_context(rp.MW(pair.pd))
+    pair.b.post_send(
+        rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=region, addr=region.addr, length=64, wr_id=1)
+    )
+    pair.wait()
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:8], wr_id=7))
+    pair.a.post_send(rp.SendWithInv(pair.mine[:8], invalidate_rkey=mw.rkey, wr_id=9))
+    done = {wc.wr_id: wc for wc in pair.wait(2)}
+    assert done[7].invalidated_rkey == mw.rkey
+    assert done[7].wc_flags & rp.WCFlags.WITH_INV
+    assert (done[7].imm_data, done[9].invalidated_rkey) == (None, None)
+
+
+def test_each_rule_of_bind_info_refuses_its_case(soft):
+    """The statements about struct ibv_mw_bind_info, one by one."""
+    post = soft.qp().post_send
+    for wrong in (
+        soft.bind(mw=None),
+        soft.bind(mr=None),
+        soft.bind(mw=soft.window(MWType.TYPE_1)),
+        soft.bind(mr=soft.foreign),
+        soft.bind(mr=soft.region(64)),
+        soft.bind(length=4097),
+    ):
+        with pytest.raises(rp.PostError):
+            post(wrong)
+    post(soft.bind())
+
+
+class Memory(bytearray):
+    """Memory that can be checked for still existing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "bound"),
+    [
+        # The region is the one that was bound, the other, or unknown.
+        (WCStatus.SUCCESS, {"new"}),
+        (WCStatus.MW_BIND_ERR, {"old"}),
+        (WCStatus.LOC_QP_OP_ERR, {"old"}),
+        (WCStatus.LOC_PROT_ERR, {"old"}),
+        (WCStatus.WR_FLUSH_ERR, {"old", "new"}),
+        (WCStatus.GENERAL_ERR, {"old", "new"}),
+    ],
+)
+@pytest.mark.parametrize("ahead", [False, True], ids=["alone", "with one before it"])
+def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, bound, ahead):
+    """For an unsignaled one before another that failed, it is unknown."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    windows = [rp.MW(pd, rp.MWType.TYPE_1) for _ in range(2)]
+    memory = {name: Memory(64) for name in ("old", "new", "other", "third")}
+    regions = {name: rp.MR(pd, at, ALL | rp.Access.MW_BIND) for name, at in memory.items()}
+    refs = {name: weakref.ref(at) for name, at in memory.items()}
+    memory.clear()
+
+    def bind(mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
+        qp.bind_mw(mw, mr, mr.addr, 64, **fields)
+
+    bind(windows[0], regions["old"])
+    bind(windows[1], regions["other"])
+    cq.wait(2)
+    if ahead:
+        bind(windows[1], regions["third"], send_flags=0)
+    if status is not WCStatus.SUCCESS:
+        context.faults.complete_with(9, status)
+    bind(windows[0], regions["new"], wr_id=9)
+    assert [wc.status for wc in cq.wait(1)] == [status]
+    regions.clear()
+    held = {name for name, ref in refs.items() if not gone(ref)}
+    if not ahead:
+        beside = {"other"}
+    else:
+        beside = {"third"} if status is WCStatus.SUCCESS else {"third", "other"}
+    assert held == bound | beside
+    for mw in windows:
+        mw.close()
+    assert all(gone(ref) for ref in refs.values())
+
+
+def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_same(stack):
+    """A length of 0 unbinds only a type 1 window."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    memory = Memory(64)
+    ref, mr = weakref.ref(memory), rp.MR(pd, memory, ALL | rp.Access.MW_BIND)
+    mw = rp.MW(pd, rp.MWType.TYPE_2)
+    context.faults.complete_with(9, WCStatus.SUCCESS)  # soft0 has no such windows
+    qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=0, wr_id=9))
+    assert cq.wait(1)[0].status is WCStatus.SUCCESS
+    del memory, mr
+    assert not gone(ref)
+    mw.close()
+    assert gone(ref)

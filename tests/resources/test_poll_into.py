@@ -1,0 +1,328 @@
+"""Completions as rows of a buffer: ``poll_into`` and ``wait_into``."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import re
+import sys
+import threading
+import time
+from typing import Any
+
+import cffi
+import numpy as np
+import pytest
+from support import LOSES_MEMORY, ROOT, Pair, prints
+
+import rdmapost as rp
+from rdmapost import WCOpcode, WCStatus
+
+TESTS = ROOT / "tests"
+
+
+def rows(count: int) -> Any:
+    """Return an array of completions, none of which looks like a real one."""
+    return np.frombuffer(bytearray(b"\xee" * 48 * count), rp.WC_DTYPE)
+
+
+def write(pair: Pair, count: int, first: int = 0) -> None:
+    """Write 8 bytes so many times, by columns; each completes."""
+    pair.a.post_columns(
+        rp.RdmaWrite,
+        pair.mine.blocks(np.arange(count), 8),
+        remote_addr=rp.Blocks(pair.theirs.addr, np.arange(count), 8),
+        rkey=pair.theirs.rkey,
+        wr_id=np.arange(count, dtype="u8") + np.uint64(first),
+    )
+
+
+def settle(pair: Pair, count: int) -> None:
+    """Wait until so many completions can be polled."""
+    pair.cq._poller.put_back(pair.cq.wait(count))
+
+
+def test_completions_of_columns_and_objects_are_written_as_rows(rc):
+    write(rc, 5, first=2**63)
+    rc.a.post_send(rc.wr(rp.RdmaRead, rc.mine[:24], wr_id=2**64 - 1))
+    got = rows(8)
+    assert rc.cq.wait_into(got, 6) == 6
+    assert got["wr_id"][:6].tolist() == [2**63 + i for i in range(5)] + [2**64 - 1]
+    assert set(got["status"][:6]) == {WCStatus.SUCCESS}
+    assert got["opcode"][:6].tolist() == [WCOpcode.RDMA_WRITE] * 5 + [WCOpcode.RDMA_READ]
+    assert set(got["qp_num"][:6]) == {rc.a.qp_num}
+    assert got["byte_len"][5] == 24
+    assert bytes(got[6:]) == b"\xee" * 96
+    assert rc.a.outstanding.send == 0
+    assert rc.cq.poll_into(got) == 0
+
+
+def test_rows_say_what_the_same_completions_say(rc):
+    """Whether they are polled as rows at first, or have been WCs, or stay for later."""
+    rc.b.post_recv_columns(rc.theirs.blocks(np.arange(6), 16), wr_id=np.arange(6))
+    rc.a.post_columns(
+        rp.SendWithImm, rc.mine.blocks(np.arange(6), 16), imm_data=np.arange(1, 7), wr_id=100
+    )
+    wcs = rc.cq.wait(12)
+    rc.cq._poller.put_back(wcs)
+    got = rows(12)
+    assert rc.cq.poll_into(got[:5]) == 5
+    assert rc.cq.poll_into(got[5:]) == 7
+    for wc, row in zip(wcs, got, strict=True):
+        for name in ("wr_id", "status", "opcode", "byte_len", "qp_num", "src_qp", "wc_flags"):
+            assert row[name] == getattr(wc, name), name
+        assert row["imm_data"] == (wc.imm_data or 0)
+    rc.b.post_recv_columns(rc.theirs.blocks(np.arange(6), 16), wr_id=np.arange(6))
+    rc.a.post_columns(
+        rp.SendWithImm, rc.mine.blocks(np.arange(6), 16), imm_data=np.arange(1, 7), wr_id=100
+    )
+    direct, found = rows(12), 0
+    deadline = time.monotonic() + 10
+    while found < 12 and time.monotonic() < deadline:
+        found += rc.cq.poll_into(direct[found:])
+    assert sorted(direct.tolist()) == sorted(got.tolist())
+
+
+def test_failed_completion_has_what_is_valid_and_zeros(rc):
+    rc.a.post_send(rp.RdmaWrite(rc.mine[:8], wr_id=9, remote_addr=rc.theirs.addr, rkey=1))
+    got = rows(1)
+    assert rc.cq.wait_into(got) == 1
+    (row,) = got
+    assert row["wr_id"] == 9
+    assert row["status"] == WCStatus.REM_ACCESS_ERR
+    assert row["qp_num"] == rc.a.qp_num
+    assert [row[name] for name in ("opcode", "byte_len", "imm_data", "wc_flags")] == [0] * 4
+
+
+def test_more_than_a_batch_fits_a_call(connect):
+    pair = connect(max_send_wr=300)
+    write(pair, 300)
+    settle(pair, 100)
+    got = rows(400)
+    assert pair.cq.wait_into(got, 300) == 300
+    assert got["wr_id"][:300].tolist() == list(range(300))
+
+
+def test_what_does_not_fit_stays(rc):
+    write(rc, 10)
+    got = rows(4)
+    seen = []
+    for expected in (4, 4, 2):
+        assert rc.cq.wait_into(got, 2) == expected
+        seen += got["wr_id"][:expected].tolist()
+    assert seen == list(range(10))
+
+
+def test_any_writable_buffer_of_whole_rows_will_do(rc):
+    for buffer in (bytearray(96), array.array("q", bytes(96)), memoryview(bytearray(96))):
+        write(rc, 2, first=7)
+        assert rc.cq.wait_into(buffer, 2) == 2
+        assert memoryview(buffer).cast("B")[:8].cast("Q")[0] == 7
+    assert rc.cq.poll_into(bytearray()) == 0
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error"),
+    [(bytes(48), BufferError), (bytearray(50), ValueError), ([1], TypeError), (None, TypeError)],
+)
+def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error):
+    write(rc, 1)
+    with pytest.raises(error):
+        rc.cq.poll_into(buffer)
+    with pytest.raises(error):
+        rc.cq.wait_into(buffer)
+    assert [wc.wr_id for wc in rc.wait(1)] == [0]
+
+
+def test_wait_that_times_out_or_cannot_fit_leaves_what_is_there(rc):
+    write(rc, 2)
+    with pytest.raises(rp.WaitTimeout, match="2"):
+        rc.cq.wait_into(rows(3), 3, timeout=0.05)
+    with pytest.raises(ValueError, match="min=3"):
+        rc.cq.wait_into(rows(2), 3)
+    with pytest.raises(ValueError, match="min=-1 is negative"):
+        rc.cq.wait_into(rows(2), -1)
+    assert rc.cq.wait_into(rows(3), 2) == 2
+
+
+class Exporter:
+    """A class with __buffer__, which Python 3.12 knows."""
+
+    def __init__(self, *memories) -> None:
+        self.memories = list(memories)
+
+    def __buffer__(self, flags):
+        return memoryview(self.memories.pop(0))
+
+
+POINTERS = {
+    "objects": lambda: np.zeros(6, object),
+    "records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)]),
+    "ctypes objects": lambda: (ctypes.py_object * 6)(),
+    "ctypes strings": lambda: (ctypes.c_char_p * 6)(),
+    "memoryview": lambda: memoryview(np.zeros(6, object)),
+    "__buffer__": lambda: Exporter(*[np.zeros(6, object)] * 2),
+}
+
+
+@pytest.mark.parametrize("by", ["poll_into", "wait_into"])
+@pytest.mark.parametrize("name", POINTERS)
+def test_completions_do_not_overwrite_pointers(rc, by, name):
+    if name == "__buffer__" and sys.version_info < (3, 12):
+        pytest.skip("classes have no __buffer__ before Python 3.12")
+    write(rc, 1)
+    with pytest.raises(TypeError, match=r"would overwrite (references|pointers)"):
+        getattr(rc.cq, by)(POINTERS[name]())
+    assert [wc.wr_id for wc in rc.cq.wait()] == [0]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have no __buffer__")
+def test_buffer_that_changes_between_calls_is_checked(rc):
+    write(rc, 1)
+    with pytest.raises(TypeError, match="references to Python objects"):
+        rc.cq.poll_into(Exporter(bytearray(48), np.zeros(6, object)))
+    assert [wc.wr_id for wc in rc.cq.wait()] == [0]
+
+
+def test_buffer_is_free_after_the_call(rc):
+    buffer = bytearray(48)
+    assert rc.cq.poll_into(buffer) == 0
+    buffer.extend(b"x")  # a BufferError while it is exported
+
+
+def test_waits_for_rows_and_wcs_share_a_queue(rc):
+    """Each gets its own number, and together all."""
+    seen: list[int] = []
+
+    def take() -> None:
+        got = rows(1)
+        for _ in range(20):
+            assert rc.cq.wait_into(got, 1, timeout=20) == 1
+            seen.append(int(got["wr_id"][0]))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    for i in range(40):
+        write(rc, 1, first=i)
+    for _ in range(20):
+        seen += [wc.wr_id for wc in rc.cq.wait(1, timeout=20)]
+    thread.join(30)
+    assert sorted(seen) == list(range(40))
+
+
+def test_rows_may_start_at_any_address(rc):
+    memory = bytearray(48 * 3)
+    for by in (rc.cq.poll_into, rc.cq.wait_into):
+        for at in (1, 2, 7):
+            write(rc, 1, first=2**40)
+            settle(rc, 1) if at == 2 else None
+            while not by(memoryview(memory)[at : at + 48]):
+                pass
+            assert int.from_bytes(memory[at : at + 8], sys.byteorder) == 2**40
+
+
+LACKS_MEMORY = """
+import _testcapi, contextlib, sys
+sys.path.insert(0, sys.argv[1])
+import array, rdmapost as rp
+from support import Pair
+
+by, count, lost = sys.argv[2], 300, []
+with contextlib.ExitStack() as stack:
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context, 1024))
+    pair = Pair(stack, pd, cq, rp.QPType.RC, max_send_wr=512)
+    index, got, rest = array.array("q", range(count)), bytearray(48 * 400), bytearray(48 * 400)
+    call = (lambda: cq.poll_into(got)) if by == "poll_into" else lambda: cq.wait_into(got, count)
+    for at in range(24):
+        pair.a.post_columns(
+            rp.RdmaWrite, pair.mine.blocks(index, 8), remote_addr=pair.theirs.addr,
+            rkey=pair.theirs.rkey,
+        )
+        _testcapi.set_nomemory(at, at + 1)
+        try: found = call()
+        except MemoryError: found = 0
+        finally: _testcapi.remove_mem_hooks()
+        if found + cq.poll_into(rest) != count: lost.append(at)
+print(lost)
+"""
+
+
+@pytest.mark.parametrize("by", ["poll_into", "wait_into"])
+def test_call_that_runs_out_of_memory_loses_no_completion(by):
+    """The number of rows is an object, too."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(LACKS_MEMORY, str(TESTS), by, **LOSES_MEMORY) == "[]"
+
+
+def test_empty_buffer_may_be_nowhere(rc):
+    ffi = cffi.FFI()
+    nowhere = ffi.buffer(ffi.cast("char *", 0), 0)
+    assert rc.cq.poll_into(nowhere) == 0
+    assert rc.cq.wait_into(nowhere, 0) == 0
+    write(rc, 1)
+    assert rc.cq.wait_into(nowhere, 0) == 0
+    assert len(rc.cq.wait(1, 10)) == 1
+
+
+def test_cq_whose_constructor_has_not_run_is_closed():
+    with pytest.raises(rp.ClosedError, match="CQ is closed"):
+        rp.CQ.__new__(rp.CQ).poll_into(bytearray(48))
+
+
+def test_help_describes_the_fields_of_a_row():
+    assert np.dtype(rp.WC_DTYPE).itemsize == 48
+    text = rp.WC_DTYPE.__doc__
+    assert text is not None
+    for name in rp.WC_DTYPE["names"]:
+        assert re.search(rf"\b{name}\b", text), name
+
+
+def test_closed_cq(context):
+    cq = rp.CQ(context)
+    cq.close()
+    with pytest.raises(rp.ClosedError):
+        cq.poll_into(rows(1))
+    with pytest.raises(rp.ClosedError):
+        cq.wait_into(rows(1))
+
+
+def test_buffer_cannot_be_resized_while_a_wait_fills_it(rc):
+    """And the wait ends as ever."""
+    got, seen = bytearray(48 * 4), []
+    thread = threading.Thread(target=lambda: seen.append(rc.cq.wait_into(got, 1, timeout=20)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not rc.cq._poller.waiting and time.monotonic() < deadline:
+        time.sleep(0.001)
+    with pytest.raises(BufferError):
+        got.extend(b"x")
+    write(rc, 1, first=9)
+    thread.join(20)
+    assert seen == [1]
+    assert int.from_bytes(got[:8], sys.byteorder) == 9
+    got.extend(b"x")
+
+
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_rows_may_be_at_any_address(rc, offset):
+    write(rc, 3, first=5)
+    got = bytearray(b"\xee" * (48 * 3 + 8))
+    with memoryview(got)[offset : offset + 144] as part:
+        assert rc.cq.wait_into(part, 3) == 3
+        assert np.frombuffer(part, rp.WC_DTYPE)["wr_id"].tolist() == [5, 6, 7]
+    assert got[:offset] == b"\xee" * offset
+    assert got[offset + 144 :] == b"\xee" * (8 - offset)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 knows no __buffer__")
+def test_buffer_that_closes_the_cq_loses_nothing_but_the_call(context):
+    cq = rp.CQ(context)
+
+    class Closing:
+        def __buffer__(self, flags: int) -> memoryview:
+            cq.close()
+            return memoryview(bytearray(48))
+
+    with pytest.raises(rp.ClosedError):
+        cq.poll_into(Closing())

@@ -1,0 +1,239 @@
+"""ibv_modify_qp: the steps between states, and the attributes that each needs and takes."""
+
+from __future__ import annotations
+
+import itertools
+from decimal import Decimal
+from fractions import Fraction
+
+import pytest
+from support import needs, null_device
+
+import rdmapost as rp
+from rdmapost import QPAttrMask, QPState, QPType
+from rdmapost.standard.qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
+
+
+def test_step_without_an_attribute_names_it(connect):
+    pair = connect(to=QPState.RESET)
+    qp = pair.a
+    with pytest.raises(
+        ValueError, match="RESET to INIT also needs qp_access_flags on RC queue pairs"
+    ):
+        qp.modify(qp_state=QPState.INIT, port_num=1, pkey_index=0)
+    qp.to_init()
+    with pytest.raises(ValueError, match=r"also needs ah_attr, path_mtu, .*dest_qp_num"):
+        qp.modify(qp_state=QPState.RTR)
+    with pytest.raises(ValueError, match="need the peer's endpoint"):
+        qp.to_rtr()
+    qp.to_rtr(pair.b.endpoint())
+    with pytest.raises(ValueError, match=r"also needs .*sq_psn"):
+        qp.modify(qp_state=QPState.RTS, timeout=14, retry_cnt=1, rnr_retry=1, max_rd_atomic=1)
+    assert qp.state is QPState.RTR
+
+
+def test_step_that_does_not_exist_is_refused(connect):
+    qp = connect(to=QPState.RESET).a
+    with pytest.raises(ValueError, match=r"cannot go from RESET to RTS; .* ERR, INIT, RESET"):
+        qp.modify(qp_state=QPState.RTS)
+    assert qp.state is QPState.RESET
+
+
+@pytest.mark.parametrize(
+    ("attrs", "error", "words"),
+    [
+        ({"qp_color": 1}, TypeError, "unexpected keyword argument .qp_color"),
+        ({"qp_state": 99}, ValueError, "99"),
+        ({"qp_state": "RTS"}, TypeError, "qp_state: expected QPState, got str"),
+        ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
+        ({"timeout": 256}, ValueError, "timeout=256 does not fit"),
+        ({"rq_psn": -1}, ValueError, "rq_psn=-1 does not fit"),
+        ({"ah_attr": 5}, TypeError, "ah_attr: expected AHAttr, got int"),
+        ({"port_num": rp.AHAttr()}, TypeError, "port_num: expected int, got AHAttr"),
+        ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256 is not in 0..15"),
+    ],
+)
+def test_attribute_that_is_none_is_named(rc, attrs, error, words):
+    with pytest.raises(error, match=words.replace("(", r"\(")):
+        rc.a.modify(**attrs)
+    rc.works()
+
+
+@pytest.mark.parametrize("wrong", [Decimal("0.01"), Fraction(1, 100), 0.5], ids=repr)
+def test_option_of_a_step_is_a_whole_number(connect, wrong):
+    said = f": expected int, got {type(wrong).__name__}"
+    for name in (
+        "min_rnr_timer",
+        "max_dest_rd_atomic",
+        "sl",
+        "traffic_class",
+        "timeout",
+        "retry_cnt",
+        "rnr_retry",
+        "max_rd_atomic",
+        "access",
+    ):
+        pair = connect(to=QPState.RESET)
+        with pytest.raises(TypeError, match=f"^{name}{said}"):
+            pair.a.connect(pair.b.endpoint(), **{name: wrong})
+    with pytest.raises(TypeError, match=f"^pkey_index{said}"):
+        pair.a.to_init(pkey_index=wrong)
+
+
+@pytest.mark.parametrize("access", [-1, 1 << 10, 1 << 31, 1 << 64])
+def test_access_of_a_step_has_no_other_bits(connect, access):
+    pair = connect(to=QPState.RESET)
+    with pytest.raises(ValueError, match=f"^access={access:#x} is not made of Access flags"):
+        pair.a.connect(pair.b.endpoint(), access=access)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_rnr_timer", 32), ("timeout", 32), ("retry_cnt", 8), ("rnr_retry", 8)]
+)
+def test_number_out_of_range_is_named(connect, name, value):
+    pair = connect(QPType.RC, to=QPState.RESET)
+    with pytest.raises(ValueError, match=rf"^{name}={value} is not in 0\.\.\d+ \(ibv_modify_qp"):
+        pair.a.connect(pair.b.endpoint(), **{name: value})
+    pair.connect()
+    pair.works()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("path_mtu", 0), ("path_mtu", 6), ("dest_qp_num", 1 << 24), ("rq_psn", 1 << 24)],
+)
+def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
+    pair = connect(QPType.RC, to=QPState.RESET)
+    pair.a.to_init()
+    attrs = {"path_mtu": 1, "dest_qp_num": 1, "rq_psn": 0, name: value}
+    path = pair.a.path_to(pair.b.endpoint())
+    with pytest.raises(ValueError, match=rf"^{name}={value} is not in "):
+        pair.a.modify(
+            qp_state=QPState.RTR, ah_attr=path, min_rnr_timer=1, max_dest_rd_atomic=1, **attrs
+        )
+    assert pair.a.state is QPState.INIT
+
+
+@pytest.mark.parametrize("name", ["max_dest_rd_atomic", "max_rd_atomic"])
+def test_number_beyond_the_devices_limit_is_named(connect, context, name):
+    """If the device just returns EINVAL."""
+    looks = context.kind == "soft" or name == "max_rd_atomic"
+    needs(looks, f"check of {name}", context)
+    pair = connect(QPType.RC, to=QPState.RESET)
+    with pytest.raises(
+        rp.VerbsError, match=rf"EINVAL.*{name}=255 is not in 0\.\.\d+, the device's"
+    ):
+        pair.a.connect(pair.b.endpoint(), **{name: 255})
+    pair.connect()
+    pair.works()
+
+
+@pytest.mark.parametrize(
+    ("attrs", "words"),
+    [
+        ({"timeout": 3}, "timeout cannot be changed from RTS to RTS"),
+        ({"timeout": 3, "rnr_retry": 1}, "timeout, rnr_retry cannot be changed from RTS to RTS"),
+        (
+            {"qp_state": QPState.SQD, "min_rnr_timer": 1},
+            "min_rnr_timer cannot be changed from RTS to SQD",
+        ),
+    ],
+    ids=["one", "two", "of a step"],
+)
+def test_an_attribute_that_a_step_cannot_change_is_named(rc, context, attrs, words):
+    looks = context.kind == "soft" or "qp_state" in attrs
+    needs(looks, "check of attributes given without a state", context)
+    with pytest.raises(rp.VerbsError, match=rf"EINVAL.*: {words} "):
+        rc.a.modify(**attrs)
+    rc.works()
+
+
+# The tables of ibv_modify_qp(3); every step also takes IBV_QP_STATE.
+MODIFY = {
+    QPType.UD: ("PKEY_INDEX PORT QKEY", "", "SQ_PSN"),
+    QPType.UC: ("PKEY_INDEX PORT ACCESS_FLAGS", "AV PATH_MTU DEST_QPN RQ_PSN", "SQ_PSN"),
+    QPType.RC: (
+        "PKEY_INDEX PORT ACCESS_FLAGS",
+        "AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER",
+        "SQ_PSN MAX_QP_RD_ATOMIC RETRY_CNT RNR_RETRY TIMEOUT",
+    ),
+    QPType.RAW_PACKET: ("PORT", "", ""),
+}
+
+WAY_UP = [QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS]
+
+
+@pytest.mark.parametrize("qp_type", MODIFY)
+@pytest.mark.parametrize("step", range(3))
+def test_step_needs_the_attributes_of_the_man_page(qp_type, step):
+    start, end = itertools.pairwise(WAY_UP[step : step + 2]).__next__()
+    names = MODIFY[qp_type][step].split()
+    full = QPAttrMask(0)
+    for name in names:
+        full |= QPAttrMask[name]
+    assert REQUIRED[qp_type][start, end] == full
+    assert missing_attributes(qp_type, start, end, full) is None
+    for name in names:
+        refused = missing_attributes(qp_type, start, end, full & ~QPAttrMask[name])
+        field = next(field for field, bit in FIELDS.items() if bit is QPAttrMask[name])
+        assert f"{start.name} to {end.name}" in str(refused)
+        assert f"also needs {field} " in str(refused)
+
+
+@pytest.mark.parametrize("qp_type", REQUIRED)
+def test_every_state_can_be_left_for_reset_and_err(qp_type):
+    for state in QPState:
+        for end in (QPState.RESET, QPState.ERR):
+            assert missing_attributes(qp_type, state, end, QPAttrMask(0)) is None
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (QPState.RESET, QPState.RTR),
+        (QPState.RESET, QPState.RTS),
+        (QPState.INIT, QPState.RTS),
+        (QPState.RTR, QPState.INIT),
+        (QPState.RTS, QPState.RTR),
+        (QPState.ERR, QPState.RTS),
+        (QPState.SQE, QPState.RTR),
+        (QPState.RTS, QPState.SQE),
+    ],
+)
+def test_step_that_does_not_exist_names_those_that_do(start, end):
+    refused = str(missing_attributes(QPType.RC, start, end, ~QPAttrMask(0)))
+    assert f"cannot go from {start.name} to {end.name}" in refused
+    assert "RESET" in refused.split("can go to")[1]
+
+
+def test_optional_attributes_belong_to_steps_that_exist():
+    for qp_type, steps in OPTIONAL.items():
+        for step, mask in steps.items():
+            assert step in REQUIRED[qp_type]
+            assert not mask & REQUIRED[qp_type][step]
+
+
+def test_fields_are_those_of_the_struct():
+    """Every name that modify() accepts is a field of struct ibv_qp_attr."""
+    from rdmapost._binding import ffi
+
+    struct = {name for name, _ in ffi.typeof("struct ibv_qp_attr").fields}
+    assert FIELDS.keys() <= struct
+    several = {bit for bit in FIELDS.values() if list(FIELDS.values()).count(bit) > 1}
+    assert several <= {QPAttrMask.ALT_PATH}
+
+
+null = null_device.null
+on_null = null_device.on_null
+
+
+def test_state_that_the_device_refuses(on_null):
+    code = """
+    context, pd, cq = resources()
+    qp = rp.QP(pd, rp.QPType.RC, cq)
+    print(said(qp.to_init))
+    """
+    text = on_null(code, NULL_REFUSES="ibv_modify_qp=22")
+    assert text.endswith("the QP stays in RESET and does not go to INIT")
+    text = on_null(code, NULL_REFUSES="ibv_modify_qp=22", NULL_PORT_STATE="1")
+    assert text.endswith("port 1 is DOWN; bring the link up")

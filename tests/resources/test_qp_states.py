@@ -1,0 +1,429 @@
+"""What each state of a queue pair does with a work request: refuse, carry out, hold or flush."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+from support import ALL, GRH, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
+from support.soft_queues import reason
+
+import rdmapost as rp
+from rdmapost import Access, QPState, QPType, WCStatus
+from rdmapost.posting.rules import check_send_state
+from rdmapost.resources.device import provider_of
+
+soft = soft_queues.soft
+
+ROOM = GRH + 64
+
+
+def receive(pair: Pair, wr_id: int) -> rp.RecvWR:
+    return rp.RecvWR(pair.theirs[:ROOM], wr_id=wr_id)
+
+
+# ---- RESET, INIT, RTR ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_reset_init_and_rtr_refuse_a_send_at_once(connect, qp_type, state):
+    """And for good: it is not carried out when the queue pair reaches RTS later."""
+    pair = connect(qp_type, to=QPState.RESET)
+    climb(pair.a, state, pair.b.endpoint())
+    with pytest.raises(rp.PostError, match=f"the QP is in {state.name}.* to RTS first") as caught:
+        pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in range(2)])
+    error = caught.value
+    assert (error.index, error.posted, error.errno) == (0, 0, errno.EINVAL)
+    assert pair.a.outstanding == (0, 0)
+    pair.connect()
+    pair.works()
+    assert pair.cq.poll() == []
+
+
+@pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
+def test_unchecked_send_before_rts_is_refused_by_the_device(connect, context, state):
+    """Unchecked, so that the state is not checked first."""
+    needs(context.kind == "soft", "lasting refusal of sends before RTS", context)
+    pair = connect(to=QPState.RESET, checked=False)
+    climb(pair.a, state, pair.b.endpoint())
+    with pytest.raises(rp.PostError, match=f"the QP is in {state.name}") as caught:
+        pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in range(2)])
+    assert (caught.value.index, caught.value.posted) == (0, 0)
+    pair.connect()
+    pair.works()
+    assert pair.cq.poll() == []
+
+
+# ---- RTS ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_rts_processes_what_is_posted(connect, qp_type):
+    """In the order in which it was posted."""
+    pair = connect(qp_type)
+    assert pair.a.state is QPState.RTS
+    pair.b.post_recv([receive(pair, 10 + i) for i in range(3)])
+    pair.a.post_send([pair.send(pair.mine[i : i + 8], wr_id=i) for i in range(3)])
+    done = [wc.wr_id for wc in pair.wait(6)]
+    assert [wr_id for wr_id in done if wr_id < 10] == [0, 1, 2]
+    assert [wr_id for wr_id in done if wr_id >= 10] == [10, 11, 12]
+
+
+def test_posts_are_carried_out_in_their_order_over_many_calls(rc):
+    """Each write lands where the one before it did: the last one is what is left."""
+    for value in range(1, 33):
+        rc.mine.buffer[value] = value
+        rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[value : value + 1], wr_id=value))
+    assert [wc.wr_id for wc in rc.wait(32)] == list(range(1, 33))
+    assert rc.theirs.buffer[0] == 32
+
+
+# ---- ERR ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_err_takes_a_send_and_completes_it_with_a_flush_error(connect, qp_type):
+    """SIGNALED or not: an error always completes."""
+    pair = connect(qp_type)
+    pair.a.to_err()
+    flags = [rp.SendFlags.SIGNALED, 0, rp.SendFlags.SIGNALED]
+    pair.a.post_send([pair.send(pair.mine[:8], wr_id=i, send_flags=f) for i, f in enumerate(flags)])
+    done = pair.cq.wait(3)
+    assert [(wc.wr_id, wc.status) for wc in done] == [(i, WCStatus.WR_FLUSH_ERR) for i in range(3)]
+    assert pair.a.outstanding == (0, 0)
+
+
+def test_a_failure_flushes_what_was_posted_behind_it(rc):
+    """The first failure says why, and the library need not know about ERR."""
+    rc.a.post_recv(rp.RecvWR(rc.mine[:8], wr_id=7))
+    rc.a.post_send(
+        [
+            rc.wr(rp.RdmaWrite, rc.mine[:8], rkey=rc.theirs.rkey ^ 0xA5, wr_id=1),
+            rc.wr(rp.RdmaWrite, rc.mine[:8], wr_id=2),
+        ]
+    )
+    done = {wc.wr_id: wc.status for wc in rc.cq.wait(3)}
+    assert done == {1: WCStatus.REM_ACCESS_ERR, 2: WCStatus.WR_FLUSH_ERR, 7: WCStatus.WR_FLUSH_ERR}
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], wr_id=3))
+    assert [(wc.wr_id, wc.status) for wc in rc.cq.wait()] == [(3, WCStatus.WR_FLUSH_ERR)]
+    assert rc.a.state is QPState.ERR
+
+
+# ---- SQE ------------------------------------------------------------------------------
+
+
+def break_the_sender(pair: Pair) -> None:
+    """Make one of a's sends fail on its own side."""
+    wrong = rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5)
+    pair.a.post_send(pair.send(wrong, wr_id=1))
+    (done,) = pair.cq.wait()
+    assert done.wr_id == 1
+    assert done.status in LOCAL_ERROR
+
+
+@pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
+def test_sqe_completes_a_send_with_a_flush_error(connect, qp_type):
+    pair = connect(qp_type)
+    break_the_sender(pair)
+    # rxe goes to ERR right away, where it is the same.
+    assert pair.a.state in (QPState.SQE, QPState.ERR)
+    pair.a.post_send([pair.send(pair.mine[:8], wr_id=i) for i in (2, 3)])
+    done = pair.cq.wait(2)
+    assert [(wc.wr_id, wc.status) for wc in done] == [(i, WCStatus.WR_FLUSH_ERR) for i in (2, 3)]
+
+
+@pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
+def test_sqe_still_receives_and_can_be_left_for_rts(connect, context, qp_type):
+    needs(context.kind == "soft", "state SQE (rxe goes to ERR)", context)
+    pair = connect(qp_type)
+    pair.a.post_recv(rp.RecvWR(pair.mine[:ROOM], wr_id=7))
+    break_the_sender(pair)
+    assert pair.a.state is QPState.SQE
+    pair.a.post_recv(rp.RecvWR(pair.mine[:ROOM], wr_id=8))
+    back = rp.Send(pair.theirs[:8], wr_id=9)
+    if qp_type is QPType.UD:
+        back.ah = pair.ah
+        back.remote_qpn, back.remote_qkey = pair.a.qp_num, rp.resources.qp.DEFAULT_QKEY
+    pair.b.post_send([back, back])
+    assert sorted(wc.wr_id for wc in pair.wait(4)) == [7, 8, 9, 9]
+    pair.a.to_rts()
+    pair.works()
+
+
+# ---- SQD ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_sqd_takes_a_send_and_holds_it(connect, qp_type):
+    """Until the queue pair is in RTS again; then all of it goes out, in order."""
+    pair = connect(qp_type)
+    pair.a.to_sqd()
+    pair.b.post_recv([receive(pair, 10 + i) for i in range(3)])
+    for i in range(2):
+        pair.a.post_send(pair.send(pair.mine[:8], wr_id=i))
+    with pytest.raises(rp.WaitTimeout):
+        pair.cq.wait(timeout=0.1)
+    assert pair.a.outstanding == (2, 0)
+    pair.a.to_rts()
+    # rxe continues only after another doorbell.
+    pair.a.post_send(pair.send(pair.mine[:8], wr_id=2))
+    done = [wc.wr_id for wc in pair.wait(6)]
+    assert [wr_id for wr_id in done if wr_id < 10] == [0, 1, 2]
+
+
+def test_sqd_still_receives(rc):
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:64], wr_id=1))
+    rc.b.to_sqd()
+    rc.a.post_send(rp.Send(rc.mine[:8], wr_id=2))
+    assert sorted(wc.wr_id for wc in rc.wait(2)) == [1, 2]
+
+
+# ---- receives -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_reset_refuses_a_receive(connect, qp_type):
+    pair = connect(qp_type, to=QPState.RESET)
+    with pytest.raises(rp.PostError, match=r"RESET; receives can be posted from INIT on") as caught:
+        pair.b.post_recv([receive(pair, i) for i in range(2)])
+    assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert pair.b.outstanding == (0, 0)
+
+
+@pytest.mark.parametrize("state", [QPState.INIT, QPState.RTR, QPState.RTS, QPState.SQD])
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_receive_is_taken_from_init_on(connect, qp_type, state):
+    """And used by the first message that comes once the queue pair can receive."""
+    pair = connect(qp_type, to=QPState.RESET)
+    climb(pair.b, state, pair.a.endpoint())
+    pair.b.post_recv(receive(pair, 7))
+    assert pair.b.outstanding == (0, 1)
+    climb(pair.a, QPState.RTS, pair.b.endpoint())
+    if state is QPState.INIT:
+        climb(pair.b, QPState.RTR, pair.a.endpoint())
+    pair.a.post_send(pair.send(pair.mine[:8], wr_id=9))
+    assert sorted(wc.wr_id for wc in pair.wait(2)) == [7, 9]
+
+
+def test_receive_of_init_waits_for_rtr(connect):
+    """A peer that sends too early gets no answer."""
+    pair = connect(to=QPState.RESET)
+    pair.a.connect(pair.b.endpoint(), timeout=8, retry_cnt=1)
+    pair.b.to_init()
+    pair.b.post_recv(receive(pair, 7))
+    pair.a.post_send(rp.Send(pair.mine[:8], wr_id=9))
+    (done,) = pair.cq.wait()
+    assert (done.wr_id, done.status) == (9, WCStatus.RETRY_EXC_ERR)
+    assert pair.b.outstanding == (0, 1)
+    assert not any(pair.theirs.buffer)
+
+
+@pytest.mark.parametrize("qp_type", TYPES)
+def test_receive_posted_in_err_completes_with_a_flush_error(connect, context, qp_type):
+    needs(context.kind == "soft", "flush of receives posted in ERR", context)
+    pair = connect(qp_type)
+    pair.b.to_err()
+    pair.b.post_recv([receive(pair, i) for i in range(3)])
+    done = pair.cq.wait(3)
+    assert [(wc.wr_id, wc.status) for wc in done] == [(i, WCStatus.WR_FLUSH_ERR) for i in range(3)]
+
+
+# ---- several steps ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT, QPState.RTR])
+def test_sends_are_refused_before_rts(connect, state):
+    """Refused here: rxe keeps them, returns EINVAL, and runs them later."""
+    pair = connect(to=QPState.RESET)
+    climb(pair.a, state, pair.b.endpoint())
+    with pytest.raises(rp.PostError, match=f"the QP is in {state.name}") as caught:
+        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:4]))
+    assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert pair.a.outstanding == (0, 0)
+
+
+def test_receives_are_refused_in_reset_and_taken_from_init_on(connect):
+    pair = connect(to=QPState.RESET)
+    with pytest.raises(rp.PostError, match=r"RESET; receives can be posted from INIT on"):
+        pair.b.post_recv(rp.RecvWR(pair.theirs[:8]))
+    pair.b.to_init(ALL & ~Access.LOCAL_WRITE)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:8], wr_id=1))
+    assert pair.b.outstanding == (0, 1)
+    pair.b.to_rtr(pair.a.endpoint())
+    pair.b.post_recv(rp.RecvWR(pair.theirs[8:16], wr_id=2))
+    pair.connect()
+    pair.a.post_send([rp.Send(pair.mine[:8], wr_id=9), rp.Send(pair.mine[:8], wr_id=9)])
+    assert sorted(wc.wr_id for wc in pair.wait(4)) == [1, 2, 9, 9]
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
+def test_to_err_flushes_everything(connect, qp_type):
+    """What is posted, and what is posted from then on."""
+    pair = connect(qp_type)
+    pair.b.post_recv([rp.RecvWR(pair.theirs[:100], wr_id=i) for i in range(5)])
+    pair.b.to_err()
+    assert pair.b.state is QPState.ERR
+    done = pair.cq.wait(5)
+    assert [(wc.wr_id, wc.status) for wc in done] == [(i, WCStatus.WR_FLUSH_ERR) for i in range(5)]
+    pair.a.to_err()
+    pair.a.post_send([pair.send(pair.mine[:4], wr_id=i) for i in range(3)])
+    done = pair.cq.wait(3)
+    assert [(wc.wr_id, wc.status) for wc in done] == [(i, WCStatus.WR_FLUSH_ERR) for i in range(3)]
+    assert pair.a.outstanding == pair.b.outstanding == (0, 0)
+
+
+def test_receive_posted_in_err_is_flushed(rc):
+    rc.b.to_err()
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:100], wr_id=6))
+    try:
+        done = [(wc.wr_id, wc.status) for wc in rc.cq.wait(timeout=1)]
+    except rp.WaitTimeout:
+        # rxe looks at its receives only when a packet comes.
+        assert rc.b.outstanding == (0, 1)
+    else:
+        assert done == [(6, WCStatus.WR_FLUSH_ERR)]
+        assert rc.b.outstanding == (0, 0)
+
+
+def test_reset_drops_what_is_posted(rc):
+    """Nothing completes, nothing is outstanding, and the memory is free."""
+    rc.b.post_recv([rp.RecvWR(rc.theirs[:8], wr_id=i) for i in range(5)])
+    rc.b.to_reset()
+    assert rc.b.state is QPState.RESET
+    assert rc.b.outstanding == (0, 0)
+    assert rc.cq.poll() == []
+    rc.theirs.close()
+
+
+def test_queue_pair_works_again_after_a_reset(rc):
+    """From ERR via RESET to RTS, any number of times."""
+    for _ in range(3):
+        rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], rkey=rc.theirs.rkey ^ 0xA5))
+        assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+        for qp in (rc.a, rc.b):
+            qp.to_reset()
+        rc.connect()
+        rc.works()
+
+
+def test_sqd_holds_what_is_posted(rc):
+    rc.a.to_sqd()
+    assert rc.a.state is QPState.SQD
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=5))
+    with pytest.raises(rp.WaitTimeout):
+        rc.cq.wait(timeout=0.2)
+    assert rc.a.outstanding == (1, 0)
+    rc.a.to_rts()
+    # rxe continues only after another doorbell.
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=6))
+    assert [wc.wr_id for wc in rc.wait(2)] == [5, 6]
+
+
+# ---- before RTS -------------------------------------------------------------------
+
+
+RC, UC, UD, RAW = QPType.RC, QPType.UC, QPType.UD, QPType.RAW_PACKET
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (QPState.RESET, "the QP is in RESET; bring it to RTS first (qp.connect)"),
+        (QPState.INIT, "the QP is in INIT; bring it to RTS first (qp.connect)"),
+        (QPState.RTR, "the QP is in RTR, ready to receive only; bring it to RTS first (qp.to_rts)"),
+    ],
+)
+def test_queue_pair_that_is_not_ready_takes_nothing(soft, state, said):
+    qp = soft.queues.enter_context(rp.QP(soft.pd, RC, soft.cq))
+    batch = qp.prepare(rp.LocalInv())
+    if state is not QPState.RESET:
+        qp.to_init()
+    if state is QPState.RTR:
+        qp.to_rtr(qp.endpoint())
+    for post in (lambda: qp.post_send(rp.LocalInv()), batch.post):
+        with pytest.raises(rp.PostError) as caught:
+            post()
+        assert (caught.value.reason, caught.value.errno) == (said, errno.EINVAL)
+        assert (caught.value.index, caught.value.posted) == (0, 0)
+    if state is QPState.RESET:
+        said = "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
+        assert reason(qp.post_recv, rp.RecvWR()) == said
+    else:
+        qp.post_recv(rp.RecvWR())
+    batch.close()
+
+
+@pytest.mark.parametrize("state", QPState)
+def test_states_before_rts_refuse_sends(state):
+    refused = check_send_state(state)
+    if state in (QPState.RESET, QPState.INIT, QPState.RTR):
+        assert f"the QP is in {state.name}" in str(refused)
+        assert "RTS" in str(refused)
+    else:
+        assert refused is None
+
+
+def test_error_names_the_step_that_continues():
+    assert "qp.connect" in str(check_send_state(QPState.RESET))
+    assert "qp.connect" in str(check_send_state(QPState.INIT))
+    assert "qp.to_rts" in str(check_send_state(QPState.RTR))
+    for state in (QPState.RTS, QPState.SQD, QPState.SQE, QPState.ERR):
+        assert check_send_state(state) is None
+
+
+def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
+    """Even if the reset has not returned: the device would drop it, or it would never be seen."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        provider = provider_of(context)
+        modify = provider.modify_qp
+        refused = []
+
+        def modify_qp(*args: Any) -> Any:
+            code = modify(*args)
+            for post in (
+                lambda: qp.post_recv(rp.RecvWR(mr[:8])),
+                lambda: qp.post_send(rp.Send(mr[:8])),
+            ):
+                with pytest.raises(rp.PostError, match="RESET") as caught:
+                    post()
+                refused.append(caught.value)
+            return code
+
+        monkeypatch.setattr(provider, "modify_qp", modify_qp)
+        qp.to_reset()
+        monkeypatch.undo()
+        assert len(refused) == 2
+        assert qp.outstanding == (0, 0)
+        qp.connect(qp.endpoint())
+        qp.post_recv(rp.RecvWR(mr[:8], wr_id=7))
+        qp.post_send(rp.Send(mr[8:16], wr_id=8))
+        assert sorted(wc.wr_id for wc in cq.wait(2)) == [7, 8]
+
+
+def test_queue_pair_that_could_not_be_reset_can_be_posted_to(context, monkeypatch):
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+
+        def modify_qp(*_: Any) -> None:
+            raise rp.VerbsError("ibv_modify_qp", errno.EIO)
+
+        monkeypatch.setattr(provider_of(context), "modify_qp", modify_qp)
+        with pytest.raises(rp.VerbsError, match="EIO"):
+            qp.to_reset()
+        monkeypatch.undo()
+        qp.post_recv(rp.RecvWR(mr[:8], wr_id=7))
+        qp.post_send(rp.Send(mr[8:16], wr_id=8))
+        assert sorted(wc.wr_id for wc in cq.wait(2)) == [7, 8]

@@ -1,0 +1,281 @@
+"""MR.rereg against posts, closes and other reregs in other threads, and under interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import mmap
+import os
+import random
+import threading
+import time
+
+from connected_pair import LIMIT, Rig, thread
+from isolated import TIMES, isolated
+from support import prints
+
+import rdmapost as rp
+from rdmapost import Access
+
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ
+SECONDS = 0.8 * TIMES
+
+
+def _can(mr: rp.MR) -> bool:
+    """Whether the device has it; then the region has moved."""
+    with contextlib.suppress(rp.UnsupportedError):
+        mr.rereg(memory=mr.length)
+        return True
+    return False
+
+
+@isolated()
+def test_posts_race_with_a_region_that_moves(device):
+    """A post names the region as it is, or is refused; what it writes to is always mapped."""
+    rig = Rig(device)
+    mr = rp.MR(rig.pd, mmap.PAGESIZE, ALL)
+    if _can(mr):
+        end = time.monotonic() + SECONDS
+        moved = posted = 0
+        texts = set()
+
+        def move() -> None:
+            nonlocal moved
+            while time.monotonic() < end:
+                with contextlib.suppress(rp.InUseError):
+                    # The old memory is unmapped at once: a device that wrote there would crash.
+                    mr.rereg(memory=random.choice((1, 2, 3)) * mmap.PAGESIZE)
+                    moved += 1
+
+        with thread(move):
+            while time.monotonic() < end:
+                try:
+                    rig.a.post_send(rp.RdmaRead(mr[:8], remote_addr=rig.mr.addr, rkey=rig.mr.rkey))
+                    posted += 1
+                except (rp.PostError, rp.ClosedError) as error:
+                    texts.add(str(error))
+                done = rig.cq.wait() if rig.a.outstanding.send else ()
+                if any(wc.status is not rp.WCStatus.SUCCESS for wc in done):
+                    # The slice was of before, and the post of after.
+                    for qp in (rig.a, rig.b):
+                        qp.to_reset()
+                    rig.a.connect(rig.b.endpoint(), rnr_retry=1)
+                    rig.b.connect(rig.a.endpoint(), rnr_retry=1)
+        assert moved
+        assert posted
+        # Nothing else is refused.
+        allowed = ("again by another thread", "lies outside")
+        assert all(any(words in text for words in allowed) for text in texts), texts
+    rig.cq.poll()
+    mr.close()
+    rig.close()
+
+
+@isolated()
+def test_reregs_of_several_threads_take_turns(device):
+    """Each changes what it was asked to, whatever the others have changed meanwhile."""
+    rig = Rig(device)
+    mr = rp.MR(rig.pd, 4096, ALL)
+    pds = [rp.PD(rig.context) for _ in range(2)]
+    if _can(mr):
+        end = time.monotonic() + SECONDS
+        errors = []
+
+        def each(change):
+            try:
+                while time.monotonic() < end:
+                    change()
+            except BaseException as error:
+                errors.append(error)
+
+        def move():
+            mr.rereg(memory=bytearray(random.choice((64, 128))))
+
+        threads = [
+            threading.Thread(target=each, args=(change,))
+            for change in (
+                move,
+                move,
+                lambda: mr.rereg(pd=random.choice(pds)),
+                lambda: mr.rereg(access=random.choice((ALL, Access.LOCAL_WRITE))),
+            )
+        ]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(LIMIT)
+        assert not errors, errors
+        assert mr.length in (64, 128)
+        assert mr.length == mr.buffer.nbytes
+        mr.rereg(pd=rig.pd, access=ALL)
+    for pd in pds:
+        pd.close()
+    mr.close()
+    rig.close()
+
+
+@isolated()
+def test_close_races_with_a_region_that_moves(device):
+    rig = Rig(device)
+    end = time.monotonic() + SECONDS
+    with rp.MR(rig.pd, 4096, ALL) as first:
+        can = _can(first)
+    while can and time.monotonic() < end:
+        mr = rp.MR(rig.pd, bytearray(64), ALL)
+        memory = bytearray(64)
+
+        def move(mr=mr, memory=memory):
+            with contextlib.suppress(rp.ClosedError):
+                for _ in range(5):
+                    mr.rereg(memory=memory)
+                    mr.rereg(memory=64)
+
+        with thread(move):
+            time.sleep(random.random() / 1000)
+            mr.close()
+        assert mr.closed
+        memory.append(1)
+    rig.close()
+
+
+@isolated()
+def test_interrupted_rereg_has_happened_or_not(soft):
+    """Whatever moment an exception comes at, the region is whole: one of the two."""
+    import signal
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    signal.signal(signal.SIGALRM, stop)
+    rig = Rig(soft)
+    for delay in range(1, 400):
+        old, new = bytearray(64), bytearray(128)
+        mr = rp.MR(rig.pd, old, ALL)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay * 2e-6)
+            mr.rereg(memory=new)
+            while True:
+                time.sleep(1)
+        except Stop:
+            pass
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        assert mr.length in (64, 128)
+        assert mr.buffer.nbytes == mr.length
+        mr.buffer[:8] = b"8 bytes!"
+        rig.a.post_send(rp.RdmaWrite(rig.mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey))
+        assert rig.cq.wait()[0].check()
+        moved = mr.length == 128
+        assert (new if moved else old)[8:16] == rig.mr.buffer[:8]
+        gc.collect()
+        (old if moved else new).append(1)
+        mr.close()
+    rig.close()
+
+
+@isolated()
+def test_rereg_in_a_signal_handler_in_the_middle_of_a_verb_is_refused(soft):
+    rig = Rig(soft)
+    mr = rp.MR(rig.pd, 64, ALL)
+    seen = []
+
+    class Number:
+        def __index__(self):
+            try:
+                mr.rereg(memory=64)
+            except rp.InUseError as error:
+                seen.append(str(error))
+            return 8
+
+    with contextlib.suppress(rp.PostError):
+        rig.a.post_send(rp.Send(rp.SGE(mr.addr, Number(), mr.lkey, mr)))
+    mr.rereg(memory=128)
+    assert mr.length == 128
+    rig.a.to_reset()
+    mr.close()
+    rig.close()
+
+
+@isolated()
+def test_fork_while_a_region_moves_leaves_a_child_that_can_open_the_device(soft):
+    rig = Rig(soft)
+    mr = rp.MR(rig.pd, 4096, ALL)
+    end = time.monotonic() + SECONDS
+
+    def move():
+        while time.monotonic() < end:
+            mr.rereg(memory=4096)
+
+    with thread(move):
+        while time.monotonic() < end:
+            child = os.fork()
+            if not child:
+                code = 1
+                with contextlib.suppress(BaseException):
+                    try:
+                        mr.rereg(memory=64)
+                    except rp.ClosedError:
+                        with (
+                            rp.open_device("soft0") as context,
+                            rp.PD(context) as pd,
+                            rp.MR(pd, 64) as mine,
+                        ):
+                            mine.rereg(memory=128)
+                            code = 0
+                os._exit(code)
+            assert os.waitpid(child, 0)[1] == 0
+    mr.close()
+    rig.close()
+
+
+FORKS_DURING_REREG = """
+import os, signal, sys
+import rdmapost as rp
+from rdmapost.resources import memory
+
+def attempt(at):
+    left, root, child = at, os.getpid(), None
+    def trace(frame, event, arg):
+        nonlocal left, child
+        if frame.f_code.co_filename != memory.__file__:
+            return None
+        if event == "line" and os.getpid() == root:
+            left -= 1
+            if left == 0:
+                # As a signal handler would.
+                child = os.fork()
+                signal.alarm(0 if child else 20)
+        return trace
+    with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.MR(pd, 64) as mr:
+        sys.settrace(trace)
+        try:
+            mr.rereg(memory=128)
+            code = 0
+        except rp.ClosedError:
+            code = 1
+        except BaseException as error:
+            code = 2
+            print(at, repr(error), file=sys.stderr)
+        finally:
+            sys.settrace(None)
+        if os.getpid() != root:
+            try:
+                mr.rereg(memory=256)
+                code = 3
+            except rp.ClosedError:
+                mr.close()
+            os._exit(code)
+    return child if child is None else os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+seen, at = set(), 0
+while (code := attempt(at := at + 1)) is not None:
+    seen.add(code)
+print(at > 40, seen <= {0, 1}, 1 in seen)
+"""
+
+
+def test_child_of_a_fork_in_the_middle_of_a_rereg_is_told_that_its_region_is_closed():
+    assert prints(FORKS_DURING_REREG) == "True True True"

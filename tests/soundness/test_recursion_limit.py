@@ -1,0 +1,209 @@
+"""Posts near the recursion limit: a RecursionError never hides that something was posted."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from connected_pair import INLINE, Rig
+from interrupts import Moment, interrupt_at_each_moment
+from isolated import isolated
+
+import rdmapost as rp
+
+LIMIT = 400
+"""Calls; the last 100 of them are tried, of which a post needs less than half."""
+
+PARTLY = "2 of 3 work requests were posted"
+
+
+def nested(depth: int, act: Callable[[], object]) -> object:
+    return nested(depth - 1, act) if depth else act()
+
+
+def depths() -> range:
+    """Return what to nest, from where there is room to where there is none."""
+    own, frame = 0, sys._getframe()
+    while frame.f_back is not None:
+        own, frame = own + 1, frame.f_back
+    return range(LIMIT - own - 100, LIMIT - own)
+
+
+def called(method: Callable[[], object]) -> Callable[[], object]:
+    """Return a function of Python's: newer Pythons do not count C's towards the limit."""
+    return lambda: method()
+
+
+POSTS: dict[str, Callable[[Any], Callable[[], object]]] = {
+    "send": lambda rig: lambda: rig.a.post_send(rig.write(1)),
+    "list": lambda rig: lambda: rig.a.post_send([rig.write(1), rig.write(2)]),
+    "generator": lambda rig: lambda: rig.a.post_send(rig.write(n) for n in (1, 2)),
+    "inline": lambda rig: lambda: rig.a.post_send(rig.write(1, send_flags=INLINE)),
+    "prepared": lambda rig: called(rig.a.prepare([rig.write(1), rig.write(2)]).post),
+    "bind": lambda rig: (
+        lambda: rig.a.bind_mw(rig.more[0], rig.mr, rig.mr.addr, 8, rp.Access.REMOTE_READ)
+    ),
+    "recv": lambda rig: lambda: rig.b.post_recv(rig.receive(1)),
+}
+
+
+@pytest.mark.parametrize("what", POSTS)
+@isolated(silent=True, timeout=30)
+def test_post_that_raises_recursion_error_has_posted_nothing(what, soft):
+    rig = Rig(soft)
+    rig.more.append(rp.MW(rig.pd, rp.MWType.TYPE_1))
+    post = POSTS[what](rig)
+    tried = depths()
+    sys.setrecursionlimit(LIMIT)
+    outcomes, wrong = set(), []
+    for depth in tried:
+        before = sum((*rig.a.outstanding, *rig.b.outstanding))
+        raised = None
+        try:
+            nested(depth, post)
+        except RecursionError as error:
+            raised = error
+        posted = sum((*rig.a.outstanding, *rig.b.outstanding)) - before
+        outcomes.add(raised is None)
+        if bool(posted) is (raised is not None):
+            wrong.append(f"depth {depth}: {posted} posted, {raised!r}")
+        rig.cq.wait(rig.a.outstanding.send)
+        if rig.b.outstanding.recv == 64:
+            rig.drain_receives()
+    assert not wrong, "\n".join(wrong)
+    assert outcomes == {True, False}, "the limit is not among these depths"
+    rig.works()
+
+
+@isolated(silent=True, timeout=30)
+def test_recursion_error_of_a_partly_posted_list_reports_how_many_were_posted(soft):
+    rig = Rig(soft)
+    refused = rig.write(3, send_flags=1 << 20)
+    tried = depths()
+    sys.setrecursionlimit(LIMIT)
+    outcomes, wrong = set(), []
+    for depth in tried:
+        try:
+            nested(depth, lambda: rig.a.post_send([rig.write(1), rig.write(2), refused]))
+        except (RecursionError, rp.PostError) as error:
+            raised: Any = error
+        posted, said = rig.a.outstanding.send, getattr(raised, "posted", 0)
+        outcomes.add((type(raised).__name__, posted))
+        notes = getattr(raised, "__notes__", [])
+        if said != posted:
+            wrong.append(f"depth {depth}: {posted} posted, said to be {said}: {raised!r}")
+        if posted and isinstance(raised, RecursionError) and notes != [PARTLY]:
+            wrong.append(f"depth {depth}: {notes}")
+        rig.cq.wait(posted)
+    assert not wrong, "\n".join(wrong)
+    assert ("PostError", 2) in outcomes
+    assert ("RecursionError", 2) in outcomes, "the limit is not between the post and its error"
+
+
+@isolated(silent=True, timeout=30)
+def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(soft):
+    """By itself, or by the PostError that it interrupted."""
+    notes: list[str] = []
+    whole: list[int | None] = []
+
+    def act(rig: Rig) -> None:
+        refused = rig.write(3, send_flags=1 << 20)
+        try:
+            rig.a.post_send([rig.write(1), rig.write(2), refused])
+        except rp.PostError as error:
+            whole.append(error.posted)
+        except KeyboardInterrupt as error:
+            posted, context = rig.a.outstanding.send, error.__context__
+            said = getattr(error, "posted", None) or getattr(context, "posted", 0)
+            assert said == posted, f"{posted} posted, said to be {said}"
+            notes.extend(getattr(error, "__notes__", []))
+
+    def check(rig: Rig, _: Moment) -> None:
+        rig.drain()
+        rig.close()
+
+    interrupt_at_each_moment(lambda: Rig(soft), act, check)
+    assert set(notes) == {PARTLY}
+    assert set(whole) == {2}
+
+
+@isolated(silent=True, timeout=30)
+def test_interrupt_of_a_post_reports_how_many_were_posted(soft):
+    """While the device carries them out."""
+    notes: list[object] = []
+    wrong: list[object] = []
+
+    def act(rig: Rig) -> None:
+        try:
+            rig.a.post_send([rig.write(1), rig.write(2)])
+        except KeyboardInterrupt as error:
+            if getattr(error, "posted", 0) != rig.a.outstanding.send:
+                wrong.append(rig.a.outstanding)
+            notes.extend(getattr(error, "__notes__", []))
+
+    def check(rig: Rig, _: Moment) -> None:
+        rig.drain()
+        rig.close()
+
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/soft0/")
+    assert not wrong
+    assert set(notes) == {"2 of 2 work requests were posted"}
+
+
+class Number:
+    """Its __index__ is set later."""
+
+
+AGAIN: dict[str, Callable[[Any, Any], Callable[[], object]]] = {
+    "send": lambda rig, number: partial(rig.a.post_send, rig.write(1, wr_id=number)),
+    "list": lambda rig, number: partial(
+        rig.a.post_send, [rig.write(1), rig.write(2, wr_id=number)]
+    ),
+    "recv": lambda rig, number: partial(
+        rig.b.post_recv, rp.RecvWR(rp.SGE(number, 8, rig.mr.lkey, rig.mr))
+    ),
+    "columns": lambda rig, number: partial(
+        rig.a.post_columns, rp.RdmaWrite, rig.mr[:8], remote_addr=rig.mr.addr, rkey=number
+    ),
+    "prepared number": lambda rig, number: partial(
+        setattr, rig.a.prepare(rig.write(1))[0], "rkey", number
+    ),
+    "prepared SGE": lambda rig, number: partial(
+        setattr, rig.a.prepare(rig.write(1))[0], "sg_list", [rp.SGE(number, 8, 0, rig.mr)]
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AGAIN)
+@isolated(silent=True, timeout=30)
+def test_posts_in_each_other_without_a_python_function_end_with_recursion_error(what, soft):
+    """Python 3.13 allows more of them than the stack has room for."""
+    rig = Rig(soft)
+    again = AGAIN[what](rig, Number())
+    Number.__index__ = staticmethod(again)  # type: ignore[attr-defined]
+    for run in (again, lambda: _in_a_thread(again)):
+        with pytest.raises(RecursionError, match="calls of rdmapost in each other"):
+            run()
+    Number.__index__ = staticmethod(lambda: 5)  # type: ignore[attr-defined]
+    rig.works()
+
+
+def _in_a_thread(act: Callable[[], object]) -> None:
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:
+            raised.append(error)
+
+    before = threading.stack_size(1 << 20)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    threading.stack_size(before)
+    raise raised[0]

@@ -1,0 +1,39 @@
+"""The checks on the null device, which says that it has done what it has not."""
+
+from __future__ import annotations
+
+from support import null_device
+from support.null_device import LIES
+
+null = null_device.null
+on_null = null_device.on_null
+
+
+def test_the_checks_see_that_nothing_has_been_done(on_null):
+    """None passes, and none stops the others."""
+    said = on_null(
+        LIES
+        + """
+from rdmapost.check import run_checks
+with rp.open_device("null0") as context:
+    for result in run_checks(context, timeout=0.2):
+        print(result.opcode, result.qp_type, result.status, result.detail, sep=" | ")
+"""
+    )
+    results = {tuple(line.split(" | ")[:2]): line.split(" | ")[2:] for line in said.splitlines()}
+    assert {status for status, _ in results.values()} == {"fail", "unsupported"}
+    assert results["SEND", "RC"] == ["fail", "byte_len is 0x8, not 0x3005"]
+    assert results["SEND", "XRC_SEND"] == ["unsupported", "null0 has no XRC queue pairs"]
+    status, detail = results["RDMA_WRITE", "RC"]
+    assert (status, detail.split()[:2]) == ("fail", ["remote", "memory:"])
+    assert "bytes are wrong, the first at" in detail
+    assert results["RDMA_WRITE_WITH_IMM", "RC"] == [
+        "fail",
+        "the completion says RECV, not RECV_RDMA_WITH_IMM",
+    ]
+    assert results["ATOMIC_FETCH_AND_ADD", "RC"][1].startswith("old value is ")
+    assert results["BIND_MW", "RC"] == ["fail", "a write succeeded and did not arrive"]
+    assert results["LOCAL_INV", "RC"] == ["unsupported", "null0 cannot invalidate keys"]
+    assert results["TAG_ADD", "RC"] == ["unsupported", "tag matching is not supported by null0"]
+    assert "TSO on UD queue pairs is not supported" in results["TSO", "UD"][1]
+    assert "nothing arrived at the remote queue pair" in results["SRQ_RECV", "RC"][1]

@@ -1,0 +1,412 @@
+"""Serving and dialling with the caller's memory, SRQ, CQ, queue pair options and private data."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support import LIMIT
+from support.serving import Served, both_servers
+
+import rdmapost as rp
+from rdmapost import Access, QPType, WCOpcode, connect
+
+EVERYTHING = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
+
+REFUSED = (rp.WCStatus.REM_ACCESS_ERR, rp.WCStatus.REM_INV_REQ_ERR)
+"""How a peer refuses what its region, or its queue pair, does not allow."""
+
+serve = both_servers
+
+
+# ---- memory -------------------------------------------------------------------
+
+
+def test_clients_read_and_write_the_callers_region(serve: Callable[..., Served], pd: rp.PD) -> None:
+    memory = bytearray(b"what the caller had".ljust(100))
+    with rp.MR(pd, memory, EVERYTHING) as mr:
+        served = serve(mr=mr)
+        with served.dial() as one, served.dial() as other:
+            assert (one.offer.addr, one.offer.rkey, one.offer.size) == (mr.addr, mr.rkey, 100)
+            one.qp.post_send(rp.RdmaRead(one.mr[:19], **one.target()))
+            one.wait()[0].check()
+            assert bytes(one.mr.buffer[:19]) == b"what the caller had"
+            one.mr.buffer[:3] = b"now"
+            one.qp.post_send(rp.RdmaWrite(one.mr[:3], **one.target(97)))
+            one.wait()[0].check()
+            assert other.look(97).data == b"now"
+        assert served.until(connect.Left).changed is None
+        served.server.close()
+        assert memory[97:] == b"now"
+        assert not mr.closed
+
+
+def test_region_grants_clients_no_more_access_than_it_has(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    with rp.MR(pd, 64, Access.LOCAL_WRITE | Access.REMOTE_READ) as mr:
+        with serve(mr=mr).dial() as peer:
+            assert peer.offer.access == Access.REMOTE_READ
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+            assert peer.wait()[0].status in REFUSED
+        with pytest.raises(ValueError, match="access: the MR lacks REMOTE_WRITE"):
+            serve(mr=mr, access=Access.REMOTE_READ | Access.REMOTE_WRITE)
+    with rp.MR(pd, 64, EVERYTHING) as mr, serve(mr=mr, access=Access.REMOTE_WRITE).dial() as peer:
+        assert peer.offer.access == Access.REMOTE_WRITE
+        # The server's queue pair refuses what the region alone would allow.
+        peer.qp.post_send(rp.RdmaRead(peer.mr[:8], **peer.target()))
+        assert peer.wait()[0].status in REFUSED
+
+
+def test_memory_without_a_buffer_can_be_exposed_and_not_looked_at(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    with rp.MR(pd, 64, EVERYTHING) as whole:
+        whole.buffer[:5] = b"found"
+        with (
+            rp.MR.at(pd, whole.addr, 64, EVERYTHING, owner=whole) as mr,
+            serve(mr=mr).dial() as peer,
+        ):
+            peer.qp.post_send(rp.RdmaRead(peer.mr[:5], **peer.target()))
+            peer.wait()[0].check()
+            assert bytes(peer.mr.buffer[:5]) == b"found"
+            seen = peer.look()
+            assert (seen.sha256, seen.data) == ("", b"")
+
+
+def test_region_closed_under_a_server_refuses_new_clients_by_name(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    mr = rp.MR(pd, 64, EVERYTHING)
+    served = serve(mr=mr)
+    with served.dial() as peer:
+        mr.close()
+        peer.qp.post_send(rp.RdmaRead(peer.mr[:5], **peer.target()))
+        assert peer.wait()[0].status is rp.WCStatus.REM_ACCESS_ERR
+    with pytest.raises(connect.ConnectError, match=r"MR of 64 bytes .* is closed"):
+        served.dial()
+
+
+def test_client_sends_from_its_own_region(serve: Callable[..., Served], pd: rp.PD) -> None:
+    served = serve()
+    with rp.MR(pd, b"read-only", Access(0)) as mr:
+        with served.dial(mr=mr) as peer:
+            assert peer.mr is mr
+            assert peer.qp.pd is pd
+            peer.qp.post_send(rp.Send(mr[:9]))
+            peer.wait()[0].check()
+            arrival = peer.report()
+            assert arrival is not None
+            assert arrival.data == b"read-only"
+        assert not mr.closed
+
+
+# ---- SRQ and CQ ---------------------------------------------------------------
+
+
+def test_clients_share_the_callers_srq_and_cq(
+    serve: Callable[..., Served], context: rp.Context, pd: rp.PD
+) -> None:
+    with rp.CQ(context) as cq, rp.MR(pd, 8 * 64, EVERYTHING) as mr, rp.SRQ(pd, max_wr=8) as srq:
+        srq.post_srq_recv([rp.RecvWR(mr[n * 64 : n * 64 + 64], wr_id=n) for n in range(8)])
+        served = serve(mr=mr, srq=srq, cq=cq)
+        with served.dial() as one, served.dial() as other:
+            senders = {client.qp.qp_num: client.number for client in served.server.clients}
+            for number, peer in enumerate((one, other), 1):
+                assert (peer.offer.receives, peer.offer.receive_size) == (0, 0)
+                peer.mr.buffer[:6] = b"from %d" % number
+                peer.qp.post_send(rp.Send(peer.mr[:6]))
+                peer.wait()[0].check()
+            for wc in cq.wait(2, LIMIT):
+                wc.check()
+                assert wc.opcode is WCOpcode.RECV
+                text = bytes(mr.buffer[wc.wr_id * 64 :][: wc.byte_len])
+                assert text == b"from %d" % senders[wc.qp_num]
+            # What the caller posts completes there, too.
+            client = served.server.clients[0]
+            one.qp.post_recv(rp.RecvWR([], wr_id=5))
+            client.qp.post_send(rp.Send([], wr_id=77))
+            assert cq.wait(1, LIMIT)[0].wr_id == 77
+            assert one.wait()[0].wr_id == 5
+            assert one.report(1, 0.05) is None
+        served.server.close()
+        assert not srq.closed
+        assert not cq.closed
+
+
+def test_client_receives_from_its_own_srq_into_its_own_cq(
+    serve: Callable[..., Served], context: rp.Context, pd: rp.PD
+) -> None:
+    served = serve()
+    with (
+        rp.CQ(context) as cq,
+        rp.SRQ(pd) as srq,
+        rp.MR(pd, 64, EVERYTHING) as mr,
+        served.dial(mr=mr, srq=srq, cq=cq) as peer,
+    ):
+        assert peer.cq is cq
+        srq.post_srq_recv(rp.RecvWR(mr[:64], wr_id=9))
+        (client,) = served.server.clients
+        client.mr.buffer[:2] = b"hi"
+        client.qp.post_send(rp.Send(client.mr[:2]))
+        wc = peer.wait()[0]
+        assert (wc.wr_id, wc.byte_len, bytes(mr.buffer[:2])) == (9, 2, b"hi")
+
+
+# ---- queue pair options -------------------------------------------------------
+
+
+def test_queue_pairs_of_both_sides_take_options(serve: Callable[..., Served]) -> None:
+    served = serve(qp_options={"max_send_wr": 33, "max_inline_data": 32, "retry_cnt": 3})
+    options: connect.QPOptions = {"max_send_wr": 40, "max_send_sge": 3, "timeout": 11}
+    with served.dial(qp_options=options) as peer:
+        (client,) = served.server.clients
+        assert client.qp.max_send_wr >= 33
+        assert client.qp.max_inline_data >= 32
+        assert client.qp.query().retry_cnt == 3
+        assert peer.qp.max_send_wr >= 40
+        assert peer.qp.max_send_sge >= 3
+        assert peer.qp.query().timeout == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_send_w": 1}, ValueError, "'max_send_w' is not one of .*max_send_wr"),
+        ({"max_recv_wr": 1}, ValueError, "'max_recv_wr' is not one of"),
+        ({"max_send_wr": "1"}, TypeError, "max_send_wr"),
+        ({"retry_cnt": 8}, ValueError, "retry_cnt"),
+        ([("retry_cnt", 1)], TypeError, "qp_options: expected a dict, got list"),
+    ],
+)
+def test_wrong_options_are_refused_before_the_first_client(
+    context: rp.Context, options: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        connect.serve(context, port=0, qp_options=options)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda o: {"mr": o.mr, "size": 8}, "size and data cannot be given with mr"),
+        (lambda o: {"mr": o.mr, "data": b"x"}, "size and data cannot be given with mr"),
+        (lambda o: {"srq": o.srq}, "srq: give cq too"),
+        (lambda o: {"srq": o.srq, "cq": o.cq, "count": 4}, "count and receive_size cannot"),
+        (lambda o: {"mr": o.other_mr, "srq": o.srq, "cq": o.cq}, "belong to different PDs"),
+        (lambda o: {"mr": o.foreign_mr}, "mr: it belongs to another open device"),
+        (lambda o: {"cq": o.foreign_cq}, "cq: it belongs to another open device"),
+        (
+            lambda o: {"private_data": bytes(257)},
+            "private_data: 257 bytes; at most 256 are allowed",
+        ),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(
+    context: rp.Context, device: str, make: Callable[[Any], dict[str, Any]], text: str
+) -> None:
+    class Owned:
+        pass
+
+    own: Any = Owned()
+    with contextlib.ExitStack() as stack:
+        foreign = stack.enter_context(rp.open_device(device))
+        pd, other, far = (stack.enter_context(rp.PD(each)) for each in (context, context, foreign))
+        own.mr, own.other_mr, own.foreign_mr = (
+            stack.enter_context(rp.MR(each, 64, EVERYTHING)) for each in (pd, other, far)
+        )
+        own.srq = stack.enter_context(rp.SRQ(pd))
+        own.cq, own.foreign_cq = (stack.enter_context(rp.CQ(each)) for each in (context, foreign))
+        with pytest.raises(ValueError, match=text):
+            connect.serve(context, port=0, **make(own))
+
+
+def test_client_cannot_give_a_region_and_its_size(context: rp.Context, pd: rp.PD) -> None:
+    with rp.MR(pd, 64) as mr, pytest.raises(ValueError, match="cannot be given with mr"):
+        connect.dial(context, port=1, mr=mr, local_size=64)
+    with pytest.raises(rp.ClosedError, match=r"MR of 64 bytes .* is closed"):
+        connect.dial(context, port=1, mr=mr)
+
+
+# ---- private data and on_connect ----------------------------------------------
+
+
+def test_private_data_goes_both_ways(serve: Callable[..., Served]) -> None:
+    every_byte = bytes(range(256))
+    served = serve(private_data=every_byte)
+    with served.dial(private_data=every_byte[::-1]) as peer:
+        assert peer.offer.private_data == every_byte
+        joined = served.until(connect.Joined)
+        assert joined.private_data == every_byte[::-1]
+        (client,) = served.server.clients
+        assert client.private_data == every_byte[::-1]
+        assert client.address == joined.address
+    with served.dial() as peer:
+        assert served.until(connect.Joined).private_data == b""
+
+
+def test_on_connect_prepares_answers_and_rejects_clients(serve: Callable[..., Served]) -> None:
+    def on_connect(client: connect.ServedClient) -> bytes | None:
+        if client.private_data == b"stranger":
+            raise connect.ConnectError("members only", "rejected")
+        # Its queue pair is connected; the client does not know yet.
+        client.mr.buffer[:7] = b"welcome"
+        assert client.qp.state is rp.QPState.RTS
+        return b"to " + client.private_data if client.private_data else None
+
+    served = serve(on_connect=on_connect, private_data=b"for all")
+    with served.dial(private_data=b"Ada") as peer:
+        assert peer.offer.private_data == b"to Ada"
+        assert peer.look(0, 7).data == b"welcome"
+    with served.dial() as peer:
+        assert peer.offer.private_data == b"for all"
+    with pytest.raises(connect.ConnectError, match="refused: members only") as error:
+        served.dial(private_data=b"stranger")
+    assert error.value.code == "rejected"
+    refused = served.until(connect.Refused)
+    assert (refused.code, refused.text) == ("rejected", "members only")
+    assert served.server.clients == []
+    served.works()
+
+
+@pytest.mark.parametrize("failure", [ValueError("odd"), SystemExit(3), "text", bytes(257)])
+def test_failure_in_on_connect_is_logged_and_ends_only_that_client(
+    context: rp.Context, caplog: pytest.LogCaptureFixture, failure: object
+) -> None:
+    failing = [failure]
+
+    def on_connect(client: connect.ServedClient) -> Any:
+        if failing and isinstance(failing[0], BaseException):
+            raise failing[0]
+        return failing[0] if failing else None
+
+    with connect.serve(context, port=0, on_connect=on_connect) as server:
+        with pytest.raises(connect.ConnectError, match="on_connect failed") as error:
+            connect.dial(context, *server.address[:2])
+        assert error.value.code == "failed"
+        assert "on_connect failed" in caplog.text
+        failing.clear()
+        with connect.dial(context, *server.address[:2]) as peer:
+            assert peer.offer.client > 1
+        assert server.clients == []
+
+
+def test_on_connect_must_be_callable(context: rp.Context) -> None:
+    with pytest.raises(TypeError, match="on_connect: expected a callable or None, got int"):
+        connect.serve(context, port=0, on_connect=3)  # type: ignore[arg-type]
+
+
+def test_clients_number_is_bounded_also_when_on_connect_rejects(context: rp.Context) -> None:
+    def reject(client: connect.ServedClient) -> None:
+        raise rp.RdmaError("no")
+
+    with connect.serve(context, port=0, max_clients=1, on_connect=reject) as server:
+        for _ in range(3):
+            with pytest.raises(connect.ConnectError, match="refused: no"):
+                connect.dial(context, *server.address[:2])
+
+
+def test_asyncio_on_connect_may_be_a_coroutine_function(context: rp.Context) -> None:
+    async def main() -> bytes:
+        admitted = asyncio.Event()
+
+        async def on_connect(client: connect.ServedClient) -> bytes:
+            assert threading.current_thread() is threading.main_thread()
+            await admitted.wait()
+            return b"at last"
+
+        async with await connect.aserve(context, port=0, on_connect=on_connect) as server:
+            dialling = asyncio.create_task(connect.adial(context, *server.address[:2]))
+            await asyncio.sleep(0.05)
+            assert not dialling.done()
+            admitted.set()
+            async with await dialling as peer:
+                return peer.offer.private_data
+
+    assert asyncio.run(main()) == b"at last"
+
+
+def test_asyncio_client_whose_on_connect_never_ends_is_dropped(context: rp.Context) -> None:
+    async def main() -> str:
+        cancelled = asyncio.Event()
+
+        async def on_connect(client: connect.ServedClient) -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        async with await connect.aserve(
+            context, port=0, on_connect=on_connect, timeout=0.2
+        ) as server:
+            with pytest.raises(connect.ConnectError, match="on_connect failed") as error:
+                await connect.adial(context, *server.address[:2])
+            await asyncio.wait_for(cancelled.wait(), LIMIT)
+            assert server.clients == []
+        return error.value.code
+
+    assert asyncio.run(main()) == "failed"
+
+
+def test_both_sides_know_when_the_other_is_gone(context: rp.Context) -> None:
+    gone = threading.Event()
+
+    def on_event(event: connect.Event) -> None:
+        if isinstance(event, connect.Left):
+            gone.set()
+
+    with connect.serve(context, port=0, on_event=on_event) as server:
+        with connect.dial(context, *server.address[:2], qp_type=QPType.RC) as peer:
+            (client,) = server.clients
+            assert not client.closed
+            assert not peer.closed
+        assert gone.wait(LIMIT)
+        assert client.closed
+        assert peer.closed
+
+
+@pytest.mark.parametrize("how", ["close", "the event loop ends"])
+def test_server_that_ends_does_not_wait_for_a_pending_on_connect(
+    context: rp.Context, how: str
+) -> None:
+    refused: list[rp.RdmaError] = []
+    cancelled: list[bool] = []
+
+    async def main() -> threading.Thread:
+        asked = asyncio.Event()
+
+        async def on_connect(_: connect.ServedClient) -> None:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(True)
+                raise
+
+        server = await connect.aserve(context, port=0, on_connect=on_connect, timeout=4 * LIMIT)
+
+        def dial() -> None:
+            try:
+                connect.dial(context, port=server.address[1], timeout=4 * LIMIT)
+            except rp.RdmaError as error:
+                refused.append(error)
+
+        client = threading.Thread(target=dial)
+        client.start()
+        await asyncio.wait_for(asked.wait(), LIMIT)
+        if how == "close":
+            await server.close()
+        return client
+
+    start = time.monotonic()
+    client = asyncio.run(main())
+    client.join(LIMIT)
+    assert not client.is_alive()
+    assert time.monotonic() - start < 2 * LIMIT
+    assert cancelled == [True]
+    assert isinstance(refused[0], connect.ConnectError)

@@ -1,0 +1,170 @@
+"""``rdmapost explain`` of what programs print: lines as they appear, and whole logs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+from support.cli_runner import run
+
+import rdmapost as rp
+from rdmapost.explain import explain_lines
+
+LINES = [
+    # ibv_rc_pingpong and its relatives
+    ("Failed status transport retry counter exceeded (12) for wr_id 2", ["RETRY_EXC_ERR"]),
+    ("Failed status RNR retry counter exceeded (13) for wr_id 2", ["RNR_RETRY_EXC_ERR"]),
+    # perftest
+    ("Completion with error 12: wr_id 0 syndrom 0x81", ["RETRY_EXC_ERR"]),
+    (" Failed status 4: wr_id 0 syndrom 0x51", ["LOC_PROT_ERR"]),
+    ("Failed status 12: wr_id 0 syndrom 0x81 scnt=128, ccnt=0", ["RETRY_EXC_ERR"]),
+    # NCCL
+    ("status=12 opcode=129 len=0 vendor err 129", ["RETRY_EXC_ERR"]),
+    (
+        "node1:3468:3905 [4] NCCL WARN NET/IB : Got completion from peer 10.0.0.2<54862> with "
+        "status=12 opcode=32616 len=0 vendor err 129 (Recv) localGid ::ffff:10.0.0.1",
+        ["RETRY_EXC_ERR"],
+    ),
+    (
+        "NET/IB: Got completion from peer 10.0.0.2<51> with status=IBV_WC_WR_FLUSH_ERR(5) "
+        "opcode=IBV_WC_SEND(0) reqSize=0 vendor_err=249 req_type=Recv",
+        ["WR_FLUSH_ERR"],
+    ),
+    ("NET/IB : Async fatal event on mlx5_0: local catastrophic error", ["DEVICE_FATAL"]),
+    ("Call to ibv_modify_qp failed with error Connection timed out errno 110", ["ETIMEDOUT"]),
+    # UCX
+    (
+        "[n1:19546:0:19546] ib_mlx5_log.c:139  Transport retry count exceeded on mlx5_0:1/IB "
+        "(synd 0x15 vend 0x81 hw_synd 0/0)",
+        ["RETRY_EXC_ERR"],
+    ),
+    ("ib_mlx5_log.c:177  Remote access on mlx5_0:1/RoCE (synd 0x13 vend 0x88)", ["REM_ACCESS_ERR"]),
+    (
+        "send completion with error: local protection error syndrome 0x53 vendor 0x4",
+        ["LOC_PROT_ERR"],
+    ),
+    # Open MPI
+    (
+        "error polling LP CQ with status RETRY EXCEEDED ERROR status number 12 for wr_id 5e8a80 "
+        "opcode 1  vendor error 129 qp_idx 0",
+        ["RETRY_EXC_ERR"],
+    ),
+    # libfabric
+    ("<warn> fi_cq_readerr: err: 5, prov_err: remote access error (10)", ["REM_ACCESS_ERR"]),
+    ("Completion with error: Input/output error (err 5 prov_errno 12).", ["RETRY_EXC_ERR", "EIO"]),
+    ("Completion with error: Operation canceled (err 125 prov_errno 5).", ["WR_FLUSH_ERR"]),
+    # MVAPICH, SPDK
+    ("Got completion with error IBV_WC_RETRY_EXC_ERR, vendor code=0x81", ["RETRY_EXC_ERR"]),
+    ("CQ error on CQ 0x1, Request 0x2 (12): transport retry counter exceeded", ["RETRY_EXC_ERR"]),
+    # The kernel, Python and C
+    ("rdma_rxe: rxe_create_qp: failed with err = -22", ["EINVAL"]),
+    ("[Errno 12] Cannot allocate memory", ["ENOMEM"]),
+    ("OSError: [Errno 13] Permission denied: '/dev/infiniband/uverbs0'", ["EACCES"]),
+    ("Couldn't register MR: Cannot allocate memory", ["ENOMEM"]),
+]
+
+
+@pytest.mark.parametrize(("line", "names"), LINES, ids=[line[:40] for line, _ in LINES])
+def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None:
+    found = {mention.explanation.name for mention in explain_lines([line])}
+    assert set(names) <= found
+    assert found <= {*names, "EIO"}
+    ran = run("explain", line)
+    assert ran.code == 0
+    assert f"{names[0]}: " in ran.out
+
+
+def test_unquoted_line_is_explained_like_a_quoted_one() -> None:
+    line = "Failed status transport retry counter exceeded (12) for wr_id 2"
+    assert run("explain", *line.split()) == run("explain", line)
+
+
+def test_several_lines_and_names_are_explained_in_turn() -> None:
+    ran = run("explain", "--json", "[Errno 12] Cannot allocate memory", "RNR_RETRY_EXC_ERR")
+    assert [one["name"] for one in ran.doc["explanations"]] == ["ENOMEM", "RNR_RETRY_EXC_ERR"]
+
+
+def test_messages_of_this_library_are_explained(context: rp.Context) -> None:
+    with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, rp.QPType.RC, cq) as qp:
+        with pytest.raises(rp.PostError) as refused:
+            qp.post_send(rp.Send([]))
+        [mention] = explain_lines([str(refused.value)])
+    assert mention.explanation.name == errno.errorcode[refused.value.errno]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "INFO: status 200, 12 errors, retry 3",
+        "Fatal error in MPI_Init: see above",
+        "NCCL INFO NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB eth0:10.0.0.1<0>",
+        "# bytes  iterations  12 13 22",
+        "HTTP/1.1 status=404, error 1204",
+    ],
+)
+def test_line_without_an_error_names_nothing(line: str) -> None:
+    assert explain_lines([line]) == ()
+
+
+def test_mentions_are_counted_and_the_flushed_ones_come_last() -> None:
+    flushed = "Failed status Work Request Flushed Error (5) for wr_id 1"
+    failed = "Failed status 12: wr_id 0"
+    mentions = explain_lines(["start", flushed, failed, flushed])
+    assert [(m.explanation.name, m.number, m.count) for m in mentions] == [
+        ("RETRY_EXC_ERR", 3, 1),
+        ("WR_FLUSH_ERR", 2, 2),
+    ]
+    assert mentions[1].line == flushed
+
+
+def piped(log: bytes, *args: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "rdmapost.cli", "explain", *args],
+        input=log,
+        capture_output=True,
+        timeout=60,
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+LOG = b"""\
+NCCL INFO \xff\xfe bootstrap
+NCCL WARN NET/IB : Got completion from peer with status=12 opcode=0 len=0 vendor err 129
+NCCL WARN NET/IB : Got completion from peer with status=12 opcode=0 len=0 vendor err 129
+NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory
+"""
+
+
+@pytest.mark.parametrize("args", [[], ["-"]], ids=["without arguments", "dash"])
+def test_log_on_standard_input_is_explained(args: list[str]) -> None:
+    ran = piped(LOG, *args)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.startswith("line 2, and 1 more: NCCL WARN NET/IB")
+    assert "RETRY_EXC_ERR: completion status 12" in ran.stdout
+    assert "line 4: NCCL WARN Call to ibv_reg_mr" in ran.stdout
+    assert "ENOMEM: errno 12" in ran.stdout
+
+
+def test_log_on_standard_input_in_json() -> None:
+    doc = json.loads(piped(LOG, "--json").stdout)
+    assert [(one["name"], one["number"], one["count"]) for one in doc["mentions"]] == [
+        ("RETRY_EXC_ERR", 2, 2),
+        ("ENOMEM", 4, 1),
+    ]
+    assert [one["name"] for one in doc["explanations"]] == ["RETRY_EXC_ERR", "ENOMEM"]
+
+
+def test_log_without_an_error_fails_in_one_line() -> None:
+    ran = piped(b"all is well\n")
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == "rdmapost: standard input names no status, errno or event\n"
+
+
+def test_empty_standard_input_lists_the_names() -> None:
+    assert "completion status:\n" in piped(b"").stdout
