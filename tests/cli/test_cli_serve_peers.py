@@ -88,7 +88,7 @@ def test_every_posting_command_reaches_serve(
     monkeypatch.delenv("RDMAPOST_TOKEN")
     ran = on(verbs_context, "send", served.where)
     assert ran.code == 1
-    assert "asks for a token" in ran.err
+    assert "requires a token" in ran.err
     assert served.end() == (0, "")
     assert served.next("ended")["clients"] == 8
 
@@ -103,7 +103,7 @@ def test_client_on_the_software_device_is_refused_by_name(start: Start) -> None:
 CLIENT = """
 import os, socket, sys, rdmapost as rp
 from rdmapost import connect
-from rdmapost.tools.fabric import fabric_of
+from rdmapost.tools.reachability import fabric_of
 from rdmapost.tools.connect.protocol_messages import Bye, Hello, Look, Ready, Report, encode
 device, port, stage = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 context = rp.open_device(device)
