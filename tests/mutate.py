@@ -53,7 +53,7 @@ PROFILE, EXAMPLES = "mutants", 20
 """Hypothesis examples; a mutant that only more examples catch, by chance, needs its own test."""
 
 MOMENTS = "6"
-"""Of each verb, at which providers/soft0/test_soft_interrupts.py interrupts it; the same holds."""
+"""Of each verb, at which test_soft_interrupts_at_every_bytecode.py interrupts it."""
 
 POSTS = (
     "posting/test_send.py",
@@ -328,15 +328,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         *EVENTS,
         "resources/test_cq_interrupts.py::test_interrupts_at_any_moment_lose_no_completion",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_cq_armed_before_a_completion_is_visible_announces_it",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
         "resources/test_resident_memory.py",
     ),
@@ -352,7 +352,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/soft0/transaction.c": (
         "providers/soft0/test_soft_handler_exceptions.py",
-        "providers/soft0/test_soft_interrupts.py",
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py",
         "resources/test_cq_interrupts.py",
         "resources/test_cq_create_and_close.py",
         "resources/test_comp_channel.py",
@@ -376,14 +376,21 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_mr_and_mw.py",
         *MEMORY,
         *EVENTS,
-        "providers/soft0/test_soft_interrupts.py",
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py",
     ),
-    "rdmapost/_c/handles/lock.c": (
+    "rdmapost/_c/handles/queue_lock.c": (
         "posting/test_concurrent_posts.py",
         *READS,
         "resources/test_cq_interrupts.py",
         "resources/test_cq_create_and_close.py",
         "resources/test_comp_channel.py",
+    ),
+    "rdmapost/_c/polling/comp_channel.c": (
+        "resources/test_comp_channel.py",
+        "resources/test_cq_create_and_close.py",
+        "resources/test_cq_interrupts.py",
+        "resources/test_cq_poll_and_wait.py",
+        *EVENTS,
     ),
     "rdmapost/_c/polling/cq.c": (
         "resources/test_cq_poll_and_wait.py",
@@ -404,7 +411,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *EVENTS,
         "resources/test_close_at_exit_and_fork.py::"
         "test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/soft0/test_soft_interrupts.py::"
+        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
         "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
         "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",

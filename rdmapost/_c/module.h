@@ -83,7 +83,7 @@ int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int fl
 void rp_free(PyObject *self);
 
 /*
- * ---- lock.c: a queue's lock ----------------------------------------
+ * ---- queue_lock.c: a queue's lock ----------------------------------------
  *
  * rdmapost runs no Python code while a thread holds one, so waits are short, and a thread tries
  * to acquire one twice only if a device's ibv_post_send calls Python. (The soft device's own lock
@@ -193,6 +193,7 @@ PyObject *rp_poll_into(PyObject *cq, PyObject *buffer);
 int rp_add_in_flight(PyObject *module);
 int rp_add_wc(PyObject *module);
 int rp_add_poller(PyObject *module);
+int rp_add_comp_channel(PyObject *module);
 int rp_add_wr_init(PyObject *module);
 int rp_add_sge(PyObject *module);
 int rp_add_handle(PyObject *module);

@@ -27,8 +27,8 @@ from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from .buffers import pointers_in
 from .device import Context, provider_of
+from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
 from .resource import Resource, open_handles
-from .sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
 from .work_queues import UsedByWorkRequests
 
 _MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1

@@ -38,7 +38,7 @@ NAMED_ONLY = {
     ("rdmapost.resources.qp", "rdmapost.tools.diagnose"),
     # The parts of the soft device are passed to one another.
     ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device"),
-    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.queue"),
+    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device_queues"),
     ("rdmapost.providers.soft0.engine.datagram", "rdmapost.providers.soft0.engine.qp"),
     ("rdmapost.providers.soft0.engine.qp", "rdmapost.providers.soft0.engine.device"),
     ("rdmapost.providers.soft0.engine.raw", "rdmapost.providers.soft0.engine.qp"),

@@ -1,4 +1,4 @@
-"""The life of a handle: uses, closes, forks and exits in any order."""
+"""Closing a resource while a verb uses it, in this thread or in another."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 /* A window bind has been posted to a handle's queue. */
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
-/* ---- lock.c, the fast path ------------------------------------------------ */
+/* ---- queue_lock.c, the fast path ------------------------------------------------ */
 
 /* Wake a thread that waits for a released lock. */
 void rp_wake(struct rp_lock *lock);

@@ -29,15 +29,15 @@ from ...enums import (
 from ...errors import VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
-from . import addressing, queues
+from . import addressing, queue_verbs
 from .engine import completion, tags
 from .engine.completion import Channel, CompletionQueue
 from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, OpenDevice
 from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
-from .mapped import check_mapped, map_dmabuf, may_shrink
-from .queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
+from .mapped_memory import check_mapped, map_dmabuf, may_shrink
+from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
 from .state import bound, context_of, contexts, device, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
@@ -361,26 +361,26 @@ class SoftProvider:
 
     # ---- queues -------------------------------------------------------------
 
-    create_srq = queues.create_srq
-    create_srq_ex = queues.create_srq_ex
-    get_srq_num = queues.get_srq_num
-    modify_srq = queues.modify_srq
-    query_srq = queues.query_srq
-    destroy_srq = queues.destroy_srq
-    open_xrcd = queues.open_xrcd
-    close_xrcd = queues.close_xrcd
-    create_qp = queues.create_qp
-    create_qp_ex = queues.create_qp_ex
-    modify_qp = queues.modify_qp
-    query_qp = queues.query_qp
-    query_qp_data_in_order = queues.query_qp_data_in_order
-    sends_for_receive = queues.sends_for_receive
-    destroy_qp = queues.destroy_qp
-    create_ah = queues.create_ah
-    destroy_ah = queues.destroy_ah
+    create_srq = queue_verbs.create_srq
+    create_srq_ex = queue_verbs.create_srq_ex
+    get_srq_num = queue_verbs.get_srq_num
+    modify_srq = queue_verbs.modify_srq
+    query_srq = queue_verbs.query_srq
+    destroy_srq = queue_verbs.destroy_srq
+    open_xrcd = queue_verbs.open_xrcd
+    close_xrcd = queue_verbs.close_xrcd
+    create_qp = queue_verbs.create_qp
+    create_qp_ex = queue_verbs.create_qp_ex
+    modify_qp = queue_verbs.modify_qp
+    query_qp = queue_verbs.query_qp
+    query_qp_data_in_order = queue_verbs.query_qp_data_in_order
+    sends_for_receive = queue_verbs.sends_for_receive
+    destroy_qp = queue_verbs.destroy_qp
+    create_ah = queue_verbs.create_ah
+    destroy_ah = queue_verbs.destroy_ah
     init_ah_from_wc = addressing.init_ah_from_wc
-    attach_mcast = queues.attach_mcast
-    detach_mcast = queues.detach_mcast
+    attach_mcast = queue_verbs.attach_mcast
+    detach_mcast = queue_verbs.detach_mcast
 
 
 _Unsure = Callable[[str, int, int, int], int | None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from support import prints
-from test_soft_interrupts import FORKED, STEP
+from test_soft_interrupts_at_every_bytecode import FORKED, STEP
 
 STRUCK = (
     STEP

@@ -13,7 +13,7 @@ from ....enums import EventType
 
 if TYPE_CHECKING:
     from .device import Device
-    from .queue import WorkQueue
+    from .device_queues import WorkQueue
 
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 _wc = Struct("@QII4x5I4xBx0Q").pack  # the other members are always 0

@@ -22,11 +22,11 @@ from ....standard.wire import (
 )
 from . import offload
 from .memory import ErrorStatus, gather
-from .packets import Request, Segments
+from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
+    from .device_queues import WQE
     from .qp import QueuePair
-    from .queue import WQE
 
 _HEADERS = UDP_BYTES + BTH_BYTES + DETH_BYTES + ICRC_BYTES
 """Bytes of a datagram's packet after the IP header, without the payload."""

@@ -10,12 +10,12 @@ from ...._binding import native
 from ....enums import MTU
 from . import requester, responder
 from .completion import Channel, EventQueue
+from .device_queues import SharedReceiveQueue
 from .faults import FaultPlan, PlannedFaults
 from .journaled_dict import JournaledDict
 from .memory import Memory
-from .packets import Ack, Request
 from .qp import QueuePair
-from .queue import SharedReceiveQueue
+from .transport_messages import Ack, Request
 
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")

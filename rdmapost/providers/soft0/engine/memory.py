@@ -12,7 +12,7 @@ from typing import Any
 from ...._binding import native
 from ....enums import Access, MWType, WCStatus
 from .journaled_dict import JournaledDict
-from .packets import Segments
+from .transport_messages import Segments
 
 _LOCAL_WRITE = int(Access.LOCAL_WRITE)
 _ZERO_BASED = int(Access.ZERO_BASED)

@@ -10,7 +10,7 @@ from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags,
 from ....posting.rules import OPCODES_BY_QP_TYPE, SEND_OPS
 from ....standard.qp_states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
-from .queue import WQE, SharedReceiveQueue, WorkQueue
+from .device_queues import WQE, SharedReceiveQueue, WorkQueue
 
 if TYPE_CHECKING:
     from .device import Device

@@ -8,11 +8,11 @@ from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
 from ....standard.wire import ETHERNET_BYTES
 from . import offload
 from .memory import ErrorStatus, gather
-from .packets import Request, Segments
+from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
+    from .device_queues import WQE
     from .qp import QueuePair
-    from .queue import WQE
 
 MAX_FRAME = 9000 + ETHERNET_BYTES
 

@@ -17,10 +17,10 @@ from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ....posting.rules import MAX_MSG_SIZE
 from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from . import datagram, raw
+from .device_queues import WQE
 from .memory import ErrorStatus, copy
-from .packets import ACK, Ack, AckType, Request, Segments, size_of
 from .qp import QueuePair
-from .queue import WQE
+from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 
 _NAK_STATUS = {
     AckType.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,

@@ -27,9 +27,9 @@ from ....enums import (
 from ....standard.wire import GRH_BYTES
 from . import datagram, raw
 from .completion import NO_TAG
+from .device_queues import SharedReceiveQueue, WorkQueue
 from .memory import ErrorStatus, RemoteAccessError, contents, copy
-from .packets import ACK, Ack, AckType, Request, Segments
-from .queue import SharedReceiveQueue, WorkQueue
+from .transport_messages import ACK, Ack, AckType, Request, Segments
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue

@@ -23,17 +23,17 @@ from ...._binding import native
 from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
 from ....standard.wire import TMH, TMHOpcode
 from .completion import NO_TAG, Entry, tm_info
+from .device_queues import WQE, WorkQueue
 from .memory import ErrorStatus, gather
 from .memory import copy as copy_bytes
-from .packets import ACK, Ack, AckType, Request, Segments, size_of
-from .queue import WQE, WorkQueue
 from .responder import consume_receive, fill, not_ready, refuse
+from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue
+    from .device_queues import SharedReceiveQueue
     from .memory import ProtectionDomain
     from .qp import QueuePair
-    from .queue import SharedReceiveQueue
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024

@@ -15,9 +15,9 @@ from ...standard.wire import is_multicast_gid
 from .engine import tags
 from .engine.completion import CompletionQueue
 from .engine.datagram import AddressHandle
+from .engine.device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
 from .engine.memory import ProtectionDomain
 from .engine.qp import ACCESS_FLAGS, QueuePair
-from .engine.queue import SharedReceiveQueue, WorkQueue, XRCDomain
 from .state import bound, context_of, device, drop, keep, table, verb
 
 MAX_QP_WR = 16384

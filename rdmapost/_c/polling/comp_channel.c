@@ -1,0 +1,47 @@
+/*
+ * The events of completion channels (ibv_get_cq_event(3)).
+ */
+#include "handles/handle.h"
+
+#include <errno.h>
+
+/*
+ * get_cq_event(channel, cqs): take an event off a non-blocking completion
+ * channel, acknowledge it, and make its CQ struct's address a key of the dict.
+ * True, or None if there was no event. One call, because ibv_destroy_cq(3)
+ * waits for ever for what an interrupt leaves unacknowledged.
+ */
+static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+{
+	void *channel, *context;
+	PyObject *address;
+	struct ibv_cq *cq;
+	int failed;
+
+	(void)self;
+	channel = nargs == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
+	if (!channel) {
+		PyErr_SetString(PyExc_TypeError, "wrong arguments");
+		return NULL;
+	}
+	if (ibv_get_cq_event(channel, &cq, &context)) {
+		if (errno == EAGAIN)
+			Py_RETURN_NONE;
+		return rp_raise_verbs("ibv_get_cq_event", errno);
+	}
+	ibv_ack_cq_events(cq, 1);
+	address = PyLong_FromVoidPtr(cq);
+	failed = !address || PyDict_SetItem(args[1], address, Py_None);
+	Py_XDECREF(address);
+	return failed ? NULL : Py_NewRef(Py_True);
+}
+
+static PyMethodDef functions[] = {
+	RP_METHOD(get_cq_event),
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_comp_channel(PyObject *module)
+{
+	return PyModule_AddFunctions(module, functions);
+}
