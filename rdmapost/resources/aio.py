@@ -14,19 +14,26 @@ tasks that wait for it.
 
 A signal handler may raise between any two bytecodes here. So one attribute, ``_Waiter.gone``, says
 whether a task still waits, and it is set first when the wait ends. All other state is only a hint:
-code that finds that the tasks of a wait list are gone, or their loop closed, stops the list. Only
-the resource's poller and the event loop refer to a wait list, so a closed loop leaves only garbage.
+code that finds that the tasks of a wait list are gone, or their loop closed, stops the list.
+
+Between two waits for completions, the wait list keeps its descriptor watched and its timer set:
+both cost more than the rest of a wait. It stops when somebody else waits for the CQ, when an event
+comes that nobody waits for, or when the CQ is closed. Only the resource's poller refers to a wait
+list: the event loop does so weakly, and the list refers weakly to the resource.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import select
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._arguments import index, seconds
+from .._binding import native
 from ..errors import ClosedError, RdmaError, VerbsError, WaitCancelled
 from .events import AsyncEvent, next_async_event, next_cq_event, timed_out
 from .resource import struct_of
@@ -85,7 +92,8 @@ async def completions(
 async def _wait(cq: CQ, count: int, timeout: float | None, cancels: int) -> list[WC]:
     """Wait for exactly that many; ``cancels`` is how often waits had been cancelled before."""
     found: list[WC] | None = None
-    waiter, queue = _Waiter(count, cancels), _queue_of(cq)
+    queue = _queue_of(cq)
+    waiter = _Waiter(queue.loop, count, cancels)
     try:
         try:
             queue.join(waiter, timeout)
@@ -100,7 +108,7 @@ async def _wait(cq: CQ, count: int, timeout: float | None, cancels: int) -> list
                 if waiter.expired:
                     raise timed_out(cq, _rearm(cq, count), count, timeout)
                 # Another thread's poll() has taken them.
-                waiter.sleep()
+                waiter.sleep(queue.loop)
         finally:
             # Before any call, hence before any interrupt.
             waiter.gone = True
@@ -139,7 +147,7 @@ async def _next_event(
 
 async def _sleep_at(waits: _WaitList, deadline: float | None, taken: dict[Any, Any]) -> bool:
     """Wait until events have been taken, or the timeout expires; return whether it expired."""
-    waiter = _Waiter(1)
+    waiter = _Waiter(waits.loop, 1)
     try:
         waits.join(waiter, None if deadline is None else deadline - waits.loop.time())
         waits.deliver()
@@ -153,6 +161,20 @@ async def _sleep_at(waits: _WaitList, deadline: float | None, taken: dict[Any, A
 
 
 # ---- who waits --------------------------------------------------------------
+
+
+def _nothing() -> None:
+    """Refer to nothing, as a weak reference whose object is gone."""
+
+
+def _expire(waits: weakref.ref[_WaitList]) -> None:
+    """Call expire() of a wait list, even if a signal handler raises in it."""
+    if (list_ := waits()) is not None:
+        try:
+            list_.expire()
+        except BaseException:
+            list_.loop.call_soon(_expire, waits)
+            raise
 
 
 def _runs(loop: asyncio.AbstractEventLoop) -> bool:
@@ -201,22 +223,23 @@ class _Waiter:
     Attributes:
         count: how many completions it wants.
         cancels: how often waits had been cancelled when it began.
+        deadline: when its time is up, on the loop's clock, or None.
         woken: done when it should check what is available.
         expired: whether its time is up.
         gone: whether it has stopped waiting; everything else follows from this.
     """
 
-    __slots__ = ("cancels", "count", "expired", "gone", "timer", "woken")
+    __slots__ = ("cancels", "count", "deadline", "expired", "gone", "woken")
 
-    def __init__(self, count: int, cancels: int = 0) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, count: int, cancels: int = 0) -> None:
         self.count, self.cancels = count, cancels
         self.expired = self.gone = False
-        self.timer: asyncio.TimerHandle | None = None
-        self.sleep()
+        self.deadline: float | None = None
+        self.sleep(loop)
 
-    def sleep(self) -> None:
+    def sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Get ready to be woken again."""
-        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.woken: asyncio.Future[None] = loop.create_future()
 
     def wake(self) -> None:
         """Wake it to check what is available."""
@@ -235,40 +258,50 @@ class _Waiter:
 
 
 class _Watch:
-    """A descriptor that an event loop watches.
+    """A descriptor that an event loop watches for a wait list.
 
     It uses its own epoll: if the descriptor is closed and its number reused, the new one is not
-    watched, and the epoll closes itself when this object is dropped.
+    watched. Only the event loop refers to a watch, so the epoll stays open while it is watched, and
+    is closed with the loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._epoll: select.epoll | None = None
-
-    def open(self, fd: int, ready: Callable[[], object]) -> None:
-        """Start to watch, unless it does already."""
-        if self._epoll is not None:
-            return
-        epoll = select.epoll()
-        epoll.register(fd, select.EPOLLIN)
-        self._epoll = epoll
+    def __init__(self, waits: _WaitList, fd: int) -> None:
+        self._loop = waits.loop
+        self._waits = weakref.ref(waits)
+        self._epoll = select.epoll()
+        self._epoll.register(fd, select.EPOLLIN)
         try:
-            self._loop.add_reader(epoll.fileno(), ready)
+            self._loop.add_reader(self._epoll.fileno(), self._ready)
         except BaseException:
-            self.close()
+            self._loop.remove_reader(self._epoll.fileno())
             raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has stopped watching."""
+        return self._epoll.closed
+
+    def _ready(self) -> None:
+        if (waits := self._waits()) is None:
+            self.close()
+        else:
+            waits.ready()
 
     def close(self) -> None:
         """Stop watching it; the loop may be closed, or another thread's."""
-        if (epoll := self._epoll) is None:
+        if self._loop.is_closed() or self._epoll.closed:
             return
-        if not self._loop.is_closed():
-            if not _runs(self._loop):
-                self._loop.call_soon_threadsafe(self.close)
-                return
-            self._loop.remove_reader(epoll.fileno())
-        self._epoll = None
-        epoll.close()
+        if _runs(self._loop):
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+        else:
+            with contextlib.suppress(RuntimeError):  # The loop has just been closed.
+                self._loop.call_soon_threadsafe(self._close_unused)
+
+    def _close_unused(self) -> None:
+        # Tasks may have begun to wait since.
+        if (waits := self._waits()) is None or not waits.in_use():
+            self.close()
 
 
 class _WaitList:
@@ -280,6 +313,9 @@ class _WaitList:
     Args:
         loop: the event loop.
         owner: the resource.
+
+    Attributes:
+        waiters: the tasks that wait.
     """
 
     threads = ""
@@ -287,9 +323,16 @@ class _WaitList:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, owner: Any) -> None:
         self.loop = loop
-        self.owner = owner
         self.waiters: list[_Waiter] = []
-        self._watch = _Watch(loop)
+        self._owner = weakref.ref(owner)
+        self._poller: native.Poller = owner._poller
+        self._watch: Callable[[], _Watch | None] = _nothing
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def owner(self) -> Any:
+        """The resource; None only when nobody waits."""
+        return self._owner()
 
     def waiting(self) -> list[_Waiter]:
         """Return the waiting tasks, in order of arrival."""
@@ -297,10 +340,15 @@ class _WaitList:
 
     def in_use(self) -> bool:
         """Whether a task waits here, or will."""
-        return not self.loop.is_closed() and bool(self.waiting())
+        if not self.loop.is_closed():
+            for waiter in self.waiters:
+                if not waiter.gone:
+                    return True
+        return False
 
     def __call__(self) -> None:
         """Wake the tasks to poll again, from any thread; stop() if none is waiting."""
+        claims = self._poller.claims
         if self.in_use():
             try:
                 self.loop.call_soon_threadsafe(self.deliver_or_fail)
@@ -309,30 +357,56 @@ class _WaitList:
                 pass
             else:
                 return
-        self.stop()
+        self.stop(claims)
 
     def join(self, waiter: _Waiter, timeout: float | None = None) -> None:
         """Add a task, which waits until leave(), even if this call is interrupted."""
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
-            waiter.timer = self.loop.call_later(timeout, waiter.expire)
+            waiter.deadline = self.loop.time() + timeout
+            self._expire_at(waiter.deadline)
+
+    def _expire_at(self, deadline: float) -> None:
+        timer = self._timer
+        # A timer that is too early sets another one.
+        if timer is None or timer.when() > deadline:
+            self._timer = self.loop.call_at(deadline, _expire, weakref.ref(self))
+            if timer is not None:
+                timer.cancel()
+
+    def expire(self) -> None:
+        """Wake the tasks whose time is up, and set the timer for the others."""
+        self._timer = None
+        now, next_deadline = self.loop.time(), math.inf
+        for waiter in self.waiting():
+            if waiter.deadline is None or waiter.expired:
+                continue
+            if waiter.deadline <= now:
+                waiter.expire()
+            else:
+                next_deadline = min(next_deadline, waiter.deadline)
+        if next_deadline < math.inf:
+            self._expire_at(next_deadline)
 
     def leave(self, waiter: _Waiter) -> None:
         """Remove a task that is gone; the other tasks get what was promised to it."""
-        if waiter.timer is not None:
-            waiter.timer.cancel()
         self.waiters[:] = self.waiting()
         if self.in_use():
             self.deliver_or_fail()
         else:
-            self.stop()
+            self.rest()
+
+    def rest(self) -> None:
+        """Do what is due when the last task has left."""
+        self.stop(self._poller.claims)
 
     def start(self) -> None:
         """Claim the events and watch the descriptor, unless it does already."""
         self.claim()
         try:
-            self._watch.open(self.owner._event_fd(), self.ready)
+            if (watch := self._watch()) is None or watch.closed:
+                self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
         except OSError:
             # Another thread may have closed it meanwhile: then say so.
             struct_of(self.owner)
@@ -340,27 +414,35 @@ class _WaitList:
 
     def claim(self) -> None:
         """Make threads that arrive from now on leave the events to the tasks."""
-        poller = self.owner._poller
-        if poller.claim(self):
+        if self._poller.claim(self):
             return
-        if poller.tasks is None:
+        if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
                 "tasks would wait for: let either threads or tasks wait"
             )
         raise RdmaError("tasks of another event loop wait for the same events")
 
-    def stop(self) -> None:
-        """Leave the events to others; if interrupted, the next to wait completes this."""
-        self._watch.close()
-        self.owner._poller.unclaim(self)
+    def stop(self, claims: int) -> None:
+        """Leave the events to others, unless a task has come since there were so many claims.
+
+        If this is interrupted, the next to wait completes it.
+        """
+        if self._poller.unclaim(self, claims):
+            self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if (watch := self._watch()) is not None:
+            watch.close()
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
         if self.in_use():
             self._try(self.on_event)
         else:
-            self.stop()
+            self.stop(self._poller.claims)
+            # Even if another list leads now.
+            self._stop_watching()
 
     def deliver(self) -> None:
         """Check what is available, and wake the tasks that can have what they wait for."""
@@ -372,7 +454,8 @@ class _WaitList:
 
     def deliver_or_fail(self) -> None:
         """Deliver; if that raises, raise the exception in the tasks."""
-        self._try(self.deliver)
+        if self.in_use():
+            self._try(self.deliver)
 
     def _try(self, deliver: Callable[[], object]) -> None:
         try:
@@ -413,14 +496,33 @@ class _CQWaits(_WaitList):
 
     threads = "sleeps in wait()"
 
+    def rest(self) -> None:
+        if self.loop.is_closed():
+            super().rest()
+
     def deliver(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
-        waiting = self.waiting()
-        available = _rearm(self.owner, sum(waiter.count for waiter in waiting))
+        self._poller.notify(self.owner, False)
+        self._wake_those_with_enough()
+
+    def on_event(self) -> None:
+        cq: CQ = self.owner
+        self._poller.until(cq, -1, cq._drop_event, 0.0, True)
+        # Usually nobody sleeps on, and no other event is needed.
+        if not self._wake_those_with_enough():
+            self.deliver()
+
+    def _wake_those_with_enough(self) -> bool:
+        """Poll, wake the tasks that can have what they want, and return whether all can."""
+        wanted = 0
+        for waiter in self.waiters:
+            if not waiter.gone:
+                wanted += waiter.count
         # Small waits are not blocked by larger ones.
-        available -= self.promised()
-        cancels = self.owner._poller.cancels
-        for waiter in waiting:
+        available = self._poller.fill(self.owner, wanted) - self.promised()
+        cancels = self._poller.cancels
+        everyone = True
+        for waiter in self.waiting():
             if waiter.woken.done():
                 continue
             if waiter.cancels != cancels:
@@ -428,20 +530,17 @@ class _CQWaits(_WaitList):
             elif waiter.count <= available:
                 available -= waiter.count
                 waiter.wake()
-
-    def on_event(self) -> None:
-        cq: CQ = self.owner
-        cq._poller.until(cq, -1, cq._drop_event, 0.0, True)
-        self.deliver()
+            else:
+                everyone = False
+        return everyone
 
     def promised(self) -> int:
         """Return how many completions are promised to tasks that are about to run."""
-        cancels = self.owner._poller.cancels
-        return sum(
-            waiter.count
-            for waiter in self.waiting()
-            if waiter.woken.done() and waiter.cancels == cancels
-        )
+        count, cancels = 0, self._poller.cancels
+        for waiter in self.waiters:
+            if not waiter.gone and waiter.woken.done() and waiter.cancels == cancels:
+                count += waiter.count
+        return count
 
 
 class _SharedCQWaits(_CQWaits):
@@ -457,18 +556,23 @@ class _SharedCQWaits(_CQWaits):
         super().__init__(loop, cq)
         self.channel = channel
 
+    def rest(self) -> None:
+        self.stop(self._poller.claims)
+
     def start(self) -> None:
         self.claim()
         self.channel.queues[self.owner] = self
         self.channel.start()
 
-    def stop(self) -> None:
-        queues = self.channel.queues
-        if queues.get(self.owner) is self:
-            queues.pop(self.owner, None)
-        if not self.channel.in_use():
-            self.channel.stop()
-        self.owner._poller.unclaim(self)
+    def stop(self, claims: int) -> None:
+        channel = self.channel
+        of_channel = channel._poller.claims
+        if not self._poller.unclaim(self, claims):
+            return
+        if channel.queues.get(self.owner) is self:
+            channel.queues.pop(self.owner, None)
+        if not channel.in_use():
+            channel.stop(of_channel)
 
 
 class _ChannelWaits(_WaitList):

@@ -9,10 +9,13 @@ import asyncio
 import contextlib
 import os
 import random
+import sys
 import threading
 import time
+import weakref
 
 import pytest
+from support import LIMIT
 from support.tasks import cancelled, run, settle, waiting, write
 
 import rdmapost as rp
@@ -260,6 +263,144 @@ def test_nothing_is_left_behind_by_waits(rc):
     rc.a.close()
     rc.b.close()
     rc.cq.close()
+
+
+def test_cq_dropped_after_waits_is_closed_at_once_although_the_loop_runs_on(context):
+    """The loop still watches its descriptor then, but does not keep it."""
+
+    async def main():
+        before = len(os.listdir("/proc/self/fd"))
+        cq = rp.CQ(context, 16)
+        for _ in range(2):
+            with pytest.raises(rp.WaitTimeout):
+                await cq.completions(1, timeout=0.01)
+        place = weakref.ref(cq)
+        del cq
+        assert place() is None
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    run(main)
+
+
+def test_descriptor_reused_by_another_cq_is_watched_again(rc, context):
+    async def main():
+        for i in range(20):
+            with rp.CQ(context, 16) as other, pytest.raises(rp.WaitTimeout):
+                await other.completions(1, timeout=0.001)
+            task = await waiting(rc.cq)
+            rc.a.post_send(write(rc, i))
+            assert [wc.wr_id for wc in await task] == [i]
+
+    run(main)
+
+
+def test_event_that_no_task_waits_for_wakes_the_loop_once(rc):
+    """It would else find the descriptor readable again and again."""
+
+    async def main():
+        turns = 0
+        loop = asyncio.get_running_loop()
+        await cancelled(await waiting(rc.cq))
+        rc.a.post_send(write(rc))
+        woken = asyncio.Event()
+        loop.call_later(0.2, woken.set)
+        real = loop._run_once
+
+        def counted():
+            nonlocal turns
+            turns += 1
+            real()
+
+        loop._run_once = counted
+        await woken.wait()
+        del loop._run_once
+        assert turns < 20
+        assert len(rc.cq.poll()) == 1
+        task = await waiting(rc.cq)
+        rc.a.post_send(write(rc, 7))
+        assert [wc.wr_id for wc in await task] == [7]
+
+    run(main)
+
+
+def test_event_loops_of_two_threads_take_turns(rc):
+    """Whoever comes while the other's task waits is refused, and no wait misses its completion."""
+    refused = []
+
+    def take(number):
+        async def main():
+            for _ in range(200):
+                try:
+                    await rc.cq.completions(1, timeout=LIMIT)
+                except rp.RdmaError as error:
+                    refused.append(str(error))
+                    await asyncio.sleep(0)
+
+        run(main)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        posted = 0
+        while any(thread.is_alive() for thread in threads):
+            if rc.a.outstanding.send < 8:
+                rc.a.post_send(write(rc, posted))
+                posted += 1
+            time.sleep(0.0001)
+    finally:
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    assert set(refused) <= {"tasks of another event loop wait for the same events"}
+    assert posted - len(rc.cq.poll(64)) == 400 - len(refused)
+
+
+# ---- timeouts -----------------------------------------------------------------
+
+
+def test_each_of_several_waits_ends_at_its_own_time(rc):
+    async def main():
+        async def ends_after(timeout):
+            start = time.monotonic()
+            with pytest.raises(rp.WaitTimeout):
+                await rc.cq.completions(1, timeout)
+            return time.monotonic() - start
+
+        timeouts = [0.3, 0.1, 0.6, 0.1, 0.2]
+        took = await asyncio.gather(*map(ends_after, timeouts))
+        for timeout, seconds in zip(timeouts, took, strict=True):
+            assert timeout - 0.001 <= seconds < timeout + 0.2
+        # Shorter than one that has ended, and longer.
+        assert 0.05 <= await ends_after(0.05) < 0.25
+        assert 0.15 <= await ends_after(0.15) < 0.35
+
+    run(main)
+
+
+def test_timers_of_waits_that_have_ended_do_not_pile_up(rc):
+    async def main():
+        timers = weakref.WeakSet()
+        loop = asyncio.get_running_loop()
+        real = loop.call_at
+
+        def call_at(*args, **kwargs):
+            timer = real(*args, **kwargs)
+            timers.add(timer)
+            return timer
+
+        loop.call_at = call_at
+        for i in range(100):
+            task = asyncio.create_task(rc.cq.completions(1, timeout=3600))
+            await settle()
+            rc.a.post_send(write(rc, i))
+            await task
+        del loop.call_at
+        assert len(timers) == 1
+
+    run(main)
 
 
 # ---- wake-ups -----------------------------------------------------------------

@@ -596,7 +596,8 @@ def test_poll_of_another_thread_wakes_the_waiter_for_what_it_leaves(rc):
     assert at_once(attempt)
 
 
-def test_waiting_state_of_a_finished_event_loop_is_collected(rc):
+@pytest.mark.parametrize("next_use", ["wait", "await", "close"])
+def test_waiting_state_of_a_finished_event_loop_goes_with_the_next_wait(rc, next_use):
     async def main() -> Any:
         task = asyncio.create_task(rc.cq.completions(1, LIMIT))
         while rc.cq._poller.tasks is None:
@@ -607,8 +608,13 @@ def test_waiting_state_of_a_finished_event_loop_is_collected(rc):
         return place
 
     place = asyncio.run(main())
+    if next_use == "close":
+        for resource in (rc.a, rc.b, rc.cq):
+            resource.close()
+    else:
+        with pytest.raises(rp.WaitTimeout):
+            rc.cq.wait(1, 0.01) if next_use == "wait" else asyncio.run(rc.cq.completions(1, 0.01))
     gc.collect()
-    assert rc.cq._poller.tasks is None
     assert place() is None
 
 
@@ -673,7 +679,7 @@ def test_exception_from_waking_the_event_loop_ends_the_wait(cq):
             with pytest.raises(LookupError):
                 call()
     finally:
-        cq._poller.unclaim(wake)
+        assert cq._poller.unclaim(wake, cq._poller.claims)
     with pytest.raises(rp.WaitTimeout):
         cq.wait(1, 0.01)
 

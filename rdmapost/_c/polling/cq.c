@@ -49,6 +49,7 @@ struct poller {
 	unsigned int waiting; /* number of waiting threads */
 	unsigned int process; /* generation of those threads' process */
 	unsigned int cancels; /* number of cancel() calls */
+	unsigned int claims;  /* number of successful claim() calls */
 	PyObject *tasks; /* has the leading event loop poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
 	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
@@ -359,26 +360,37 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
 	leads = p->tasks == tasks;
+	p->claims += (unsigned int)leads;
 	unlock_poller(p);
 	return PyBool_FromLong(leads);
 }
 
-/* unclaim(tasks): end an event loop's lead. */
-static PyObject *unclaim(PyObject *self, PyObject *tasks)
+/*
+ * unclaim(tasks, claims): end an event loop's lead, unless it was claimed again since there were so
+ * many claims; return whether it does not lead any more.
+ */
+METHOD(unclaim)
 {
 	struct poller *p = POLLER(self);
-	int leads;
+	PyObject *tasks = nargs == 2 ? args[0] : NULL;
+	unsigned long claims = nargs == 2 ? PyLong_AsUnsignedLong(args[1]) : 0;
+	int led, ends;
 
+	if (!tasks || PyErr_Occurred()) {
+		PyErr_SetString(PyExc_TypeError, "wrong arguments");
+		return NULL;
+	}
 	lock_poller(p);
-	leads = p->tasks == tasks;
-	if (leads) {
+	led = p->tasks == tasks;
+	ends = led && p->claims == claims;
+	if (ends) {
 		p->tasks = NULL;
 		wake_waiters(p);
 	}
 	unlock_poller(p);
-	if (leads)
+	if (ends)
 		Py_DECREF(tasks);
-	Py_RETURN_NONE;
+	return PyBool_FromLong(ends || !led);
 }
 
 /* ---- the backlog -------------------------------------------------------- */
@@ -1226,7 +1238,7 @@ static PyMethodDef poller_methods[] = {
 	{ "release", release, METH_NOARGS, NULL },
 	{ "cancel", cancel, METH_NOARGS, NULL },
 	{ "claim", claim, METH_O, NULL },
-	{ "unclaim", unclaim, METH_O, NULL },
+	RP_METHOD(unclaim),
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -1250,6 +1262,7 @@ static PyGetSetDef poller_getset[] = {
 static PyMemberDef poller_members[] = {
 	{ "waiting", T_UINT, offsetof(struct poller, waiting), READONLY, NULL },
 	{ "cancels", T_UINT, offsetof(struct poller, cancels), READONLY, NULL },
+	{ "claims", T_UINT, offsetof(struct poller, claims), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 

@@ -278,11 +278,10 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 
 /*
  * announce(cq, events, fd, solicited), for at_the_end: queue an event for an added entry, if
- * the completion queue is armed for it, and make the channel's timer fire.
+ * the completion queue is armed for it, and make the channel's eventfd readable.
  */
 static PyObject *soft_announce(PyObject *self, PyObject *args)
 {
-	const struct itimerspec now = { .it_value = { .tv_nsec = 1 } };
 	PyObject *cq, *events;
 	struct device_queue *queue;
 	int fd, solicited;
@@ -295,28 +294,40 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 	if (queue->armed == ARMED_NEXT || (queue->armed && solicited)) {
 		queue->armed = 0;
 		rp_append(events, cq);
-		timerfd_settime(fd, 0, &now, NULL);
+		eventfd_write(fd, 1);
 	}
 	rp_data_unlock();
 	Py_RETURN_NONE;
 }
 
-/*
- * set_timer(fd, events, ns), for on_commit: make a timer fire at once if events are queued by then,
- * else after `ns`; 0 disarms it.
- */
+/* signal(fd, events), for on_commit: make an eventfd readable if events are queued by then. */
+static PyObject *soft_signal(PyObject *self, PyObject *args)
+{
+	PyObject *events;
+	eventfd_t counted;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iO", &fd, &events))
+		return NULL;
+	/* It does not block. */
+	if (PyObject_Size(events) > 0)
+		eventfd_write(fd, 1);
+	else
+		eventfd_read(fd, &counted);
+	Py_RETURN_NONE;
+}
+
+/* set_timer(fd, ns), for on_commit: make a timer fire after `ns`; 0 disarms it. */
 static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 {
 	struct itimerspec when = { .it_value = { 0, 0 } };
-	PyObject *events;
 	long long ns;
 	int fd;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iOL", &fd, &events, &ns))
+	if (!PyArg_ParseTuple(args, "iL", &fd, &ns))
 		return NULL;
-	if (PyObject_Size(events) > 0)
-		ns = 1;
 	when.it_value.tv_sec = ns / 1000000000;
 	when.it_value.tv_nsec = ns % 1000000000;
 	timerfd_settime(fd, 0, &when, NULL);
@@ -855,6 +866,7 @@ static PyMethodDef functions[] = {
 	{ "resize", soft_resize, METH_VARARGS, NULL },
 	RP_METHOD_NAMED("add", soft_add),
 	{ "announce", soft_announce, METH_VARARGS, NULL },
+	{ "signal", soft_signal, METH_VARARGS, NULL },
 	{ "set_timer", soft_set_timer, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

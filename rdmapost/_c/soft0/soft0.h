@@ -4,6 +4,7 @@
 
 #include "libibverbs/shim.h"
 
+#include <sys/eventfd.h>
 #include <sys/timerfd.h>
 
 #define RP_SOFT_MAX_SGE 32

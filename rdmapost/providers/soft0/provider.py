@@ -124,19 +124,19 @@ class SoftProvider:
         whole = ffi.new("struct verbs_context *")
         context = lib.rp_soft_context_init(whole)
         try:
+            device.open()
             opened = OpenDevice(device, whole)
         except OSError as error:
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         context.async_fd = opened.events.fd
-        device.event_queues |= {opened.events}
         contexts[address_of(context)] = opened
         return context
 
     @verb
     def close_device(context: Any) -> None:
         events = context_of(context, "ibv_close_device").events
-        device.event_queues -= {events}
         events.close()
+        device.close()
         del contexts[address_of(context)]
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
@@ -296,7 +296,6 @@ class SoftProvider:
         except OSError as error:
             raise VerbsError("ibv_create_comp_channel", error.errno or errno.EIO) from None
         channel.fd = made.fd
-        device.channels |= {made}
         _channels[made.fd] = made
         return channel
 
@@ -307,7 +306,6 @@ class SoftProvider:
             reason = f"{made.users} CQs use it"
             raise VerbsError("ibv_destroy_comp_channel", errno.EBUSY, reason)
         del _channels[channel.fd]
-        device.channels -= {made}
         made.close()
 
     @verb

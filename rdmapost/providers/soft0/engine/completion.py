@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections import deque
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from ...._binding import ffi, lib, native
+from ...._binding import native
 from ....enums import EventType
 
 if TYPE_CHECKING:
     from .device import Device
     from .device_queues import WorkQueue
 
-_TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 _wc = Struct("@QII4x5I4xBx0Q").pack  # the other members are always 0
 
 Entry: TypeAlias = "tuple[tuple[int, ...], WorkQueue, int, bool, bytes]"
@@ -38,26 +38,27 @@ _Event = TypeVar("_Event")
 class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
-    The descriptor is a timer. It fires at once for an event, and when a parked work request is due
-    for a retry: that wakes a sleeper, which makes progress, so the device needs no thread.
+    The descriptor is an epoll of an eventfd and of the device's timer, which expires when a parked
+    work request is due for a retry: that wakes a sleeper, which makes progress, so the device needs
+    no thread.
     """
 
     def __init__(self, device: Device) -> None:
-        self.fd: int = native.made(os.close, lib.timerfd_create, *_TIMER)
-        if self.fd < 0:
-            raise OSError(ffi.errno, "timerfd_create")
-        self._device = device
+        self.event_fd = native.made(os.close, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll = select.epoll()
+        self.fd = self._epoll.fileno()
+        for fd in (self.event_fd, device.timer_fd):
+            self._epoll.register(fd, select.EPOLLIN)
         self.events: deque[_Event] = deque()
-        self.signal()
 
     def close(self) -> None:
-        """Close the descriptor."""
-        native.on_commit(os.close, self.fd)
+        """Close the descriptors."""
+        native.on_commit(os.close, self.event_fd)
+        native.on_commit(self._epoll.close)
 
     def signal(self) -> None:
-        """Make the descriptor readable now if events are pending, else when work is due."""
-        ns = self._device.nanoseconds_until_due()
-        native.on_commit(native.set_timer, self.fd, self.events, ns)
+        """Make the descriptor readable if events are pending."""
+        native.on_commit(native.signal, self.event_fd, self.events)
 
     def about(self, event: _Event) -> object:
         """Return what an event is about."""
@@ -124,9 +125,8 @@ class CompletionQueue(native.DeviceQueue):
         native.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
             # Only then: the queue may be armed before that.
-            native.at_the_end(
-                native.announce, self, channel.events, channel.fd, bool(solicited or fields[1])
-            )
+            urgent = bool(solicited or fields[1])
+            native.at_the_end(native.announce, self, channel.events, channel.event_fd, urgent)
         return True
 
     def report_overrun(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from typing import Any
 
-from ...._binding import native
+from ...._binding import ffi, lib, native
 from ....enums import MTU
 from . import requester, responder
-from .completion import Channel, EventQueue
+from .completion import EventQueue
 from .device_queues import SharedReceiveQueue
 from .faults import FaultPlan, PlannedFaults
 from .journaled_dict import JournaledDict
@@ -20,6 +21,7 @@ from .transport_messages import Ack, Request
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
+_TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 MAX_MCAST_GRP = 1 << 13
 MAX_MCAST_QP_ATTACH = 1 << 8
 
@@ -52,7 +54,7 @@ class Device(native.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
-        channels, event_queues: their descriptors wake sleepers when a retry is due.
+        timer_fd: expires when a retry is due; -1 while the device is not open.
         parked: queue pairs whose next request will be retried later.
     """
 
@@ -66,11 +68,26 @@ class Device(native.Record):
         self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
         self.parked: frozenset[QueuePair] = frozenset()
         self._due = -1.0
-        self.channels: frozenset[Channel] = frozenset()
-        self.event_queues: frozenset[EventQueue] = frozenset()
+        self.timer_fd = -1
+        self._times_open = 0
         self.groups: dict[bytes, frozenset[QueuePair]] = JournaledDict()
         self.numbers = itertools.count(0x11)
         """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
+
+    def open(self) -> None:
+        """Count one more open context; the first makes the timer."""
+        if not self._times_open:
+            self.timer_fd = native.made(os.close, lib.timerfd_create, *_TIMER)
+            if self.timer_fd < 0:
+                raise OSError(ffi.errno, "timerfd_create")
+        self._times_open += 1
+
+    def close(self) -> None:
+        """Undo open()."""
+        self._times_open -= 1
+        if not self._times_open:
+            native.on_commit(os.close, self.timer_fd)
+            self.timer_fd = -1
 
     # ---- the wire -----------------------------------------------------------
 
@@ -124,9 +141,7 @@ class Device(native.Record):
         self.parked = parked
         self._due = min([qp.due for qp in parked], default=-1.0)
         native.on_commit(native.schedule_at, self._due)
-        sources: frozenset[Channel | EventQueue] = self.channels | self.event_queues
-        for source in sources:
-            source.signal()
+        native.on_commit(native.set_timer, self.timer_fd, self._nanoseconds_until_due())
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Have a queue's work requests executed after the verb."""
@@ -155,7 +170,7 @@ class Device(native.Record):
             return requester.give_up(worker)
         return worker is not None and bool(worker.tags.give_up())
 
-    def nanoseconds_until_due(self) -> int:
+    def _nanoseconds_until_due(self) -> int:
         """Return the time to the next retry; 0 when nothing is parked."""
         if not self.parked:
             return 0
