@@ -85,7 +85,6 @@ def residue() -> dict[str, int]:
         "keys": len(device.memory._by_rkey),
         "queue pairs": len(device.qps),
         "shared receive queues": len(device.srqs),
-        "channels": len(device.channels),
         "groups": len(device.groups),
         "parked": len(device.parked),
         "XRC domains": len(queues._domains),
@@ -99,8 +98,11 @@ def renumber() -> None:
 
     A program then does the same by itself as after others.
     """
-    device = provider_parts()[2].device
-    if not (device.qps or device.srqs or device.memory.regions_by_lkey or device.memory._by_rkey):
+    state = provider_parts()[2]
+    device, memory = state.device, state.device.memory
+    if not (
+        state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory._by_rkey
+    ):
         device.__init__(device.name)
 
 

@@ -40,6 +40,7 @@ from rdmapost import (
 from rdmapost._binding import ffi, lib, native
 from rdmapost.enums import SendFlags
 from rdmapost.providers import soft_provider
+from rdmapost.providers.soft0 import provider as soft
 from rdmapost.providers.soft0 import state as soft_state
 
 pytestmark = pytest.mark.skipif(
@@ -227,7 +228,7 @@ class Bench:
         ready = select.poll()
         descriptors = [
             *(opened.events.fd for opened in soft_state.contexts.values()),
-            *(channel.fd for channel in device.channels),
+            *soft._channels,
         ]
         for fd in descriptors:
             ready.register(fd, select.POLLIN)
@@ -278,7 +279,7 @@ class Bench:
             len(device.parked),
             len(descriptors),
             [len(opened.events.events) for opened in soft_state.contexts.values()],
-            sorted((len(channel.events), channel.users) for channel in device.channels),
+            sorted((len(channel.events), channel.users) for channel in soft._channels.values()),
             [fd in dict(ready.poll(0)) for fd in descriptors],
             len(os.listdir("/proc/self/fd")),
             bytes(self.memory[self.unequal : 768] + self.memory[768 + self.unequal :]),
@@ -297,7 +298,7 @@ class Bench:
             device.srqs,
             device.groups,
             device.parked,
-            device.channels,
+            soft._channels,
             device.memory.regions_by_lkey,
             device.memory._by_rkey,
         ):
