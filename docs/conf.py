@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     # Python's own names: resolving them needs an inventory from the network.
     ("py:.*", r"(asyncio|collections|enum|ipaddress|mmap|os|socket)\..*|array"),
     # Types that only the library itself creates or passes.
-    ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item)"),
+    ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item|tools\.max_inline\._QPOptions)"),
     (
         "py:class",
         r"rdmapost\.tools\.connect\."

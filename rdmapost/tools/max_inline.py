@@ -9,7 +9,7 @@ grant more than was requested, and some grant less.
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import TypedDict, Unpack
 
 from .._arguments import within
 from ..enums import QPType
@@ -18,6 +18,8 @@ from ..resources.cq import CQ
 from ..resources.memory import PD
 from ..resources.qp import QP
 from ..resources.resource import close_quietly
+from ..resources.srq import SRQ
+from ..resources.xrcd import XRCD
 
 __all__ = ["max_inline"]
 
@@ -29,8 +31,26 @@ _FIRST = 64
 """Where the search begins: a cache line, which nearly every device grants."""
 
 
+class _QPOptions(TypedDict, total=False):
+    """QP's other arguments."""
+
+    recv_cq: CQ | None
+    srq: SRQ | None
+    xrcd: XRCD | None
+    max_send_wr: int
+    max_recv_wr: int
+    max_send_sge: int
+    max_recv_sge: int
+    max_tso_header: int
+    send_ops_flags: int
+    sq_sig_all: bool
+    checked: bool
+    port_num: int
+    gid_index: int | None
+
+
 def max_inline(
-    pd: PD, qp_type: QPType, send_cq: CQ, *, at_most: int = 1 << 16, **options: Any
+    pd: PD, qp_type: QPType, send_cq: CQ, *, at_most: int = 1 << 16, **options: Unpack[_QPOptions]
 ) -> int:
     """Find the largest max_inline_data that a device grants.
 

@@ -14,6 +14,11 @@ def attributes(qp: rp.QP, e: rp.Endpoint) -> None:
     qp.qp_numb  # fails: attr-defined, reportAttributeAccessIssue
 
 
+def sizes(pd: rp.PD, cq: rp.CQ) -> None:
+    rp.max_inline(pd, rp.QPType.RC, cq, max_send_sgee=3)  # fails: call-arg, reportCallIssue
+    rp.max_inline(pd, rp.QPType.RC, cq, max_inline_data=3)  # fails: call-arg, reportCallIssue
+
+
 def work_requests(qp: rp.QP, mr: rp.MR) -> None:
     rp.Send(b"x")  # fails: arg-type, reportArgumentType
     rp.Send(mr)  # fails: arg-type, reportArgumentType
