@@ -60,7 +60,7 @@ class App(Group):
         """Run a command and exit: 0 done, 1 failed, 2 usage, 3 no device, 130 interrupted.
 
         Args:
-            args: the arguments; the process's unless given.
+            args: the arguments; default: the process's.
             prog_name: the name for help and errors.
             extra: as in click.
         """

@@ -19,7 +19,7 @@ _WIDTH = 80
 
 
 def width(stream: TextIO | None = None) -> int:
-    """Return the columns of the terminal that a stream (stdout) is, or else 80."""
+    """Return the width of a stream's terminal (default: stdout's); 80 if it is none."""
     stream = sys.stdout if stream is None else stream
     if not _is_terminal(stream):
         return _WIDTH

@@ -36,7 +36,7 @@ def loopback(
         out: where to print; the document gets the opcode and settings.
         target, settings, opcode: the command's options, and what it posts.
         inlined: bytes of one inline work request.
-        depth: work requests that each queue must hold; settings.count unless given.
+        depth: work requests that each queue must hold; default: settings.count.
         local_size, remote_size, options: as in Loopback.
     """
     start_document(out, opcode, settings)

@@ -106,7 +106,7 @@ def read(
 
     The second queue pair is on the same device, and the data options set its
     memory.  HOST runs 'rdmapost serve', and --size is the number of bytes to
-    read; all that it exposes unless given.
+    read (default: all of the exposed memory).
     """
     if peer is not None:
         from .post_remote import read_from

@@ -4,7 +4,7 @@ A prefill node has computed the attention keys and values of some prompts, in bl
 A decode node needs them, in other blocks of its own cache. `post_columns` takes the block numbers
 as arrays and posts an RDMA write for each, without a Python object per block.
 
-    python examples/kv_cache_blocks.py [DEVICE]     (soft0 unless given)
+    python examples/kv_cache_blocks.py [DEVICE]     (default: soft0)
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The server registers a table and hands out its address and rkey; after that its 
 client reads a slot with an RDMA read. To change a slot, it locks it with a compare-and-swap, and
 writes the new contents, which unlock it.
 
-    python examples/kv_store.py [DEVICE]     (soft0 unless given)
+    python examples/kv_store.py [DEVICE]     (default: soft0)
 """
 
 from __future__ import annotations

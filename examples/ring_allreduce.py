@@ -4,7 +4,7 @@ Each rank writes chunks to the next one with RDMA_WRITE_WITH_IMM: the data lands
 immediate tells the receiver which step has arrived. The first n - 1 steps add up the chunks, n - 1
 more distribute the sums.
 
-    python examples/ring_allreduce.py [DEVICE [RANKS]]     (soft0 and 4 unless given)
+    python examples/ring_allreduce.py [DEVICE [RANKS]]     (default: soft0 and 4)
 """
 
 from __future__ import annotations

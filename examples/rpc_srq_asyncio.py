@@ -4,7 +4,7 @@ The server posts 32 receives for all of its clients together, instead of some fo
 arrives in one of the buffers, the reply is written over it and sent from there, and when the send
 has completed the buffer is posted again.
 
-    python examples/rpc_srq_asyncio.py [DEVICE]     (soft0 unless given)
+    python examples/rpc_srq_asyncio.py [DEVICE]     (default: soft0)
 """
 
 from __future__ import annotations

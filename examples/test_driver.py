@@ -4,7 +4,7 @@ A queue pair normally refuses these before they reach the driver. With `checked=
 them on. The driver must then refuse the post, or the device must complete it with an error; the
 memory must not change.
 
-    RDMAPOST_DEVICE=mlx5_0 pytest examples/test_driver.py     (soft0 unless given)
+    RDMAPOST_DEVICE=mlx5_0 pytest examples/test_driver.py     (default: soft0)
 """
 
 from __future__ import annotations

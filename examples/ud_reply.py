@@ -4,7 +4,7 @@ UD queue pairs are not connected: one of them serves any number of clients. A re
 sender's queue pair number in its completion and the sender's address in its GRH, which is all
 that `AH.from_wc` needs to make an address handle for the reply.
 
-    python examples/ud_reply.py [DEVICE]     (soft0 unless given)
+    python examples/ud_reply.py [DEVICE]     (default: soft0)
 """
 
 from __future__ import annotations

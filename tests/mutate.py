@@ -1213,7 +1213,7 @@ def main() -> int:
         nargs="*",
         default=[*TARGETS],
         metavar="MODULE",
-        help="a module, or a C file by its path; all unless given",
+        help="a module, or a C file by its path; default: all",
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="mutants whose name contains this")

@@ -98,7 +98,7 @@ class SendWR(native.WR):
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode: ClassVar[Opcode]
@@ -139,7 +139,7 @@ class Send(_Message):
         remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.SEND
@@ -157,7 +157,7 @@ class SendWithImm(_Message):
         remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.SEND_WITH_IMM
@@ -174,7 +174,7 @@ class SendWithInv(_WithBuffers):
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.SEND_WITH_INV
@@ -193,7 +193,7 @@ class RdmaWrite(_Remote):
         rkey: the peer's key, 0..2^32-1.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.RDMA_WRITE
@@ -210,7 +210,7 @@ class RdmaWriteWithImm(_Remote):
         rkey: the peer's key, 0..2^32-1.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.RDMA_WRITE_WITH_IMM
@@ -228,7 +228,7 @@ class RdmaRead(_Remote):
         rkey: the peer's key, 0..2^32-1.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.RDMA_READ
@@ -249,7 +249,7 @@ class AtomicCmpAndSwp(_Remote):
         rkey: the peer's key, 0..2^32-1.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.ATOMIC_CMP_AND_SWP
@@ -272,7 +272,7 @@ class AtomicFetchAndAdd(_Remote):
         rkey: the peer's key, 0..2^32-1.
         remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.ATOMIC_FETCH_AND_ADD
@@ -287,7 +287,7 @@ class LocalInv(SendWR):
     Attributes:
         invalidate_rkey: the key, 0..2^32-1.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.LOCAL_INV
@@ -308,7 +308,7 @@ class BindMW(SendWR):
         mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC, and ZERO_BASED for addresses that start at 0.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.BIND_MW
@@ -335,7 +335,7 @@ class TSO(_WithBuffers):
         remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
         remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
-        send_flags: SendFlags; SIGNALED unless given.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.TSO
@@ -381,8 +381,8 @@ class Flush(SendWR):
     Attributes:
         remote_addr, length: the range, of at most 2^32-1 bytes; ignored with FlushLevel.MR.
         rkey: the peer's key, 0..2^32-1.
-        type: FlushType; GLOBAL unless given.
-        level: FlushLevel; RANGE unless given.
+        type: FlushType; default: GLOBAL.
+        level: FlushLevel; default: RANGE.
         remote_srqn: as in RdmaWrite.
         wr_id, send_flags: as in SendWR.
     """
@@ -420,7 +420,7 @@ class OpsWR:
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
-        flags: OpsFlags; SIGNALED unless given.
+        flags: OpsFlags; default: SIGNALED.
         unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
     """
 
@@ -439,10 +439,10 @@ class TagAdd(OpsWR):
         recv_wr_id: wr_id of the completion that the message causes, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them.
         tag: the tag to match, 0..2^64-1.
-        mask: which of its bits count, 0..2^64-1; all unless given.
+        mask: which of its bits count, 0..2^64-1; default: all.
         handle: set by the post; a TagDel names it.
         wr_id: comes back in the completion, 0..2^64-1.
-        flags: OpsFlags; SIGNALED unless given.
+        flags: OpsFlags; default: SIGNALED.
         unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
     """
 
@@ -462,7 +462,7 @@ class TagDel(OpsWR):
     Attributes:
         handle: what the TagAdd's post set.
         wr_id: comes back in the completion, 0..2^64-1.
-        flags: OpsFlags; SIGNALED unless given.
+        flags: OpsFlags; default: SIGNALED.
         unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
     """
 
@@ -479,7 +479,7 @@ class TagSync(OpsWR):
     matching.  A completion with WCFlags.TM_SYNC_REQ asks for it.
 
     Attributes:
-        flags: OpsFlags; SIGNALED and TM_SYNC unless given.  Without TM_SYNC it would do nothing,
+        flags: OpsFlags; default: SIGNALED and TM_SYNC.  Without TM_SYNC it would do nothing,
             and a checked SRQ refuses it.
         wr_id: comes back in the completion, 0..2^64-1.
         unexpected_cnt: the unexpected messages handled since the SRQ was created, 0..2^32-1.

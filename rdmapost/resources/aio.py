@@ -169,11 +169,11 @@ def _nothing() -> None:
 
 def _expire(waits: weakref.ref[_WaitList]) -> None:
     """Call expire() of a wait list, even if a signal handler raises in it."""
-    if (list_ := waits()) is not None:
+    if (found := waits()) is not None:
         try:
-            list_.expire()
+            found.expire()
         except BaseException:
-            list_.loop.call_soon(_expire, waits)
+            found.loop.call_soon(_expire, waits)
             raise
 
 

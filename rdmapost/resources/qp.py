@@ -112,7 +112,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         pd: the protection domain; None for XRC_RECV.
         qp_type: RC, UC, UD, RAW_PACKET, XRC_SEND or XRC_RECV.
         send_cq: where sends complete; None for XRC_RECV.
-        recv_cq: where receives complete; send_cq unless given.
+        recv_cq: where receives complete; default: send_cq.
         srq: the shared receive queue to take receives from.
         xrcd: the XRC domain (XRC_RECV).  Such a queue pair uses the PD and the CQ of the
             SRQ that a message names, and has none of its own:

@@ -58,8 +58,8 @@ class Loopback(ResourceHolder):
         qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
         local_size, remote_size: bytes of memory on each side; the remote side's excludes the
             headroom of its receives.
-        access: access to the remote memory, an Access; LOCAL_WRITE and all supported REMOTE
-            flags unless given (add MW_BIND to bind windows to it).
+        access: access to the remote memory, an Access; default: LOCAL_WRITE and all supported
+            REMOTE flags (add MW_BIND to bind windows to it).
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
         max_recv_sge: SGEs of one receive.
@@ -68,7 +68,7 @@ class Loopback(ResourceHolder):
         srq_type: give the remote side a shared receive queue: BASIC, or TM with a matching
             list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both, from 1.
-        gid_index: the GID of both; chosen by choose_gid unless given.
+        gid_index: the GID of both; default: chosen by choose_gid.
         timeout: seconds for all waits in total, more than 0.
 
     Attributes:
@@ -240,7 +240,7 @@ class Loopback(ResourceHolder):
 
         Args:
             offset: bytes from its start.
-            rkey: the key to use; the region's unless given.
+            rkey: the key to use; default: the region's.
         """
         mr = self.remote.mr
         fields = {"remote_addr": mr.addr + offset, "rkey": mr.rkey if rkey is None else rkey}
@@ -291,7 +291,7 @@ class Loopback(ResourceHolder):
         Args:
             length: bytes of the message.
             index: which receive, from 0.
-            room: message bytes that each receive can hold; `length` unless given.
+            room: message bytes that each receive can hold; default: `length`.
 
         Raises:
             TypeError: an argument is not an integer.

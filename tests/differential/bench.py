@@ -29,7 +29,7 @@ class Bench:
 
     Args:
         context: an open device.
-        mtu: the path MTU; the port's unless given.
+        mtu: the path MTU; default: the port's.
     """
 
     def __init__(self, context: rp.Context, mtu: rp.MTU | None = None) -> None:

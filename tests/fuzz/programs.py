@@ -74,7 +74,7 @@ def run(
     Args:
         plan: the program.
         log: gets every call as text.
-        keep: which of its operations to run, by their place; all unless given.
+        keep: which of its operations to run, by their place; default: all.
         tick: gets the number of calls made, now and then.
     """
     draw = Draw(mix(plan.seed, 1))

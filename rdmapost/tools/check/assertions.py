@@ -17,7 +17,7 @@ def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
     Args:
         pair: the queue pairs.
         offset: bytes from the start of the remote memory.
-        rkey: the key to use; the region's unless given.
+        rkey: the key to use; default: the region's.
     """
     pair.local.qp.post_send(
         RdmaWrite(sg_list=pair.local.mr[:], wr_id=7, **pair.target(offset, rkey))

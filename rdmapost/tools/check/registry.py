@@ -101,7 +101,7 @@ class Trial:
         """Make the pair of queue pairs, with random local and known remote memory.
 
         Args:
-            local_size, remote_size: as in Loopback; a message unless given, at the
+            local_size, remote_size: as in Loopback; default: a message, at the
                 remote side with a margin before and after.
             options: as in Loopback.
         """

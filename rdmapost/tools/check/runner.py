@@ -36,7 +36,7 @@ def run_checks(
     Args:
         context: an open device.
         port_num: the port, from 1.
-        gid_index: the GID; chosen by choose_gid unless given.
+        gid_index: the GID; default: chosen by choose_gid.
         timeout: seconds for each check.
 
     Returns:

@@ -56,7 +56,7 @@ async def adial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; 4096 unless given.
+        local_size: bytes of local memory; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
@@ -70,7 +70,7 @@ async def adial(
             traffic_class). They override depth and max_inline_data.
         private_data: up to 256 bytes for the server's owner.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.
+        gid_index: the local GID; default: chosen by choose_gid.
 
     Returns:
         The connection; an asynchronous context manager.

@@ -62,12 +62,12 @@ async def aserve(
             encrypted: expose it only to a network that may see all traffic, the
             token included.
         port: TCP port; 0 chooses one.
-        size: bytes of memory that each client can reach, 1..2^40; 4096 unless given.
+        size: bytes of memory that each client can reach, 1..2^40; default: 4096.
         access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; by default all that the device supports, or that mr has.
-        count: receives posted for each client, 0..16384; 16 unless given. A used one is posted
+        count: receives posted for each client, 0..16384; default: 16. A used one is posted
             again.
-        receive_size: bytes of message that each takes; size, at most 64 KiB, unless given.
+        receive_size: bytes of message that each takes; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at
@@ -92,7 +92,7 @@ async def aserve(
             else.  Without it a client stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.
+        gid_index: the local GID; default: chosen by choose_gid.
         on_event: called with each event, in the event loop's thread. What it raises goes to the
             loop's exception handler; SystemExit and KeyboardInterrupt end the loop, as in any
             callback. After SystemExit it is not called again, so that tasks can clean up.

@@ -181,7 +181,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
         Args:
             count: how many.
-            timeout: seconds; the connection's unless given.
+            timeout: seconds; default: the connection's.
 
         Raises:
             WaitTimeout: fewer came.

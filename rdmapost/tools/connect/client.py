@@ -65,7 +65,7 @@ def dial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; 4096 unless given.
+        local_size: bytes of local memory; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold.
         max_inline_data: bytes of one inline work request.
@@ -79,7 +79,7 @@ def dial(
             traffic_class). They override depth and max_inline_data.
         private_data: up to 256 bytes for the server's owner.
         port_num: the local port, from 1.
-        gid_index: the local GID; chosen by choose_gid unless given.
+        gid_index: the local GID; default: chosen by choose_gid.
 
     Returns:
         The connection; a context manager.
@@ -301,8 +301,8 @@ class Connection(BaseConnection, ClosesOnExit):
 
         Args:
             index: which, from 1, in order of use.
-            timeout: seconds to wait for it, at most 60; a negative one counts as 0; the
-                connection's unless given.
+            timeout: seconds to wait for it, at most 60; a negative one counts as 0; default:
+                the connection's.
 
         Returns:
             The arrival, or None if it did not come in time.
@@ -325,7 +325,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
         Args:
             offset: from its start.
-            length: bytes; all that follow unless given.
+            length: bytes; default: all that follow.
 
         Returns:
             A digest and the first bytes; empty if the server does not reveal them, because the

@@ -47,11 +47,11 @@ def diagnose_machine(
     the network device and the GID, and the limits of this process.
 
     Args:
-        device: the device that will be used; RDMAPOST_DEVICE or else the first
-            active one unless given.  "soft0" needs none of this, so nothing
-            missing is a problem for it.
-        port_num: its port; the first active one unless given.
-        gid_index: its GID; chosen by choose_gid unless given.
+        device: the device that will be used; default: RDMAPOST_DEVICE, or the first
+            active one.  "soft0" needs none of this, so nothing that is missing is a
+            problem for it.
+        port_num: its port; default: the first active one.
+        gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.
         root: the directory with sys, proc, dev and lib.
 
