@@ -201,9 +201,9 @@ class _Waiter:
     Attributes:
         count: how many completions it wants.
         cancels: how often waits had been cancelled when it began.
-        woken: done when it should check what is available.
+        woken: a future, done when the task should check what is available.
         expired: whether its time is up.
-        gone: whether it has stopped waiting; everything else follows from this.
+        gone: whether it has stopped waiting; this alone decides (see the module's docstring).
     """
 
     __slots__ = ("cancels", "count", "expired", "gone", "timer", "woken")
@@ -246,7 +246,7 @@ class _Watch:
         self._epoll: select.epoll | None = None
 
     def open(self, fd: int, ready: Callable[[], object]) -> None:
-        """Start to watch, unless it does already."""
+        """Start watching, unless it already does."""
         if self._epoll is not None:
             return
         epoll = select.epoll()
@@ -259,7 +259,7 @@ class _Watch:
             raise
 
     def close(self) -> None:
-        """Stop watching it; the loop may be closed, or another thread's."""
+        """Stop watching; the loop may be closed, or run in another thread."""
         if (epoll := self._epoll) is None:
             return
         if not self._loop.is_closed():
