@@ -9,7 +9,7 @@ from .groups import LazyCommand
 
 
 def _commands(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
-    """Complete the name of a command, or of one in the group that is already named."""
+    """Complete the name of a command, or of a subcommand if its group has been typed."""
     at = ctx.find_root().command
     for word in ctx.params.get("command") or ():
         command = at.commands.get(word) if isinstance(at, click.Group) else None

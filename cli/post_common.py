@@ -45,10 +45,10 @@ def source(
 def post_and_wait(
     out: Output, qp: QP, cq: CQ, wrs: Sequence[SendWR], wait: Callable[[int], list[WC]]
 ) -> tuple[list[WC], WC]:
-    """Post a list of work requests in one call, and wait and record() until they are done.
+    """Post a list of work requests in one call, wait for their completions and record() them.
 
     Returns:
-        the completions, and the first that failed or else the last.
+        all completions, and the one to show: the first that failed, or else the last.
 
     Raises:
         PostError: one of them was refused.

@@ -33,7 +33,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
     process, and says so on standard error.
 
     Yields:
-        the device and the number of the port.
+        the device and the port number.
 
     Raises:
         click.UsageError: the device has no such port or no such GID.

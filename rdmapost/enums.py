@@ -134,7 +134,7 @@ class Opcode(_Named):
     FLUSH = 14
     """Make earlier writes visible or persistent (ibv_wr_post(3))."""
     ATOMIC_WRITE = 15
-    """Write 8 bytes to remote memory at once (ibv_wr_post(3))."""
+    """Write 8 bytes to remote memory atomically (ibv_wr_post(3))."""
 
 
 class SendOps(_Flags):

@@ -143,7 +143,7 @@ class PostError(VerbsError):
         posted: how many were posted before it; None if the device did not say.
         count: the length of the list.
         wr: the failing work request; None if the device did not say.  If it
-            names resources, pickling replaces it by its repr(), a str.
+            names resources, pickling replaces it with its repr(), a str.
         reason: the cause, as far as it is known.
     """
 

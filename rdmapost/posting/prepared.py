@@ -62,7 +62,7 @@ class PreparedWR(native.PreparedItem):
 
 @functools.cache
 def _class_for(wr_type: type) -> type[PreparedWR]:
-    """Return the PreparedWR subclass for a work request class, with its number fields."""
+    """Return the PreparedWR subclass for a work request class, with its numeric fields."""
     numbers = {
         name: native.Number(wr_type, index) for name, index in NUMBER_FIELDS[wr_type].items()
     }

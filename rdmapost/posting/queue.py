@@ -237,7 +237,7 @@ class PostQueue(native.Queue):
         code: int,
         posted: int,
     ) -> NoReturn:
-        """Raise for a row of columns the error that its work request would raise alone.
+        """Raise the error that a row of columns would raise if posted alone, as a work request.
 
         Args:
             owner: the queue pair or SRQ.
@@ -274,7 +274,7 @@ class PostQueue(native.Queue):
         raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)
 
     def _failed(self, owner: Any, wrs: Sequence[Any], code: int, posted: int) -> NoReturn:
-        """Say that the device has refused; ``posted`` is -1 if it did not say which."""
+        """Raise the device's refusal; ``posted`` is -1 if it did not say which work request."""
         index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
         if code == errno.ENOMEM and len(wrs) > self.depth:

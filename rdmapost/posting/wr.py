@@ -349,7 +349,7 @@ class TSO(_WithBuffers):
 
 @dataclass(slots=True, kw_only=True)
 class AtomicWrite(SendWR):
-    """Write a 64-bit value to remote memory at once (RC, XRC_SEND; ibv_wr_atomic_write).
+    """Write a 64-bit value to remote memory atomically (RC, XRC_SEND; ibv_wr_atomic_write).
 
     A reader sees the old value or the new one, never a part of each; an RDMA_WRITE of 8 bytes does
     not promise that.  ``remote_addr`` is a multiple of 8.  The queue pair must be created with

@@ -224,9 +224,9 @@ class _Waiter:
         count: how many completions it wants.
         cancels: how often waits had been cancelled when it began.
         deadline: when its time is up, on the loop's clock, or None.
-        woken: done when it should check what is available.
+        woken: a future, done when the task should check what is available.
         expired: whether its time is up.
-        gone: whether it has stopped waiting; everything else follows from this.
+        gone: whether it has stopped waiting; this alone decides (see the module's docstring).
     """
 
     __slots__ = ("cancels", "count", "deadline", "expired", "gone", "woken")
@@ -288,7 +288,7 @@ class _Watch:
             waits.ready()
 
     def close(self) -> None:
-        """Stop watching it; the loop may be closed, or another thread's."""
+        """Stop watching; the loop may be closed, or run in another thread."""
         if self._loop.is_closed() or self._epoll.closed:
             return
         if _runs(self._loop):

@@ -340,8 +340,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 )
             raise
         finally:
-            # Also if a signal handler has raised after the call; and again if another thread has
-            # resized it meanwhile.
+            # Note the new size even if a signal handler raised after the call, and note it again if
+            # another thread has resized the CQ meanwhile.
             noted = None
             with contextlib.suppress(ClosedError):
                 while noted != (granted := self._verb(_CQE)):

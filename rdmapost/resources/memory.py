@@ -183,7 +183,7 @@ class _Form:
         return at if self.unreadable else mapped if self.source.mapped else usual
 
     def changed(self, pd: PD | None, access: Access, source: Source | None) -> _Form:
-        """Return the form after a change; unchanged memory stays held by the same view."""
+        """Return the form after a change; it shares the view of memory that does not change."""
         same = self if source is None else None
         return _Form(pd or self.pd, access, source or self.source, same=same)
 

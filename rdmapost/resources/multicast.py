@@ -20,8 +20,8 @@ _numbers = itertools.count()
 class MulticastGroups:
     """The groups that a queue pair is or may be attached to.
 
-    Threads may attach and detach at once. A call removes only the records of calls that had ended
-    before its verb began: of the others it is unknown which verb came last.
+    Threads may attach and detach concurrently. A call removes only the records of calls that had
+    ended before its own verb began: if two verbs overlap, it is unknown which took effect last.
     """
 
     __slots__ = ("_calls", "_seen")
@@ -31,7 +31,7 @@ class MulticastGroups:
         """By the number of the call that attached it: the group, and True once the call has
         returned, False where it was interrupted, None while it runs."""
         self._seen: set[Group] = set()
-        """Groups that may have a record already: those of others need not be looked for."""
+        """Groups that may have a record already; a group that is not here has none."""
 
     def attach(self, verb: Callable[[GID, int], object], group: Group) -> None:
         """Call the verb that attaches to a group, and record whether it succeeded."""

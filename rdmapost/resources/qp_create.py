@@ -28,12 +28,12 @@ XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 def device_of(
     qp_type: QPType, pd: PD | None, send_cq: CQ | None, recv_cq: CQ | None, xrcd: XRCD | None
 ) -> Context:
-    """Return the open device of what a queue pair is created with.
+    """Check the arguments of a new queue pair, and return the open device that they belong to.
 
     Raises:
         TypeError: the PD or the CQ is missing.
-        ValueError: the type needs something that is missing or does not have what is given, or
-            they are of different devices.
+        ValueError: the type needs an argument that is missing, or does not allow one that is
+            given; or the CQs and the PD belong to different open devices.
     """
     name = qp_type.name
     if qp_type is QPType.XRC_RECV:

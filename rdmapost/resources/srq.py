@@ -328,8 +328,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
                 error.hint = self._why_not_modified(mask, raw) or error.hint
             raise
         finally:
-            # Also if a signal handler has raised after the call; and again if another thread has
-            # modified it meanwhile.
+            # Note the new size even if a signal handler raised after the call, and note it again if
+            # another thread has modified the SRQ meanwhile.
             noted = None
             with contextlib.suppress(ClosedError):
                 while mask & SRQAttrMask.MAX_WR and noted != (granted := self.query().max_wr):

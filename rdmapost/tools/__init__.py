@@ -21,7 +21,7 @@ def export(module: str, namespace: Mapping[str, Any]) -> None:
 
 
 def alias(module: str, implementation: ModuleType) -> None:
-    """Replace a public module by the private one that implements it.
+    """Replace a public module with the private one that implements it.
 
     Args:
         module: the name by which users import it.

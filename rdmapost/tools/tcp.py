@@ -124,9 +124,9 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
 
 
 def _connect(sock: socket.socket, address: tuple[Any, ...], deadline: float) -> OSError | None:
-    """Connect a socket and leave it non-blocking; return what was wrong.
+    """Connect a socket and leave it non-blocking; return the error, or None.
 
-    An OSError that this raises is a signal handler's.
+    An OSError that this raises comes from a signal handler.
     """
     sock.setblocking(False)
     code = sock.connect_ex(address)

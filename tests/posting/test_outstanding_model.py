@@ -165,7 +165,7 @@ class InOrder(Machine):
 
     @rule(items=lists)
     def prepare(self, items: Any) -> None:
-        """Replace the prepared list by another, and close it."""
+        """Close the prepared list, and replace it with another."""
         if self.batch is not None:
             self.batch.close()
             ended, self.prepared, self.given = [*self.prepared, *self.given], [], []

@@ -336,7 +336,7 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 /*
  * A device may take minutes to destroy a queue pair through which a window is bound, and the window
  * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
- * closed, for HELD_NS at most: the ends of verbs look. The list holds references.
+ * closed, for HELD_NS at most; the end of each verb checks. The list holds references.
  */
 struct rp_handle *rp_held_back;
 
@@ -1092,7 +1092,7 @@ static int close_now(struct rp_handle *h)
 	if (stopped)
 		reopen(h);
 	end_claim(h);
-	/* Interrupted, and no user is left that will try again. */
+	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
 	/* After a fork in the middle of the close, there is nothing to close here. */

@@ -33,7 +33,7 @@ struct rp_handle {
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
-	int64_t first_try; /* when its close first lacked memory or stack, or 0 */
+	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* that process's */
@@ -80,7 +80,7 @@ struct rp_thread {
 	int calls; /* see rp_enter_call() */
 };
 
-/* glibc keeps room for the thread-local words of libraries that are loaded late; musl does not. */
+/* glibc reserves some static TLS for libraries loaded by dlopen(); musl does not. */
 #ifdef __GLIBC__
 #define RP_THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
 #else

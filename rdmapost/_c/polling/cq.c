@@ -266,7 +266,7 @@ static int is_open(struct rp_handle *handle)
 {
 	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
 		return 1;
-	/* A daemon thread ends silently, as it would if never woken. */
+	/* End a daemon thread as silently as if it had never been woken. */
 	if (rp_exiting)
 		PyErr_SetNone(PyExc_SystemExit);
 	else

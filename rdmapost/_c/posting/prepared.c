@@ -270,7 +270,10 @@ static void prepared_finalize(PyObject *self)
 		release_held(self);
 }
 
-/* _prepare(queue, owner, wrs): once; its owner must know the list already, to close it. */
+/*
+ * _prepare(queue, owner, wrs): call it once, after recording the list with its owner, so that
+ * closing the owner closes it.
+ */
 static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 {
 	struct prepared *p = (struct prepared *)self;

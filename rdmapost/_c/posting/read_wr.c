@@ -638,7 +638,7 @@ void rp_free_post(struct post *post)
 
 /* ---- registering the classes --------------------------------------------- */
 
-/* describe_resource(name, type): the class of what work requests refer to. */
+/* describe_resource(name, type): register a class that reading work requests needs to know. */
 static PyObject *describe_resource(PyObject *self, PyObject *args)
 {
 	static const struct {

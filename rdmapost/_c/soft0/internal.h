@@ -90,7 +90,10 @@ PyObject *rp_soft_given(enum rp_part which);
 /* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);
 
-/* A new reference to the object with this handle (NAMES) or to its attribute; NULL if none. */
+/*
+ * Return a new reference to an attribute of the object with this handle, or, for NAMES, to the
+ * object itself; NULL, without an exception, if there is none.
+ */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*

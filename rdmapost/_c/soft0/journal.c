@@ -200,7 +200,10 @@ static PyType_Slot record_slots[] = {
 
 /* ---- functions for Python ------------------------------------------------ */
 
-/* undo(callable, *args): record what undoes the next change; harmless if it is not made. */
+/*
+ * undo(callable, *args): record a call that undoes the next change. The call must be harmless if
+ * that change is not made.
+ */
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;

@@ -167,7 +167,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 raise
 
     def _refuse_elsewhere(self) -> None:
-        """Raise RuntimeError in another event loop than that of ``adial``."""
+        """Raise RuntimeError unless this is the event loop that ``adial`` ran in."""
         loop = self._closing.get_loop()
         if loop.is_closed():
             raise RuntimeError(

@@ -390,10 +390,10 @@ class Connection(BaseConnection, ClosesOnExit):
 
         When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
-        In the child of a fork it does nothing: its parent has the connection.
+        In the child of a fork it does nothing: the connection belongs to the parent.
 
-        In a signal handler or finalizer in the middle of its thread's verb or wait, it does not
-        wait for the server, and this side is released once that has ended.
+        In a signal handler or finalizer that interrupts a verb or a wait of its thread, it does not
+        wait for the server; this side is released once the verb or the wait has returned.
 
         Raises:
             VerbsError: the device refused.

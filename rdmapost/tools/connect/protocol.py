@@ -92,7 +92,7 @@ class State(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare what was received with the token, in constant time; no token accepts anything."""
+    """Compare what was received with the token in constant time; accept anything if it is None."""
     if token is None:
         return True
     # An argument or environment variable need not be Unicode.

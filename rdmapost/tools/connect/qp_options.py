@@ -77,7 +77,7 @@ def check_given(
     qp_options: QPOptions | None,
     not_these: Iterable[str] = (),
 ) -> Given:
-    """Check the arguments of serve or dial; qp_options may not have `not_these`."""
+    """Check the arguments of serve or dial; qp_options may not contain any of `not_these`."""
     expect("context", context, Context)
     expect("mr", mr, MR, None)
     expect("srq", srq, SRQ, None)
@@ -105,11 +105,11 @@ def check_given(
 
 
 def private_bytes(given: bytes) -> bytes:
-    """Return an argument that is private data.
+    """Check the argument private_data, and return it as bytes.
 
     Raises:
         TypeError: it is not a buffer.
-        ValueError: it is longer than a message carries.
+        ValueError: it is longer than a message can carry.
     """
     data = content("private_data", given)
     if len(data) > MAX_PRIVATE_DATA:

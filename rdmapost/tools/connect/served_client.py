@@ -33,7 +33,7 @@ _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: 
 _MAX_LATEST = 1024
 """How many of a client's latest arrivals can be reported."""
 _POLL_BATCH = 64
-"""Completions polled at once, so that a flood of them does not stall everything else."""
+"""Completions taken per poll, so that a flood of them does not stall everything else."""
 _FLUSH_S = 1.0
 """How long a device may take to flush the receives of a queue pair in ERR."""
 _CHUNK = 1 << 20

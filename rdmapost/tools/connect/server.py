@@ -249,15 +249,15 @@ class Server(BaseServer, ClosesOnExit):
     """
 
     def close(self) -> None:
-        """Notify every client that the server is closing, and release what they have.
+        """Notify every client that the server is closing, and release their resources.
 
-        Return when that is done, or after timeout + 10 s; do nothing if already closed, or in the
-        child of a fork, whose parent has the server.
+        Return when that is done, or after timeout + 10 s. Do nothing if already closed, or in the
+        child of a fork: the server belongs to the parent.
 
-        In on_event, and in a signal handler or finalizer in the middle of its thread's verb or
-        wait, start closing and return at once: what the clients have is released after the
-        callback, or the verb, has returned.
+        In on_event, or in a signal handler or finalizer that interrupts a verb or a wait of its
+        thread, start closing and return immediately: the clients' resources are released once the
+        callback, the verb or the wait has returned.
 
-        If a signal handler's exception interrupts it, call it again.
+        If a signal handler's exception interrupts this call, call it again.
         """
         self._threads.close()

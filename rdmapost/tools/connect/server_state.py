@@ -138,7 +138,7 @@ class ServerState:
                 self._admitted -= 1
 
     def release_rest(self) -> None:
-        """Release what could not be released when its client left, as far as possible now."""
+        """Try again to release what could not be released when clients left."""
         unreleased, self._unreleased = self._unreleased, []
         for client in unreleased:
             with suppress(RdmaError):

@@ -211,7 +211,7 @@ class ServerThreads:
             self._finished.wait(_SHUTDOWN_S)
 
     def close(self) -> None:
-        """End the threads, and wait until what the clients had is released.
+        """End the threads, and wait until the clients' resources are released.
 
         In one of the threads, or in the middle of a verb, it does not wait: the threads may be
         waiting for that verb to end.

@@ -16,7 +16,7 @@ _PSN_MASK = 0xFFFFFF
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
-    """Compare with the peer, as far as it is known."""
+    """Compare the queue pair with its peer, as far as the peer is known."""
     peer = snap.peer
     if peer is None:
         if snap.connected and snap.qp.context.kind == "soft":

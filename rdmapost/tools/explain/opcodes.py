@@ -125,7 +125,7 @@ OPCODES: tuple[Explanation, ...] = (
     ),
     _opcode(
         Opcode.ATOMIC_CMP_AND_SWP,
-        "If the 64-bit value at remote_addr equals compare_add, replace it by swap. The value "
+        "If the 64-bit value at remote_addr equals compare_add, replace it with swap. The value "
         "that was there comes back into the one SGE of 8 bytes, in host order; it equals "
         "compare_add exactly if the swap took place.",
         "The value changed or not, no completion. It is atomic against other atomics of that "

@@ -51,7 +51,7 @@ class Result:
         role: "client" or "server".
         peer: the peer's TCP address.
         local, remote: the addresses of the queue pairs.
-        size: bytes of a message.
+        size: bytes per message.
         iters: messages each way.
         round_trips: how many were measured.
         seconds: how long those took, including the time between messages.

@@ -40,11 +40,11 @@ class Pingpong(ResourceHolder):
 
     Args:
         context: an open device.
-        qp_type: RC, UC or UD; that of the peer.
-        size: bytes of a message, at least 1, and on UD at most the port's MTU; by default
-            4096, on UD 1024, like the stock programs.  The same on both sides.
+        qp_type: RC, UC or UD; the same on both sides.
+        size: bytes per message, at least 1, and on UD at most the port's MTU; the same on
+            both sides.  By default 4096, or 1024 on UD, like the stock programs.
         iters: messages each way, at least 1; the same on both sides.
-        rx_depth: receives that are posted at a time, at least 1.
+        rx_depth: how many receives to keep posted, at least 1.
         mtu: the path MTU of RC and UC, the same on both sides; by default 1024, like the
             stock programs, or the port's active MTU if that is smaller.
         validate: check the data at the end.  The client marks the start of every page
@@ -58,7 +58,7 @@ class Pingpong(ResourceHolder):
         timeout: seconds for each step of the handshake, and for each message.
 
     Attributes:
-        size: bytes of a message.
+        size: bytes per message.
         iters: messages each way.
         local: the address sent to the peer.
         remote: the peer's address; None until it is known.
