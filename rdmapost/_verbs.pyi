@@ -77,7 +77,7 @@ class Finalizing:
 # Raise ImportError in a second interpreter, or for a second copy of the package.
 def importing() -> None: ...
 
-# _c/posting/dlpack.c: the address, shape, strides (in elements) or None, dtype's code, bits and
+# _c/memory/dlpack.c: the address, shape, strides (in elements) or None, dtype's code, bits and
 # lanes, device type of a capsule's tensor, and whether it is read-only.
 def read_dlpack(
     capsule: Any, /,
@@ -85,7 +85,7 @@ def read_dlpack(
     Any, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool
 ]: ...  # fmt: skip
 
-# _c/soft0/reach.c: whether memory is mapped, and its pages can be read or written.
+# _c/soft0/mapped_memory.c: whether memory is mapped, and its pages can be read or written.
 def reachable(addr: int, length: int, write: bool, /) -> bool: ...
 
 # Memory at an address, which may not be there; the last argument keeps it.

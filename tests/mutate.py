@@ -287,8 +287,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "providers/soft0/test_soft_tag_matching.py",
     ),
-    "rdmapost/_c/posting/dlpack.c": ("resources/test_mr_of_any_memory.py",),
-    "rdmapost/_c/soft0/reach.c": ("providers/soft0/test_soft_mr_of_any_memory.py",),
+    "rdmapost/_c/memory/dlpack.c": ("resources/test_mr_of_any_memory.py",),
+    "rdmapost/_c/soft0/mapped_memory.c": ("providers/soft0/test_soft_mr_of_any_memory.py",),
     "rdmapost/_c/posting/sge.c": (
         *MEMORY,
         "posting/test_sges.py",
@@ -301,7 +301,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_argument_types.py",
         "posting/test_wr_structs.py",
     ),
-    "rdmapost/_c/posting/slot_offsets.c": (
+    "rdmapost/_c/posting/attribute_offsets.c": (
         "posting/test_wr_classes.py",
         "posting/test_wr_structs.py",
     ),

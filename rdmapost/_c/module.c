@@ -98,7 +98,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_prepared(module) || PyModule_AddFunctions(module, functions) || rp_add_columns() ||
 	     rp_add_soft_journal(module) ||
 	     rp_add_soft_data_verbs(module) || rp_add_soft_faults(module) ||
-	     rp_add_soft_transaction(module) || rp_add_soft_reach(module) ||
+	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
 	     rp_add_dlpack(module))) {
 		Py_DECREF(module);
 		return NULL;

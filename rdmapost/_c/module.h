@@ -127,7 +127,7 @@ PyObject *rp_raise_verbs(const char *verb, int code);
 /* Raise WaitCancelled, which names the CQ. */
 void rp_raise_cancelled(PyObject *cq);
 
-/* ---- slot_offsets.c: attributes stored in __slots__ ------------------- */
+/* ---- posting/attribute_offsets.c: attributes stored in __slots__ ------------------- */
 
 struct rp_slot {
 	PyObject *name;
@@ -207,7 +207,7 @@ int rp_add_soft_journal(PyObject *module);
 int rp_add_soft_data_verbs(PyObject *module);
 int rp_add_soft_faults(PyObject *module);
 int rp_add_soft_transaction(PyObject *module);
-int rp_add_soft_reach(PyObject *module);
+int rp_add_soft_mapped_memory(PyObject *module);
 int rp_add_dlpack(PyObject *module);
 
 #endif

@@ -214,7 +214,7 @@ static PyMethodDef functions[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
-int rp_add_soft_reach(PyObject *module)
+int rp_add_soft_mapped_memory(PyObject *module)
 {
 	return rp_add_type(module, "rdmapost._verbs.Room", sizeof(struct room), 0, room_slots,
 			   NULL) ||
