@@ -391,7 +391,8 @@ class _WaitList:
 
     def leave(self, waiter: _Waiter) -> None:
         """Remove a task that is gone; the other tasks get what was promised to it."""
-        self.waiters[:] = self.waiting()
+        # A new list: another thread may be going through the old one.
+        self.waiters = self.waiting()
         if self.in_use():
             self.deliver_or_fail()
         else:

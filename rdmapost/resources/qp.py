@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._arguments import expect, fill, index, member, within
 from .._arguments import flags as flags_of
-from .._binding import address_of, ffi
+from .._binding import address_of, ffi, native
 from ..enums import (
     MTU,
     Access,
@@ -146,11 +148,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     """
 
     __slots__ = (
+        "_changes",
         "_gid",
         "_gid_index",
         "_groups",
+        "_latest_change",
         "_psn",
         "_recv",
+        "_resets",
         "_send",
         "_state",
         "checked",
@@ -227,6 +232,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
+        self._changes = itertools.count(1)
+        # Each change of state sets this to a new number when it begins, and when it ends.
+        self._latest_change = 0
+        # The threads that are about to reset it: nothing is posted until they have.
+        self._resets: dict[int, int] = {}
         self._psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
@@ -333,9 +343,20 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
-        self._send.set_ready(state >= QPState.RTS or not self.checked)
+        kept = not self._resets
+        self._send.set_ready((kept and state >= QPState.RTS) or not self.checked)
         receives = self.srq is None and self.qp_type not in XRC
-        self._recv.set_ready(receives and (state is not QPState.RESET or not self.checked))
+        kept = kept and state is not QPState.RESET
+        self._recv.set_ready(receives and (kept or not self.checked))
+
+    def _read_state(self) -> None:
+        """Note the state that the device reports; if another thread changes it meanwhile, again."""
+        # An interrupt may have ended a reset early.
+        self._resets.pop(threading.get_ident(), None)
+        latest = None
+        while latest != self._latest_change:
+            latest = self._latest_change
+            self._note_state(self.query().qp_state)
 
     # ---- addressing ---------------------------------------------------------
 
@@ -411,7 +432,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     @property
     def state(self) -> QPState:
         """Its state, as the device reports it now."""
-        self._note_state(self.query().qp_state)
+        self._read_state()
         return self._state
 
     def query(self) -> QPAttr:
@@ -528,33 +549,61 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
-        before = self._state
-        if to is QPState.RESET:
-            self._keep_completions()
-            # A post of another thread between the reset and its record would be forgotten.
-            self._note_state(to)
+        before, change, thread = self._state, next(self._changes), threading.get_ident()
+        posted: list[tuple[native.InFlight, int]] = []
+        self._latest_change = change
         try:
+            if to is QPState.RESET:
+                self._keep_completions()
+                # From here on posts are refused, so `posted` counts all that the reset drops.
+                self._resets[thread] = change
+                self._note_state(to)
+                posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             self._psn = attrs.get("sq_psn", self._psn)
-            self._note_modified(to)
+            self._note_modified(to, change, posted)
         except VerbsError as error:
-            if to is QPState.RESET:
-                self._note_state(before)
+            self._resets.pop(thread, None)
+            self._note_state(before)
+            with contextlib.suppress(RdmaError):
+                self._read_state()
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
                 if self.state is to:
-                    self._note_modified(to)
+                    self._note_modified(to, change, posted)
             raise
+        finally:
+            self._resets.pop(thread, None)
+            self._latest_change = next(self._changes)
 
-    def _note_modified(self, to: QPState) -> None:
+    def _note_modified(
+        self, to: QPState, change: int, posted: list[tuple[native.InFlight, int]]
+    ) -> None:
+        """Note a change that the device has made.
+
+        Args:
+            to: the state.
+            change: its number.
+            posted: with a reset, what each queue had posted before it.
+        """
         if to is QPState.RESET:
+            # The state was noted before the reset; by now another thread may have changed it.
+            self._resets.pop(threading.get_ident(), None)
             # A reset drops what is posted, without completions.
             self._keep_completions()
-            self._forget_posted()
-        self._note_state(to)
+            for queue, count in posted:
+                queue.clear_until(count)
+            return
+        if to is QPState.INIT:
+            # The device has reset it, so what is posted now stays.
+            self._resets.clear()
+        if self._latest_change == change:
+            self._note_state(to)
+        if self._latest_change != change:
+            self._read_state()
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY

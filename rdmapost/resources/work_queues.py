@@ -43,11 +43,6 @@ class HasWorkQueues(Resource):
         """Poll what has completed, before the device drops it."""
         raise NotImplementedError
 
-    def _forget_posted(self) -> None:
-        """Clear the records: the device has dropped the work requests."""
-        for queue in self._in_flight:
-            queue.clear()
-
     def _release(self) -> None:
         if not hasattr(self, "_in_flight"):
             # An interrupt ended the constructor early: nothing was posted.

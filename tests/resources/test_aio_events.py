@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import gc
 import os
 import threading
+import time
 import weakref
+from typing import Any
 
 import pytest
 from support import needs, until
@@ -60,6 +63,58 @@ def test_events_of_other_cqs_on_a_channel_are_kept_for_get_cq_event(context, pd,
     run(main)
     # The loop took it, but no task asked for it.
     assert channel.get_cq_event(20) is other
+
+
+def test_thread_that_looks_for_events_at_any_moment_leaves_them_to_the_tasks(
+    context, pd, stack, channel
+):
+    """It must not end the tasks' watch, although each wait is another when it looks again."""
+    made = sharing(context, stack, pd, channel, 2)
+    tasks_thread = threading.current_thread()
+
+    class Slow(asyncio.SelectorEventLoop):
+        def is_closed(self) -> bool:
+            # The other thread is slow where it decides whether tasks wait.
+            if threading.current_thread() is not tasks_thread:
+                time.sleep(0.02)
+            return super().is_closed()
+
+    looked: list[Any] = []
+
+    def look() -> None:
+        for _ in range(3):
+            try:
+                looked.append(channel.get_cq_event(0))
+            except rp.RdmaError as error:
+                looked.append(str(error))
+
+    async def main() -> None:
+        done = [0, 0]
+
+        async def take(number: int) -> None:
+            async for _ in made[number][0]:
+                done[number] += 1
+
+        async with asyncio.timeout(LIMIT):
+            tasks = [asyncio.create_task(take(number)) for number in range(2)]
+            await settle()
+            thread = threading.Thread(target=look)
+            thread.start()
+            posted = 0
+            while thread.is_alive():
+                for _, post in made:
+                    post(posted)
+                posted += 1
+                await asyncio.sleep(0.003)
+            while done != [posted, posted]:
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                await cancelled(task)
+
+    with contextlib.closing(Slow()) as loop:
+        loop.run_until_complete(main())
+    refusal = "tasks wait for the events of this completion channel: await its cq_event() there"
+    assert looked == [refusal] * 3
 
 
 def test_tasks_ask_for_the_events_of_a_channel(context, pd, stack, channel):

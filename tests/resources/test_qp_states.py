@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import threading
 from typing import Any
 
 import pytest
@@ -406,6 +408,69 @@ def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
         qp.post_recv(rp.RecvWR(mr[:8], wr_id=7))
         qp.post_send(rp.Send(mr[8:16], wr_id=8))
         assert sorted(wc.wr_id for wc in cq.wait(2)) == [7, 8]
+
+
+def test_what_is_posted_after_a_reset_stays_although_its_thread_has_not_returned(
+    connect, monkeypatch
+):
+    """Another thread sees that the device has reset the queue pair, and uses it again."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    reset, used_again = threading.Event(), threading.Event()
+    thread = threading.Thread(target=pair.a.to_reset)
+
+    def modify_qp(*args: Any) -> Any:
+        code = modify(*args)
+        if threading.current_thread() is thread:
+            reset.set()
+            assert used_again.wait(60)
+        return code
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    thread.start()
+    try:
+        assert reset.wait(60)
+        pair.a.connect(pair.b.endpoint(), rnr_retry=7)
+        pair.b.to_reset()
+        pair.b.connect(pair.a.endpoint())
+        # It waits for a receive.
+        pair.a.post_send(rp.Send(pair.mine[:8], wr_id=7))
+    finally:
+        used_again.set()
+        thread.join()
+    assert pair.a.outstanding == (1, 0)
+    assert pair.a.state is QPState.RTS
+    with pytest.raises(rp.InUseError):
+        pair.mine.close()
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:8], wr_id=8))
+    assert sorted(wc.check().wr_id for wc in pair.wait(2)) == [7, 8]
+    assert pair.a.outstanding == (0, 0)
+
+
+def test_states_that_two_threads_set_are_those_of_the_device(connect):
+    """Whichever comes last: the library would refuse to post otherwise, or allow what is lost."""
+    pair = connect(to=QPState.RESET)
+    wrong = []
+
+    def cycle() -> None:
+        for _ in range(60):
+            for change in (pair.a.to_reset, lambda: pair.a.connect(pair.b.endpoint())):
+                # The other thread may have come between.
+                with contextlib.suppress(ValueError, rp.VerbsError):
+                    change()
+
+    threads = [threading.Thread(target=cycle) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if pair.a._state is not pair.a.query().qp_state:
+        wrong.append(pair.a._state)
+    assert not wrong
+    pair.a.to_reset()
+    pair.connect()
+    pair.works()
 
 
 def test_queue_pair_that_could_not_be_reset_can_be_posted_to(context, monkeypatch):

@@ -359,14 +359,22 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 	RP_END();
 }
 
-/* Forget everything: the queue has been destroyed or reset. */
-static void clear(struct rp_in_flight *q)
+/*
+ * Forget what was posted while `posted` was at most this: the queue has been destroyed or reset. A
+ * queue that completes in any order is only ever destroyed, and forgets everything.
+ */
+static void clear(struct rp_in_flight *q, uint64_t posted)
 {
 	RP_BEGIN(q);
 	if (q->in_order) {
-		q->done = q->posted;
-		q->begun = 0;
-		q->first = q->end;
+		for (; q->first != q->end; q->first++) {
+			uint64_t rest = at(q, q->first)->count - q->begun;
+
+			if (q->done + rest > posted)
+				break;
+			q->done += rest;
+			q->begun = 0;
+		}
 	} else {
 		for (size_t i = 0; i < q->size; i++)
 			if (is_there(&q->entries[i]))
@@ -514,7 +522,7 @@ static int in_flight_traverse(PyObject *self, visitproc visit, void *arg)
 
 static int in_flight_clear(PyObject *self)
 {
-	clear((struct rp_in_flight *)self);
+	clear((struct rp_in_flight *)self, UINT64_MAX);
 	return 0;
 }
 
@@ -524,7 +532,7 @@ static void in_flight_dealloc(PyObject *self)
 
 	PyObject_GC_UnTrack(self);
 	leave(q);
-	clear(q);
+	clear(q, UINT64_MAX);
 	PyMem_Free(q->entries);
 	Py_XDECREF((PyObject *)q->tagged);
 	rp_free(self);
@@ -533,7 +541,17 @@ static void in_flight_dealloc(PyObject *self)
 static PyObject *in_flight_clear_all(PyObject *self, PyObject *unused)
 {
 	(void)unused;
-	clear((struct rp_in_flight *)self);
+	clear((struct rp_in_flight *)self, UINT64_MAX);
+	Py_RETURN_NONE;
+}
+
+static PyObject *in_flight_clear_until(PyObject *self, PyObject *arg)
+{
+	unsigned long long posted = PyLong_AsUnsignedLongLong(arg);
+
+	if (posted == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	clear((struct rp_in_flight *)self, posted);
 	Py_RETURN_NONE;
 }
 
@@ -637,6 +655,12 @@ static PyObject *in_flight_outstanding(PyObject *self, void *unused)
 	return PyLong_FromUnsignedLongLong(q->posted - q->done);
 }
 
+static PyObject *in_flight_posted(PyObject *self, void *unused)
+{
+	(void)unused;
+	return PyLong_FromUnsignedLongLong(((struct rp_in_flight *)self)->posted);
+}
+
 static PyObject *in_flight_number(PyObject *self, void *unused)
 {
 	(void)unused;
@@ -649,12 +673,15 @@ static PyMethodDef in_flight_methods[] = {
 	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
 	{ "clear", in_flight_clear_all, METH_NOARGS,
-	  "Forget everything: the queue has been destroyed or reset." },
+	  "Forget everything: the queue has been destroyed." },
+	{ "clear_until", in_flight_clear_until, METH_O,
+	  "Forget what had been posted when `posted` had this value: the queue was reset then." },
 	{ NULL, NULL, 0, NULL },
 };
 
 static PyGetSetDef in_flight_getset[] = {
 	{ "outstanding", in_flight_outstanding, NULL, NULL, NULL },
+	{ "posted", in_flight_posted, NULL, NULL, NULL },
 	{ "number", in_flight_number, NULL, NULL, NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
