@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 _FIELD_NAMES = re.compile(":[^:]*:")
 """The field names in a record's format, such as ``T{i:count:O:value:}``."""
+_CODES_IN_NAME = re.compile("[<>=@!^]([Oz]|Z(?![fdg]))|&[<>=@!^(TX&]")
+"""What is not a field's name, but codes between two names of which one has a colon."""
 _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """Format codes of objects and of ctypes' POINTER, function, c_char_p and c_wchar_p.
 
@@ -27,7 +30,7 @@ def pointers_in(view: memoryview) -> str | None:
     """
     ctypes = sys.modules.get("_ctypes")
     for behind in _views_behind(view):
-        codes = _FIELD_NAMES.sub("", behind.format or "B")
+        codes = _codes(behind.format)
         if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
             # ctypes' own format, which a class cannot change; but it omits the contents of packed
             # structures and of unions.
@@ -38,18 +41,33 @@ def pointers_in(view: memoryview) -> str | None:
     return None
 
 
+def _codes(format_: str | None) -> str:
+    """Return the codes in a format, without the names of fields."""
+    return _FIELD_NAMES.sub(
+        lambda name: name[0] if _CODES_IN_NAME.search(name[0]) else "", format_ or "B"
+    )
+
+
 def _views_behind(view: memoryview) -> Iterator[memoryview]:
-    """Yield a view, and the views behind it that a class's ``__buffer__`` returned."""
+    """Yield a view, the views behind it that a class's ``__buffer__`` returned, and the exporter's.
+
+    The exporter's own view has its own format, whatever this one was cast to.
+    """
     yield view
-    if type(view.obj).__name__ == "_buffer_wrapper":
-        for behind in gc.get_referents(view.obj):
+    exporter: Any = view.obj
+    if type(exporter).__name__ == "_buffer_wrapper":
+        for behind in gc.get_referents(exporter):
             if isinstance(behind, memoryview):
                 yield from _views_behind(behind)
+    elif not isinstance(exporter, (bytes, bytearray)):
+        # numpy has no format for dates, for instance.
+        with contextlib.suppress(BufferError, TypeError, ValueError), memoryview(exporter) as own:
+            yield own
 
 
 def _own_codes(exporter: Any) -> str:
     """Return a ctypes object's own format codes, whatever format a view of it has."""
-    return _FIELD_NAMES.sub("", memoryview(exporter).format)
+    return _codes(memoryview(exporter).format)
 
 
 def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,14 @@ class Colon(ctypes.Structure):
     """Its first name ends like a format."""
 
     _fields_ = [("x:", ctypes.c_int), ("o", ctypes.py_object)]
+
+
+def forgetful() -> Any:
+    """A structure whose class has forgotten a field, behind a name that looks like formats."""
+    fields: list[Any] = [("a:b", ctypes.c_long), ("c", ctypes.py_object)]
+    made = type("Forgetful", (ctypes.Structure,), {"_fields_": fields})
+    del fields[1]
+    return made()
 
 
 class PackedNumbers(ctypes.Structure):
@@ -123,6 +132,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy objects in two dimensions": (lambda: numpy_zeros((2, 4), object), "ndarray"),
     "numpy objects by columns": (lambda: numpy_zeros((2, 4), object, "F"), "ndarray"),
     "view of numpy objects": (lambda: memoryview(numpy_zeros(8, object)), "memoryview"),
+    "bytes of numpy objects": (
+        lambda: pickle.PickleBuffer(numpy_zeros(8, object)).raw(),
+        "memoryview",
+    ),
     "numpy records": (lambda: numpy_zeros(4, f(("n", "u8"), ("o", "O"))), "ndarray"),
     "numpy records in records": (
         lambda: numpy_zeros(4, f(("n", "u8"), ("r", f(("o", "O"), ("m", "i4"))))),
@@ -141,6 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ctypes unions in structures": (Around, "Around"),
     "ctypes bytes of a packed structure": (lambda: memoryview(Packed()).cast("B"), "memoryview"),
     "ctypes structure with a colon in a name": (Colon, "Colon"),
+    "ctypes structure that has forgotten a field": (forgetful, "Forgetful"),
     "ctypes type that lies": (Lies, "Lies"),
     "ctypes array that lies": (LyingArray, "LyingArray"),
     "ctypes structure that lies": (LyingStructure, "LyingStructure"),

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 
 import pytest
 from support import ALL, prints, soft_context
@@ -310,3 +311,30 @@ def test_advice_that_a_device_would_refuse_is_refused(pd, context):
         with rp.MR(pd, 64, 0) as read_only:
             assert refused(AdviseMRAdvice.PREFETCH_WRITE, read_only[:]) == errno.EPERM
             pd.advise_mr(AdviseMRAdvice.PREFETCH_NO_FAULT, read_only[:])
+
+
+@pytest.mark.parametrize("kind", ["file", "address"])
+def test_atomic_write_reaches_memory_that_is_mapped(fd, kind, context):
+    memory = mmap.mmap(fd, PAGE)
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        (
+            rp.MR(pd, memory, access)
+            if kind == "file"
+            else rp.MR.at(pd, _address(memory), PAGE, access)
+        ) as mr,
+        rp.QP(pd, rp.QPType.RC, cq, send_ops_flags=rp.SendOps.ATOMIC_WRITE) as near,
+        rp.QP(pd, rp.QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        value = 0x0102030405060708
+        near.post_send(
+            rp.AtomicWrite(atomic_wr=value, remote_addr=mr.addr + 64, rkey=mr.rkey, wr_id=7)
+        )
+        (wc,) = cq.wait()
+        assert (wc.wr_id, wc.status) == (7, WCStatus.SUCCESS)
+        assert memory[64:72] == value.to_bytes(8, sys.byteorder)
+        assert not any(memory[:64] + memory[72:])

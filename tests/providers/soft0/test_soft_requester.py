@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 from support import ALL, soft_context
@@ -115,3 +116,31 @@ def test_unregistered_memory_is_never_accessed(context):
                 rp.RdmaWrite(mr[0:8], remote_addr=addr - (length == 0) * 4, rkey=mr.rkey)
             )
             assert cq.wait(1)[0].status is WCStatus.SUCCESS
+
+
+def test_posts_while_a_queue_pair_connected_to_itself_fails_all_complete(context):
+    """Another thread's post may come when the responder has just flushed the send queue."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with rp.PD(context) as pd, rp.MR(pd, 4096) as mr:
+            for _ in range(200):
+                with rp.CQ(context) as cq, rp.QP(pd, QPType.RC, cq, max_send_wr=64) as qp:
+                    qp.connect(qp.endpoint())
+                    go = threading.Event()
+
+                    def post(qp: rp.QP = qp, go: threading.Event = go) -> None:
+                        go.wait()
+                        for wr_id in range(8):
+                            qp.post_send(rp.Send(mr[:8], wr_id=wr_id))
+
+                    thread = threading.Thread(target=post)
+                    thread.start()
+                    go.set()
+                    # The region does not allow it: both ends fail, which are one.
+                    qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey, wr_id=8))
+                    thread.join()
+                    assert sorted(wc.wr_id for wc in cq.wait(9)) == list(range(9))
+                    assert qp.outstanding == (0, 0)
+    finally:
+        sys.setswitchinterval(interval)

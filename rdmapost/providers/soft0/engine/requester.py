@@ -75,8 +75,9 @@ def give_up(qp: QueuePair) -> bool:
 def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
-    if not qp.sq.pending:
-        # Loopback to the same QP: the responder's error has already flushed this WQE.
+    if not qp.sq.pending or qp.sq.pending[0] is not wqe:
+        # Loopback to the same QP: the responder's error has already flushed this WQE. Another
+        # thread may have posted since.
         return
     qp.sq.take()
     qp.complete_send(wqe, status, byte_len)
