@@ -35,7 +35,7 @@ class Target:
         self.read_only = rp.MR(pd, PAGE, rp.Access.REMOTE_READ)
         self.qp = rp.QP(pd, rp.QPType.RC, cq, checked=False)
         self.peer = rp.QP(pd, rp.QPType.RC, cq)
-        self.qp.connect(self.peer.endpoint(), timeout=10, retry_cnt=1, rnr_retry=1)
+        self.qp.connect(self.peer.endpoint(), rnr_retry=1)
         self.peer.connect(self.qp.endpoint())
 
     def outcome(self, wr: rp.SendWR) -> str:

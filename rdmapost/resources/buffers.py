@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 _FIELD_NAMES = re.compile(":[^:]*:")
@@ -28,61 +26,71 @@ def pointers_in(view: memoryview) -> str | None:
     structures and unions whose class has had its ``_fields_`` changed, because only ``_fields_``
     describes their contents.
     """
-    ctypes = sys.modules.get("_ctypes")
-    for behind in _views_behind(view):
-        codes = _codes(behind.format)
-        if ctypes is not None and isinstance(behind.obj, ctypes.Structure.__base__):
-            # ctypes' own format, which a class cannot change; but it omits the contents of packed
-            # structures and of unions.
-            codes = "".join((_own_codes(behind.obj), *_ctypes_codes(ctypes, type(behind.obj))))
-        if found := _POINTERS.search(codes):
-            objects = found[0] == "O"
-            return "references to Python objects" if objects else "pointers that Python follows"
+    if found := _POINTERS.search(" ".join(_codes_behind(view))):
+        objects = found[0] == "O"
+        return "references to Python objects" if objects else "pointers that Python follows"
     return None
 
 
-def _codes(format_: str | None) -> str:
-    """Return the codes in a format, without the names of fields."""
-    return _FIELD_NAMES.sub(
-        lambda name: name[0] if _CODES_IN_NAME.search(name[0]) else "", format_ or "B"
-    )
-
-
-def _views_behind(view: memoryview) -> Iterator[memoryview]:
-    """Yield a view, the views behind it that a class's ``__buffer__`` returned, and the exporter's.
+def _codes_behind(view: memoryview) -> list[str]:
+    """Return the codes of a view, of views from a class's ``__buffer__``, and of the exporter.
 
     The exporter's own view has its own format, whatever this one was cast to.
     """
-    yield view
+    codes = _codes_of(view)
     exporter: Any = view.obj
     if type(exporter).__name__ == "_buffer_wrapper":
         for behind in gc.get_referents(exporter):
             if isinstance(behind, memoryview):
-                yield from _views_behind(behind)
+                codes += _codes_behind(behind)
     elif not isinstance(exporter, (bytes, bytearray)):
-        # numpy has no format for dates, for instance.
-        with contextlib.suppress(BufferError, TypeError, ValueError), memoryview(exporter) as own:
-            yield own
+        try:
+            own = memoryview(exporter)
+        except (BufferError, TypeError, ValueError):
+            return codes  # numpy has no format for dates, for instance
+        with own:
+            codes += _codes_of(own)
+    return codes
 
 
-def _own_codes(exporter: Any) -> str:
-    """Return a ctypes object's own format codes, whatever format a view of it has."""
-    return _codes(memoryview(exporter).format)
+def _codes_of(view: memoryview) -> list[str]:
+    """Return the codes of one view.
+
+    For a ctypes object, return those of its type, which a cast cannot change. Its own format omits
+    the contents of packed structures and of unions, its class may have forgotten a field: use both.
+    """
+    ctypes: Any = sys.modules.get("_ctypes")
+    if ctypes is None or not isinstance(view.obj, ctypes.Structure.__base__):
+        return [_codes(view.format)]
+    with memoryview(view.obj) as own:
+        return [_codes(own.format), *_ctypes_codes(ctypes, type(view.obj))]
 
 
-def _ctypes_codes(ctypes: Any, cls: Any) -> Iterator[str]:
-    """Yield the format codes of the numbers and pointers in a ctypes type."""
+def _codes(format_: str | None) -> str:
+    """Return the codes in a format, without the names of fields."""
+    codes, end = "", 0
+    for name in _FIELD_NAMES.finditer(format_ or "B"):
+        codes += name.string[end : name.start()]
+        if _CODES_IN_NAME.search(name[0]):
+            codes += name[0]
+        end = name.end()
+    return codes + (format_ or "B")[end:]
+
+
+def _ctypes_codes(ctypes: Any, cls: Any) -> list[str]:
+    """Return the format codes of the numbers and pointers in a ctypes type."""
     if issubclass(cls, ctypes.Array):
-        yield from _ctypes_codes(ctypes, cls._type_)
-    elif issubclass(cls, (ctypes.Structure, ctypes.Union)):
+        return _ctypes_codes(ctypes, cls._type_)
+    if issubclass(cls, (ctypes.Structure, ctypes.Union)):
+        codes = []
         for base in cls.__mro__:
             for _, field, *_ in base.__dict__.get("_fields_", ()):
-                yield from _ctypes_codes(ctypes, field)
-    elif issubclass(cls, ctypes._SimpleCData):
+                codes += _ctypes_codes(ctypes, field)
+        return codes
+    if issubclass(cls, ctypes._SimpleCData):
         # c_wchar_p's code, "Z", also begins the codes of numpy's complex numbers.
-        yield "z" if cls._type_ == "Z" else cls._type_
-    else:
-        yield "&"
+        return ["z" if cls._type_ == "Z" else cls._type_]
+    return ["&"]
 
 
 def check_rows(view: memoryview) -> None:

@@ -7,7 +7,7 @@ TCP or UDP; the link headers are ``ethernet`` and ``ipoib``.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ....enums import WCStatus
@@ -182,7 +182,7 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
 # ---- segmentation -----------------------------------------------------------
 
 
-def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> Iterator[bytes]:
+def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> list[bytes]:
     """Cut a payload into packets of at most mss bytes, each after the header.
 
     Each packet has its own lengths, IPv4 identification, TCP sequence number and checksums; only
@@ -215,11 +215,12 @@ def _transport_size(hdr: bytes, headers: _Headers) -> int:
     return max(TCP_BYTES, (hdr[headers.transport + 12] >> 4) * 4)
 
 
-def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> Iterator[bytes]:
+def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> list[bytes]:
     at, transport = headers.ip, headers.transport
     tcp = headers.protocol == IPPROTO_TCP
     (ident,) = struct.unpack_from("!H", hdr, at + 4)
     (sequence,) = struct.unpack_from("!I", hdr, transport + 4) if tcp else (0,)
+    segments = []
     for index, start in enumerate(range(0, len(payload) or 1, mss)):
         out = bytearray(hdr + payload[start : start + mss])
         end = len(out)
@@ -236,4 +237,5 @@ def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> Iterator[by
         else:
             struct.pack_into("!H", out, transport + 4, end - transport)
         _fill(out, headers, end)
-        yield bytes(out)
+        segments.append(bytes(out))
+    return segments
