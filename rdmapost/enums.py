@@ -820,6 +820,10 @@ class ODPTransportCap(_Flags):
     """Atomics."""
     SUPPORT_SRQ_RECV = 1 << 5
     """Receives of shared receive queues."""
+    SUPPORT_FLUSH = 1 << 6
+    """Flushes."""
+    SUPPORT_ATOMIC_WRITE = 1 << 7
+    """ATOMIC_WRITEs."""
 
 
 class RawPacketCap(_Flags):

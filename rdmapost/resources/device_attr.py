@@ -181,6 +181,7 @@ class DeviceAttr:
         tso_caps: segmentation offload.
         raw_packet_caps: what raw packet queue pairs can do.
         tm_caps: tag matching.
+        phys_port_cnt_ex: ports, where there may be more than the 255 of phys_port_cnt.
     """
 
     fw_ver: str
@@ -224,6 +225,7 @@ class DeviceAttr:
     tso_caps: TSOCaps
     raw_packet_caps: RawPacketCap
     tm_caps: TMCaps
+    phys_port_cnt_ex: int
 
 
 def read_device_attr(raw: Any) -> DeviceAttr:
@@ -257,6 +259,8 @@ def read_device_attr(raw: Any) -> DeviceAttr:
         tm_caps=TMCaps(
             tm.max_rndv_hdr_size, tm.max_num_tags, TMCap(tm.flags), tm.max_ops, tm.max_sge
         ),
+        # Older kernels do not report it.
+        phys_port_cnt_ex=raw.phys_port_cnt_ex or orig.phys_port_cnt,
     )
 
 
@@ -283,6 +287,7 @@ _EXTENDED = frozenset(
         "tso_caps",
         "raw_packet_caps",
         "tm_caps",
+        "phys_port_cnt_ex",
     }
 )
 """The attributes that ``struct ibv_device_attr`` does not have."""

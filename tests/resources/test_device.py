@@ -19,7 +19,7 @@ def test_device_attributes_make_sense(context):
     assert attr.max_qp > 0
     assert attr.max_sge > 0
     assert attr.max_cqe > 0
-    assert attr.phys_port_cnt >= 1
+    assert attr.phys_port_cnt_ex >= attr.phys_port_cnt >= 1
     port = context.query_port(1)
     assert port.state is rp.PortState.ACTIVE
     assert port.active_mtu <= port.max_mtu

@@ -304,6 +304,7 @@ struct ibv_device_attr_ex {
 	uint32_t raw_packet_caps;
 	struct ibv_tm_caps tm_caps;
 	uint32_t xrc_odp_caps;
+	uint32_t phys_port_cnt_ex;
 	...;
 };
 

@@ -150,6 +150,7 @@ class SoftProvider:
             setattr(orig, name, value)
         orig.fw_ver = b"soft"
         orig.node_guid = orig.sys_image_guid = int.from_bytes(device.guid.to_bytes(8), "little")
+        attr.phys_port_cnt_ex = orig.phys_port_cnt
         attr.completion_timestamp_mask = (1 << 64) - 1
         attr.hca_core_clock = _CLOCK_KHZ
         attr.device_cap_flags_ex = int(_CAPS | _CAPS_EX)
