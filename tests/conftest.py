@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -43,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell script's background jobs ignore SIGINT, and so would every program that a test
         # starts and interrupts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Hide the collected tests from the garbage collector, which many tests run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

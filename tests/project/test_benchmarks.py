@@ -1,7 +1,8 @@
-"""The benchmarks that need no device run, and print what they measure."""
+"""The benchmarks run, and print what they measure."""
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,18 @@ BENCH = Path(__file__).parents[1] / "bench"
     ],
 )
 def test_benchmark_prints_its_rows(program, options, rows):
+    runs(program, options, rows)
+
+
+@pytest.mark.rdma
+def test_benchmark_of_a_real_device_prints_its_rows(verbs_context):
+    if shutil.which("cc") is None:
+        pytest.skip("this machine has no C compiler")
+    options = ("-d", verbs_context.name, "--rows", "32", "--rounds", "2", "--runs", "1")
+    runs("columns_on_device.py", options, ("columns", "lists of 32"))
+
+
+def runs(program, options, rows):
     ran = subprocess.run(
         [sys.executable, BENCH / program, *options],
         capture_output=True,

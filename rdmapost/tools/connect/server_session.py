@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Iterator
 
-from ...errors import RdmaError
+from ...errors import ClosedError, RdmaError
 from ...resources.channel import CompChannel
 from ..tcp import reason
 from .failures import ProtocolError
@@ -33,6 +33,7 @@ from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
 _log = logging.getLogger("rdmapost.connect")
+_CLOSED_BY_SERVER = "the server closed the connection"
 
 HELLO_S = 5.0
 """How long a hello may take at most, whatever the timeout for other steps."""
@@ -112,6 +113,8 @@ class ServerSession:
         """Check the time, continue long work, and return what to send."""
         if self.over:
             return b""
+        if self._client is not None and self._client.closed:
+            return self.end(text=_CLOSED_BY_SERVER)
         if self.deadline == 0.0:
             data = self.completions()
             if self._look is not None:
@@ -252,6 +255,8 @@ class ServerSession:
         """End the session, and return the error for the client."""
         code = error.code if isinstance(error, ProtocolError) else "failed"
         text = str(error) or type(error).__name__
+        if isinstance(error, ClosedError) and self._client is not None and self._client.closed:
+            code, text = "closing", _CLOSED_BY_SERVER
         if not isinstance(error, (RdmaError, OSError, ValueError, MemoryError)):
             _log.error("%s: the server has failed", self._address, exc_info=error)
             text = f"the server has failed ({type(error).__name__})"
@@ -266,9 +271,10 @@ class ServerSession:
         changed, reason = None, self._reason or "the server closed it"
         self._reason = ""
         try:
-            # Nothing arrives after this, and nothing in the memory changes.
-            self._notify_arrivals(client, client.stop())
-            changed = self._changed(client)
+            if not client.closed:
+                # Nothing arrives after this, and nothing in the memory changes.
+                self._notify_arrivals(client, client.stop())
+                changed = self._changed(client)
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
         try:

@@ -14,7 +14,7 @@ import weakref
 from contextlib import suppress
 
 from ..._binding import native
-from ...errors import RdmaError
+from ...errors import ClosedError, RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
 from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
@@ -277,7 +277,11 @@ class ServerThreads:
             if session.over:
                 return
             if channel_fd < 0 and session.channel is not None:
-                channel_fd = session.channel.fileno()
+                try:
+                    channel_fd = session.channel.fileno()
+                except ClosedError:
+                    answer = b""
+                    continue  # another thread closed the client; tick ends the session
                 poller.register(channel_fd, select.POLLIN)
             ready = {fd for fd, _ in poller.poll(_milliseconds(session.deadline))}
             answer = b""

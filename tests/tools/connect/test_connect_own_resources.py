@@ -296,6 +296,28 @@ def test_failure_in_on_connect_is_logged_and_ends_only_that_client(
         assert server.clients == []
 
 
+def test_server_may_close_a_client_in_on_connect_or_later(
+    context: rp.Context, serve: Callable[..., Served], caplog: pytest.LogCaptureFixture
+) -> None:
+    closing = True
+
+    def on_connect(client: connect.ServedClient) -> None:
+        if closing:
+            client.close()
+
+    served = serve(on_connect=on_connect)
+    with pytest.raises(connect.ConnectError, match="the server closed the connection"):
+        connect.dial(context, *served.server.address[:2])
+    assert served.until(connect.Left).reason == "the server closed the connection"
+    closing = False
+    with connect.dial(context, *served.server.address[:2]) as peer:
+        served.server.clients[0].close()
+        with pytest.raises(connect.ConnectError, match="the server closed the connection"):
+            peer.look(0, 8)
+    assert (served.server.clients, caplog.text) == ([], "")
+    served.works()
+
+
 def test_on_connect_must_be_callable(context: rp.Context) -> None:
     with pytest.raises(TypeError, match="on_connect: expected a callable or None, got int"):
         connect.serve(context, port=0, on_connect=3)  # type: ignore[arg-type]
