@@ -271,9 +271,9 @@ class ServerSession:
         changed, reason = None, self._reason or "the server closed it"
         self._reason = ""
         try:
-            if not client.closed:
-                # Nothing arrives after this, and nothing in the memory changes.
-                self._notify_arrivals(client, client.stop())
+            # Nothing arrives after this, and nothing in the memory changes.
+            self._notify_arrivals(client, client.stop())
+            if not client.mr.closed:
                 changed = self._changed(client)
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
