@@ -18,13 +18,16 @@ _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """
 
 
+_MRO, _DICT = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
+
+
 def pointers_in(view: memoryview) -> str | None:
     """Return a description of the references or pointers in a buffer that Python follows, or None.
 
     Not found, and left to the caller: addresses that are plain numbers (``P``); pointers exposed as
     numbers (``numpy.frombuffer``, ctypes' ``from_buffer``); and pointers in packed ctypes
-    structures and unions whose class has had its ``_fields_`` changed, because only ``_fields_``
-    describes their contents.
+    structures and unions whose class has had its ``_fields_`` or ``_type_`` changed, because only
+    these describe their contents.
     """
     if found := _POINTERS.search(" ".join(_codes_behind(view))):
         objects = found[0] == "O"
@@ -80,17 +83,24 @@ def _codes(format_: str | None) -> str:
 def _ctypes_codes(ctypes: Any, cls: Any) -> list[str]:
     """Return the format codes of the numbers and pointers in a ctypes type."""
     if issubclass(cls, ctypes.Array):
-        return _ctypes_codes(ctypes, cls._type_)
+        return _ctypes_codes(ctypes, _attributes(cls, "_type_")[0])
     if issubclass(cls, (ctypes.Structure, ctypes.Union)):
         codes = []
-        for base in cls.__mro__:
-            for _, field, *_ in base.__dict__.get("_fields_", ()):
+        for fields in _attributes(cls, "_fields_"):
+            for _, field, *_ in fields:
                 codes += _ctypes_codes(ctypes, field)
         return codes
     if issubclass(cls, ctypes._SimpleCData):
         # c_wchar_p's code, "Z", also begins the codes of numpy's complex numbers.
-        return ["z" if cls._type_ == "Z" else cls._type_]
+        code = _attributes(cls, "_type_")[0]
+        return ["z" if code == "Z" else code]
     return ["&"]
+
+
+def _attributes(cls: Any, name: str) -> list[Any]:
+    """Return an attribute of a class and of its bases, whatever a metaclass shows."""
+    own = [_DICT(base) for base in _MRO(cls)]
+    return [names[name] for names in own if name in names]
 
 
 def check_rows(view: memoryview) -> None:

@@ -234,7 +234,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             page-aligned. Do not truncate a mapped file while its mapping is registered: any
             access past its new end, INLINE included, would kill the process (SIGBUS). On soft0,
             if memory is an mmap.mmap or a numpy array over one, the work request completes with
-            an error instead.
+            an error instead, and INLINE is refused (PostError, EFAULT).
         access: the permitted accesses, an Access. Read-only memory, such as bytes or a mapping
             with PROT_READ, cannot have LOCAL_WRITE.
 

@@ -65,6 +65,24 @@ def forgetful() -> Any:
     return made()
 
 
+class ShowsNothing(type(ctypes.Structure)):  # type: ignore[misc]
+    """A metaclass that hides what its classes contain."""
+
+    @property
+    def __mro__(cls) -> tuple[type, ...]:  # type: ignore[override]
+        return ()
+
+    @property
+    def __dict__(cls) -> dict[str, Any]:  # type: ignore[override]
+        return {}
+
+
+class Hidden(ctypes.Structure, metaclass=ShowsNothing):
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = [("count", ctypes.c_int), ("value", ctypes.py_object)]
+
+
 class PackedNumbers(ctypes.Structure):
     _pack_ = 1
     _layout_ = "ms"
@@ -158,6 +176,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ctypes type that lies": (Lies, "Lies"),
     "ctypes array that lies": (LyingArray, "LyingArray"),
     "ctypes structure that lies": (LyingStructure, "LyingStructure"),
+    "ctypes structure hidden by its metaclass": (Hidden, "Hidden"),
     "ctypes type that lies about its class": (LyingClass, "LyingClass"),
     "ctypes instance that lies": (on_the_instance, "Packed"),
     "bytes of a structure that another offers": (lambda: Offers(Packed()), "Offers"),

@@ -672,7 +672,10 @@ static void recycle(struct poller *p, struct rp_completion *list, size_t deliver
 		list = free_completion(list);
 }
 
-/* A spare, which every completion just delivered has left, or a new one; NULL if out of memory. */
+/*
+ * Return a spare completion (each one just delivered has left one), or a new one; NULL if out of
+ * memory.
+ */
 static struct rp_completion *take_spare(struct poller *p)
 {
 	struct rp_completion *s;
@@ -1021,6 +1024,10 @@ METHOD(wait_for)
 	    read_count(args[2], "promised", &order.promised) ||
 	    read_deadline(args[3], &deadline))
 		goto out;
+	if (order.rows && order.count > (uint64_t)view.len / sizeof(struct ibv_wc)) {
+		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than min=%S rows", args[1]);
+		goto out;
+	}
 	me.count = order.count + order.promised;
 	order.after = nested ? NULL : &me;
 	while (is_open(use.handle)) {

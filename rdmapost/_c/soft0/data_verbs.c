@@ -354,22 +354,25 @@ static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsi
 
 static int read_inline(struct wqe *wqe, const struct ibv_send_wr *wr, unsigned int max)
 {
-	uint64_t size = 0, at = 0;
+	uint64_t size = 0;
+	char *to;
+	int code = 0;
 
 	for (int i = 0; i < wr->num_sge; i++)
 		size += wr->sg_list[i].length;
 	if (size > max)
 		return EINVAL;
 	wqe->data = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
-	for (int i = 0; wqe->data && i < wr->num_sge; i++) {
+	if (!wqe->data)
+		return ENOMEM;
+	to = PyBytes_AsString(wqe->data);
+	for (int i = 0; !code && i < wr->num_sge; i++) {
 		const struct ibv_sge *sge = &wr->sg_list[i];
 
-		if (sge->length)
-			memcpy(PyBytes_AsString(wqe->data) + at, (void *)(uintptr_t)sge->addr,
-			       sge->length);
-		at += sge->length;
+		code = rp_soft_read(to, sge->addr, sge->length);
+		to += sge->length;
 	}
-	return wqe->data ? 0 : ENOMEM;
+	return code;
 }
 
 static int read_send(struct wqe *wqe, const struct device_queue *queue, enum ibv_qp_type type,

@@ -73,6 +73,12 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
 /* Make all entries in a completion queue visible to polls. */
 void rp_show(PyObject *cq);
+
+/* ---- soft0/mapped_memory.c ------------------------------------------------ */
+
+/* Copy from an address that may not be mapped, or in a file that was truncated; 0 or EFAULT. */
+int rp_soft_read(char *to, uint64_t addr, uint64_t length);
+
 /* ---- soft0/faults.c ------------------------------------------------------- */
 
 /* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */

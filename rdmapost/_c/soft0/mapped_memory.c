@@ -6,7 +6,7 @@
  * process itself, which would crash: with SIGSEGV, or with SIGBUS if a file was truncated. soft0
  * therefore has the kernel copy such memory; where it is not mapped, the copy fails with EFAULT.
  */
-#include "module.h"
+#include "soft0/internal.h"
 
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -66,18 +66,23 @@ static int is_forbidden(void)
 	return errno == EPERM || errno == ENOSYS || errno == EACCES;
 }
 
+int rp_soft_read(char *to, uint64_t addr, uint64_t length)
+{
+	if (!copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
+		return 0;
+	if (!is_forbidden() || !is_reachable(addr, length, 0))
+		return EFAULT;
+	memcpy(to, (void *)(uintptr_t)addr, length);
+	return 0;
+}
+
 /* Return the bytes at an address, or None if they are not mapped. */
 static PyObject *read_bytes(uint64_t addr, uint64_t length)
 {
 	PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length);
-	char *to = bytes ? PyBytes_AsString(bytes) : NULL;
 
-	if (!bytes || !copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
+	if (!bytes || !rp_soft_read(PyBytes_AsString(bytes), addr, length))
 		return bytes;
-	if (is_forbidden() && is_reachable(addr, length, 0)) {
-		memcpy(to, (void *)(uintptr_t)addr, length);
-		return bytes;
-	}
 	Py_DECREF(bytes);
 	Py_RETURN_NONE;
 }

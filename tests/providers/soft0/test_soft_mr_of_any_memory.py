@@ -156,6 +156,41 @@ def test_file_map_that_has_become_shorter_completes_with_an_error(rc, fd, shared
             rc.connect()
 
 
+INLINE_CUT = """
+import array, errno, mmap, os
+import rdmapost as rp
+from rdmapost import SendFlags
+fd = os.memfd_create("test")
+os.ftruncate(fd, 1 << 16)
+with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    a, b = (rp.QP(pd, rp.QPType.RC, cq, max_inline_data=64) for _ in range(2))
+    a.connect(b.endpoint()); b.connect(a.endpoint())
+    theirs = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+    mr = rp.MR(pd, mmap.mmap(fd, 1 << 16), rp.Access.LOCAL_WRITE)
+    os.ftruncate(fd, 4096)
+    remote = dict(remote_addr=theirs.addr, rkey=theirs.rkey, send_flags=SendFlags.INLINE)
+    write = rp.RdmaWrite(mr[8192:8200], **remote)
+    prepared = a.prepare(write)
+    for post in (
+        lambda: a.post_send(write),
+        prepared.post,
+        lambda: a.post_columns(rp.RdmaWrite, mr.blocks(array.array("q", [1024]), 8), **remote),
+    ):
+        try:
+            post()
+        except rp.PostError as error:
+            print(error.errno == errno.EFAULT, error.posted)
+    a.post_send(rp.RdmaWrite(mr[:8], wr_id=7, **remote | dict(send_flags=SendFlags(10))))
+    print(*(wc.wr_id for wc in cq.wait(1)), a.outstanding.send)
+    for each in (prepared, a, b, theirs, mr):
+        getattr(each, "close", int)()
+"""
+
+
+def test_inline_from_a_file_map_that_has_become_shorter_is_refused_instead_of_a_crash():
+    assert prints(INLINE_CUT).split() == ["True", "0"] * 3 + ["7", "0"]
+
+
 def test_numpy_map_of_a_file_that_has_become_shorter_completes_with_an_error(rc, fd):
     numpy = pytest.importorskip("numpy")
     memory = numpy.memmap(f"/proc/self/fd/{fd}", "u4", "r+")[8:].reshape(2, -1)
