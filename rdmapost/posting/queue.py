@@ -152,7 +152,7 @@ class PostQueue(native.Queue):
         Args:
             owner: the queue pair.
             wr: what is to be bound; its rkey is ignored, as the device chooses it.
-            sure: a failed call leaves nothing in the queue.
+            sure: whether a failed call certainly posted nothing.
 
         Raises:
             PostError: it was refused, here or by the device.

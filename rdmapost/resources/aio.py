@@ -307,7 +307,7 @@ class _Watch:
 class _WaitList:
     """Where tasks of one event loop wait for a resource's completions or events.
 
-    The resource's poller keeps it as ``tasks``.  It calls it to make the loop check again, or to
+    The resource's poller keeps it as ``tasks``, and calls it to make the loop check again or to
     tell the loop that threads now take the events.
 
     Args:

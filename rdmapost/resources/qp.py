@@ -582,12 +582,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _note_modified(
         self, to: QPState, change: int, posted: list[tuple[native.InFlight, int]]
     ) -> None:
-        """Note a change that the device has made.
+        """Note a change of state that the device has made.
 
         Args:
-            to: the state.
-            change: its number.
-            posted: with a reset, what each queue had posted before it.
+            to: the new state.
+            change: the number of the change.
+            posted: for a reset, how much each queue had posted before it.
         """
         if to is QPState.RESET:
             # The state was noted before the reset; by now another thread may have changed it.

@@ -1366,7 +1366,10 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Wait for verbs, and refuse if anything in flight names it; 0, -1, or 1 as sleep_on(). */
+/*
+ * Wait for running verbs, and refuse to close a handle that work in flight uses; returns what
+ * sleep_on() does.
+ */
 static int wait_until_unused(struct rp_handle *h, struct pause *pause)
 {
 	PyObject *refused;

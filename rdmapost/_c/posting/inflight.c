@@ -7,7 +7,7 @@ PyObject *rp_in_flight_type, *rp_sent_type;
 
 /* ---- what an entry holds ------------------------------------------------ */
 
-/* Work requests hold few types; None and bytes are not handles. */
+/* Whether an object that a work request holds is a handle; the usual types first. */
 static inline int is_handle(PyObject *object)
 {
 	return rp_has_type(object, rp_known.mr) || rp_has_type(object, rp_known.ah) ||

@@ -554,7 +554,7 @@ METHOD(rp_post_recv, RECV)
 METHOD(rp_post_srq_recv, SRQ_RECV)
 METHOD(rp_post_srq_ops, SRQ_OPS)
 
-/* bind_mw(owner, wr, sure): bind a window of type 1.  `sure`: what fails is not posted. */
+/* bind_mw(owner, wr, sure): bind a window of type 1.  `sure`: a failed call has posted nothing. */
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct work_queue *q = (struct work_queue *)self;

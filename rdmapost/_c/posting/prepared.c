@@ -632,7 +632,7 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	return sges ? sges : PyTuple_New(0);
 }
 
-/* Put an SGE in the place of one of the same region; returns 0 if it is not that, or is refused. */
+/* Replace an SGE by one of the same region; returns 0 if it has another region, or is refused. */
 static int put_sge(struct prepared *p, size_t index, PyObject *value)
 {
 	struct request *r = &p->post.requests[index];

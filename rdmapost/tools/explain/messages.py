@@ -144,7 +144,7 @@ def _follows(mention: Mention) -> bool:
 
 
 def _in_line(line: str) -> list[Explanation]:
-    """Return what a line names, once each, in its order."""
+    """Explain the names in a line, each once, in the order of their first occurrence."""
     at: list[tuple[int, Explanation]] = []
     for match in _NAME.finditer(line):
         if one := _BY_NAME.get(match[0]) or _other_errno(match[0]):
