@@ -314,6 +314,7 @@ def test_server_may_close_a_client_in_on_connect_or_later(
         served.server.clients[0].close()
         with pytest.raises(connect.ConnectError, match="the server closed the connection"):
             peer.look(0, 8)
+    assert served.until(connect.Left).reason == "the server closed the connection"
     assert (served.server.clients, caplog.text) == ([], "")
     served.works()
 
