@@ -16,8 +16,7 @@ _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 
 ``Zf``, ``Zd`` and ``Zg`` are complex numbers.
 """
-
-
+# A metaclass may define attributes of these names, and return anything from them.
 _MRO, _DICT = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
 
 
@@ -98,7 +97,7 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> list[str]:
 
 
 def _attributes(cls: Any, name: str) -> list[Any]:
-    """Return an attribute of a class and of its bases, whatever a metaclass shows."""
+    """Return what a class and its bases define under a name, whatever a metaclass shows."""
     own = [_DICT(base) for base in _MRO(cls)]
     return [names[name] for names in own if name in names]
 

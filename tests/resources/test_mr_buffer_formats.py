@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support.hidden_fields import structure_that_hides
 
 import rdmapost as rp
 from rdmapost import Access
@@ -63,24 +64,6 @@ def forgetful() -> Any:
     made = type("Forgetful", (ctypes.Structure,), {"_fields_": fields})
     del fields[1]
     return made()
-
-
-class ShowsNothing(type(ctypes.Structure)):  # type: ignore[misc]
-    """A metaclass that hides what its classes contain."""
-
-    @property
-    def __mro__(cls) -> tuple[type, ...]:  # type: ignore[override]
-        return ()
-
-    @property
-    def __dict__(cls) -> dict[str, Any]:  # type: ignore[override]
-        return {}
-
-
-class Hidden(ctypes.Structure, metaclass=ShowsNothing):
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = [("count", ctypes.c_int), ("value", ctypes.py_object)]
 
 
 class PackedNumbers(ctypes.Structure):
@@ -176,7 +159,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "ctypes type that lies": (Lies, "Lies"),
     "ctypes array that lies": (LyingArray, "LyingArray"),
     "ctypes structure that lies": (LyingStructure, "LyingStructure"),
-    "ctypes structure hidden by its metaclass": (Hidden, "Hidden"),
+    "ctypes structure hidden by its metaclass": (
+        lambda: structure_that_hides(f(("count", ctypes.c_int), ("value", ctypes.py_object)))(),
+        "Hidden",
+    ),
     "ctypes type that lies about its class": (LyingClass, "LyingClass"),
     "ctypes instance that lies": (on_the_instance, "Packed"),
     "bytes of a structure that another offers": (lambda: Offers(Packed()), "Offers"),

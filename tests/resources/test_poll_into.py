@@ -14,6 +14,7 @@ import cffi
 import numpy as np
 import pytest
 from support import LOSES_MEMORY, ROOT, Pair, prints
+from support.hidden_fields import structure_that_hides
 
 import rdmapost as rp
 from rdmapost import WCOpcode, WCStatus
@@ -156,20 +157,10 @@ class Exporter:
         return memoryview(self.memories.pop(0))
 
 
-class ShowsNothing(type(ctypes.Structure)):
-    @property
-    def __mro__(cls):
-        return ()
-
-
-class Hidden(ctypes.Structure, metaclass=ShowsNothing):
-    _pack_ = 1
-    _layout_ = "ms"
-    _fields_ = [("objects", ctypes.py_object * 6)]
-
-
 POINTERS = {
-    "objects in a packed structure hidden by its metaclass": Hidden,
+    "objects in a packed structure hidden by its metaclass": structure_that_hides(
+        [("objects", ctypes.py_object * 6)]
+    ),
     "objects": lambda: np.zeros(6, object),
     "records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)]),
     "ctypes objects": lambda: (ctypes.py_object * 6)(),

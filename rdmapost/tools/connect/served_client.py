@@ -300,9 +300,10 @@ class ServedClient:
     def changed(self) -> Generator[None, None, Changed | None]:
         """Return what has changed from the initial contents, and yield as look does.
 
-        Of an MR of the owner's, the initial contents are unknown, and it returns None.
+        Of an MR of the owner's, the initial contents are unknown, and of a closed one the present
+        contents: it returns None.
         """
-        if not self.offer.access & _CHANGES or self._exposure.mr is not None:
+        if not self.offer.access & _CHANGES or self._exposure.mr is not None or self.mr.closed:
             return None
         buffer, first, last = self.mr.buffer, None, 0
         for start, was in self._initial():

@@ -273,8 +273,7 @@ class ServerSession:
         try:
             # Nothing arrives after this, and nothing in the memory changes.
             self._notify_arrivals(client, client.stop())
-            if not client.mr.closed:
-                changed = self._changed(client)
+            changed = self._changed(client)
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
         try:

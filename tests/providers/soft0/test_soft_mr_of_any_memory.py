@@ -168,7 +168,10 @@ with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as
     theirs = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
     mr = rp.MR(pd, mmap.mmap(fd, 1 << 16), rp.Access.LOCAL_WRITE)
     os.ftruncate(fd, 4096)
-    remote = dict(remote_addr=theirs.addr, rkey=theirs.rkey, send_flags=SendFlags.INLINE)
+    remote = dict(
+        remote_addr=theirs.addr, rkey=theirs.rkey,
+        send_flags=SendFlags.INLINE | SendFlags.SIGNALED,
+    )
     write = rp.RdmaWrite(mr[8192:8200], **remote)
     prepared = a.prepare(write)
     for post in (
@@ -180,10 +183,10 @@ with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as
             post()
         except rp.PostError as error:
             print(error.errno == errno.EFAULT, error.posted)
-    a.post_send(rp.RdmaWrite(mr[:8], wr_id=7, **remote | dict(send_flags=SendFlags(10))))
+    a.post_send(rp.RdmaWrite(mr[:8], wr_id=7, **remote))
     print(*(wc.wr_id for wc in cq.wait(1)), a.outstanding.send)
-    for each in (prepared, a, b, theirs, mr):
-        getattr(each, "close", int)()
+    for each in (a, b, theirs, mr):
+        each.close()
 """
 
 
