@@ -3,7 +3,7 @@
 
     python tests/guest.py --kernel 6.12 -- rdmapost check -d rxe0
     python tests/guest.py --kernel 6.1 -- pytest -m rdma
-    python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
+    python tests/guest.py --peer 'python tests/virtual_machine/agent.py' -- pytest -m two_hosts
 
 The machine boots an installed kernel on top of the host's own files (with virtme-ng and QEMU,
 emulated unless --kvm is given), creates the device ``rxe0`` on a dummy network device with the
@@ -36,9 +36,17 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from guests.host import EXIT_NO_GUEST, HIDDEN, SYSTEM_PATH, check_tools, find_kernel, give_up, say
-from guests.machine import Guest
-from guests.peer import Peer, PeerError
+from virtual_machine.host import (
+    EXIT_NO_GUEST,
+    HIDDEN,
+    SYSTEM_PATH,
+    check_tools,
+    find_kernel,
+    give_up,
+    say,
+)
+from virtual_machine.machine import Guest
+from virtual_machine.peer import Peer, PeerError
 
 EXIT_TIMEOUT = 124
 EXIT_GUEST_DIED = 126

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support import ALL, GRH, TYPES, in_flight, refused, soft_queues
 from support.in_flight import why_open, write_from
+from support.posting_tap import open_tap
 from support.soft_queues import reason
-from support.tap import open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags

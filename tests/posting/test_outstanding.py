@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import ALL, in_flight, nothing_comes, resident
 from support.in_flight import gone, why_open, write_from
-from support.tap import Tap, open_tap
+from support.posting_tap import Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags, WCStatus

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from support import ALL
 from support.in_flight import why_open
+from support.posting_tap import open_tap
 from support.tag_server import EAGER, Server, tmh
-from support.tap import open_tap
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPType, SendFlags, WCStatus

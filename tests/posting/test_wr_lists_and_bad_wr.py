@@ -8,7 +8,7 @@ import weakref
 import pytest
 from support import GRH, TYPES, Pair, in_flight, needs, writes
 from support.in_flight import gone, write_from
-from support.tap import open_tap
+from support.posting_tap import open_tap
 
 import rdmapost as rp
 from rdmapost import QPState

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import ALL
-from support.tap import RECV, SEND, SRQ_OPS, SRQ_RECV, STRUCTS, Record, Tap, open_tap
+from support.posting_tap import RECV, SEND, SRQ_OPS, SRQ_RECV, STRUCTS, Record, Tap, open_tap
 
 import rdmapost as rp
 from rdmapost import Access, MWType, OpsFlags, QPType, SendFlags, SRQType

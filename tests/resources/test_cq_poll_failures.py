@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from support import null_device, prints, soft_context
+from support.posting_tap import PolledCQ
 from support.tag_server import MATCHED, small_server
-from support.tap import PolledCQ
 
 import rdmapost as rp
 from rdmapost._binding import ffi, lib

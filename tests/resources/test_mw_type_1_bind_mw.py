@@ -6,7 +6,7 @@ import errno
 
 import pytest
 from support import ALL, needs
-from support.tap import tap
+from support.posting_tap import tap
 
 import rdmapost as rp
 from rdmapost import Access, DeviceCap, MWType, QPState, QPType, WCOpcode, WCStatus

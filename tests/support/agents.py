@@ -1,4 +1,4 @@
-"""Commands that an agent runs (tests/guests/agent.py), on this machine or on another."""
+"""Commands that an agent runs (tests/virtual_machine/agent.py), on this machine or on another."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def local_agent() -> Iterator[tuple[str, int]]:
 
     Its commands skip Python's start-up, which takes seconds on an emulated machine.
     """
-    program = Path(__file__).parent.parent / "guests" / "agent.py"
+    program = Path(__file__).parent.parent / "virtual_machine" / "agent.py"
     with subprocess.Popen(
         [sys.executable, "-P", str(program), "127.0.0.1", "0"], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -12,7 +12,7 @@ import pytest
 import rdmapost as rp
 from rdmapost import QPType, SRQType
 from support import ALL
-from support.tap import Tap, open_tap
+from support.posting_tap import Tap, open_tap
 
 
 class Watched:

@@ -13,7 +13,7 @@ from .remote import DEVICE, wait_for_agent
 
 NO_PEER = (
     "no second machine (RDMAPOST_PEER); "
-    "tests/guest.py --peer 'python tests/guests/agent.py' runs these"
+    "tests/guest.py --peer 'python tests/virtual_machine/agent.py' runs these"
 )
 
 

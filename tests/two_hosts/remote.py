@@ -1,4 +1,4 @@
-"""Commands on the other machine, through its agent (tests/guests/agent.py)."""
+"""Commands on the other machine, through its agent (tests/virtual_machine/agent.py)."""
 
 from __future__ import annotations
 

@@ -23,16 +23,16 @@ from .server import Server, serve
 from .server_events import Arrived, Changed, Event, Joined, Left, Refused
 
 if TYPE_CHECKING:
-    from .aclient import AsyncConnection, adial
-    from .aserver import AsyncServer, aserve
+    from .asyncio_client import AsyncConnection, adial
+    from .asyncio_server import AsyncServer, aserve
 else:
 
     def __getattr__(name):
         """Import asyncio only if it is used."""
         if name in ("AsyncConnection", "adial"):
-            from . import aclient as module
+            from . import asyncio_client as module
         elif name in ("AsyncServer", "aserve"):
-            from . import aserver as module
+            from . import asyncio_server as module
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         found = getattr(module, name)

@@ -1,6 +1,6 @@
 """Intercept a device's posting calls: record what is posted, and refuse it on demand.
 
-It compiles ``tap.c``, and reads the chains through cffi's definitions of the structs.
+It compiles ``posting_tap.c``, and reads the chains through cffi's definitions of the structs.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Tap:
 @functools.cache
 def _compiled() -> Any:
     cc = os.environ.get("CC", "cc").split()
-    source = pathlib.Path(__file__).with_name("tap.c")
+    source = pathlib.Path(__file__).with_name("posting_tap.c")
     if shutil.which(cc[0]) is None:
         return "there is no C compiler"
     with tempfile.TemporaryDirectory() as directory:
-        library = f"{directory}/tap.so"
+        library = f"{directory}/posting_tap.so"
         done = subprocess.run(
             [
                 *cc,
@@ -131,13 +131,15 @@ def _compiled() -> Any:
             env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
         )
         if done.returncode:
-            return f"tap.c does not compile here: are libibverbs' headers there? {done.stderr}"
+            return (
+                f"posting_tap.c does not compile here: are libibverbs' headers there? {done.stderr}"
+            )
         # It stays mapped after its file is deleted.
         return ctypes.CDLL(library)
 
 
 def open_tap(context: rp.Context) -> Tap:
-    """Intercept a device's posts; skip the test, with the reason, if tap.c cannot be compiled."""
+    """Intercept a device's posts; skip the test, with the reason, if that cannot be compiled."""
     library = _compiled()
     if isinstance(library, str):
         pytest.skip(library)

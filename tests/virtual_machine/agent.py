@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run commands on this machine for the tests on the other one.
 
-    python tests/guest.py --peer 'python tests/guests/agent.py' -- pytest -m two_hosts
+    python tests/guest.py --peer 'python tests/virtual_machine/agent.py' -- pytest -m two_hosts
 
 For tests on one machine, give an address and a port (0 for a free one) as arguments. The agent
 prints the address it listens on, and nothing else.
