@@ -296,6 +296,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_memory_in_flight.py",
         "resources/test_ah.py",
     ),
+    "rdmapost/_c/posting/columns.c": (
+        "posting/test_columns.py",
+        "posting/test_atomic_write_and_flush.py",
+    ),
     "rdmapost/_c/posting/wr_init.c": (
         "posting/test_wr_classes.py",
         "project/test_argument_types.py",

@@ -14,9 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support import ALL, Connect, Pair, needs
+from support.posting_tap import tap
 
 import rdmapost as rp
 from rdmapost import SendFlags, WCStatus
+
+__all__ = ["tap"]  # a fixture
 
 WITH_IMM = (rp.RdmaWriteWithImm, rp.SendWithImm)
 QUIET = (rp.RdmaWrite, rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp)
@@ -53,6 +56,10 @@ COLUMNS: dict[str, Callable[[list[int]], Any]] = {
     "one number repeated by a stride of 0": lambda numbers: np.broadcast_to(numbers[0], 6),
     "array": lambda numbers: array.array("Q", numbers),
     "memoryview": lambda numbers: memoryview(array.array("i", numbers)),
+    "native, by its prefix": lambda numbers: (
+        memoryview(array.array("q", numbers)).cast("B").cast("@q")
+    ),
+    "ssize_t": lambda numbers: memoryview(array.array("q", numbers)).cast("B").cast("n"),
     "ctypes": lambda numbers: (ctypes.c_uint64 * len(numbers))(*numbers),
     "read-only": lambda numbers: memoryview(bytes(array.array("q", numbers))).cast("q"),
     "unaligned": lambda numbers: np.frombuffer(
@@ -86,7 +93,10 @@ def test_more_rows_than_a_chunk_are_all_written(deep):
     assert deep.a.outstanding.send == 300
     assert [wc.check().wr_id for wc in deep.wait(3)] == [99, 199, 299]
     assert deep.theirs.buffer[:4800] == deep.mine.buffer[:4800]
+    assert deep.theirs.buffer[4800:] == bytes(len(deep.theirs) - 4800)
     assert deep.a.outstanding.send == 0
+    deep.works()
+    assert not deep.cq.poll()
 
 
 @pytest.mark.parametrize(
@@ -283,7 +293,8 @@ BAD_ROWS: dict[str, tuple[type, dict[str, Any]]] = {
     "negative wr_id": (rp.RdmaWrite, {"wr_id": -1}),
     "immediate data of 33 bits": (rp.RdmaWriteWithImm, {"imm_data": 2**32}),
     "misaligned": (rp.AtomicFetchAndAdd, {"remote_addr": 12}),
-    "not 8 bytes": (rp.AtomicCmpAndSwp, {"length": 16}),
+    "9 bytes of an atomic": (rp.AtomicCmpAndSwp, {"length": 9}),
+    "7 bytes of an atomic": (rp.AtomicFetchAndAdd, {"length": 7}),
     "wrong flags": (rp.RdmaRead, {"send_flags": SendFlags.INLINE}),
     "flags that do not exist": (rp.RdmaRead, {"send_flags": 1 << 20}),
     "not a number": (rp.RdmaWrite, {"rkey": "x"}),
@@ -372,8 +383,19 @@ def test_closed_queue_pair_and_region(rc, pd):
             {"wr_id": np.zeros(4, "i8")},
         ),
         (ValueError, "signal_every=0", {"signal_every": 0}),
+        (TypeError, "signal_every: expected int, got str", {"signal_every": "2"}),
         (TypeError, "no field 'imm_data'", {"imm_data": 3}),
         (TypeError, "not an address", {"remote_srqn": rp.Blocks(0, np.zeros(3, "i8"), 4)}),
+        (
+            TypeError,
+            "remote_addr: expected int, got str",
+            {"remote_addr": rp.Blocks("0", np.zeros(3, "i8"), 4)},
+        ),
+        (
+            TypeError,
+            "size: expected int, got str",
+            {"remote_addr": rp.Blocks(0, np.zeros(3, "i8"), "4")},
+        ),
     ],
 )
 def test_columns_that_are_none(rc, error, match, options):
@@ -387,6 +409,117 @@ def test_size_of_blocks_that_is_no_number_is_named(rc, size):
     words = f"size: expected int, got {type(size).__name__}"
     with pytest.raises(TypeError, match=words):
         rc.a.post_columns(rp.RdmaWrite, rc.mine.blocks(np.arange(2), size))
+    assert rc.a.outstanding.send == 0
+
+
+def test_buffer_that_is_not_exported_is_not_a_column(rc):
+    released = memoryview(array.array("q", [1, 2]))
+    released.release()
+    with pytest.raises(ValueError, match="released memoryview"):
+        write_blocks(rc, 2, wr_id=released)
+    assert rc.a.outstanding.send == 0
+
+
+def test_blocks_of_a_region_are_no_remote_addresses(rc):
+    with pytest.raises(TypeError, match="remote_addr: not an address, which Blocks"):
+        write_blocks(rc, 2, remote_addr=rc.theirs.blocks(np.arange(2), 16))
+    assert rc.a.outstanding.send == 0
+
+
+@pytest.mark.parametrize("base", ["x", 4096, None])
+def test_blocks_of_what_is_no_region_are_refused(rc, base):
+    with pytest.raises(TypeError, match=f"^{base!r} is not a registered region$"):
+        rc.a.post_columns(rp.Send, rp.Blocks(base, np.arange(2), 8))
+    assert rc.a.outstanding.send == 0
+
+
+def test_receives_have_no_signal_every(rc):
+    with pytest.raises(TypeError, match="has no field 'signal_every'"):
+        rc.b.post_recv_columns(rc.theirs.blocks(np.arange(2), 8), signal_every=2)
+    assert rc.b.outstanding.recv == 0
+
+
+def test_keyword_that_is_made_at_run_time_is_the_same_field(rc):
+    name = "".join(["wr", "_", "id"])  # not interned, as the keywords in source code are
+    assert write_blocks(rc, 2, **{name: np.array([8, 9])}) == 2
+    assert [wc.check().wr_id for wc in rc.wait(2)] == [8, 9]
+
+
+def test_first_of_the_rows_that_two_columns_make_bad_is_refused(rc):
+    """In either order of the columns."""
+    early, late = np.array([1, -1, 1, 1]), np.array([1, 1, 1, 1 << 32])
+    for fields in ({"wr_id": early, "rkey": late}, {"rkey": late, "wr_id": early}):
+        with pytest.raises(rp.PostError, match="wr_id=-1") as caught:
+            rc.a.post_columns(rp.RdmaWrite, rc.mine[:8], remote_addr=rc.theirs.addr, **fields)
+        assert (caught.value.index, caught.value.posted) == (1, 0)
+
+
+def test_inline_row_longer_than_the_queue_allows_is_refused(connect):
+    pair = connect(max_inline_data=64)
+    most = pair.a.max_inline_data
+    with pytest.raises(rp.PostError, match=f"{most + 1} bytes") as caught:
+        pair.a.post_columns(
+            rp.RdmaWrite,
+            pair.mine.ranges(np.zeros(3, "i8"), np.array([8, most, most + 1])),
+            remote_addr=pair.theirs.addr,
+            rkey=pair.theirs.rkey,
+            send_flags=SendFlags.INLINE,
+        )
+    assert (caught.value.index, caught.value.posted) == (2, 0)
+
+
+def test_inline_row_outside_its_region_is_refused_without_checks_too(connect):
+    """The driver would read it in the post."""
+    pair = connect(max_inline_data=64, checked=False)
+    end = len(pair.mine)
+    with pytest.raises(rp.PostError) as caught:
+        pair.a.post_columns(
+            rp.RdmaWrite,
+            pair.mine.ranges(np.array([0, end - 8, end - 7]), 8),
+            remote_addr=pair.theirs.addr,
+            rkey=pair.theirs.rkey,
+            send_flags=SendFlags.INLINE,
+        )
+    assert (caught.value.index, caught.value.posted) == (2, 0)
+
+
+@pytest.mark.parametrize("code", ["q", "Q", "i", "I"])
+@pytest.mark.parametrize("base", [0, 5, 1 << 32, 1 << 63, (1 << 64) - 1])
+def test_row_is_refused_if_its_address_would_not_fit_64_bits(tap, stack, base, code):
+    """``base + size * index`` is posted exactly, up to both ends."""
+    pd = stack.enter_context(rp.PD(tap.context))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    cq = stack.enter_context(rp.CQ(tap.context))
+    qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    bits = 8 * array.array(code).itemsize
+    least, most = (-1 << bits - 1, (1 << bits - 1) - 1) if code.islower() else (0, (1 << bits) - 1)
+    end = 1 << 64
+    for size in (0, 1, 8, (1 << 32) - 1, 1 << 63, end - 1):
+        ends = (-base // size, (end - 1 - base) // size) if size else ()
+        near = {n + more for n in (*ends, least, most, 0, 1 << 31, 1 << 63) for more in (-1, 0, 1)}
+        for index in sorted(n for n in near if least <= n <= most):
+            address = base + size * index
+            there = rp.Blocks(base, array.array(code, [0, index]), size)
+            tap.chains.clear()
+            if 0 <= address < end:
+                assert qp.post_columns(rp.RdmaWrite, mr[:8], remote_addr=there, rkey=1) == 2
+                assert [record.wr.wr.rdma.remote_addr for record in tap.last()] == [base, address]
+                cq.wait(2)
+            else:
+                with pytest.raises(rp.PostError, match="remote_addr=") as caught:
+                    qp.post_columns(rp.RdmaWrite, mr[:8], remote_addr=there, rkey=1)
+                assert (caught.value.index, tap.chains) == (1, [])
+
+
+def test_datagram_whose_queue_pair_number_has_25_bits_is_refused(connect):
+    ud = connect(rp.QPType.UD)
+    fields = ud.wr(rp.Send)
+    to = {"ah": fields.ah, "remote_qkey": fields.remote_qkey}
+    with pytest.raises(rp.PostError) as caught:
+        ud.a.post_columns(rp.Send, ud.mine[:8], remote_qpn=np.array([7, 1 << 24, 7]), **to)
+    assert (caught.value.index, caught.value.posted) == (1, 0)
+    assert caught.value.reason == alone(ud, rp.Send(ud.mine[:8], remote_qpn=1 << 24, **to))
 
 
 @pytest.mark.parametrize("name", ["wr_id", "remote_addr"])
@@ -490,6 +623,20 @@ def test_rows_before_one_that_the_device_refuses_are_posted(deep, context, after
     assert [wc.check().wr_id for wc in deep.wait(after)] == list(range(after))
     write_blocks(deep, 2, wr_id=np.array([5, 6]))
     assert [wc.check().wr_id for wc in deep.wait(2)] == [5, 6]
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+def test_receives_of_an_srq_before_one_that_the_device_refuses_are_posted(tap, stack, after):
+    pd = stack.enter_context(rp.PD(tap.context))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    srq = stack.enter_context(rp.SRQ(pd, 8))
+    tap.refuse(passed=after, rc=errno.EPERM)
+    with pytest.raises(rp.PostError) as caught:
+        srq.post_srq_recv_columns(mr[:8], wr_id=np.arange(8))
+    assert (caught.value.index, caught.value.posted, caught.value.count) == (after, after, 8)
+    assert srq.outstanding == after
+    tap.answer = None
+    assert srq.post_srq_recv_columns(mr[:8], wr_id=np.arange(50)) == srq.max_wr - after
 
 
 # ---- hostile callers ----------------------------------------------------------------------------
