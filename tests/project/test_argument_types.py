@@ -333,6 +333,8 @@ def test_server_needs_a_host_and_a_port(context) -> None:
             call(context, "")
         with pytest.raises(ValueError, match=r"port=65536 is not in [01]\.\.65535"):
             call(context, port=65536)
+        with pytest.raises(ValueError, match="includes a port; pass it as port=18600"):
+            call(context, "10.0.0.1:18600")
     with pytest.raises(ValueError, match=r"port=0 is not in 1\.\.65535"):
         connect.dial(context, port=0)
 

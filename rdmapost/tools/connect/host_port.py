@@ -52,6 +52,9 @@ def check_where(host: str, port: int, least: int = 1) -> int:
     expect("host", host, str)
     if not host:
         raise ValueError("host: expected a name or an address, got ''")
+    name, _, digits = host.partition(":")
+    if name and digits.isdecimal():
+        raise ValueError(f"host: {host!r} includes a port; pass it as port={digits}")
     return within("port", port, least, 65535)
 
 
