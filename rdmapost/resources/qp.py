@@ -343,11 +343,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
-        kept = not self._resets
-        self._send.set_ready((kept and state >= QPState.RTS) or not self.checked)
+        # Without checks the device decides; but a reset would drop what it has just accepted.
+        kept, any_state = not self._resets, not self.checked
         receives = self.srq is None and self.qp_type not in XRC
-        kept = kept and state is not QPState.RESET
-        self._recv.set_ready(receives and (kept or not self.checked))
+        self._send.set_ready(kept and (any_state or state >= QPState.RTS))
+        self._recv.set_ready(kept and receives and (any_state or state is not QPState.RESET))
 
     def _read_state(self) -> None:
         """Note the state that the device reports; if another thread changes it meanwhile, again."""
@@ -590,14 +590,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             posted: for a reset, how much each queue had posted before it.
         """
         if to is QPState.RESET:
-            # The state was noted before the reset; by now another thread may have changed it.
             self._resets.pop(threading.get_ident(), None)
             # A reset drops what is posted, without completions.
             self._keep_completions()
             for queue, count in posted:
                 queue.clear_until(count)
-            return
-        if to is QPState.INIT:
+        elif to is QPState.INIT:
             # The device has reset it, so what is posted now stays.
             self._resets.clear()
         if self._latest_change == change:

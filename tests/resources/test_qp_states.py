@@ -375,13 +375,15 @@ def test_error_names_the_step_that_continues():
         assert check_send_state(state) is None
 
 
-def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
-    """Even if the reset has not returned: the device would drop it, or it would never be seen."""
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("device_has_reset", [False, True])
+def test_post_during_a_reset_is_refused(context, monkeypatch, checked, device_has_reset):
+    """The device would drop it, or it would never be seen."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,
         rp.MR(pd, 64) as mr,
-        rp.QP(pd, QPType.RC, cq) as qp,
+        rp.QP(pd, QPType.RC, cq, checked=checked) as qp,
     ):
         qp.connect(qp.endpoint())
         provider = provider_of(context)
@@ -389,7 +391,8 @@ def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
         refused = []
 
         def modify_qp(*args: Any) -> Any:
-            code = modify(*args)
+            if device_has_reset:
+                modify(*args)
             for post in (
                 lambda: qp.post_recv(rp.RecvWR(mr[:8])),
                 lambda: qp.post_send(rp.Send(mr[:8])),
@@ -397,7 +400,8 @@ def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
                 with pytest.raises(rp.PostError, match="RESET") as caught:
                     post()
                 refused.append(caught.value)
-            return code
+            if not device_has_reset:
+                modify(*args)
 
         monkeypatch.setattr(provider, "modify_qp", modify_qp)
         qp.to_reset()
@@ -408,6 +412,26 @@ def test_post_after_the_device_has_reset_is_refused(context, monkeypatch):
         qp.post_recv(rp.RecvWR(mr[:8], wr_id=7))
         qp.post_send(rp.Send(mr[8:16], wr_id=8))
         assert sorted(wc.wr_id for wc in cq.wait(2)) == [7, 8]
+
+
+def test_after_a_reset_the_device_decides_about_what_is_not_checked(context):
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq, checked=False) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        qp.to_reset()
+        refused = None
+        try:
+            qp.post_recv(rp.RecvWR(mr[:8]))
+        except rp.PostError as error:
+            refused = str(error)
+        assert refused is None or f"{context.name} refused" in refused
+        assert qp.outstanding == (0, 1 if refused is None else 0)
+        qp.to_reset()
+        assert qp.outstanding == (0, 0)
 
 
 def test_what_is_posted_after_a_reset_stays_although_its_thread_has_not_returned(
