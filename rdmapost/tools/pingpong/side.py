@@ -401,6 +401,12 @@ class Pingpong(ResourceHolder):
                 f"{self._peer} does not answer, {self._progress_of(received)} "
                 f"({wc.status.name}): {likely}"
             )
+        if wc.status is WCStatus.REM_OP_ERR:
+            # Soft-RoCE's status if the peer's memory goes while a message arrives there.
+            return PingpongError(
+                f"{self._peer} could not accept a message, {self._progress_of(received)} "
+                f"({wc.status.name}): it has died, or its device failed"
+            )
         too_long = wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR)
         # Soft-RoCE's status for a receive that is too small.
         if too_long or (wc.wr_id == _RECV_ID and wc.status is WCStatus.LOC_QP_OP_ERR):
