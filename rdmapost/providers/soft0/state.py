@@ -7,6 +7,7 @@ raises (``_c/soft0/transaction.c``).  The data verbs are in C (``_c/soft0/data_v
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -103,7 +104,8 @@ def drop(struct: Any, name: str) -> Any:
     """
     found, handle = bound(struct, name), struct.handle
     del objects[handle]
-    _wholes.pop(handle, None)
+    with contextlib.suppress(KeyError):
+        del _wholes[handle]
     return found
 
 

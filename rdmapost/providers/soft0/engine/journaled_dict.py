@@ -26,8 +26,9 @@ class JournaledDict(dict[Any, Any]):
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        native.undo(native.set_item, self, key, self[key])
-        dict.__delitem__(self, key)
+        """Remove a key as the verb ends: to undo it might need memory."""
+        self[key]
+        native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove a key; return what it stood for, or the default."""
