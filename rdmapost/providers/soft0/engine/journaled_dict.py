@@ -26,8 +26,12 @@ class JournaledDict(dict[Any, Any]):
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        """Remove a key as the verb ends: to undo it might need memory."""
-        self[key]
+        if key not in self:
+            raise KeyError(key)
+        self.discard(key)
+
+    def discard(self, key: Any) -> None:
+        """Remove a key, if it is there, as the verb ends: to undo that might need memory."""
         native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:
