@@ -38,7 +38,7 @@ from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
-from .state import bound, context_of, contexts, device, drop, keep, table, verb
+from .state import bound, context_of, contexts, device, device_of, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
 """An OUI that the IEEE has not assigned to any vendor."""
@@ -134,9 +134,9 @@ class SoftProvider:
 
     @verb
     def close_device(context: Any) -> None:
-        events = context_of(context, "ibv_close_device").events
-        events.close()
-        device.close()
+        opened = context_of(context, "ibv_close_device")
+        opened.events.close()
+        opened.device.close()
         del contexts[address_of(context)]
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
@@ -226,7 +226,8 @@ class SoftProvider:
     def reg_dmabuf_mr(pd: Any, offset: int, length: int, iova: int, fd: int, access: int) -> Any:
         domain = bound(pd, "ibv_reg_dmabuf_mr")
         memory = map_dmabuf(fd, offset, length, iova, access)
-        region = device.memory.register(domain, iova, memory, access, start_of(memory))
+        keys = device_of(pd, "ibv_reg_dmabuf_mr").memory
+        region = keys.register(domain, iova, memory, access, start_of(memory))
         mr = ffi.new("struct ibv_mr *")
         # As libibverbs sets it.
         mr.addr = ffi.cast("char *", offset)
@@ -247,10 +248,11 @@ class SoftProvider:
     @verb
     def advise_mr(pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
         domain, name = bound(pd, "ibv_advise_mr"), "ibv_advise_mr"
+        regions = device_of(pd, name).memory.regions_by_lkey
         if advice not in _ADVICE:
             raise VerbsError(name, errno.ENOTSUP)
         for sge in ffi.unpack(sges, count) if count else ():
-            region = device.memory.regions_by_lkey.get(sge.lkey)
+            region = regions.get(sge.lkey)
             if region is None or region.pd is not domain:
                 raise VerbsError(
                     name, errno.ENOENT, f"the PD has no region with lkey {sge.lkey:#x}"
@@ -269,7 +271,7 @@ class SoftProvider:
             windows = "a memory window is" if many == 1 else f"{many} memory windows are"
             reason = f"{windows} bound to it; invalidate or close first"
             raise VerbsError("ibv_dereg_mr", errno.EBUSY, reason)
-        device.memory.deregister(region)
+        device_of(mr, "ibv_dereg_mr").memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
 
     @verb
@@ -277,19 +279,20 @@ class SoftProvider:
         domain = bound(pd, "ibv_alloc_mw")
         mw = ffi.new("struct ibv_mw *")
         mw.context, mw.pd, mw.type = pd.context, pd, mw_type
-        window = device.memory.allocate_window(domain, MWType(mw_type))
+        window = device_of(pd, "ibv_alloc_mw").memory.allocate_window(domain, MWType(mw_type))
         mw.rkey = window.rkey
         return keep(mw, window)
 
     @verb
     def dealloc_mw(mw: Any) -> None:
-        device.memory.deallocate_window(drop(mw, "ibv_dealloc_mw"))
+        keys = device_of(mw, "ibv_dealloc_mw").memory
+        keys.deallocate_window(drop(mw, "ibv_dealloc_mw"))
 
     # ---- completions --------------------------------------------------------
 
     @verb
     def create_comp_channel(context: Any) -> Any:
-        context_of(context, "ibv_create_comp_channel")
+        device = context_of(context, "ibv_create_comp_channel").device
         channel = ffi.new("struct ibv_comp_channel *")
         channel.context = context
         try:
@@ -403,7 +406,8 @@ def _register(pd: Any, addr: Any, length: int, access: int, unsure: _Unsure) -> 
     domain = bound(pd, "ibv_reg_mr")
     at = unsure("ibv_reg_mr", address_of(addr), length, access)
     start = 0 if access & Access.ZERO_BASED else address_of(addr)
-    region = device.memory.register(domain, start, _memory_at(addr, length), access, at)
+    keys = device_of(pd, "ibv_reg_mr").memory
+    region = keys.register(domain, start, _memory_at(addr, length), access, at)
     mr = ffi.new("struct ibv_mr *")
     mr.addr = addr
     return _describe(mr, pd, length, region)
@@ -432,7 +436,7 @@ def _reregister(
     if flags & ReregFlags.CHANGE_TRANSLATION:
         start = address_of(addr)
         at = unsure(name, start, length, region.access)
-        device.memory.move(region, start, _memory_at(addr, length), at)
+        device_of(mr, name).memory.move(region, start, _memory_at(addr, length), at)
         changed.update(addr=addr, length=length, lkey=region.lkey, rkey=region.rkey)
     elif region.unsure is not None:
         writes = bool(region.access & Access.LOCAL_WRITE)
