@@ -282,6 +282,18 @@ static void carry_on(void)
 	}
 }
 
+/* Have the devices on a network look for packets. One without memory is looked at by a later verb. */
+static void look_at_wires(void)
+{
+	PyObject *wires = rp_soft_given(WIRES);
+
+	rp_data_lock();
+	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++)
+		PyList_Append(rp_soft_given(READY), PyList_GetItem(wires, i));
+	rp_data_unlock();
+	PyErr_Clear();
+}
+
 /* Acquire the lock, and do the work that is due. */
 static void enter(void)
 {
@@ -305,6 +317,7 @@ static void enter(void)
 			RP_STORE(&due, when);
 		carry_on();
 	}
+	look_at_wires();
 }
 
 /* Do the work that has become possible, and release the lock. */
@@ -340,7 +353,8 @@ static PyObject *progress(void)
 
 	if (rp_soft_busy())
 		return NULL;
-	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due()) {
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
+	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
 		enter();
 		leave();
 	}
@@ -465,7 +479,8 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 {
 	(void)self;
 	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
-	    !PyList_Check(PyTuple_GetItem(args, READY))) {
+	    !PyList_Check(PyTuple_GetItem(args, READY)) ||
+	    !PyList_Check(PyTuple_GetItem(args, WIRES))) {
 		PyErr_SetString(PyExc_TypeError, "these are not the parts, or it has them already");
 		return NULL;
 	}

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..._binding import address_of, native
 from ...errors import VerbsError
-from .engine.device import Device, OpenDevice, open_devices, ready, run_due
+from .engine.device import Device, OpenDevice, open_devices, ready, run_due, wires
 from .engine.journaled_dict import JournaledDict
 
 _log = logging.getLogger("rdmapost.soft")
@@ -169,6 +169,7 @@ def _reset() -> bool:
     for one in {device, *open_devices.values()}:
         _kept.append(dict(vars(one)))
         one.start_over()
+    wires.clear()
     for each in (*_tables, open_devices):
         _kept.append(dict(each))
         for key in list(each):
@@ -190,6 +191,7 @@ os.register_at_fork(after_in_child=native.after_fork)
 parts = (
     objects,
     ready,
+    wires,
     _execute_next,
     _give_up,
     _log_errors,

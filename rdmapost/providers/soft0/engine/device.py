@@ -28,6 +28,8 @@ MAX_MCAST_QP_ATTACH = 1 << 8
 
 ready: list[QueuePair | SharedReceiveQueue] = []
 """What has work requests to execute after the verb; C empties it."""
+wires: list[Device] = []
+"""The open devices on a network, which look for packets in every verb."""
 open_devices: dict[str, Device] = JournaledDict()
 """The devices that have an open context, by name."""
 
