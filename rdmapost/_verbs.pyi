@@ -380,10 +380,10 @@ def start(worker: Any, /) -> None: ...
 # raises MemoryError, it is retried later); log those exceptions; start over after a fork; refuse a
 # verb in the middle of a verb; and some of Python's functions.
 def soft_device(
-    objects: dict[int, Any], ready: list[Any], wires: list[Any], execute_next: Callable[[Any], bool],
-    give_up: Callable[[Any, BaseException], int], log_errors: Callable[[], None],
-    reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
-    pop: Any, /,
+    objects: dict[int, Any], ready: list[Any], wires: list[Any],
+    execute_next: Callable[[Any], bool], give_up: Callable[[Any, BaseException], int],
+    log_errors: Callable[[], None], reset: Callable[[], bool], refuse: Callable[..., None],
+    setattr: Any, delattr: Any, pop: Any, /,
 ) -> None: ...  # fmt: skip
 
 # _c/roce/packets.c.  `flow` is the IP header and the UDP header of the packets as the ICRC covers

@@ -32,7 +32,7 @@ from ..base import DeviceInfo, GIDEntry
 from . import addressing, queue_verbs
 from .engine import completion, tags
 from .engine.completion import Channel, CompletionQueue
-from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, OpenDevice
+from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, Device, OpenDevice
 from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
@@ -68,15 +68,13 @@ _CAPS = (
 )
 _CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
 
-_DEVICE_ATTR = {
+_LIMITS = {
     "max_mr_size": 1 << 62,
     "page_size_cap": 0xFFFFF000,
     "vendor_id": VENDOR_ID,
-    "vendor_part_id": 1,
     "hw_ver": 1,
     "max_qp": 1 << 16,
     "max_qp_wr": MAX_QP_WR,
-    "device_cap_flags": int(_CAPS),
     "max_sge": MAX_SGE,
     "max_sge_rd": MAX_SGE,
     "max_cq": 1 << 16,
@@ -88,9 +86,6 @@ _DEVICE_ATTR = {
     "max_res_rd_atom": 1 << 20,
     "atomic_cap": AtomicCap.HCA,
     "max_mw": 1 << 22,
-    "max_mcast_grp": MAX_MCAST_GRP,
-    "max_mcast_qp_attach": MAX_MCAST_QP_ATTACH,
-    "max_total_mcast_qp_attach": MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH,
     "max_ah": 1 << 22,
     "max_srq": 1 << 16,
     "max_srq_wr": MAX_SRQ_WR,
@@ -105,32 +100,38 @@ _channels: dict[int, Channel] = table()
 """Completion channels, by file descriptor."""
 
 
-class SoftProvider:
-    """soft0's control verbs."""
+def open_context(device: Device) -> Any:
+    """Open a device, inside a verb; return its context."""
+    whole = ffi.new("struct verbs_context *")
+    context = lib.rp_soft_context_init(whole)
+    try:
+        device.open()
+        opened = OpenDevice(device, whole)
+    except OSError as error:
+        raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
+    context.async_fd = opened.events.fd
+    contexts[address_of(context)] = opened
+    return context
 
-    kind = "soft"
+
+class SoftwareProvider:
+    """The control verbs that the software devices share."""
+
+    kind: str
     spin_ns = 0
+    caps: DeviceCap
+    caps_ex = DeviceCap(0)
+    """Those that do not fit into device_cap_flags."""
+    vendor_part_id: int
 
     # ---- devices ------------------------------------------------------------
 
-    def list_devices(self) -> list[DeviceInfo]:
-        return [DeviceInfo(device.name, self.kind, device.guid, NodeType.CA, "", TransportType.IB)]
+    def info(self, name: str, guid: int) -> DeviceInfo:
+        """Describe a device."""
+        return DeviceInfo(name, self.kind, guid, NodeType.CA, "", TransportType.IB)
 
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
-
-    @verb
-    def open_device(name: str) -> Any:
-        whole = ffi.new("struct verbs_context *")
-        context = lib.rp_soft_context_init(whole)
-        try:
-            device.open()
-            opened = OpenDevice(device, whole)
-        except OSError as error:
-            raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
-        context.async_fd = opened.events.fd
-        contexts[address_of(context)] = opened
-        return context
 
     @verb
     def close_device(context: Any) -> None:
@@ -145,27 +146,23 @@ class SoftProvider:
         return opened.plan
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
-        orig = attr.orig_attr
-        for name, value in _DEVICE_ATTR.items():
+        device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr
+        for name, value in _LIMITS.items():
             setattr(orig, name, value)
+        orig.vendor_part_id = self.vendor_part_id
+        orig.device_cap_flags = int(self.caps)
         orig.fw_ver = b"soft"
         orig.node_guid = orig.sys_image_guid = int.from_bytes(device.guid.to_bytes(8), "little")
         attr.phys_port_cnt_ex = orig.phys_port_cnt
         attr.completion_timestamp_mask = (1 << 64) - 1
         attr.hca_core_clock = _CLOCK_KHZ
-        attr.device_cap_flags_ex = int(_CAPS | _CAPS_EX)
-        attr.raw_packet_caps = RawPacketCap.IP_CSUM
-        attr.tso_caps.max_tso = MAX_TSO
-        attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
-        caps = attr.tm_caps
-        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
-        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
-        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
+        attr.device_cap_flags_ex = int(self.caps | self.caps_ex)
 
     def query_rt_values(self, context: Any) -> int:
         return completion.clock()
 
     def query_port(self, context: Any, port_num: int, attr: Any) -> int:
+        device = context_of(context, "ibv_query_port").device
         attr.state = PortState.ACTIVE
         attr.max_mtu, attr.active_mtu = MTU.MTU_4096, device.port_mtu
         attr.gid_tbl_len, attr.pkey_tbl_len = len(device.gids), 1
@@ -176,12 +173,17 @@ class SoftProvider:
         return 1
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
-        return [GIDEntry(index, raw, GIDType.ROCE_V2, "") for index, raw in enumerate(device.gids)]
+        device = context_of(context, "ibv_query_gid_table").device
+        return [
+            GIDEntry(index, raw, GIDType.ROCE_V2, device.netdev)
+            for index, raw in enumerate(device.gids)
+        ]
 
     def query_gid_ex(self, context: Any, port_num: int, index: int) -> GIDEntry:
-        if index >= len(device.gids):
+        entries = self.query_gid_table(context, port_num, 0)
+        if index >= len(entries):
             raise VerbsError("ibv_query_gid_ex", errno.EINVAL)
-        return self.query_gid_table(context, port_num, 0)[index]
+        return entries[index]
 
     def query_pkey(self, context: Any, port_num: int, index: int) -> int:
         if index:
@@ -383,6 +385,35 @@ class SoftProvider:
     init_ah_from_wc = addressing.init_ah_from_wc
     attach_mcast = queue_verbs.attach_mcast
     detach_mcast = queue_verbs.detach_mcast
+
+
+class SoftProvider(SoftwareProvider):
+    """soft0's control verbs."""
+
+    kind = "soft"
+    caps, caps_ex = _CAPS, _CAPS_EX
+    vendor_part_id = 1
+
+    def list_devices(self) -> list[DeviceInfo]:
+        return [self.info(device.name, device.guid)]
+
+    @verb
+    def open_device(name: str) -> Any:
+        return open_context(device)
+
+    def query_device_ex(self, context: Any, attr: Any) -> None:
+        super().query_device_ex(context, attr)
+        orig = attr.orig_attr
+        orig.max_mcast_grp = MAX_MCAST_GRP
+        orig.max_mcast_qp_attach = MAX_MCAST_QP_ATTACH
+        orig.max_total_mcast_qp_attach = MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH
+        attr.raw_packet_caps = RawPacketCap.IP_CSUM
+        attr.tso_caps.max_tso = MAX_TSO
+        attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
+        caps = attr.tm_caps
+        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
+        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
+        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
 
 _Unsure = Callable[[str, int, int, int], int | None]

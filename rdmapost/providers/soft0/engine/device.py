@@ -68,6 +68,7 @@ class Device(native.Record):
     Attributes:
         name: its name.
         gids: its GID table.
+        netdev: the network device behind it, or "".
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
@@ -81,7 +82,8 @@ class Device(native.Record):
     def __init__(self, name: str) -> None:
         self.name = name
         self.guid = int.from_bytes(_LINK_LOCAL[8:]) ^ 0x0200_0000_0000_0000
-        self.gids = (_LINK_LOCAL, _LOOPBACK)
+        self.gids: tuple[bytes, ...] = (_LINK_LOCAL, _LOOPBACK)
+        self.netdev = ""
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
         self.qps: dict[int, QueuePair] = JournaledDict()
