@@ -72,10 +72,17 @@ def checksum_residue(data: bytes | bytearray | memoryview) -> int:
 
 
 def ipv4_header(
-    tos: int, length: int, fragment: int, ttl: int, protocol: int, src: bytes, dst: bytes
+    tos: int,
+    length: int,
+    fragment: int,
+    ttl: int,
+    protocol: int,
+    src: bytes,
+    dst: bytes,
+    identification: int = 0,
 ) -> bytes:
     """Return an IPv4 header without options, with its checksum."""
-    fields = (IPV4_VERSION_IHL, tos, length, 0, fragment, ttl, protocol)
+    fields = (IPV4_VERSION_IHL, tos, length, identification, fragment, ttl, protocol)
     # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
     checksum = -checksum_residue(IPV4.pack(*fields, 0, src, dst)) % 0xFFFF
     return IPV4.pack(*fields, checksum, src, dst)

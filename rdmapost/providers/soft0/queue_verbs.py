@@ -175,11 +175,16 @@ def close_xrcd(xrcd: Any) -> None:
 
 @verb
 def create_qp(pd: Any, init: Any) -> Any:
-    return _create_qp(pd.context, pd, init)
+    return make_qp(pd.context, pd, init)
 
 
 @verb
 def create_qp_ex(context: Any, init: Any) -> Any:
+    return make_qp_ex(context, init)
+
+
+def make_qp_ex(context: Any, init: Any) -> Any:
+    """Create a queue pair as ibv_create_qp_ex does, inside a verb."""
     mask = init.comp_mask
     header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
     if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
@@ -192,16 +197,17 @@ def create_qp_ex(context: Any, init: Any) -> Any:
     if ops & ~_SEND_OPS.get(init.qp_type, 0):
         reason = "send_ops_flags has what the QP type has not"
         raise UnsupportedError("ibv_create_qp_ex", errno.EOPNOTSUPP, reason)
-    qp = _create_qp(context, pd, init, domain, extended=bool(ops))
+    qp = make_qp(context, pd, init, domain, extended=bool(ops))
     made: QueuePair = bound(qp, "ibv_create_qp_ex")
     made.sq.max_tso_header = header
     made.opcodes |= {int(opcode) for opcode, op in SEND_OPS.items() if ops & op}
     return qp
 
 
-def _create_qp(
+def make_qp(
     context: Any, pd: Any, init: Any, domain: XRCDomain | None = None, *, extended: bool = False
 ) -> Any:
+    """Create a queue pair, inside a verb."""
     if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
         raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
     target = init.qp_type == QPType.XRC_RECV

@@ -38,16 +38,15 @@ _Event = TypeVar("_Event")
 class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
-    The descriptor is an epoll of an eventfd and of the device's timer, which expires when a parked
-    work request is due for a retry: that wakes a sleeper, which makes progress, so the device needs
-    no thread.
+    The descriptor is an epoll of an eventfd and of what wakes the device (Device.wake_fds): that
+    wakes a sleeper, which makes progress.
     """
 
     def __init__(self, device: Device) -> None:
         self.event_fd = native.made(os.close, os.eventfd, 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
-        for fd in (self.event_fd, device.timer_fd):
+        for fd in (self.event_fd, *device.wake_fds):
             self._epoll.register(fd, select.EPOLLIN)
         self.events: deque[_Event] = deque()
 

@@ -38,6 +38,7 @@ def run_due() -> None:
     """Start what is due on the open devices."""
     for device in list(open_devices.values()):
         device.run_due()
+    _schedule()
 
 
 def _schedule() -> None:
@@ -112,6 +113,11 @@ class Device(native.Record):
             self.timer_fd = -1
             del open_devices[self.name]
 
+    @property
+    def wake_fds(self) -> tuple[int, ...]:
+        """The descriptors that are readable when a verb can make progress, such as a retry."""
+        return (self.timer_fd,)
+
     def start_over(self) -> None:
         """Forget everything, in the child of a fork."""
         self.__init__(self.name)  # type: ignore[misc]
@@ -183,6 +189,8 @@ class Device(native.Record):
     def run_due(self) -> None:
         """Start the queue pairs that are parked and due."""
         now = time.monotonic()
+        if not 0 <= self.due <= now:
+            return
         due = frozenset([qp for qp in self.parked if qp.due <= now])
         self._set_parked(self.parked - due)
         for qp in due:

@@ -141,6 +141,10 @@ class Memory(native.Record):
         taken = key in self.regions_by_lkey or key in self._by_rkey
         return self._new_key() if taken else key
 
+    def has_rkey(self, key: int) -> bool:
+        """Whether a region or a window has this key."""
+        return key in self._by_rkey
+
     # ---- registering --------------------------------------------------------
 
     def register(
