@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -47,7 +48,10 @@ class _EventSource(native.Record, Generic[_Event]):
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
         for fd in (self.event_fd, *device.wake_fds):
-            self._epoll.register(fd, select.EPOLLIN)
+            # A child that a signal handler has forked meanwhile may have registered it: it shares
+            # the epoll.
+            with contextlib.suppress(FileExistsError):
+                self._epoll.register(fd, select.EPOLLIN)
         self.events: deque[_Event] = deque()
 
     def close(self) -> None:
