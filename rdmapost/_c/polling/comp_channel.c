@@ -16,7 +16,7 @@ static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t 
 	void *channel, *context;
 	PyObject *address;
 	struct ibv_cq *cq;
-	int failed;
+	int failed = 1;
 
 	(void)self;
 	channel = nargs == 2 ? PyLong_AsVoidPtr(args[0]) : NULL;
@@ -30,9 +30,13 @@ static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t 
 		return rp_raise_verbs("ibv_get_cq_event", errno);
 	}
 	ibv_ack_cq_events(cq, 1);
-	address = PyLong_FromVoidPtr(cq);
-	failed = !address || PyDict_SetItem(args[1], address, Py_None);
-	Py_XDECREF(address);
+	/* The event must not be lost; memory may be short for a moment only. */
+	for (int i = 0; failed && i < MAX_INTERRUPTS; i++) {
+		PyErr_Clear();
+		address = PyLong_FromVoidPtr(cq);
+		failed = !address || PyDict_SetItem(args[1], address, Py_None);
+		Py_XDECREF(address);
+	}
 	return failed ? NULL : Py_NewRef(Py_True);
 }
 

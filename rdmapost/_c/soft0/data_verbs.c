@@ -294,9 +294,9 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 		return NULL;
 	queue = (struct device_queue *)cq;
 	rp_data_lock();
-	if (queue->armed == ARMED_NEXT || (queue->armed && solicited)) {
+	/* Without memory it stays armed: a later completion announces this one too. */
+	if ((queue->armed == ARMED_NEXT || (queue->armed && solicited)) && !rp_append(events, cq)) {
 		queue->armed = 0;
-		rp_append(events, cq);
 		eventfd_write(fd, 1);
 	}
 	rp_data_unlock();

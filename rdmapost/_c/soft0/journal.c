@@ -8,7 +8,8 @@
  * at once.
  *
  * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
- * lack of memory, and needs none itself.
+ * lack of memory. There is a reserve of memory for the calls of a commit or a rollback, because they
+ * cannot be abandoned half-way.
  */
 #include "soft0/internal.h"
 
@@ -16,6 +17,8 @@ PyObject *rp_names[NAMES];
 
 static PyObject *undo, *later, *last; /* `last` also has completion queues, for rp_show() */
 static int active; /* for the thread that holds the device's lock */
+static void *reserve; /* memory for calls that must succeed, or NULL */
+enum { RESERVE = 1 << 15 };
 
 int rp_is_journaled(void)
 {
@@ -33,10 +36,25 @@ PyObject *rp_call(PyObject *call)
 	return result;
 }
 
+/* Whether a call that must succeed lacked memory, and is to be made again with the reserve. */
+static int try_again(int *tries)
+{
+	if (!PyErr_ExceptionMatches(PyExc_MemoryError) || ++*tries >= MAX_INTERRUPTS)
+		return 0;
+	PyErr_Clear();
+	PyMem_Free(reserve);
+	reserve = NULL;
+	return 1;
+}
+
 int rp_append(PyObject *queue, PyObject *item)
 {
-	PyObject *done = PyObject_CallMethodObjArgs(queue, rp_names[APPEND], item, NULL);
+	PyObject *done;
+	int tries = 0;
 
+	do
+		done = PyObject_CallMethodObjArgs(queue, rp_names[APPEND], item, NULL);
+	while (!done && try_again(&tries));
 	if (!done)
 		PyErr_Clear();
 	Py_XDECREF(done);
@@ -59,10 +77,11 @@ PyObject *rp_shift(PyObject *list)
 /* This may release the last reference to any object, so nothing may be in progress. */
 static void clear(PyObject *list)
 {
-	Py_ssize_t size = PyList_Size(list);
+	Py_ssize_t size;
 
-	if (size)
-		PyList_SetSlice(list, 0, size, NULL);
+	/* A longer slice would take memory. */
+	while ((size = PyList_Size(list)) > 0)
+		PyList_SetSlice(list, size > 8 ? size - 8 : 0, size, NULL);
 }
 
 /* Record a call, stealing the reference to its arguments; 0, or -1 with an exception. */
@@ -87,11 +106,15 @@ static int note_call(PyObject *list, PyObject *call)
 /* The arguments are a tuple, or a list of the only one, which was not known at first. */
 static PyObject *make_recorded(PyObject *record)
 {
-	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1);
+	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1), *done;
+	int tries = 0;
 
-	return PyList_CheckExact(args) ?
-		       PyObject_CallFunctionObjArgs(callable, PyList_GetItem(args, 0), NULL) :
-		       PyObject_Call(callable, args, NULL);
+	do
+		done = PyList_CheckExact(args) ?
+			       PyObject_CallFunctionObjArgs(callable, PyList_GetItem(args, 0), NULL) :
+			       PyObject_Call(callable, args, NULL);
+	while (!done && try_again(&tries));
+	return done;
 }
 
 int rp_note_undo(PyObject *callable, PyObject *argument)
@@ -136,6 +159,8 @@ int rp_note_added(PyObject *cq)
 
 void rp_journal_begin(void)
 {
+	if (!reserve)
+		reserve = PyMem_Malloc(RESERVE);
 	active = 1;
 }
 
@@ -177,15 +202,14 @@ void rp_journal_rollback(void)
 	PyErr_Fetch(&type, &value, &trace);
 	active = 0;
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
-		PyObject *record = PyList_GetItem(undo, i - 1), *done = NULL;
-		int lacks_memory = record != Py_None;
+		PyObject *record = PyList_GetItem(undo, i - 1), *done;
 
-		/* Any other error: a change that was recorded but not made cannot be undone. */
-		for (int try = 0; !done && lacks_memory && try < MAX_INTERRUPTS; try++) {
-			done = make_recorded(record);
-			lacks_memory = !done && PyErr_ExceptionMatches(PyExc_MemoryError);
+		if (record == Py_None)
+			continue;
+		done = make_recorded(record);
+		/* A change that was recorded but not made cannot be undone. */
+		if (!done)
 			PyErr_Clear();
-		}
 		Py_XDECREF(done);
 	}
 	rp_journal_forget();

@@ -382,17 +382,36 @@ static void after_fork(void)
 	lock.owner = doomed ? rp_thread()->mark : 0;
 }
 
+/* Return a new reference to the object with a handle, or NULL without an exception. */
+static PyObject *object_of(uint32_t handle)
+{
+	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *objects, *value;
+	Py_ssize_t at = 0;
+
+	objects = rp_soft_given(OBJECTS);
+	if (key) {
+		object = rp_dict_get(objects, key);
+		Py_DECREF(key);
+		return object;
+	}
+	/* There is no memory for the key, but a poll must not fail as if the CQ were gone. */
+	PyErr_Clear();
+	RP_BEGIN(objects);
+	while (!object && PyDict_Next(objects, &at, &key, &value))
+		if (PyLong_AsUnsignedLong(key) == handle)
+			object = Py_NewRef(value);
+	RP_END();
+	return object;
+}
+
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name)
 {
-	PyObject *key = PyLong_FromUnsignedLong(handle), *object = NULL, *found;
-
 	/* After a fork, until the device is reset, the objects are the parent's. */
-	if (key && !forked)
-		object = rp_dict_get(rp_soft_given(OBJECTS), key);
+	PyObject *object = forked ? NULL : object_of(handle), *found;
+
 	found = object && name != NAMES ? PyObject_GetAttr(object, rp_names[name]) :
 					  Py_XNewRef(object);
 	Py_XDECREF(object);
-	Py_XDECREF(key);
 	PyErr_Clear();
 	return found;
 }

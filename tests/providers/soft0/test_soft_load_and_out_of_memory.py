@@ -384,3 +384,145 @@ def test_what_could_not_be_closed_without_memory_can_be_closed_later():
     """soft0 does not half destroy it."""
     pytest.importorskip("_testcapi")
     assert prints(CLOSED_WITHOUT_MEMORY).endswith("all can be closed")
+
+
+ONE_FAILED_ALLOCATION = """
+import sys, time
+import _testcapi
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+pd = rp.PD(context)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+# Python keeps an int for each small number: the queues here have larger ones.
+for _ in range(140):
+    rp.CQ(context).close()
+
+def write(number):
+    return rp.RdmaWrite(mr[:8], wr_id=number, remote_addr=mr.addr, rkey=mr.rkey)
+
+def pair(channel=None):
+    cq = rp.CQ(context, channel=channel)
+    a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+    a.connect(b.endpoint()), b.connect(a.endpoint())
+    return cq, a, b
+
+def starved(at, act):
+    error = found = None
+    _testcapi.set_nomemory(at, at + 1)
+    try:
+        found = act()
+    except (MemoryError, rp.VerbsError) as caught:
+        error = caught
+    finally:
+        _testcapi.remove_mem_hooks()
+    return found, error
+
+def posted(at):
+    cq, a, b = pair()
+    b.post_recv(rp.RecvWR(mr[:8]))
+    a.to_sqd()
+    a.post_send(rp.Send(mr[8:16]))
+    starved(at, a.to_rts)
+    if a.state is rp.QPState.SQD:
+        a.to_rts()
+    return len(cq.wait(2, 2)) == 2, (a, b, cq)
+
+def retried(at):
+    cq, a, b = pair()
+    a.post_send(rp.Send(mr[8:16]))
+    b.post_recv(rp.RecvWR(mr[:8]))
+    time.sleep(0.002)  # the retry is due
+    found, _ = starved(at, cq.poll)
+    return len(found or []) + len(cq.wait(2 - len(found or []), 2)) == 2, (a, b, cq)
+
+def announced(at):
+    channel = rp.CompChannel(context)
+    cq, a, b = pair(channel)
+    cq.req_notify()
+    a.post_send(write(1))
+    event, _ = starved(at, lambda: channel.get_cq_event(0))
+    return event or channel.get_cq_event(2), (a, b, cq, channel)
+
+def reported(at):
+    while context.get_async_event(0):
+        pass
+    cq, a, b = pair()
+    a.post_send(rp.RdmaWrite(mr[:8], remote_addr=0, rkey=0xdead))
+    event, _ = starved(at, lambda: context.get_async_event(0))
+    return event or context.get_async_event(2), (a, b, cq)
+
+def kept(act, at):
+    cq, a, b = pair()
+    a.post_send([write(number) for number in range(5)])
+    starved(at, lambda: act(a))
+    act(a)
+    return [wc.wr_id for wc in cq.poll()] == [*range(5)], (a, b, cq)
+
+case, most = sys.argv[1], int(sys.argv[2])
+for at in range(most):
+    good, made = {
+        "a post before RTS": posted, "a retry": retried, "an event of a CQ": announced,
+        "an event of the device": reported, "reset": lambda at: kept(rp.QP.to_reset, at),
+        "close": lambda at: kept(rp.QP.close, at),
+    }[case](at)
+    if not good:
+        print("lost at allocation", at)
+    for one in made:
+        one.close()
+print("done")
+"""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "a post before RTS",
+        "a retry",
+        "an event of a CQ",
+        "an event of the device",
+        "reset",
+        "close",
+    ],
+)
+def test_one_failed_allocation_loses_nothing(case):
+    """Neither completion nor event, nor is posted work forgotten."""
+    pytest.importorskip("_testcapi")
+    assert prints(ONE_FAILED_ALLOCATION, case, "150") == "done"
+
+
+MANY_EVENTS = """
+import _testcapi
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+pd, channel = rp.PD(context), rp.CompChannel(context)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+made = []
+for _ in range(40):
+    cq = rp.CQ(context, channel=channel)
+    qp = rp.QP(pd, rp.QPType.RC, cq)
+    qp.connect(qp.endpoint())
+    cq.req_notify()
+    made.append((cq, qp))
+for at, (_, qp) in enumerate(made):
+    posted = False
+    while not posted:
+        _testcapi.set_nomemory(at, at + 1)
+        try:
+            qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+            posted = True
+        except (MemoryError, rp.RdmaError):
+            at += 1
+        finally:
+            _testcapi.remove_mem_hooks()
+seen = 0
+while channel.get_cq_event(0.5) is not None:
+    seen += 1
+print(seen)
+"""
+
+
+def test_a_channel_with_many_events_loses_none_without_memory():
+    pytest.importorskip("_testcapi")
+    assert prints(MANY_EVENTS) == "40"
