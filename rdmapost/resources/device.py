@@ -152,10 +152,10 @@ class Context(EventSource, struct="ibv_context"):
         See ibv_close_device(3).
         """
         errors = close_with_all_below(self)
-        for resource, error in errors.items():
+        for resource, error in errors:
             more = f" (and {len(errors) - 1} more: see errors)" if len(errors) > 1 else ""
             text = resource._failure_text(error)
-            raise CloseError(text + more, tuple(errors.values())) from error
+            raise CloseError(text + more, tuple(each for _, each in errors)) from error
 
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr_ex *")

@@ -251,7 +251,7 @@ def open_children(resource: Resource) -> list[Any]:
     ]
 
 
-def close_with_all_below(resource: Resource) -> dict[Any, RdmaError]:
+def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     """Close all descendants of a resource, then the resource, in an order that devices accept.
 
     Windows go before queue pairs and regions, and children before their parents.
@@ -267,7 +267,7 @@ def close_with_all_below(resource: Resource) -> dict[Any, RdmaError]:
         for handle in left:
             if hasattr(handle, "_in_flight"):
                 handle._keep_completions()
-        windows = list(_close_each(windows))
+        windows = [window for window, _ in _close_each(windows)]
         # A window with a bind in flight cannot be closed yet; its queue pair may need time.
         if not windows or time.monotonic() > end:
             break
@@ -277,22 +277,22 @@ def close_with_all_below(resource: Resource) -> dict[Any, RdmaError]:
         if len(errors) == len(left):
             return errors
         # Some of these were in use by others that are closed now.
-        left = list(errors)
-    return {}
+        left = [handle for handle, _ in errors]
+    return []
 
 
 _BINDS_S = 0.5
 """How long to wait for the completions of binds."""
 
 
-def _close_each(handles: list[Any]) -> dict[Any, RdmaError]:
+def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
     """Close the resources that can be closed; return the others with their errors."""
-    errors = {}
+    errors = []
     for handle in handles:
         try:
             handle.close()
         except RdmaError as error:
-            errors[handle] = error
+            errors.append((handle, error))
     return errors
 
 

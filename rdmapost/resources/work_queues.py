@@ -83,7 +83,7 @@ class UsedByWorkRequests(Resource):
             for owner in owners
             for queue in owner._in_flight
             for wr_id, held in _outstanding_of(queue)
-            if held is self or (isinstance(held, tuple) and self in held)
+            if held is self or (isinstance(held, tuple) and any(one is self for one in held))
         ]
         if not using:
             raise InUseError(

@@ -166,3 +166,22 @@ def test_interrupted_close_all_can_be_called_again(soft):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         assert interrupt_everywhere(close)
+
+
+def test_resources_that_are_equal_to_others_are_closed(opened):
+    """A class with __eq__ has no hash."""
+
+    class Equal(rp.MW):
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, rp.MW)
+
+    pd, cq = rp.PD(opened), rp.CQ(opened)
+    a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mr = rp.MR(pd, 4096, ALL | rp.Access.MW_BIND)
+    windows = [Equal(pd, rp.MWType.TYPE_1) for _ in range(2)]
+    for mw in windows:
+        a.bind_mw(mw, mr, mr.addr, 8, rp.Access.REMOTE_WRITE)
+    opened.close_all()
+    assert all(one.closed for one in (*windows, mr, a, b, cq, pd, opened))

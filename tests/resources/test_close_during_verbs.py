@@ -297,6 +297,24 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
     assert context.closed
 
 
+def test_close_that_is_put_off_while_a_child_is_closed_follows_it(monkeypatch):
+    """A signal handler closes a child and its parents in the middle of the child's close."""
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+    context, other = Thing("context"), Thing("other")
+    pd = Thing("pd", context)
+    child = Thing("child", pd)
+
+    def verb(_: object) -> None:
+        for one in (child, pd, context):
+            one.close()
+
+    monkeypatch.setattr(Thing, "_release", lambda self: self is child and other._verb(verb))
+    child.close()
+    assert (child.closed, pd.closed, context.closed) == (True, True, True)
+    assert not reported
+
+
 def test_refusal_that_was_put_off_is_reported(monkeypatch):
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)

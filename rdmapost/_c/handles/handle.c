@@ -1069,6 +1069,12 @@ static struct error insist(struct rp_handle *h, const char *method, PyObject *ar
 			first = save_error();
 		PyErr_Clear();
 	}
+	/* A later attempt had enough memory or stack. */
+	if (done && first.type && rp_lacks_room(first.type)) {
+		restore_error(first);
+		PyErr_Clear();
+		first = save_error();
+	}
 	Py_XDECREF(done);
 	return first;
 }
@@ -1112,6 +1118,9 @@ static int close_now(struct rp_handle *h)
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
+	if (!rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
+	    rp_thread()->first_put_off)
+		rp_close_put_off();
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != process && PyErr_ExceptionMatches(python.error))
 		PyErr_Clear();
@@ -1244,20 +1253,22 @@ void rp_close_put_off(void)
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
 	size_t in_use = 0; /* refusals since the last close that succeeded */
+	int waits = 0;
 	char who;
 
 	me->draining = 1;
 	close_held_back();
-	while ((h = next_put_off(me, &who))) {
+	while (!waits && (h = next_put_off(me, &who))) {
 		if (who == BY_FINALIZER) {
 			close_abandoned(h);
 			in_use = 0;
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
-		} else if (is_busy(h) && in_use <= count_put_off(me)) {
+		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
+			/* What this thread is closing may use it: then the end of that close goes on. */
+			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
 			put_off(h, BY_CALLER);
-			in_use++;
 		} else {
 			PyErr_WriteUnraisable((PyObject *)h);
 		}

@@ -489,20 +489,22 @@ static PyObject *own_queues(PyObject *module, PyObject *args)
 {
 	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
 	struct rp_handle *h = (struct rp_handle *)PyTuple_GetItem(args, 0);
+	int good;
 
 	(void)module;
 	if (!queues || !h) {
 		Py_XDECREF(queues);
 		return NULL;
 	}
-	for (Py_ssize_t i = 0; i < PyTuple_Size(queues); i++)
-		if (!rp_is_handle((PyObject *)h) || h->queues ||
-		    !PyObject_TypeCheck(PyTuple_GetItem(queues, i),
-					(PyTypeObject *)rp_in_flight_type)) {
-			Py_DECREF(queues);
-			PyErr_SetString(PyExc_TypeError, "not queues, or the handle has its queues");
-			return NULL;
-		}
+	good = rp_is_handle((PyObject *)h) && !h->queues;
+	for (Py_ssize_t i = 0; good && i < PyTuple_Size(queues); i++)
+		good = PyObject_TypeCheck(PyTuple_GetItem(queues, i),
+					  (PyTypeObject *)rp_in_flight_type);
+	if (!good) {
+		Py_DECREF(queues);
+		PyErr_SetString(PyExc_TypeError, "not queues, or the handle has its queues");
+		return NULL;
+	}
 	h->forget = forget;
 	h->queues = queues;
 	Py_RETURN_NONE;
