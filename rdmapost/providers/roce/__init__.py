@@ -1,0 +1,1 @@
+"""Devices that speak RoCE v2 over a UDP socket."""

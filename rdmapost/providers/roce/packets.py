@@ -1,0 +1,399 @@
+"""The packets of RoCE v2: one table, by which they are encoded and decoded.
+
+A packet is a base transport header (BTH), the extension headers of its opcode, and a payload. The
+names are those of the InfiniBand Architecture Specification, chapter 9.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, NamedTuple
+
+from ..._binding import native
+from ...enums import Opcode, QPType
+from ...standard.wire import ICRC_BYTES
+from ..soft0.engine.memory import copy
+from ..soft0.engine.transport_messages import Request, Segments
+
+PSN_MASK = 0xFFFFFF
+"""PSNs, MSNs and queue pair numbers have 24 bits."""
+_HALF = 0x800000
+
+
+def distance(psn: int, base: int) -> int:
+    """Return how far a PSN is ahead of another one: -2^23..2^23-1."""
+    return ((psn - base + _HALF) & PSN_MASK) - _HALF
+
+
+class Path(NamedTuple):
+    """The way to a peer."""
+
+    dgid: bytes
+    traffic_class: int
+    hop_limit: int
+    flow_label: int
+
+
+# ---- headers ------------------------------------------------------------------
+
+_HEADERS = {
+    "BTH": ("BBHII", "bth_opcode flags pkey qpn psn"),
+    "DETH": ("II", "qkey src_qpn"),
+    "RETH": ("QII", "remote_addr rkey dma_length"),
+    "AETH": ("I", "aeth"),
+    "AtomicETH": ("QIQQ", "remote_addr rkey swap_add compare"),
+    "AtomicAckETH": ("Q", "value"),
+    "ImmDt": ("4s", "immediate"),
+    "IETH": ("I", "invalidate_rkey"),
+    "FETH": ("I", "feth"),
+}
+"""The format of each header, and its fields."""
+
+SOLICITED_EVENT, MIG_REQ, TVER = 0x80, 0x40, 0x0F
+"""In the BTH's flags; two bits between them count the bytes of padding."""
+DEFAULT_PKEY = 0xFFFF
+_PKEY_BASE = 0x7FFF
+ACK_REQ = 1 << 31
+"""In the word that ends with the PSN."""
+
+# The types of AETH syndromes, and the codes of NAKs.
+ACK, RNR_NAK, NAK = 0, 1, 3
+PSN_SEQUENCE_ERROR, INVALID_REQUEST, REMOTE_ACCESS_ERROR, REMOTE_OPERATIONAL_ERROR = range(4)
+UNLIMITED_CREDITS = 0x1F
+"""The value of an ACK without end-to-end flow control."""
+
+
+def aeth(kind: int, value: int, msn: int) -> int:
+    """Return an AETH: the syndrome and the MSN."""
+    return kind << 29 | value << 24 | msn & PSN_MASK
+
+
+FLUSH_TYPE, FLUSH_LEVEL_SHIFT, FLUSH_LEVEL = 0xF, 4, 0x3
+"""The placement type and the selectivity level in a FETH."""
+
+
+# ---- the table ------------------------------------------------------------------
+
+FIRST, MIDDLE_PLACE, LAST, ONLY = 1, 0, 2, 3
+"""Where in its message a packet is."""
+
+
+class Row:
+    """What the table says about an opcode.
+
+    Attributes:
+        bth_opcode, name: the opcode and its name.
+        service: the queue pairs that it is for.
+        operation: the work request that it belongs to; -1 for a response.
+        begins, ends: whether it is the first or the last packet of its message.
+        fields: the fields of its headers, in order.
+        size: bytes of its headers.
+        pack, unpack: encode and decode these.
+        has_payload: whether a payload may follow.
+    """
+
+    __slots__ = (
+        "begins",
+        "bth_opcode",
+        "ends",
+        "fields",
+        "has_payload",
+        "headers",
+        "name",
+        "operation",
+        "pack",
+        "service",
+        "size",
+        "unpack",
+    )
+
+    def __init__(
+        self,
+        service: QPType,
+        bth_opcode: int,
+        name: str,
+        operation: int,
+        place: int,
+        headers: str,
+        has_payload: bool,
+    ) -> None:
+        self.service = service
+        self.bth_opcode = bth_opcode
+        self.name = f"{service.name}_{name}"
+        self.operation = int(operation)
+        self.begins, self.ends = bool(place & FIRST), bool(place & LAST)
+        self.headers = headers.split()
+        layout = Struct("!" + "".join([_HEADERS[each][0] for each in self.headers]))
+        self.fields = " ".join([_HEADERS[each][1] for each in self.headers]).split()
+        self.size = layout.size
+        self.pack, self.unpack = layout.pack, layout.unpack_from
+        self.has_payload = has_payload
+
+
+_MESSAGES = (
+    (0x00, "SEND_FIRST", Opcode.SEND, FIRST, ""),
+    (0x01, "SEND_MIDDLE", Opcode.SEND, MIDDLE_PLACE, ""),
+    (0x02, "SEND_LAST", Opcode.SEND, LAST, ""),
+    (0x03, "SEND_LAST_WITH_IMMEDIATE", Opcode.SEND_WITH_IMM, LAST, "ImmDt"),
+    (0x04, "SEND_ONLY", Opcode.SEND, ONLY, ""),
+    (0x05, "SEND_ONLY_WITH_IMMEDIATE", Opcode.SEND_WITH_IMM, ONLY, "ImmDt"),
+    (0x06, "RDMA_WRITE_FIRST", Opcode.RDMA_WRITE, FIRST, "RETH"),
+    (0x07, "RDMA_WRITE_MIDDLE", Opcode.RDMA_WRITE, MIDDLE_PLACE, ""),
+    (0x08, "RDMA_WRITE_LAST", Opcode.RDMA_WRITE, LAST, ""),
+    (0x09, "RDMA_WRITE_LAST_WITH_IMMEDIATE", Opcode.RDMA_WRITE_WITH_IMM, LAST, "ImmDt"),
+    (0x0A, "RDMA_WRITE_ONLY", Opcode.RDMA_WRITE, ONLY, "RETH"),
+    (0x0B, "RDMA_WRITE_ONLY_WITH_IMMEDIATE", Opcode.RDMA_WRITE_WITH_IMM, ONLY, "RETH ImmDt"),
+)
+_RELIABLE_MESSAGES = (
+    (0x16, "SEND_LAST_WITH_INVALIDATE", Opcode.SEND_WITH_INV, LAST, "IETH"),
+    (0x17, "SEND_ONLY_WITH_INVALIDATE", Opcode.SEND_WITH_INV, ONLY, "IETH"),
+    (0x1D, "ATOMIC_WRITE", Opcode.ATOMIC_WRITE, ONLY, "RETH"),
+)
+_REQUESTS_WITHOUT_PAYLOAD = (
+    (0x0C, "RDMA_READ_REQUEST", Opcode.RDMA_READ, ONLY, "RETH"),
+    (0x13, "COMPARE_SWAP", Opcode.ATOMIC_CMP_AND_SWP, ONLY, "AtomicETH"),
+    (0x14, "FETCH_ADD", Opcode.ATOMIC_FETCH_AND_ADD, ONLY, "AtomicETH"),
+    (0x1C, "FLUSH", Opcode.FLUSH, ONLY, "FETH RETH"),
+)
+_READ_RESPONSES = (
+    (0x0D, "RDMA_READ_RESPONSE_FIRST", -1, FIRST, "AETH"),
+    (0x0E, "RDMA_READ_RESPONSE_MIDDLE", -1, MIDDLE_PLACE, ""),
+    (0x0F, "RDMA_READ_RESPONSE_LAST", -1, LAST, "AETH"),
+    (0x10, "RDMA_READ_RESPONSE_ONLY", -1, ONLY, "AETH"),
+)
+_ACKS = (
+    (0x11, "ACKNOWLEDGE", -1, ONLY, "AETH"),
+    (0x12, "ATOMIC_ACKNOWLEDGE", -1, ONLY, "AETH AtomicAckETH"),
+)
+_UC, _UD = 0x20, 0x60
+"""What the opcodes of these services begin with."""
+
+
+def _row(
+    service: QPType, base: int, row: tuple[int, str, int, int, str], header: str, payload: bool
+) -> Row:
+    number, name, operation, place, headers = row
+    return Row(service, base + number, name, operation, place, f"{header} {headers}", payload)
+
+
+ROWS: dict[int, Row] = {
+    row.bth_opcode: row
+    for row in (
+        *[_row(QPType.RC, 0, each, "BTH", True) for each in _MESSAGES],
+        *[_row(QPType.RC, 0, each, "BTH", True) for each in _RELIABLE_MESSAGES],
+        *[_row(QPType.RC, 0, each, "BTH", False) for each in _REQUESTS_WITHOUT_PAYLOAD],
+        *[_row(QPType.RC, 0, each, "BTH", True) for each in _READ_RESPONSES],
+        *[_row(QPType.RC, 0, each, "BTH", False) for each in _ACKS],
+        *[_row(QPType.UC, _UC, each, "BTH", True) for each in _MESSAGES],
+        *[_row(QPType.UD, _UD, each, "BTH DETH", True) for each in _MESSAGES[4:6]],
+    )
+}
+"""The table: what each opcode says, and what follows it."""
+
+MIDDLE = frozenset({row.bth_opcode for row in ROWS.values() if not row.begins and not row.ends})
+"""Opcodes of packets that come in runs."""
+READ_RESPONSE_FIRST, READ_RESPONSE_MIDDLE, READ_RESPONSE_LAST, READ_RESPONSE_ONLY = [
+    ROWS[each[0]] for each in _READ_RESPONSES
+]
+READ_RESPONSES = frozenset([ROWS[each[0]] for each in _READ_RESPONSES])
+ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
+
+
+class Form(NamedTuple):
+    """The packets of which a work request's message consists."""
+
+    first: Row
+    middle: Row
+    last: Row
+    only: Row
+
+
+def _form(service: QPType, operation: Opcode) -> Form:
+    base = {
+        Opcode.SEND_WITH_IMM: Opcode.SEND,
+        Opcode.SEND_WITH_INV: Opcode.SEND,
+        Opcode.RDMA_WRITE_WITH_IMM: Opcode.RDMA_WRITE,
+    }.get(operation, operation)
+    by_place = {
+        (row.operation, row.begins, row.ends): row
+        for row in ROWS.values()
+        if row.service is service
+    }
+    only = by_place[operation, True, True]
+    return Form(
+        by_place.get((base, True, False), only),
+        by_place.get((base, False, False), only),
+        by_place.get((operation, False, True), only),
+        only,
+    )
+
+
+FORMS: dict[QPType, dict[int, Form]] = {
+    service: {
+        row.operation: _form(service, Opcode(row.operation))
+        for row in ROWS.values()
+        if row.service is service and row.operation >= 0
+    }
+    for service in (QPType.RC, QPType.UC, QPType.UD)
+}
+"""For each service, the work requests that it has."""
+
+
+# ---- decoding ---------------------------------------------------------------------
+
+
+class Packet(Request):
+    """A packet that was received, or a run of MIDDLE packets with consecutive PSNs.
+
+    As a request, it is what the responder of soft0 executes too.
+
+    Attributes:
+        row: the table's row; the fields of its headers are attributes of these names.
+        count: the number of packets; more than 1 only for MIDDLE ones.
+        psn: the PSN of the first.
+        ack_req: whether one of them asks for an acknowledgement.
+        source: the sender's GID.
+        length: bytes of payload; for a request without one, those that it is about.
+        data: the payload. Use `copy_to`: of a run it is made only when needed.
+        run: where a run is: the arguments of native.roce_gather after the target.
+    """
+
+    row: Row
+    bth_opcode: int
+    flags: int
+    pkey: int
+    qpn: int
+    aeth: int
+    dma_length: int
+    value: int
+    immediate: bytes
+    swap_add: int
+    feth: int
+    ack_req = False
+
+    def __init__(self, row: Row, values: Any, count: int, source: bytes) -> None:
+        self.__dict__.update(zip(row.fields, values, strict=True))
+        self.row = row
+        self.opcode = row.operation
+        self.count = count
+        self.source = source
+        self.run: tuple[Any, int, int, int, int] | None = None
+        self.make_grh: Callable[[], bytes] | None = None
+
+    def copy_to(self, target: Segments) -> None:
+        """On commit, copy the payload to memory, which has room for it."""
+        if self.run is None:
+            copy(self.data, target)
+        elif len(target) == 1 and isinstance(target[0], memoryview):
+            native.on_commit(native.roce_gather, target[0], *self.run)
+        else:
+            copy(self.pieces(), target)
+
+    def pieces(self) -> Segments:
+        """Return the payload."""
+        if self.run is None:
+            return self.data
+        buffer, at, segment, count, skip = self.run
+        begin, end = at + skip, at + segment - ICRC_BYTES
+        return [buffer[begin + n : end + n] for n in range(0, count * segment, segment)]
+
+    def hold(self) -> None:
+        """Copy what is only valid during this step."""
+        self.data, self.run = [b"".join(self.pieces())], None
+
+    def after(self, packets: int) -> Packet:
+        """Return a run without its first packets."""
+        rest: Packet = object.__new__(Packet)
+        rest.__dict__.update(self.__dict__)
+        each = self.length // self.count
+        if self.run is None:
+            rest.data = [memoryview(self.data[0])[each * packets :]]
+        else:
+            buffer, at, segment, count, skip = self.run
+            rest.run = buffer, at + packets * segment, segment, count - packets, skip
+        rest.count -= packets
+        rest.length -= each * packets
+        rest.psn = self.psn + packets & PSN_MASK
+        return rest
+
+
+_SMALLEST = Struct("!BBHII").size + ICRC_BYTES
+_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
+_FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
+
+
+def parse(
+    buffer: memoryview,
+    at: int,
+    size: int,
+    count: int = 1,
+    source: bytes = b"",
+    make_grh: Callable[[], bytes] | None = None,
+) -> Packet | None:
+    """Decode a packet, or a run of them; return None for what is not one.
+
+    Args:
+        buffer: where it is.
+        at: where it begins: its BTH.
+        size: its bytes, with the ICRC, which the caller has checked.
+        count: the number of packets in the run, all of this size.
+        source: the sender's GID.
+        make_grh: returns the 40 bytes that precede a datagram's payload.
+    """
+    row = ROWS.get(buffer[at]) if size >= _SMALLEST else None
+    if row is None:
+        return None
+    payload = size - row.size - ICRC_BYTES
+    if payload < 0:
+        return None
+    packet = Packet(row, row.unpack(buffer, at), count, source)
+    flags: int = packet.flags
+    padding = flags >> 4 & 3
+    if flags & TVER or packet.pkey & _PKEY_BASE != _PKEY_BASE or padding > payload:
+        return None
+    payload -= padding
+    if payload and not row.has_payload:
+        return None
+    packet.qpn &= PSN_MASK
+    packet.ack_req = packet.psn >= ACK_REQ
+    packet.psn &= PSN_MASK
+    if flags & SOLICITED_EVENT:
+        packet.solicited = True
+    begin = at + row.size
+    if count > 1:
+        if padding:
+            return None
+        packet.run = buffer, at, size, count, row.size
+        packet.data = []
+        packet.length = payload * count
+        packet.ack_req = max(bytes(buffer[at + 8 : at + size * count : size])) >= ACK_REQ >> 24
+    else:
+        packet.data = [buffer[begin : begin + payload]] if payload else []
+        packet.length = payload
+    if len(row.fields) > 5:
+        _decode_extensions(packet, row, make_grh)
+    return packet
+
+
+def _decode_extensions(packet: Packet, row: Row, make_grh: Callable[[], bytes] | None) -> None:
+    """Set what a Request has in another form."""
+    headers = row.headers
+    if "ImmDt" in headers:
+        # A work request holds it in network order.
+        packet.imm = int.from_bytes(packet.immediate, sys.byteorder)
+    if row.operation in _ATOMICS:
+        if row.operation == _FETCH_AND_ADD:
+            packet.compare = packet.swap_add
+        else:
+            packet.swap = packet.swap_add
+        packet.length = 8
+    elif row.operation >= 0 and not row.has_payload:
+        packet.length = packet.dma_length
+        if "FETH" in headers:
+            packet.flush_type = packet.feth & FLUSH_TYPE
+            packet.flush_level = packet.feth >> FLUSH_LEVEL_SHIFT & FLUSH_LEVEL
+    elif row.service is QPType.UD:
+        packet.src_qpn &= PSN_MASK
+        packet.make_grh = make_grh
