@@ -378,8 +378,42 @@ def start(worker: Any, /) -> None: ...
 # raises MemoryError, it is retried later); log those exceptions; start over after a fork; refuse a
 # verb in the middle of a verb; and some of Python's functions.
 def soft_device(
-    objects: dict[int, Any], ready: list[Any], wires: list[Any],
-    execute_next: Callable[[Any], bool], give_up: Callable[[Any, BaseException], int],
-    log_errors: Callable[[], None], reset: Callable[[], bool], refuse: Callable[..., None],
-    setattr: Any, delattr: Any, pop: Any, /,
+    objects: dict[int, Any], ready: list[Any], execute_next: Callable[[Any], bool],
+    give_up: Callable[[Any, BaseException], int], log_errors: Callable[[], None],
+    reset: Callable[[], bool], refuse: Callable[..., None], setattr: Any, delattr: Any,
+    pop: Any, /,
 ) -> None: ...  # fmt: skip
+
+# _c/roce/packets.c.  `flow` is the IP header and the UDP header of the packets as the ICRC covers
+# them: the fields that may change on the way are all ones, the lengths and the identification 0.
+
+# Write packets back to back: for each, its headers, up to `mtu` bytes of the payload, padding and
+# the ICRC.  Return the bytes written.
+def roce_build(
+    out: bytearray | memoryview, flow: bytes, headers: Sequence[bytes], payload: Sequence[Any],
+    mtu: int, /,
+) -> int: ...  # fmt: skip
+
+# Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno.
+def roce_send(
+    fd: int, address: bytes, data: bytearray, size: int, segment: int, tos: int, /
+) -> int: ...
+
+# Receive a datagram, or several that the kernel has joined.  Return its size, that of each but the
+# last, the sender's struct sockaddr, TOS and TTL; None if there is none.
+def roce_receive(fd: int, buffer: bytearray, /) -> tuple[int, int, bytes, int, int] | None: ...
+
+# Give each packet that is damaged the opcode 0xFF.  Return how many are.
+def roce_check(buffer: bytearray, size: int, segment: int, flow: bytes, /) -> int: ...
+
+# Return a packet's identification, 0 for IPv6, -1 if it is damaged.
+def roce_id(buffer: bytearray | bytes, at: int, size: int, flow: bytes, /) -> int: ...
+
+# Return how many packets with the same opcode and destination and consecutive PSNs begin there.
+def roce_run(buffer: bytearray | bytes, size: int, segment: int, at: int, /) -> int: ...
+
+# Copy the payloads of packets, without `skip` bytes of headers, into the target.
+def roce_gather(
+    target: bytearray | memoryview, buffer: bytearray | memoryview, at: int, segment: int,
+    count: int, skip: int, /,
+) -> int: ...  # fmt: skip

@@ -99,7 +99,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_soft_journal(module) ||
 	     rp_add_soft_data_verbs(module) || rp_add_soft_faults(module) ||
 	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
-	     rp_add_dlpack(module))) {
+	     rp_add_dlpack(module) || rp_add_roce_packets(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

@@ -209,5 +209,6 @@ int rp_add_soft_faults(PyObject *module);
 int rp_add_soft_transaction(PyObject *module);
 int rp_add_soft_mapped_memory(PyObject *module);
 int rp_add_dlpack(PyObject *module);
+int rp_add_roce_packets(PyObject *module);
 
 #endif

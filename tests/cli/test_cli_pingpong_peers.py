@@ -126,8 +126,7 @@ def test_peer_that_dies_is_reported_in_one_line(agent, device, qp_type, victim, 
     assert (ran.code, ran.out) == (1, "")
     waiting = "" if victim == "server" else f"waiting for a client on {HOST}:{port}\n"
     assert re.fullmatch(
-        waiting
-        + rf"rdmapost: ({HOST}:\d+ (does not answer|could not accept a message)"
+        waiting + rf"rdmapost: ({HOST}:\d+ (does not answer|could not accept a message)"
         rf"|no message from {HOST}:\d+ within 5 s), "
         r"after \d+ of 100000000 messages.*: it has died.*\n",
         ran.err,

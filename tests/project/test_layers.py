@@ -116,7 +116,7 @@ def test_import_contracts_are_kept(tree):
         (
             "resources/device.py",
             "from ..providers.soft0.engine.qp import QP",
-            "Only its provider imports soft0's engine BROKEN",
+            "Only software devices import soft0's engine BROKEN",
         ),
         (
             "resources/qp.py",

@@ -88,7 +88,7 @@ int rp_take_fault(PyObject *faults);
 
 /* The parts of the device, provided by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
-	OBJECTS, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
+	OBJECTS, READY, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
 	SETATTR, DELATTR, POP, PARTS
 };
 PyObject *rp_soft_given(enum rp_part which);

@@ -282,18 +282,6 @@ static void carry_on(void)
 	}
 }
 
-/* Have the devices on a network look for packets. One without memory is looked at by a later verb. */
-static void look_at_wires(void)
-{
-	PyObject *wires = rp_soft_given(WIRES);
-
-	rp_data_lock();
-	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++)
-		PyList_Append(rp_soft_given(READY), PyList_GetItem(wires, i));
-	rp_data_unlock();
-	PyErr_Clear();
-}
-
 /* Acquire the lock, and do the work that is due. */
 static void enter(void)
 {
@@ -317,7 +305,6 @@ static void enter(void)
 			RP_STORE(&due, when);
 		carry_on();
 	}
-	look_at_wires();
 }
 
 /* Do the work that has become possible, and release the lock. */
@@ -353,8 +340,7 @@ static PyObject *progress(void)
 
 	if (rp_soft_busy())
 		return NULL;
-	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
-	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due()) {
 		enter();
 		leave();
 	}
@@ -479,8 +465,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 {
 	(void)self;
 	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
-	    !PyList_Check(PyTuple_GetItem(args, READY)) ||
-	    !PyList_Check(PyTuple_GetItem(args, WIRES))) {
+	    !PyList_Check(PyTuple_GetItem(args, READY))) {
 		PyErr_SetString(PyExc_TypeError, "these are not the parts, or it has them already");
 		return NULL;
 	}

@@ -9,7 +9,7 @@ from ..._binding import ffi
 from ...enums import WCFlags
 from ...errors import VerbsError
 from ...standard.wire import GRH_BYTES, IPV4, IPV4_MAPPED, IPV6
-from .state import context_of, verb
+from .state import device, verb
 
 _ANY_HOP_LIMIT = 0xFF
 
@@ -28,10 +28,9 @@ def init_ah_from_wc(context: Any, port_num: int, wc: Any, grh: Any, attr: Any) -
         _, tos, *_, src, dst = IPV4.unpack_from(raw, GRH_BYTES - IPV4.size)
         source, target = IPV4_MAPPED + src, IPV4_MAPPED + dst
         attr.grh.traffic_class = tos
-    gids = context_of(context, "ibv_init_ah_from_wc").device.gids
-    if target not in gids:
+    if target not in device.gids:
         raise VerbsError("ibv_init_ah_from_wc", errno.ENODATA)
     attr.is_global = 1
     attr.grh.dgid.raw = source
-    attr.grh.sgid_index = gids.index(target)
+    attr.grh.sgid_index = device.gids.index(target)
     attr.grh.hop_limit = _ANY_HOP_LIMIT

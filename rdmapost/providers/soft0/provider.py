@@ -32,13 +32,13 @@ from ..base import DeviceInfo, GIDEntry
 from . import addressing, queue_verbs
 from .engine import completion, tags
 from .engine.completion import Channel, CompletionQueue
-from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, Device, OpenDevice
+from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, OpenDevice
 from .engine.faults import FaultPlan
 from .engine.memory import ProtectionDomain, Region
 from .engine.offload import MAX_TSO
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
-from .state import bound, context_of, contexts, device, device_of, drop, keep, table, verb
+from .state import bound, context_of, contexts, device, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
 """An OUI that the IEEE has not assigned to any vendor."""
@@ -68,13 +68,15 @@ _CAPS = (
 )
 _CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
 
-_LIMITS = {
+_DEVICE_ATTR = {
     "max_mr_size": 1 << 62,
     "page_size_cap": 0xFFFFF000,
     "vendor_id": VENDOR_ID,
+    "vendor_part_id": 1,
     "hw_ver": 1,
     "max_qp": 1 << 16,
     "max_qp_wr": MAX_QP_WR,
+    "device_cap_flags": int(_CAPS),
     "max_sge": MAX_SGE,
     "max_sge_rd": MAX_SGE,
     "max_cq": 1 << 16,
@@ -86,6 +88,9 @@ _LIMITS = {
     "max_res_rd_atom": 1 << 20,
     "atomic_cap": AtomicCap.HCA,
     "max_mw": 1 << 22,
+    "max_mcast_grp": MAX_MCAST_GRP,
+    "max_mcast_qp_attach": MAX_MCAST_QP_ATTACH,
+    "max_total_mcast_qp_attach": MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH,
     "max_ah": 1 << 22,
     "max_srq": 1 << 16,
     "max_srq_wr": MAX_SRQ_WR,
@@ -100,44 +105,38 @@ _channels: dict[int, Channel] = table()
 """Completion channels, by file descriptor."""
 
 
-def open_context(device: Device) -> Any:
-    """Open a device, inside a verb; return its context."""
-    whole = ffi.new("struct verbs_context *")
-    context = lib.rp_soft_context_init(whole)
-    try:
-        device.open()
-        opened = OpenDevice(device, whole)
-    except OSError as error:
-        raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
-    context.async_fd = opened.events.fd
-    contexts[address_of(context)] = opened
-    return context
+class SoftProvider:
+    """soft0's control verbs."""
 
-
-class SoftwareProvider:
-    """The control verbs that the software devices share."""
-
-    kind: str
+    kind = "soft"
     spin_ns = 0
-    caps: DeviceCap
-    caps_ex = DeviceCap(0)
-    """Those that do not fit into device_cap_flags."""
-    vendor_part_id: int
 
     # ---- devices ------------------------------------------------------------
 
-    def info(self, name: str, guid: int) -> DeviceInfo:
-        """Describe a device."""
-        return DeviceInfo(name, self.kind, guid, NodeType.CA, "", TransportType.IB)
+    def list_devices(self) -> list[DeviceInfo]:
+        return [DeviceInfo(device.name, self.kind, device.guid, NodeType.CA, "", TransportType.IB)]
 
     def found_device(self, name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext(name)
 
     @verb
+    def open_device(name: str) -> Any:
+        whole = ffi.new("struct verbs_context *")
+        context = lib.rp_soft_context_init(whole)
+        try:
+            device.open()
+            opened = OpenDevice(device, whole)
+        except OSError as error:
+            raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
+        context.async_fd = opened.events.fd
+        contexts[address_of(context)] = opened
+        return context
+
+    @verb
     def close_device(context: Any) -> None:
-        opened = context_of(context, "ibv_close_device")
-        opened.events.close()
-        opened.device.close()
+        events = context_of(context, "ibv_close_device").events
+        events.close()
+        device.close()
         del contexts[address_of(context)]
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
@@ -146,23 +145,27 @@ class SoftwareProvider:
         return opened.plan
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
-        device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr
-        for name, value in _LIMITS.items():
+        orig = attr.orig_attr
+        for name, value in _DEVICE_ATTR.items():
             setattr(orig, name, value)
-        orig.vendor_part_id = self.vendor_part_id
-        orig.device_cap_flags = int(self.caps)
         orig.fw_ver = b"soft"
         orig.node_guid = orig.sys_image_guid = int.from_bytes(device.guid.to_bytes(8), "little")
         attr.phys_port_cnt_ex = orig.phys_port_cnt
         attr.completion_timestamp_mask = (1 << 64) - 1
         attr.hca_core_clock = _CLOCK_KHZ
-        attr.device_cap_flags_ex = int(self.caps | self.caps_ex)
+        attr.device_cap_flags_ex = int(_CAPS | _CAPS_EX)
+        attr.raw_packet_caps = RawPacketCap.IP_CSUM
+        attr.tso_caps.max_tso = MAX_TSO
+        attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
+        caps = attr.tm_caps
+        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
+        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
+        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
     def query_rt_values(self, context: Any) -> int:
         return completion.clock()
 
     def query_port(self, context: Any, port_num: int, attr: Any) -> int:
-        device = context_of(context, "ibv_query_port").device
         attr.state = PortState.ACTIVE
         attr.max_mtu, attr.active_mtu = MTU.MTU_4096, device.port_mtu
         attr.gid_tbl_len, attr.pkey_tbl_len = len(device.gids), 1
@@ -173,17 +176,12 @@ class SoftwareProvider:
         return 1
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
-        device = context_of(context, "ibv_query_gid_table").device
-        return [
-            GIDEntry(index, raw, GIDType.ROCE_V2, device.netdev)
-            for index, raw in enumerate(device.gids)
-        ]
+        return [GIDEntry(index, raw, GIDType.ROCE_V2, "") for index, raw in enumerate(device.gids)]
 
     def query_gid_ex(self, context: Any, port_num: int, index: int) -> GIDEntry:
-        entries = self.query_gid_table(context, port_num, 0)
-        if index >= len(entries):
+        if index >= len(device.gids):
             raise VerbsError("ibv_query_gid_ex", errno.EINVAL)
-        return entries[index]
+        return self.query_gid_table(context, port_num, 0)[index]
 
     def query_pkey(self, context: Any, port_num: int, index: int) -> int:
         if index:
@@ -228,8 +226,7 @@ class SoftwareProvider:
     def reg_dmabuf_mr(pd: Any, offset: int, length: int, iova: int, fd: int, access: int) -> Any:
         domain = bound(pd, "ibv_reg_dmabuf_mr")
         memory = map_dmabuf(fd, offset, length, iova, access)
-        keys = device_of(pd, "ibv_reg_dmabuf_mr").memory
-        region = keys.register(domain, iova, memory, access, start_of(memory))
+        region = device.memory.register(domain, iova, memory, access, start_of(memory))
         mr = ffi.new("struct ibv_mr *")
         # As libibverbs sets it.
         mr.addr = ffi.cast("char *", offset)
@@ -250,11 +247,10 @@ class SoftwareProvider:
     @verb
     def advise_mr(pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
         domain, name = bound(pd, "ibv_advise_mr"), "ibv_advise_mr"
-        regions = device_of(pd, name).memory.regions_by_lkey
         if advice not in _ADVICE:
             raise VerbsError(name, errno.ENOTSUP)
         for sge in ffi.unpack(sges, count) if count else ():
-            region = regions.get(sge.lkey)
+            region = device.memory.regions_by_lkey.get(sge.lkey)
             if region is None or region.pd is not domain:
                 raise VerbsError(
                     name, errno.ENOENT, f"the PD has no region with lkey {sge.lkey:#x}"
@@ -273,7 +269,7 @@ class SoftwareProvider:
             windows = "a memory window is" if many == 1 else f"{many} memory windows are"
             reason = f"{windows} bound to it; invalidate or close first"
             raise VerbsError("ibv_dereg_mr", errno.EBUSY, reason)
-        device_of(mr, "ibv_dereg_mr").memory.deregister(region)
+        device.memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
 
     @verb
@@ -281,20 +277,19 @@ class SoftwareProvider:
         domain = bound(pd, "ibv_alloc_mw")
         mw = ffi.new("struct ibv_mw *")
         mw.context, mw.pd, mw.type = pd.context, pd, mw_type
-        window = device_of(pd, "ibv_alloc_mw").memory.allocate_window(domain, MWType(mw_type))
+        window = device.memory.allocate_window(domain, MWType(mw_type))
         mw.rkey = window.rkey
         return keep(mw, window)
 
     @verb
     def dealloc_mw(mw: Any) -> None:
-        keys = device_of(mw, "ibv_dealloc_mw").memory
-        keys.deallocate_window(drop(mw, "ibv_dealloc_mw"))
+        device.memory.deallocate_window(drop(mw, "ibv_dealloc_mw"))
 
     # ---- completions --------------------------------------------------------
 
     @verb
     def create_comp_channel(context: Any) -> Any:
-        device = context_of(context, "ibv_create_comp_channel").device
+        context_of(context, "ibv_create_comp_channel")
         channel = ffi.new("struct ibv_comp_channel *")
         channel.context = context
         try:
@@ -387,35 +382,6 @@ class SoftwareProvider:
     detach_mcast = queue_verbs.detach_mcast
 
 
-class SoftProvider(SoftwareProvider):
-    """soft0's control verbs."""
-
-    kind = "soft"
-    caps, caps_ex = _CAPS, _CAPS_EX
-    vendor_part_id = 1
-
-    def list_devices(self) -> list[DeviceInfo]:
-        return [self.info(device.name, device.guid)]
-
-    @verb
-    def open_device(name: str) -> Any:
-        return open_context(device)
-
-    def query_device_ex(self, context: Any, attr: Any) -> None:
-        super().query_device_ex(context, attr)
-        orig = attr.orig_attr
-        orig.max_mcast_grp = MAX_MCAST_GRP
-        orig.max_mcast_qp_attach = MAX_MCAST_QP_ATTACH
-        orig.max_total_mcast_qp_attach = MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH
-        attr.raw_packet_caps = RawPacketCap.IP_CSUM
-        attr.tso_caps.max_tso = MAX_TSO
-        attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
-        caps = attr.tm_caps
-        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
-        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
-        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
-
-
 _Unsure = Callable[[str, int, int, int], int | None]
 """From a verb's name, address, length and Access: the address if memory may vanish, or None."""
 
@@ -437,8 +403,7 @@ def _register(pd: Any, addr: Any, length: int, access: int, unsure: _Unsure) -> 
     domain = bound(pd, "ibv_reg_mr")
     at = unsure("ibv_reg_mr", address_of(addr), length, access)
     start = 0 if access & Access.ZERO_BASED else address_of(addr)
-    keys = device_of(pd, "ibv_reg_mr").memory
-    region = keys.register(domain, start, _memory_at(addr, length), access, at)
+    region = device.memory.register(domain, start, _memory_at(addr, length), access, at)
     mr = ffi.new("struct ibv_mr *")
     mr.addr = addr
     return _describe(mr, pd, length, region)
@@ -467,7 +432,7 @@ def _reregister(
     if flags & ReregFlags.CHANGE_TRANSLATION:
         start = address_of(addr)
         at = unsure(name, start, length, region.access)
-        device_of(mr, name).memory.move(region, start, _memory_at(addr, length), at)
+        device.memory.move(region, start, _memory_at(addr, length), at)
         changed.update(addr=addr, length=length, lkey=region.lkey, rkey=region.rkey)
     elif region.unsure is not None:
         writes = bool(region.access & Access.LOCAL_WRITE)

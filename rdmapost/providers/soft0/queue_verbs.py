@@ -18,7 +18,7 @@ from .engine.datagram import AddressHandle
 from .engine.device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
 from .engine.memory import ProtectionDomain
 from .engine.qp import ACCESS_FLAGS, QueuePair
-from .state import bound, context_of, device_of, drop, keep, table, verb
+from .state import bound, context_of, device, drop, keep, table, verb
 
 MAX_QP_WR = 16384
 MAX_SGE = lib.RP_SOFT_MAX_SGE
@@ -87,13 +87,15 @@ def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
         raise VerbsError("ibv_create_srq", errno.EINVAL, limits)
     srq = ffi.new("struct ibv_srq *")
     srq.context, srq.pd = context, pd
-    opened = context_of(context, "ibv_create_srq")
-    number = opened.device.new_number()
     made = SharedReceiveQueue(
-        opened, bound(pd, "ibv_create_srq"), attr.max_wr, attr.max_sge, number
+        context_of(context, "ibv_create_srq"),
+        bound(pd, "ibv_create_srq"),
+        attr.max_wr,
+        attr.max_sge,
+        next(device.numbers),
     )
     made.handle = srq
-    opened.device.srqs[made.number] = made
+    device.srqs[made.number] = made
     return keep(srq, made)
 
 
@@ -140,7 +142,7 @@ def destroy_srq(srq: Any) -> None:
         made.cq.users -= 1
     if made.xrcd is not None:
         made.xrcd.users -= 1
-    del made.device.srqs[made.number]
+    del device.srqs[made.number]
     made.context.events.forget(made.handle)
     drop(srq, "ibv_destroy_srq")
 
@@ -229,11 +231,10 @@ def _create_qp(
         bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
         for cq in (init.send_cq, init.recv_cq)
     ]
-    device = opened.device
-    made = device.queue_pair(
+    made = QueuePair(
         device,
         opened,
-        device.new_number(),
+        next(device.numbers) & 0xFFFFFF,
         QPType(init.qp_type),
         bound(pd, name) if pd else ProtectionDomain(),
         send_cq,
@@ -274,7 +275,7 @@ def modify_qp(qp: Any, attr: Any, mask: int) -> None:
     if not made.modify(QPAttrMask(mask), attrs):
         raise VerbsError("ibv_modify_qp", errno.EINVAL)
     native.on_commit(setattr, qp, "state", made.state)
-    made.device.start(made)
+    device.start(made)
 
 
 @verb
@@ -313,24 +314,24 @@ def destroy_qp(qp: Any) -> None:
     made.drop_queues()
     made.context.events.forget(made.handle)
     made.sq.refuses = made.rq.refuses = errno.EINVAL
-    for group in list(made.device.groups):
-        made.device.detach(made, group)
+    for group in list(device.groups):
+        device.detach(made, group)
     for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
         if user is not None:
             user.users -= 1
-    del made.device.qps[made.number]
+    del device.qps[made.number]
 
 
 @verb
 def create_ah(pd: Any, attr: Any) -> Any:
     bound(pd, "ibv_create_ah")
-    grh, gids = attr.grh, device_of(pd, "ibv_create_ah").gids
-    if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(gids):
+    grh = attr.grh
+    if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(device.gids):
         raise VerbsError("ibv_create_ah", errno.EINVAL)
     ah = ffi.new("struct ibv_ah *")
     ah.context, ah.pd = pd.context, pd
     address = AddressHandle(
-        gids[grh.sgid_index],
+        device.gids[grh.sgid_index],
         bytes(grh.dgid.raw),
         attr.sl,
         grh.flow_label & 0xFFFFF,
@@ -350,14 +351,13 @@ def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
     made: QueuePair = bound(qp, "ibv_attach_mcast")
     if made.type is not QPType.UD or not is_multicast_gid(gid):
         raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-    if not made.device.attach(made, gid):
+    if not device.attach(made, gid):
         raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
 
 
 @verb
 def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: QueuePair = bound(qp, "ibv_detach_mcast")
-    if not made.device.detach(made, gid):
+    if not device.detach(bound(qp, "ibv_detach_mcast"), gid):
         raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 

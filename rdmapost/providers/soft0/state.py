@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..._binding import address_of, native
 from ...errors import VerbsError
-from .engine.device import Device, OpenDevice, open_devices, ready, run_due, wires
+from .engine.device import Device, OpenDevice, ready
 from .engine.journaled_dict import JournaledDict
 
 _log = logging.getLogger("rdmapost.soft")
@@ -70,16 +70,6 @@ def context_of(context: Any, name: str) -> OpenDevice:
     return found
 
 
-def device_of(struct: Any, name: str) -> Device:
-    """Return the device that a struct is of, for the named verb.
-
-    Raises:
-        VerbsError: its context is closed.
-    """
-    device: Device = context_of(struct.context, name).device
-    return device
-
-
 def bound(struct: Any, name: str) -> Any:
     """Return the object behind a struct, for the named verb.
 
@@ -123,25 +113,12 @@ def drop(struct: Any, name: str) -> Any:
 _errors: list[BaseException] = []
 
 
-def _execute_next(worker: Any) -> bool:
-    """Do one part of a worker's pending work; return whether to call again.
-
-    Args:
-        worker: None for what is due.
-    """
-    if worker is not None:
-        more: bool = worker.device.execute_next(worker)
-        return more
-    run_due()
-    return False
-
-
 def _give_up(worker: Any, error: BaseException) -> int:
     if worker is None and isinstance(error, MemoryError):
         return -1  # nothing to fail: parked work requests stay parked
     _errors.append(error)
     try:
-        return worker is not None and worker.device.give_up(worker)
+        return device.give_up(worker)
     except MemoryError:
         _errors.remove(error)
         raise
@@ -166,11 +143,9 @@ def _reset() -> bool:
 
     The old state is kept, as its structs may still be referred to; its descriptors stay open.
     """
-    for one in {device, *open_devices.values()}:
-        _kept.append(dict(vars(one)))
-        one.start_over()
-    wires.clear()
-    for each in (*_tables, open_devices):
+    _kept.append(dict(vars(device)))
+    device.__init__(device.name)  # type: ignore[misc]
+    for each in _tables:
         _kept.append(dict(each))
         for key in list(each):
             del each[key]
@@ -191,8 +166,7 @@ os.register_at_fork(after_in_child=native.after_fork)
 parts = (
     objects,
     ready,
-    wires,
-    _execute_next,
+    device.execute_next,
     _give_up,
     _log_errors,
     _reset,

@@ -28,29 +28,12 @@ MAX_MCAST_QP_ATTACH = 1 << 8
 
 ready: list[QueuePair | SharedReceiveQueue] = []
 """What has work requests to execute after the verb; C empties it."""
-wires: list[Device] = []
-"""The open devices on a network, which look for packets in every verb."""
-open_devices: dict[str, Device] = JournaledDict()
-"""The devices that have an open context, by name."""
-
-
-def run_due() -> None:
-    """Start what is due on the open devices."""
-    for device in list(open_devices.values()):
-        device.run_due()
-
-
-def _schedule() -> None:
-    """Have run_due called when the first of the devices is due."""
-    due = [device.due for device in open_devices.values() if device.due >= 0]
-    native.on_commit(native.schedule_at, min(due, default=-1.0))
 
 
 class OpenDevice(native.Record):
     """One open context of the device."""
 
     def __init__(self, device: Device, struct: Any) -> None:
-        self.device = device
         self.struct = struct
         """The struct around the context; a pointer to a part does not keep the whole."""
         self.events = EventQueue(device)
@@ -68,32 +51,28 @@ class Device(native.Record):
     Attributes:
         name: its name.
         gids: its GID table.
-        netdev: the network device behind it, or "".
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
-        timer_fd: expires when the device is due; -1 while it is not open.
-        due: when something must be done, by the monotonic clock; negative if never.
+        timer_fd: expires when a retry is due; -1 while the device is not open.
         parked: queue pairs whose next request will be retried later.
     """
-
-    queue_pair = QueuePair
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.guid = int.from_bytes(_LINK_LOCAL[8:]) ^ 0x0200_0000_0000_0000
-        self.gids: tuple[bytes, ...] = (_LINK_LOCAL, _LOOPBACK)
-        self.netdev = ""
+        self.gids = (_LINK_LOCAL, _LOOPBACK)
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
         self.qps: dict[int, QueuePair] = JournaledDict()
         self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
         self.parked: frozenset[QueuePair] = frozenset()
-        self.due = -1.0
+        self._due = -1.0
         self.timer_fd = -1
         self._times_open = 0
         self.groups: dict[bytes, frozenset[QueuePair]] = JournaledDict()
-        self._numbers = itertools.count(0x11)
+        self.numbers = itertools.count(0x11)
+        """Numbers of queues; 0 and 1 are special queue pairs elsewhere."""
 
     def open(self) -> None:
         """Count one more open context; the first makes the timer."""
@@ -101,7 +80,6 @@ class Device(native.Record):
             self.timer_fd = native.made(os.close, lib.timerfd_create, *_TIMER)
             if self.timer_fd < 0:
                 raise OSError(ffi.errno, "timerfd_create")
-            open_devices[self.name] = self
         self._times_open += 1
 
     def close(self) -> None:
@@ -110,15 +88,6 @@ class Device(native.Record):
         if not self._times_open:
             native.on_commit(os.close, self.timer_fd)
             self.timer_fd = -1
-            del open_devices[self.name]
-
-    def start_over(self) -> None:
-        """Forget everything, in the child of a fork."""
-        self.__init__(self.name)  # type: ignore[misc]
-
-    def new_number(self) -> int:
-        """Return the number of a new queue; 0 and 1 are special queue pairs elsewhere."""
-        return next(self._numbers) & 0xFFFFFF
 
     # ---- the wire -----------------------------------------------------------
 
@@ -170,36 +139,39 @@ class Device(native.Record):
 
     def _set_parked(self, parked: frozenset[QueuePair]) -> None:
         self.parked = parked
-        self.set_due(min([qp.due for qp in parked], default=-1.0))
-
-    def set_due(self, due: float) -> None:
-        """Have run_due called at a time, unless it is negative."""
-        self.due = due
-        _schedule()
-        # 0 disarms the timer.
-        nanoseconds = max(1, int((due - time.monotonic()) * 1e9)) if due >= 0 else 0
-        native.on_commit(native.set_timer, self.timer_fd, nanoseconds)
-
-    def run_due(self) -> None:
-        """Start the queue pairs that are parked and due."""
-        now = time.monotonic()
-        due = frozenset([qp for qp in self.parked if qp.due <= now])
-        self._set_parked(self.parked - due)
-        for qp in due:
-            self.start(qp)
+        self._due = min([qp.due for qp in parked], default=-1.0)
+        native.on_commit(native.schedule_at, self._due)
+        native.on_commit(native.set_timer, self.timer_fd, self._nanoseconds_until_due())
 
     def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
         """Have a queue's work requests executed after the verb."""
         native.on_commit(native.start, worker)
 
-    def execute_next(self, worker: QueuePair | SharedReceiveQueue) -> bool:
-        """Carry out one pending work request of a worker; return whether to call again."""
+    def execute_next(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
+        """Carry out one pending work request of a worker; return whether to call again.
+
+        Args:
+            worker: None starts the queue pairs that are parked and due.
+        """
         if isinstance(worker, QueuePair):
             return requester.execute_next(worker)
-        return bool(worker.tags.execute_next())
+        if worker is not None:
+            return bool(worker.tags.execute_next())
+        now = time.monotonic()
+        due = frozenset([qp for qp in self.parked if qp.due <= now])
+        self._set_parked(self.parked - due)
+        for qp in due:
+            self.start(qp)
+        return False
 
-    def give_up(self, worker: QueuePair | SharedReceiveQueue) -> bool:
+    def give_up(self, worker: QueuePair | SharedReceiveQueue | None) -> bool:
         """Fail the work request that could not be executed; return whether to call again."""
         if isinstance(worker, QueuePair):
             return requester.give_up(worker)
-        return bool(worker.tags.give_up())
+        return worker is not None and bool(worker.tags.give_up())
+
+    def _nanoseconds_until_due(self) -> int:
+        """Return the time to the next retry; 0 when nothing is parked."""
+        if not self.parked:
+            return 0
+        return max(1, int((self._due - time.monotonic()) * 1e9))

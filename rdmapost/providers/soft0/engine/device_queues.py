@@ -74,7 +74,6 @@ class SharedReceiveQueue(native.Record):
     def __init__(
         self, context: Any, pd: ProtectionDomain, depth: int, max_sge: int, number: int
     ) -> None:
-        self.device = context.device
         self.context = context
         self.pd = pd
         self.queue = WorkQueue(depth, max_sge)

@@ -1,0 +1,465 @@
+/*
+ * RoCEv2 over a UDP socket: what is done per byte. What to do is decided in Python
+ * (rdmapost/providers/roce/).
+ *
+ * These functions never wait and keep the GIL (module.c says why). None of them trusts a packet.
+ */
+#include "module.h"
+
+#include <errno.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8, /* bytes */
+       MAX_SEGMENTS = 64, /* in one message, for any kernel */
+       SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
+
+static Py_ssize_t refuse(const char *why)
+{
+	PyErr_SetString(PyExc_ValueError, why);
+	return -1;
+}
+
+/* Release the arguments; return a number, or NULL if there is an exception. */
+static PyObject *finish(Py_buffer *first, Py_buffer *second, Py_ssize_t result)
+{
+	PyBuffer_Release(first);
+	if (second)
+		PyBuffer_Release(second);
+	return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(result);
+}
+
+/*
+ * ---- the ICRC (IBTA, Annex A17) ---------------------------------------------
+ *
+ * It is the CRC-32 of Ethernet and zlib, over eight bytes of ones, the IP and UDP headers, and the
+ * packet from its BTH on, with ones for what may change on the way. It is stored little-endian.
+ */
+
+#define POLYNOMIAL 0xedb88320u /* bit-reversed: bit 31 is x^0 */
+#define ONE 0x80000000u
+
+static uint32_t table[16][256]; /* what a byte contributes, with so many after it */
+static uint32_t inverse[16]; /* x^(-8 * 2^i) */
+
+static uint32_t times_x(uint32_t a)
+{
+	return a >> 1 ^ (a & 1 ? POLYNOMIAL : 0);
+}
+
+static uint32_t multiply(uint32_t a, uint32_t b)
+{
+	uint32_t product = 0;
+
+	for (; a; a <<= 1, b = times_x(b))
+		product ^= a & ONE ? b : 0;
+	return product;
+}
+
+static void init_crc(void)
+{
+	uint32_t power = ONE;
+
+	for (uint32_t i = 0; i < 16 * 256; i++) {
+		uint32_t crc = i < 256 ? i : table[i / 256 - 1][i % 256];
+
+		for (int bit = 0; bit < 8; bit++)
+			crc = times_x(crc);
+		table[i / 256][i % 256] = crc;
+	}
+	/* Divide by x: the reverse of times_x(). */
+	for (int bit = 0; bit < 8; bit++)
+		power = power & ONE ? (power ^ POLYNOMIAL) << 1 | 1 : power << 1;
+	for (int i = 0; i < 16; i++, power = multiply(power, power))
+		inverse[i] = power;
+}
+
+static uint32_t load(const uint8_t *at)
+{
+	return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
+}
+
+static inline uint32_t slice(uint32_t word, int after)
+{
+	return table[after + 3][word & 0xff] ^ table[after + 2][word >> 8 & 0xff] ^
+	       table[after + 1][word >> 16 & 0xff] ^ table[after][word >> 24];
+}
+
+static uint32_t update(uint32_t crc, const uint8_t *at, size_t length)
+{
+	for (; length >= 16; at += 16, length -= 16)
+		crc = slice(load(at) ^ crc, 12) ^ slice(load(at + 4), 8) ^
+		      slice(load(at + 8), 4) ^ slice(load(at + 12), 0);
+	for (; length; at++, length--)
+		crc = crc >> 8 ^ table[0][(crc ^ *at) & 0xff];
+	return crc;
+}
+
+/* The headers in front of each packet of a call. */
+struct flow {
+	uint8_t bytes[ONES + IPV6 + UDP + BTH]; /* what the ICRC covers, to the end of the BTH */
+	int is_ipv4;
+	Py_ssize_t ip, longest; /* the size of the IP header, and of a packet at most */
+};
+
+static int read_flow(struct flow *flow, const Py_buffer *given) /* 0, or -1 with an exception */
+{
+	const uint8_t *bytes = given->buf;
+	int is_ipv4 = given->len == IPV4 + UDP && bytes[0] == 0x45;
+
+	if (!is_ipv4 && (given->len != IPV6 + UDP || bytes[0] >> 4 != 6))
+		return refuse("flow must be an IPv4 header without options, or an IPv6 header, "
+			      "and a UDP header"), -1;
+	*flow = (struct flow){ .is_ipv4 = is_ipv4, .ip = given->len - UDP,
+			       .longest = UINT16_MAX - UDP - (is_ipv4 ? IPV4 : 0) };
+	memset(flow->bytes, 0xff, ONES);
+	memcpy(flow->bytes + ONES, bytes, (size_t)given->len);
+	return 0;
+}
+
+static void put16(uint8_t *at, Py_ssize_t number)
+{
+	at[0] = (uint8_t)(number >> 8);
+	at[1] = (uint8_t)number;
+}
+
+/* `size` includes the ICRC; `id` is IPv4's identification. */
+static uint32_t compute_icrc(struct flow *flow, const uint8_t *packet, Py_ssize_t size,
+			     Py_ssize_t id)
+{
+	uint8_t *ip = flow->bytes + ONES, *udp = ip + flow->ip, *bth = udp + UDP;
+	uint32_t crc;
+
+	put16(ip + (flow->is_ipv4 ? 2 : 4), size + UDP + (flow->is_ipv4 ? IPV4 : 0));
+	if (flow->is_ipv4)
+		put16(ip + 4, id);
+	put16(udp + 4, size + UDP);
+	memcpy(bth, packet, BTH);
+	bth[4] = 0xff; /* resv8a */
+	crc = update(~0u, flow->bytes, (size_t)(bth + BTH - flow->bytes));
+	return ~update(crc, packet + BTH, (size_t)(size - BTH - ICRC));
+}
+
+/*
+ * Return the IPv4 identification that makes a packet's ICRC right, 0 for IPv6, -1 if it is damaged.
+ *
+ * A UDP socket does not show the identification, but CRCs are linear: two that differ in it differ
+ * by (id1 xor id2) times a power of x, which depends on the size. Divide by that power: if more than
+ * 16 bits result, something else is wrong.
+ */
+static Py_ssize_t identify(struct flow *flow, const uint8_t *packet, Py_ssize_t size,
+			   Py_ssize_t guess)
+{
+	Py_ssize_t covered = size - ICRC + UDP + IPV4 - 4; /* from the identification on */
+	uint32_t error;
+
+	if (size < BTH + ICRC || size > flow->longest)
+		return -1;
+	error = load(packet + size - ICRC) ^ compute_icrc(flow, packet, size, guess);
+	if (!flow->is_ipv4)
+		return error ? -1 : 0;
+	for (int i = 0; error && i < 16; i++)
+		if (covered >> i & 1)
+			error = multiply(error, inverse[i]);
+	return error >> 16 ? -1 : (guess ^ ((error >> 8 | error << 8) & 0xffff));
+}
+
+/* ---- building packets ------------------------------------------------------- */
+
+/* A tuple of buffers, read from front to back. */
+struct source {
+	PyObject *buffers;
+	Py_ssize_t next, at; /* of the buffers, and in the view of the one before */
+	Py_buffer view;
+};
+
+/* Read until `to` is full or nothing is left; return how much, or -1 with an exception. */
+static Py_ssize_t read_some(struct source *from, uint8_t *to, Py_ssize_t room)
+{
+	Py_ssize_t done = 0, n;
+
+	for (; done < room; done += n, from->at += n) {
+		while (from->at == from->view.len) {
+			PyBuffer_Release(&from->view);
+			from->view.len = from->at = 0;
+			if (from->next == PyTuple_Size(from->buffers))
+				return done;
+			if (PyObject_GetBuffer(PyTuple_GetItem(from->buffers, from->next++),
+					       &from->view, PyBUF_SIMPLE))
+				return -1;
+		}
+		n = from->view.len - from->at;
+		n = n < room - done ? n : room - done;
+		memmove(to + done, (char *)from->view.buf + from->at, (size_t)n);
+	}
+	return done;
+}
+
+/* Write one packet; return its size, or -1 with an exception. */
+static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, PyObject *header,
+			    struct source *payload, Py_ssize_t mtu, Py_ssize_t id)
+{
+	Py_ssize_t size, n, padding;
+	char *bytes;
+	uint32_t icrc;
+	uint8_t more;
+
+	if (PyBytes_AsStringAndSize(header, &bytes, &size))
+		return -1;
+	room = (room < flow->longest ? room : flow->longest) - ICRC - size;
+	if (size < BTH || mtu < 0 || room < 0)
+		return refuse("a header or mtu is too small, or a packet too large");
+	memcpy(out, bytes, (size_t)size);
+	n = read_some(payload, out + size, mtu < room ? mtu : room);
+	if (n < 0 || (n == room && n < mtu && (room = -read_some(payload, &more, 1)) > 0))
+		return -1;
+	padding = -(size + n) & 3;
+	if (padding > room - n)
+		return refuse("a packet is too large");
+	out[1] = (uint8_t)((out[1] & ~0x30) | padding << 4);
+	for (size += n; padding; padding--)
+		out[size++] = 0;
+	icrc = compute_icrc(flow, out, size + ICRC, id);
+	for (int i = 0; i < ICRC; i++)
+		out[size++] = (uint8_t)(icrc >> 8 * i);
+	return size;
+}
+
+static PyObject *roce_build(PyObject *self, PyObject *args)
+{
+	Py_ssize_t mtu, done = 0, segment = 0, count = 0, n;
+	struct source payload = { 0 };
+	PyObject *headers, *buffers;
+	Py_buffer out, given;
+	struct flow flow;
+	uint8_t more;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "w*y*OOn", &out, &given, &headers, &buffers, &mtu))
+		return NULL;
+	/* An exporter in Python may change a list. */
+	headers = PySequence_Tuple(headers);
+	payload.buffers = headers ? PySequence_Tuple(buffers) : NULL;
+	if (payload.buffers && !read_flow(&flow, &given))
+		count = PyTuple_Size(headers);
+	for (Py_ssize_t i = 0; i < count; i++, done += n) {
+		Py_ssize_t room = out.len - done;
+
+		if (i == MAX_SEGMENTS || done != i * segment) {
+			refuse("there are over 64 packets, or one before the last is short");
+			break;
+		}
+		n = build_one((uint8_t *)out.buf + done, i && segment < room ? segment : room,
+			      &flow, PyTuple_GetItem(headers, i), &payload, mtu, i);
+		if (n < 0)
+			break;
+		segment = i ? segment : n;
+	}
+	if (!PyErr_Occurred() && read_some(&payload, &more, 1) > 0)
+		refuse("payload is left over");
+	PyBuffer_Release(&payload.view);
+	Py_XDECREF(payload.buffers);
+	Py_XDECREF(headers);
+	return finish(&out, &given, done);
+}
+
+/* ---- the socket ------------------------------------------------------------- */
+
+union control {
+	struct cmsghdr aligned;
+	char room[256];
+};
+
+static void add_control(struct msghdr *m, int level, int type, int number, size_t size)
+{
+	struct cmsghdr *c = (void *)((char *)m->msg_control + m->msg_controllen);
+	uint16_t word = (uint16_t)number;
+
+	*c = (struct cmsghdr){ .cmsg_len = CMSG_LEN(size), .cmsg_level = level, .cmsg_type = type };
+	memcpy(CMSG_DATA(c), size == sizeof(word) ? (void *)&word : (void *)&number, size);
+	m->msg_controllen += CMSG_SPACE(size);
+}
+
+static PyObject *roce_send(PyObject *self, PyObject *args)
+{
+	struct sockaddr_storage to = { 0 };
+	union control control = { .room = { 0 } };
+	struct iovec part;
+	struct msghdr m = { .msg_name = &to, .msg_iov = &part, .msg_iovlen = 1,
+			    .msg_control = &control };
+	Py_buffer address, data;
+	Py_ssize_t size, segment, result = 0;
+	int fd, tos, is_ipv4;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iy*y*nni", &fd, &address, &data, &size, &segment, &tos))
+		return NULL;
+	is_ipv4 = address.len == sizeof(struct sockaddr_in);
+	if (is_ipv4 || address.len == sizeof(struct sockaddr_in6))
+		memcpy(&to, address.buf, (size_t)address.len);
+	if (to.ss_family != (is_ipv4 ? AF_INET : AF_INET6) || size < 1 || size > data.len ||
+	    segment < 1 || segment > UINT16_MAX || tos < 0 || tos > UINT8_MAX) {
+		refuse("address, size, segment or tos is not valid");
+	} else {
+		m.msg_namelen = (socklen_t)address.len;
+		part = (struct iovec){ data.buf, (size_t)size };
+		add_control(&m, is_ipv4 ? IPPROTO_IP : IPPROTO_IPV6, is_ipv4 ? IP_TOS : IPV6_TCLASS,
+			    tos, sizeof(int));
+		if (size > segment)
+			add_control(&m, IPPROTO_UDP, SET_SEGMENT, (int)segment, sizeof(uint16_t));
+		result = sendmsg(fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 ? errno : 0;
+	}
+	return finish(&address, &data, result);
+}
+
+static PyObject *roce_receive(PyObject *self, PyObject *args)
+{
+	struct sockaddr_storage from = { 0 };
+	union control control = { .room = { 0 } };
+	struct iovec part;
+	struct msghdr m = { .msg_name = &from, .msg_namelen = sizeof(from), .msg_iov = &part,
+			    .msg_iovlen = 1, .msg_control = &control,
+			    .msg_controllen = sizeof(control) };
+	int fd, error, segment = 0, tos = 0, ttl = 0;
+	Py_buffer buffer;
+	ssize_t size;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iw*", &fd, &buffer))
+		return NULL;
+	part = (struct iovec){ buffer.buf, (size_t)buffer.len };
+	size = recvmsg(fd, &m, MSG_DONTWAIT);
+	error = errno;
+	PyBuffer_Release(&buffer);
+	errno = error;
+	if (size < 0 && (error == EAGAIN || error == EWOULDBLOCK))
+		Py_RETURN_NONE;
+	if (size < 0)
+		return PyErr_SetFromErrno(PyExc_OSError);
+	for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
+		int number = *CMSG_DATA(c); /* IP_TOS is a byte; the others are an int */
+
+		if (c->cmsg_len >= CMSG_LEN(sizeof(number)))
+			memcpy(&number, CMSG_DATA(c), sizeof(number));
+		if (c->cmsg_level == IPPROTO_UDP)
+			segment = c->cmsg_type == GRO_SEGMENT ? number : segment;
+		else if (c->cmsg_type == (c->cmsg_level == IPPROTO_IP ? IP_TOS : IPV6_TCLASS))
+			tos = number;
+		else if (c->cmsg_type == (c->cmsg_level == IPPROTO_IP ? IP_TTL : IPV6_HOPLIMIT))
+			ttl = number;
+	}
+	return Py_BuildValue("nny#ii", (Py_ssize_t)size, segment > 0 ? (Py_ssize_t)segment : size,
+			     &from, (Py_ssize_t)m.msg_namelen, tos, ttl);
+}
+
+/* ---- received packets ------------------------------------------------------- */
+
+static const char OUTSIDE[] = "an offset, a size or a count is out of bounds";
+
+static PyObject *roce_check(PyObject *self, PyObject *args)
+{
+	Py_ssize_t size, segment, damaged = 0, n;
+	Py_buffer buffer, given;
+	struct flow flow;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "w*nny*", &buffer, &size, &segment, &given))
+		return NULL;
+	if (size < 0 || size > buffer.len || segment < (size > 0)) /* no segment: nothing received */
+		refuse(OUTSIDE);
+	else if (!read_flow(&flow, &given))
+		for (Py_ssize_t at = 0, i = 0; at < size; at += n, i++) {
+			uint8_t *packet = (uint8_t *)buffer.buf + at;
+
+			n = segment < size - at ? segment : size - at;
+			if (identify(&flow, packet, n, i & 0xffff) < 0) {
+				packet[0] = 0xff;
+				damaged++;
+			}
+		}
+	return finish(&buffer, &given, damaged);
+}
+
+static PyObject *roce_id(PyObject *self, PyObject *args)
+{
+	Py_ssize_t at, size, id = -1;
+	Py_buffer buffer, given;
+	struct flow flow;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "y*nny*", &buffer, &at, &size, &given))
+		return NULL;
+	if (at < 0 || size < 0 || at > buffer.len || size > buffer.len - at)
+		refuse(OUTSIDE);
+	else if (!read_flow(&flow, &given))
+		id = identify(&flow, (const uint8_t *)buffer.buf + at, size, 0);
+	return finish(&buffer, &given, id);
+}
+
+/* Whether a packet continues the run of `count` packets that begins with `first`. */
+static int continues(const uint8_t *bth, const uint8_t *first, Py_ssize_t count)
+{
+	uint32_t psn = (uint32_t)(bth[9] << 16 | bth[10] << 8 | bth[11]);
+	uint32_t start = (uint32_t)(first[9] << 16 | first[10] << 8 | first[11]);
+
+	/* The rest of the BTH except resv8a; AckReq is in byte 8. */
+	return !memcmp(bth, first, 4) && !memcmp(bth + 5, first + 5, 3) &&
+	       ((psn - start) & 0xffffff) == (count & 0xffffff);
+}
+
+static PyObject *roce_run(PyObject *self, PyObject *args)
+{
+	Py_ssize_t size, segment, at, count = 1;
+	Py_buffer buffer;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "y*nnn", &buffer, &size, &segment, &at))
+		return NULL;
+	if (size > buffer.len || segment < 1 || at < 0 || at >= size) {
+		refuse(OUTSIDE);
+	} else {
+		const uint8_t *first = (const uint8_t *)buffer.buf + at;
+
+		while (segment >= BTH && count < (size - at) / segment &&
+		       continues(first + count * segment, first, count))
+			count++;
+	}
+	return finish(&buffer, NULL, count);
+}
+
+static PyObject *roce_gather(PyObject *self, PyObject *args)
+{
+	Py_ssize_t at, segment, count, skip, payload, done = 0;
+	Py_buffer target, buffer;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "w*y*nnnn", &target, &buffer, &at, &segment, &count, &skip))
+		return NULL;
+	/* In this order, nothing overflows. */
+	if (at < 0 || at > buffer.len || segment < ICRC || skip < 0 || skip > segment - ICRC ||
+	    count < 0 || count > (buffer.len - at) / segment ||
+	    count * (payload = segment - ICRC - skip) > target.len)
+		refuse(OUTSIDE);
+	else
+		for (; count; count--, at += segment, done += payload)
+			memmove((char *)target.buf + done, (char *)buffer.buf + at + skip,
+				(size_t)payload);
+	return finish(&target, &buffer, done);
+}
+
+static PyMethodDef functions[] = {
+	{ "roce_build", roce_build, METH_VARARGS, NULL },
+	{ "roce_send", roce_send, METH_VARARGS, NULL },
+	{ "roce_receive", roce_receive, METH_VARARGS, NULL },
+	{ "roce_check", roce_check, METH_VARARGS, NULL },
+	{ "roce_id", roce_id, METH_VARARGS, NULL },
+	{ "roce_run", roce_run, METH_VARARGS, NULL },
+	{ "roce_gather", roce_gather, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
+
+int rp_add_roce_packets(PyObject *module)
+{
+	init_crc();
+	return PyModule_AddFunctions(module, functions);
+}

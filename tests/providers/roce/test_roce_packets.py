@@ -1,0 +1,420 @@
+"""RoCE v2 packets: the ICRC, batches that the kernel splits and joins, and the table of opcodes.
+
+The ICRC is checked against one computed here with zlib, over real IP headers.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import struct
+import sys
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from rdmapost._binding import native
+from rdmapost.enums import Opcode, QPType
+from rdmapost.providers.roce import packets
+from rdmapost.standard.wire import BTH_BYTES, ICRC_BYTES, IPPROTO_UDP
+
+PORT = 4791
+SOURCE_PORT = 0xC123
+V4 = (socket.inet_aton("10.0.0.1"), socket.inet_aton("10.0.0.2"))
+V6 = (socket.inet_pton(socket.AF_INET6, "fd00::1"), socket.inet_pton(socket.AF_INET6, "fd00::2"))
+FAMILIES = pytest.mark.parametrize("addresses", [V4, V6], ids=["IPv4", "IPv6"])
+# linux/in.h, linux/in6.h and linux/udp.h
+IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE = 10, 23, 3
+UDP_GRO = 104
+
+
+def flow_of(addresses: tuple[bytes, bytes], source_port: int = SOURCE_PORT) -> bytes:
+    """The headers that the ICRC covers, with the lengths and the identification left 0."""
+    if len(addresses[0]) == 4:
+        ip = struct.pack("!BBHHHBBH", 0x45, 0xFF, 0, 0, 0x4000, 0xFF, IPPROTO_UDP, 0xFFFF)
+    else:
+        ip = struct.pack("!IHBB", 0x6FFFFFFF, 0, IPPROTO_UDP, 0xFF)
+    return ip + b"".join(addresses) + struct.pack("!HHHH", source_port, PORT, 0, 0xFFFF)
+
+
+def icrc(addresses: tuple[bytes, bytes], packet: bytes, identification: int = 0) -> bytes:
+    """The ICRC of a packet without one, as Annex A17 of the specification defines it."""
+    length = len(packet) + ICRC_BYTES + 8
+    if len(addresses[0]) == 4:
+        fields = 0x45, 0xFF, 20 + length, identification, 0x4000, 0xFF, IPPROTO_UDP, 0xFFFF
+        ip = struct.pack("!BBHHHBBH", *fields)
+    else:
+        ip = struct.pack("!IHBB", 0x6FFFFFFF, length, IPPROTO_UDP, 0xFF)
+    udp = struct.pack("!HHHH", SOURCE_PORT, PORT, length, 0xFFFF)
+    bth = packet[:4] + b"\xff" + packet[5:]
+    covered = b"\xff" * 8 + ip + b"".join(addresses) + udp + bth
+    return zlib.crc32(covered).to_bytes(4, "little")
+
+
+def bth(opcode: int, psn: int = 0, qpn: int = 0x12, flags: int = 0) -> bytes:
+    return struct.pack("!BBHII", opcode, flags, 0xFFFF, qpn, psn)
+
+
+def build(
+    flow: bytes, headers: list[bytes], payload: tuple[bytes, ...] = (), mtu: int = 0
+) -> bytearray:
+    out = bytearray(1 << 16)
+    return out[: native.roce_build(out, flow, headers, payload, mtu)]
+
+
+# ---- the ICRC -----------------------------------------------------------------
+
+
+@FAMILIES
+@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 15, 16, 17, 256, 1023, 4096])
+def test_icrc_is_that_of_the_specification(addresses, size):
+    payload = random.Random(size).randbytes(size)
+    built = build(flow_of(addresses), [bth(0x04)], (payload,), size)
+    padding = -size % 4
+    expected = bth(0x04, flags=padding << 4) + payload + bytes(padding)
+    assert bytes(built) == expected + icrc(addresses, expected)
+    assert native.roce_check(bytearray(built), len(built), len(built), flow_of(addresses)) == 0
+
+
+def test_identification_is_recovered_from_the_icrc():
+    """Soft-RoCE and NICs number their IPv4 packets, which a UDP socket does not show."""
+    rng = random.Random(1)
+    for _ in range(300):
+        packet = bth(0x04) + rng.randbytes(4 * rng.randrange(300))
+        number = rng.randrange(1 << 16)
+        whole = packet + icrc(V4, packet, number)
+        assert native.roce_id(whole, 0, len(whole), flow_of(V4)) == number
+        assert native.roce_check(bytearray(whole), len(whole), len(whole), flow_of(V4)) == 0
+
+
+@FAMILIES
+def test_damaged_packet_loses_its_opcode_and_the_others_keep_theirs(addresses):
+    flow = flow_of(addresses)
+    headers = [bth(0x07, psn) for psn in range(8)]
+    batch = build(flow, headers, (bytes(range(256)) * 8,), 256)
+    size = BTH_BYTES + 256 + ICRC_BYTES
+    rng = random.Random(2)
+    for _ in range(200):
+        damaged = bytearray(batch)
+        which, byte = rng.randrange(8), rng.choice([0, *range(5, size)])
+        # More than 16 bits of difference, as a burst error makes.
+        for at in {byte, rng.randrange(5, size), rng.randrange(5, size)}:
+            damaged[which * size + at] ^= rng.randrange(1, 256)
+        assert native.roce_check(damaged, len(damaged), size, flow) == 1
+        assert [damaged[n * size] for n in range(8)] == [
+            0xFF if n == which else 0x07 for n in range(8)
+        ]
+
+
+@FAMILIES
+def test_packet_from_another_address_or_port_is_damaged(addresses):
+    built = build(flow_of(addresses), [bth(0x04)], (b"abcd",), 4)
+    for flow in (flow_of(addresses[::-1]), flow_of(addresses, SOURCE_PORT + 1)):
+        assert native.roce_check(bytearray(built), len(built), len(built), flow) == 1
+
+
+def test_resv8a_of_the_bth_is_not_covered():
+    built = build(flow_of(V4), [bth(0x04)], (b"abcd",), 4)
+    built[4] = 0x5A
+    assert native.roce_check(built, len(built), len(built), flow_of(V4)) == 0
+
+
+def test_packets_too_short_for_a_header_are_damaged():
+    for size in range(1, BTH_BYTES + ICRC_BYTES):
+        short = bytearray(size)
+        assert native.roce_check(short, size, size, flow_of(V4)) == 1
+        assert short[0] == 0xFF
+
+
+# ---- batches ------------------------------------------------------------------
+
+
+def test_runs_end_where_opcode_destination_or_order_change():
+    flow = flow_of(V4)
+    size = BTH_BYTES + 64 + ICRC_BYTES
+
+    def run_of(*headers: bytes, at: int = 0) -> int:
+        batch = build(flow, list(headers), (bytes(64 * len(headers)),), 64)
+        return native.roce_run(batch, len(batch), size, at * size)
+
+    assert run_of(*[bth(7, psn) for psn in (5, 6, 7, 8)]) == 4
+    assert run_of(*[bth(7, psn) for psn in (5, 6, 7, 8)], at=2) == 2
+    assert run_of(*[bth(7, psn) for psn in (0xFFFFFE, 0xFFFFFF, 0, 1)]) == 4
+    assert run_of(*[bth(7, psn) for psn in (5, 6, 8)]) == 2
+    assert run_of(bth(7, 5), bth(7, 6), bth(8, 7)) == 2
+    assert run_of(bth(7, 5), bth(7, 6, qpn=0x13)) == 1
+    assert run_of(bth(7, 5), bth(7, 6, flags=0x80)) == 1
+    # A request for an acknowledgement does not end it.
+    assert run_of(bth(7, 5), bth(7, 6 | packets.ACK_REQ), bth(7, 7)) == 3
+
+
+def test_last_packet_of_another_size_is_not_in_the_run():
+    batch = build(flow_of(V4), [bth(7, psn) for psn in range(3)], (bytes(64 * 2 + 8),), 64)
+    assert native.roce_run(batch, len(batch), BTH_BYTES + 64 + ICRC_BYTES, 0) == 2
+
+
+def test_payloads_are_gathered_without_headers():
+    data = random.Random(3).randbytes(640)
+    batch = build(flow_of(V4), [bth(7, psn) for psn in range(10)], (data[:100], data[100:]), 64)
+    size = BTH_BYTES + 64 + ICRC_BYTES
+    target = bytearray(b"." * 300)
+    native.roce_gather(memoryview(target)[10:266], batch, 2 * size, size, 4, BTH_BYTES)
+    assert target == b"." * 10 + data[128:384] + b"." * 34
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        ("roce_build", (bytearray(20), flow_of(V4), [bth(4)], (b"abcdefgh",), 8)),
+        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)], (b"abcdefgh",), 4)),
+        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)[:-1]], (), 0)),
+        ("roce_build", (bytearray(99), flow_of(V4)[:-1], [bth(4)], (), 0)),
+        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)], (), -1)),
+        ("roce_build", (bytearray(99), flow_of(V4), [bth(4), bth(4) + bytes(8)], (b"1234",), 4)),
+        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)] * 3, (b"1234",), 4)),
+        ("roce_build", (bytearray(9999), flow_of(V4), [bth(4)] * 65, (), 0)),
+        ("roce_check", (bytearray(10), 11, 11, flow_of(V4))),
+        ("roce_check", (bytearray(10), -1, 5, flow_of(V4))),
+        ("roce_check", (bytearray(10), 10, 0, flow_of(V4))),
+        ("roce_check", (bytearray(10), 10, -5, flow_of(V4))),
+        ("roce_id", (bytearray(10), 0, 11, flow_of(V4))),
+        ("roce_id", (bytearray(10), 5, 6, flow_of(V4))),
+        ("roce_id", (bytearray(10), -1, 5, flow_of(V4))),
+        ("roce_id", (bytearray(10), 11, -1, flow_of(V4))),
+        ("roce_run", (bytearray(10), 11, 5, 0)),
+        ("roce_run", (bytearray(10), 10, 0, 0)),
+        ("roce_run", (bytearray(10), 10, 5, 10)),
+        ("roce_run", (bytearray(10), 10, 5, -1)),
+        ("roce_gather", (bytearray(7), bytearray(40), 0, 20, 2, 12)),
+        ("roce_gather", (bytearray(99), bytearray(40), 1, 20, 2, 12)),
+        ("roce_gather", (bytearray(99), bytearray(40), 0, 20, -1, 12)),
+        ("roce_gather", (bytearray(99), bytearray(40), 0, 20, 1, 17)),
+        ("roce_gather", (bytearray(99), bytearray(40), 0, 3, 1, 0)),
+        ("roce_gather", (bytearray(99), bytearray(40), 0, 1 << 62, 1 << 62, 0)),
+        ("roce_gather", (bytearray(99), bytearray(40), -1, 20, 1, 12)),
+        ("roce_send", (-1, bytes(16), bytearray(9), 9, 9, 0)),
+        ("roce_send", (-1, bytes(3), bytearray(9), 9, 9, 0)),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(call, args):
+    with pytest.raises(ValueError, match=r"."):
+        getattr(native, call)(*args)
+
+
+def test_random_and_mutated_packets_are_never_read_or_written_out_of_bounds():
+    """What a stranger sends: nothing raises, and only whole packets are decoded."""
+    rng = random.Random(4)
+    opcodes = [*packets.ROWS, *range(256)]
+    for _ in range(3000):
+        size = rng.choice([rng.randrange(1, 40), rng.randrange(1, 600)])
+        buffer = bytearray(rng.randbytes(size))
+        buffer[0] = rng.choice(opcodes)
+        if size > 4 and rng.random() < 0.7:
+            buffer[1:4] = bytes((rng.choice([0, 0x30, 0x80]), 0xFF, 0xFF))
+        segment = rng.randrange(1, size + 1)
+        count = native.roce_run(buffer, size, segment, 0)
+        if rng.random() < 0.3:
+            native.roce_check(buffer, size, segment, flow_of(rng.choice([V4, V6])))
+        count = native.roce_run(buffer, size, segment, 0)
+        length = segment if count > 1 else min(segment, size)
+        packet = packets.parse(memoryview(buffer), 0, length, count)
+        if packet is not None:
+            assert length >= packet.row.size + ICRC_BYTES
+            carried = sum(map(len, packet.pieces()))
+            assert carried == (packet.length if packet.row.has_payload else 0)
+
+
+# ---- real sockets ---------------------------------------------------------------
+
+
+def sockets(family: socket.AddressFamily, host: str) -> Iterator[socket.socket]:
+    """A sender and a receiver, with the options that make the ICRC computable."""
+    for _ in range(2):
+        made = socket.socket(family, socket.SOCK_DGRAM)
+        if family is socket.AF_INET:
+            made.setsockopt(socket.IPPROTO_IP, IP_MTU_DISCOVER, PMTUDISC_PROBE)
+            made.setsockopt(socket.IPPROTO_IP, socket.IP_RECVTOS, 1)
+        else:
+            made.setsockopt(socket.IPPROTO_IPV6, IPV6_MTU_DISCOVER, PMTUDISC_PROBE)
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS, 1)
+        made.bind((host, 0))
+        made.settimeout(10)
+        yield made
+
+
+def address_of(bound: socket.socket) -> bytes:
+    host, port = bound.getsockname()[:2]
+    if bound.family is socket.AF_INET:
+        return struct.pack("=H", socket.AF_INET) + struct.pack(
+            "!H4s8x", port, socket.inet_aton(host)
+        )
+    raw = socket.inet_pton(socket.AF_INET6, host)
+    return struct.pack("=H", socket.AF_INET6) + struct.pack("!HI16sI", port, 0, raw, 0)
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["split", "joined"])
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_batch_goes_through_the_kernel_whole_and_in_order(family, host, joined):
+    """One system call sends it; the kernel splits it, and may join it again for the receiver."""
+    sender, receiver = sockets(family, host)
+    with sender, receiver:
+        if joined:
+            receiver.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+        raw = socket.inet_pton(family, host)
+        ports = struct.pack("!HH", sender.getsockname()[1], receiver.getsockname()[1])
+        flow = flow_of((raw, raw))
+        flow = flow[:-8] + ports + flow[-4:]
+        data = random.Random(5).randbytes(8 * 1024)
+        batch = build(flow, [bth(7, psn) for psn in range(8)], (data,), 1024)
+        segment = BTH_BYTES + 1024 + ICRC_BYTES
+        sent = native.roce_send(
+            sender.fileno(), address_of(receiver), batch, len(batch), segment, 0x68
+        )
+        assert sent == 0
+        buffer, arrived = bytearray(1 << 16), bytearray()
+        while len(arrived) < len(data):
+            receiver.recv(1, socket.MSG_PEEK)
+            got = native.roce_receive(receiver.fileno(), buffer)
+            assert got is not None
+            size, each, came_from, tos, _ = got
+            assert each == segment
+            assert came_from[:4] == address_of(sender)[:4]
+            assert tos == 0x68
+            assert native.roce_check(buffer, size, each, flow) == 0
+            count = native.roce_run(buffer, size, each, 0)
+            assert count * each == size
+            piece = bytearray(count * 1024)
+            native.roce_gather(piece, buffer, 0, each, count, BTH_BYTES)
+            arrived += piece
+        assert arrived == data
+        assert native.roce_receive(receiver.fileno(), buffer) is None
+
+
+def test_errors_of_the_network_are_returned_and_not_raised():
+    sender, receiver = sockets(socket.AF_INET, "127.0.0.1")
+    with sender, receiver:
+        address = address_of(receiver)
+        # Too long for one datagram.
+        assert native.roce_send(sender.fileno(), address, bytearray(65535), 65535, 65535, 0) != 0
+        fd = sender.fileno()
+    assert native.roce_send(fd, address, bytearray(9), 9, 9, 0) != 0
+    with pytest.raises(OSError, match="file descriptor"):
+        native.roce_receive(fd, bytearray(9))
+
+
+# ---- the table ------------------------------------------------------------------
+
+
+def test_opcodes_are_those_of_the_specification():
+    """Table 38 of the specification, and the annexes for FLUSH and ATOMIC_WRITE."""
+    by_name = {row.name: row.bth_opcode for row in packets.ROWS.values()}
+    assert by_name["RC_SEND_FIRST"] == 0x00
+    assert by_name["RC_RDMA_WRITE_ONLY_WITH_IMMEDIATE"] == 0x0B
+    assert by_name["RC_RDMA_READ_REQUEST"] == 0x0C
+    assert by_name["RC_RDMA_READ_RESPONSE_ONLY"] == 0x10
+    assert by_name["RC_ACKNOWLEDGE"] == 0x11
+    assert by_name["RC_ATOMIC_ACKNOWLEDGE"] == 0x12
+    assert by_name["RC_COMPARE_SWAP"] == 0x13
+    assert by_name["RC_FETCH_ADD"] == 0x14
+    assert by_name["RC_SEND_ONLY_WITH_INVALIDATE"] == 0x17
+    assert by_name["RC_FLUSH"] == 0x1C
+    assert by_name["RC_ATOMIC_WRITE"] == 0x1D
+    assert by_name["UC_SEND_FIRST"] == 0x20
+    assert by_name["UC_RDMA_WRITE_ONLY_WITH_IMMEDIATE"] == 0x2B
+    assert by_name["UD_SEND_ONLY"] == 0x64
+    assert by_name["UD_SEND_ONLY_WITH_IMMEDIATE"] == 0x65
+    assert len(by_name) == len(packets.ROWS) == 39
+
+
+def sizes() -> dict[str, int]:
+    return {row.name: row.size - BTH_BYTES for row in packets.ROWS.values()}
+
+
+def test_extension_headers_have_their_sizes():
+    size = sizes()
+    assert size["RC_SEND_ONLY"] == size["UC_RDMA_WRITE_MIDDLE"] == 0
+    assert size["RC_RDMA_WRITE_FIRST"] == size["RC_RDMA_READ_REQUEST"] == 16
+    assert size["RC_COMPARE_SWAP"] == 28
+    assert size["RC_ATOMIC_ACKNOWLEDGE"] == 12
+    assert size["RC_FLUSH"] == 20
+    assert size["UD_SEND_ONLY_WITH_IMMEDIATE"] == 12
+
+
+@pytest.mark.parametrize("row", packets.ROWS.values(), ids=lambda row: row.name)
+def test_every_packet_is_decoded_as_it_was_encoded(row):
+    rng = random.Random(row.bth_opcode)
+    values = {name: rng.randrange(1, 1 << 16) for name in row.fields}
+    values |= {"bth_opcode": row.bth_opcode, "flags": packets.SOLICITED_EVENT, "pkey": 0xFFFF}
+    if "immediate" in values:
+        values["immediate"] = rng.randbytes(4)
+    payload = rng.randbytes(21 if row.has_payload else 0)
+    header = row.pack(*[values[name] for name in row.fields])
+    whole = build(flow_of(V4), [header], (payload,), len(payload))
+    packet = packets.parse(memoryview(bytearray(whole)), 0, len(whole), 1, b"the sender")
+    assert packet is not None
+    assert packet.row is row
+    assert (packet.qpn, packet.psn, packet.solicited) == (values["qpn"], values["psn"], True)
+    assert packet.source == b"the sender"
+    assert b"".join(packet.pieces()) == payload
+    for name in ("remote_addr", "rkey", "aeth", "value", "qkey", "src_qpn", "invalidate_rkey"):
+        if name in values:
+            assert getattr(packet, name) == values[name]
+    if "immediate" in values:
+        # As in the work request, whose imm_data is in network order.
+        assert packet.imm.to_bytes(4, sys.byteorder) == values["immediate"]
+
+
+def test_run_is_decoded_once_and_can_lose_its_beginning():
+    data = random.Random(6).randbytes(64 * 6)
+    headers = [bth(7, 0xFFFFFE + n & 0xFFFFFF) for n in range(5)]
+    headers.append(bth(7, 3 | packets.ACK_REQ))
+    batch = build(flow_of(V4), headers, (data,), 64)
+    packet = packets.parse(memoryview(batch), 0, BTH_BYTES + 64 + ICRC_BYTES, 6)
+    assert packet is not None
+    assert (packet.psn, packet.count, packet.length, packet.ack_req) == (0xFFFFFE, 6, 384, True)
+    whole, packet = packet, packet.after(2)
+    assert (whole.psn, whole.count, whole.length) == (0xFFFFFE, 6, 384)
+    assert (packet.psn, packet.count, packet.length) == (0, 4, 256)
+    target = bytearray(256)
+    packet.copy_to([memoryview(target)])
+    assert target == data[128:]
+    scattered = bytearray(100), bytearray(156)
+    packet.copy_to([memoryview(piece) for piece in scattered])
+    assert b"".join(scattered) == data[128:]
+    packet.hold()
+    batch[:] = bytes(len(batch))
+    assert b"".join(packet.pieces()) == data[128:]
+
+
+@pytest.mark.parametrize(
+    ("change", "at"), [(0x0F, 1), (0x7F, 2), (0x20, 0)], ids=["TVer", "P_Key", "opcode"]
+)
+def test_packets_that_are_none_of_ours_are_not_decoded(change, at):
+    whole = build(flow_of(V4), [bth(0x11) + bytes(4)])
+    assert packets.parse(memoryview(whole), 0, len(whole)) is not None
+    whole[at] ^= change
+    assert packets.parse(memoryview(whole), 0, len(whole)) is None
+
+
+def test_every_work_request_of_a_service_has_its_packets():
+    assert {Opcode(each) for each in packets.FORMS[QPType.UD]} == {
+        Opcode.SEND,
+        Opcode.SEND_WITH_IMM,
+    }
+    assert Opcode.RDMA_READ not in packets.FORMS[QPType.UC]
+    form = packets.FORMS[QPType.RC][Opcode.SEND_WITH_INV]
+    assert [row.name for row in form] == [
+        "RC_SEND_FIRST",
+        "RC_SEND_MIDDLE",
+        "RC_SEND_LAST_WITH_INVALIDATE",
+        "RC_SEND_ONLY_WITH_INVALIDATE",
+    ]
+
+
+def test_distance_of_psns_wraps():
+    assert packets.distance(1, 0xFFFFFF) == 2
+    assert packets.distance(0xFFFFFF, 1) == -2
+    assert packets.distance(5, 5) == 0
