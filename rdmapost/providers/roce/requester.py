@@ -472,10 +472,13 @@ def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     if psn < qp.una:
         packet = packet.after(qp.una - psn)
     _accept(qp, packet)
-    while qp.early and (early := next_held(qp.early, qp.una & PSN_MASK)) is not None:
+    while qp.acked > qp.una or qp.early:
+        if qp.acked > qp.una:
+            _acknowledge(qp, qp.acked)
+        early = next_held(qp.early, qp.una & PSN_MASK)
+        if early is None:
+            break
         _accept(qp, early)
-    if qp.acked > qp.una:
-        _acknowledge(qp, qp.acked)
     if qp.early:
         _expect_missing(qp)
 

@@ -160,8 +160,7 @@ class Device:
     # ---- for tests ----------------------------------------------------------
 
     def cq(self) -> CompletionQueue:
-        made = CompletionQueue(DEPTH, None, self.context.events)  # type: ignore[arg-type]
-        return made
+        return CompletionQueue(DEPTH, None, self.context.events)  # type: ignore[arg-type]
 
     def srq(self) -> SharedReceiveQueue:
         return SharedReceiveQueue(self.context, self.pd, DEPTH, 16, next(self.numbers))
