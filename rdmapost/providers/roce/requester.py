@@ -88,14 +88,19 @@ def send(qp: RoceQueuePair) -> None:
     """Send what the window allows."""
     if qp.rnr_until:
         return
+    pending = qp.sq.pending
     psn = begin = qp.psn
     limit = qp.una + WINDOW
     bursts: list[Burst] = []
     request: SendRequest | None = None
     try:
         while psn < limit:
-            request = _request_of(qp, psn) if psn < qp.tail else None
-            if request is None:
+            if psn < qp.tail:
+                request = _request_of(qp, psn)
+            else:
+                request = None
+                if qp.started == len(pending):
+                    break
                 request = _start(qp, psn, limit)
                 if request is None:
                     break
@@ -130,6 +135,11 @@ def may_send(qp: RoceQueuePair) -> bool:
     return qp.state is _SQD and (qp.psn < qp.tail or qp.read_offset > 0)
 
 
+def packets_in_burst(size: int) -> int:
+    """Return how many packets of a size, without the ICRC, are sent at once."""
+    return min(BURST_PACKETS, BURST_BYTES // (size + ICRC_BYTES))
+
+
 def _ask(bursts: list[Burst]) -> None:
     """Set AckReq in the last packet, and often enough before."""
     unasked = 0
@@ -141,15 +151,14 @@ def _ask(bursts: list[Burst]) -> None:
             burst.headers[-1] = last[:8] + b"\x80" + last[9:]
 
 
-def _request_of(qp: RoceQueuePair, psn: int) -> SendRequest | None:
+def _request_of(qp: RoceQueuePair, psn: int) -> SendRequest:
     """Return the request that a PSN belongs to."""
-    requests = qp.requests
-    if psn >= requests[-1].psn:
-        return requests[-1]
-    for request in requests:
-        if psn < request.end:
-            return request
-    return None
+    request = qp.requests[-1]
+    if psn < request.psn:
+        for request in qp.requests:
+            if psn < request.end:
+                break
+    return request
 
 
 def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
@@ -258,11 +267,7 @@ def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int,
         _add_only(qp, bursts, request, psn)
         return request.end
     mtu = qp.mtu
-    end = min(
-        limit,
-        request.end,
-        psn + min(BURST_PACKETS, BURST_BYTES // (mtu + form.middle.size + ICRC_BYTES)),
-    )
+    end = min(limit, request.end, psn + packets_in_burst(mtu + form.middle.size))
     if psn == request.psn and form.first.size > form.middle.size:
         # The RETH makes the first packet longer than the others.
         end = psn + 1

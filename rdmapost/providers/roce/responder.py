@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..._binding import native
 from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
 from ...posting.rules import MAX_MSG_SIZE
-from ...standard.wire import ICRC_BYTES
 from ..soft0.engine import responder
 from ..soft0.engine.memory import ErrorStatus, RemoteAccessError
 from ..soft0.engine.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, Row, aeth, distance
 from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
-from .requester import BURST_BYTES, BURST_PACKETS
+from .requester import packets_in_burst
 
 if TYPE_CHECKING:
     from ..soft0.engine.responder import Executor, Receive
@@ -60,14 +59,14 @@ def execute_next(qp: RoceQueuePair) -> bool:
     """Go on with what waits; return whether more does."""
     if qp.reading is not None:
         _send_responses(qp, None)
-    else:
-        packet = next_held(qp.held, qp.epsn)
-        if packet is None:
-            if qp.held:
-                _expect_missing(qp)
-            return False
+        return False
+    packet = next_held(qp.held, qp.epsn)
+    if packet is not None:
         _execute(qp, packet)
-    return qp.reading is not None or bool(qp.held)
+        return qp.reading is None and bool(qp.held)
+    if qp.held and not qp.nak_sent:
+        _expect_missing(qp)
+    return False
 
 
 def on_timer(qp: RoceQueuePair, now: float) -> None:
@@ -382,10 +381,14 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
         begin = 1
     if is_last and begin < end:
         end -= 1
-    most = min(BURST_PACKETS, BURST_BYTES // (mtu + packets.READ_RESPONSE_MIDDLE.size + ICRC_BYTES))
+    row, qpn = packets.READ_RESPONSE_MIDDLE, qp.attr["dest_qp_num"]
+    pack, number, most = row.pack, row.bth_opcode, packets_in_burst(mtu + row.size)
     for n in range(begin, end, most):
         stop = min(n + most, end)
-        headers = [_header(qp, packets.READ_RESPONSE_MIDDLE, psn + i) for i in range(n, stop)]
+        headers = [
+            pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
+            for each in range(psn + n, psn + stop)
+        ]
         qp.device.send(qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
     if end < count:
         _respond(qp, packets.READ_RESPONSE_LAST, psn + end, source[end * mtu :])

@@ -435,3 +435,101 @@ class PairOf:
         self.mine, self.theirs = [Buffer(device, size) for device in self.devices]
         connect(self.a, gid(2), self.b.number, *psns, **options)
         connect(self.b, gid(1), self.a.number, *reversed(psns), **options)
+
+
+class Stranger(Device):
+    """A peer without an engine: a test reads what it gets, and sends what it likes."""
+
+    def __init__(self, network: Network, address: bytes) -> None:
+        super().__init__(network, address)
+        self.got: list[packets.Packet] = []
+
+    def receive(self, source: bytes, data: bytes, segment: int) -> None:
+        for at in range(0, len(data), segment):
+            size = min(segment, len(data) - at)
+            packet = packets.parse(memoryview(data), at, size, 1, source, _grh)
+            assert packet is not None
+            self.got.append(packet)
+
+    def take(self) -> list[packets.Packet]:
+        """Let what is on its way arrive; return it."""
+        self.network.run(self.network.now + 1e-3)
+        got, self.got = self.got, []
+        return got
+
+    def tell(self, qp: RoceQueuePair, *made: bytes) -> None:
+        """Send packets, each by itself, to a queue pair's device, at once."""
+        for packet in made:
+            qp.device.receive(self.gid, packet, len(packet))  # type: ignore[attr-defined]
+
+
+class Alone:
+    """A connected queue pair whose peer is a Stranger."""
+
+    def __init__(self, qp_type: QPType = QPType.RC, size: int = 1 << 20, **options: Any) -> None:
+        self.network = Network()
+        self.device = Device(self.network, gid(1))
+        self.peer = Stranger(self.network, gid(2))
+        self.srq = self.device.srq() if options.pop("srq", False) else None
+        self.qp = self.device.qp(qp_type, srq=self.srq)
+        self.memory = Buffer(self.device, size)
+        options.setdefault("sq_psn", SQ_PSN)
+        options.setdefault("rq_psn", RQ_PSN)
+        if qp_type is QPType.UD:
+            start_ud(self.qp, sq_psn=SQ_PSN)
+        else:
+            connect(self.qp, gid(2), PEER_QPN, **options)
+
+    def packet(
+        self,
+        name: str,
+        psn: int,
+        *extensions: Any,
+        payload: bytes = b"",
+        flags: int = 0,
+        **bth: Any,
+    ) -> bytes:
+        """Encode a packet to the queue pair."""
+        row = ROWS_BY_NAME[name]
+        padding = -len(payload) % 4
+        word = psn & packets.PSN_MASK | (packets.ACK_REQ if bth.pop("ack_req", False) else 0)
+        header = row.pack(
+            row.bth_opcode,
+            flags | padding << 4,
+            bth.pop("pkey", packets.DEFAULT_PKEY),
+            bth.pop("qpn", self.qp.number),
+            word,
+            *extensions,
+        )
+        assert not bth
+        return header + payload + bytes(padding + ICRC_BYTES)
+
+    def tell(self, name: str, psn: int, *extensions: Any, **rest: Any) -> None:
+        """Have the peer send a packet."""
+        self.peer.tell(self.qp, self.packet(name, psn, *extensions, **rest))
+
+    def ack(self, psn: int) -> None:
+        """Have the peer acknowledge all up to a PSN."""
+        self.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.ACK, 31, 0))
+
+    def nak(self, psn: int, code: int) -> None:
+        """Have the peer send a NAK."""
+        self.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.NAK, code, 0))
+
+    def sends(self) -> list[Completion]:
+        return polled(self.qp.send_cq)
+
+    def receives(self) -> list[Completion]:
+        return polled(self.qp.recv_cq)
+
+    def events(self) -> list[EventType]:
+        """Return the asynchronous events since the last call."""
+        seen = self.device.context.events.seen
+        found = [event for event, _ in seen]
+        seen.clear()
+        return found
+
+
+SQ_PSN, RQ_PSN, PEER_QPN = 0x123456, 0xFFFFFE, 0xABCDEF
+"""Those of an Alone; the PSNs of what it receives wrap soon."""
+ROWS_BY_NAME = {row.name: row for row in packets.ROWS.values()}

@@ -95,7 +95,7 @@ def execute(qp: QueuePair, request: Request, function: Executor) -> Ack | None:
         return _REMOTE_ACCESS
 
 
-Executor: TypeAlias = "Callable[[QueuePair, Any], Ack | None]"
+Executor: TypeAlias = "Callable[[Any, Any], Ack | None]"
 """Executes a request on a queue pair."""
 
 
