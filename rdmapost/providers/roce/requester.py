@@ -274,7 +274,7 @@ def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int,
     elif end == request.end and end - psn > 1:
         # What makes the last packet longer than the others sends it by itself.
         last = request.size - (end - request.psn - 1) * mtu
-        if form.last.size - form.middle.size + (last + 3 & ~3) > mtu:
+        if form.last.size - form.middle.size + last > mtu:
             end -= 1
     pack, number, qpn = form.middle.pack, form.middle.bth_opcode, qp.attr["dest_qp_num"]
     headers = [
@@ -400,7 +400,7 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     if kind == packets.ACK:
         _acknowledge(qp, psn + 1)
         return
-    if psn < qp.una or kind not in (packets.RNR_NAK, packets.NAK):
+    if kind not in (packets.RNR_NAK, packets.NAK):
         return
     qp.device.counters.naks_received += 1
     _acknowledge(qp, psn)
@@ -526,7 +526,7 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
         if now < qp.rnr_until:
             qp.wake_at(qp.rnr_until)
         else:
-            qp.rnr_until = qp.deadline = 0.0
+            qp.rnr_until = 0.0
             send(qp)
         return
     if qp.missing_until and now >= qp.missing_until:

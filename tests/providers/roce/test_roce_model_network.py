@@ -477,7 +477,7 @@ class Program:
 
     # ---- checking it ----------------------------------------------------------
 
-    def run(self) -> str:
+    def run(self) -> set[str]:
         network = self.network
         network.run(1000 + LONGEST_RUN)
         assert not network._events, "it hangs"
@@ -489,7 +489,7 @@ class Program:
         statuses = {wc.status for done in results for wc in done} - {OK, FLUSHED}
         if self.calm and not self.bad:
             assert not statuses
-        return "+".join(sorted(status.name for status in statuses)) or "SUCCESS"
+        return {status.name for status in statuses} or {"SUCCESS"}
 
     def check_sends(self, side: Side) -> list[Completion]:
         done = polled(side.qp.send_cq)
@@ -599,12 +599,13 @@ def test_every_program_ends_right():
     begin = time.monotonic()
     for seed in range(COUNT):
         try:
-            outcomes[Program(seed).run()] += 1
+            outcomes.update(Program(seed).run())
         except Exception as error:
             raise AssertionError(f"program {seed}") from error
         if time.monotonic() - begin > ENOUGH:
             break
-    assert outcomes["SUCCESS"] > sum(outcomes.values()) / 2
+    # Programs in which everything succeeded.
+    assert outcomes["SUCCESS"] > (seed + 1) / 2
 
 
 def main() -> None:
@@ -613,7 +614,7 @@ def main() -> None:
     begin = time.monotonic()
     for seed in range(first, first + count):
         try:
-            outcomes[Program(seed).run()] += 1
+            outcomes.update(Program(seed).run())
         except Exception:
             print(f"program {seed} failed")
             raise

@@ -238,6 +238,16 @@ def test_progress_gives_the_attempts_back():
     assert statuses(alone) == [(n, SUCCESS) for n in range(5)]
 
 
+def test_later_posts_do_not_put_the_timeout_off():
+    alone = Alone(timeout=TIMEOUT, retry_cnt=0)
+    begin = alone.network.now
+    for n in range(4):
+        post(alone, send(alone, n))
+        alone.network.run(alone.network.now + 0.3 * ack_timeout(TIMEOUT))
+    alone.network.run(begin + 1.1 * ack_timeout(TIMEOUT))
+    assert statuses(alone)[0] == (0, WCStatus.RETRY_EXC_ERR)
+
+
 def test_without_a_timeout_the_peer_may_take_as_long_as_it_likes():
     alone = Alone(timeout=0, retry_cnt=0)
     post(alone, send(alone, 1))
@@ -296,7 +306,8 @@ def rnr_nak(alone: Alone, psn: int, timer: int) -> None:
     alone.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.RNR_NAK, timer, 0))
 
 
-def test_rnr_nak_has_the_request_sent_again_after_its_timer(alone):
+def test_rnr_nak_has_the_request_sent_again_after_its_timer():
+    alone = Alone(rnr_retry=1)
     post(alone, send(alone, 1), send(alone, 2))
     alone.peer.take()
     rnr_nak(alone, SQ_PSN + 1, 20)
@@ -309,6 +320,17 @@ def test_rnr_nak_has_the_request_sent_again_after_its_timer(alone):
     assert psns(alone.peer.take()) == [1, 2]
     alone.ack(SQ_PSN + 2)
     assert statuses(alone) == [(n, SUCCESS) for n in (1, 2, 3)]
+
+
+def test_acknowledgement_that_was_overtaken_by_an_rnr_nak_counts(alone):
+    post(alone, *[send(alone, n) for n in range(4)])
+    alone.peer.take()
+    rnr_nak(alone, SQ_PSN, 20)
+    alone.ack(SQ_PSN + 1)
+    alone.network.run(alone.network.now + 2 * rnr_timer(20))
+    assert psns(alone.peer.take()) == [2, 3]
+    alone.ack(SQ_PSN + 3)
+    assert statuses(alone) == [(n, SUCCESS) for n in range(4)]
 
 
 @pytest.mark.parametrize("rnr_retry", [0, 2])
@@ -415,6 +437,7 @@ def test_acknowledgement_does_not_replace_a_response():
         (1, "FIRST", 1024),
         (1, "LAST", 12),
         (1, "LAST", 9),
+        (1, "MIDDLE", 10),
         (2, "LAST", 10),
     ],
 )
@@ -422,8 +445,9 @@ def test_response_of_the_wrong_length_or_place_is_ignored(alone, psn, name, size
     post(alone, send(alone, 1, MTU_BYTES + 10, Opcode.RDMA_READ))
     if psn:
         respond(alone, SQ_PSN, "FIRST", bytes(MTU_BYTES))
-    respond(alone, SQ_PSN + psn, name, bytes(size))
+    respond(alone, SQ_PSN + psn, name, b"x" * size)
     assert statuses(alone) == []
+    assert not any(alone.memory.view[: 2 * MTU_BYTES])
 
 
 def test_responses_to_another_kind_of_request_are_ignored(alone):

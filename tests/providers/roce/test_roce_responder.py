@@ -309,24 +309,24 @@ def test_huge_read_of_a_foreign_peer_is_answered_in_steps_and_in_order(alone):
     """What comes meanwhile waits: its acknowledgement would say that all of it was sent."""
     count = 200
     alone.memory.view[: count * MTU_BYTES] = random.Random(1).randbytes(count * MTU_BYTES)
-    request = alone.packet(
-        "RC_RDMA_READ_REQUEST", RQ_PSN, *reth(alone, 0, count * MTU_BYTES), ack_req=True
-    )
+    before = alone.packet("RC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 0), ack_req=True)
+    request = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + 1, *reth(alone, 0, count * MTU_BYTES))
     write = alone.packet(
-        "RC_RDMA_WRITE_ONLY", RQ_PSN + count, *reth(alone, 0, 4), payload=b"late", ack_req=True
+        "RC_RDMA_WRITE_ONLY", RQ_PSN + 1 + count, *reth(alone, 0, 4), payload=b"late", ack_req=True
     )
-    alone.device.network.ready.clear()
-    for packet in (request, write):
+    # In one step, before the device goes on with anything.
+    for packet in (before, request, write, before):
         parsed = packets.parse(memoryview(packet), 0, len(packet), 1, gid(2))
         assert parsed is not None
         engine.receive(alone.qp, parsed)
     assert alone.qp.reading is not None
     alone.network.run()
-    got, alone.peer.got = alone.peer.got, []
-    assert [packet.psn for packet in got] == [RQ_PSN + n & PSN_MASK for n in range(count + 1)]
-    data = b"".join(bytes(packet.data[0]) for packet in got[:-1])
+    got = alone.peer.got
+    order = [0, *range(1, count + 1), count, count + 1]
+    assert [packet.psn for packet in got] == [RQ_PSN + n & PSN_MASK for n in order]
+    data = b"".join(bytes(packet.data[0]) for packet in got[1:-2])
     assert data == random.Random(1).randbytes(count * MTU_BYTES)
-    assert got[-1].row.name == "RC_ACKNOWLEDGE"
+    assert [packet.row.name for packet in got[-2:]] == ["RC_ACKNOWLEDGE"] * 2
     assert bytes(alone.memory.view[:4]) == b"late"
 
 
