@@ -21,8 +21,30 @@ from ..soft0.engine.qp import QueuePair
 from .packets import FORMS, Form, Packet, Path, distance
 
 if TYPE_CHECKING:
+    from ..soft0.engine.device import Device
     from ..soft0.engine.responder import Receive
-    from .device import RoceDevice
+    from ..soft0.engine.transport_messages import Segments
+
+    class WireDevice(Device):
+        """What the engine needs of a device, besides what soft0 has.
+
+        Attributes:
+            now: the time of the step, in seconds of the monotonic clock.
+            counters: counts of packets: retransmitted, naks_sent, naks_received.
+        """
+
+        now: float
+        counters: Any
+
+        def send(self, path: Path, headers: list[bytes], payload: Segments, mtu: int) -> None:
+            """Send packets of one size, but the last; each takes up to mtu bytes of payload."""
+
+        def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
+            """Have on_timer called at a time, instead of what was set before."""
+
+        def again(self, qp: RoceQueuePair) -> None:
+            """Have execute_next called after this step."""
+
 
 HELD = 64
 """Packets held at most, on each side, until those before them arrive."""
@@ -117,7 +139,7 @@ class RoceQueuePair(QueuePair):
     """A queue pair whose peer is on the network."""
 
     has_offloads = False
-    device: RoceDevice
+    device: WireDevice
 
     def _forget(self) -> None:
         super()._forget()
