@@ -115,10 +115,12 @@ def send(qp: RoceQueuePair) -> None:
     if qp.reliable:
         _ask(bursts)
     device = qp.device
+    count = 0
     for burst in bursts:
+        count += len(burst.headers)
         device.send(burst.path, burst.headers, burst.payload, burst.unit)
     if qp.top > begin:
-        device.counters.retransmitted += min(qp.top, psn) - begin
+        device.counters.retransmitted += min(qp.top - begin, count)
     qp.psn = psn
     if psn > qp.top:
         qp.top = psn
@@ -473,6 +475,9 @@ def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     if psn > qp.una:
         hold(qp.early, packet)
         _expect_missing(qp)
+        return
+    if not qp.requests:
+        # Their completions overran the completion queue.
         return
     if psn < qp.una:
         packet = packet.after(qp.una - psn)

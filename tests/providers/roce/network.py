@@ -6,6 +6,7 @@ that encoding and decoding take part.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import heapq
 import itertools
@@ -69,10 +70,10 @@ class Completion:
 
 class Events:
     def __init__(self) -> None:
-        self.seen: list[tuple[EventType, Any]] = []
+        self.seen: deque[tuple[EventType, Any]] = deque()
 
     def push(self, event: EventType, element: Any) -> None:
-        self.seen.append((event, element))
+        native.put(self.seen, (event, element))
 
 
 class Context:
@@ -81,13 +82,9 @@ class Context:
         self.events = Events()
 
 
-@dataclass
-class Counters:
-    sent: int = 0
-    received: int = 0
-    retransmitted: int = 0
-    naks_sent: int = 0
-    naks_received: int = 0
+class Counters(native.Record):
+    def __init__(self) -> None:
+        self.sent = self.received = self.retransmitted = self.naks_sent = self.naks_received = 0
 
 
 class Buffer:
@@ -141,10 +138,13 @@ class Device:
         assert len(set(sizes[:-1])) <= 1
         assert sizes[-1] <= sizes[0]
         assert sum(sizes) <= 64_000
-        self.counters.sent += len(made)
-        self.network.carry(self.gid, path.dgid, made)
+        if not self.network.is_trying:
+            self.counters.sent += len(made)
+            self.network.carry(self.gid, path.dgid, made)
 
     def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
+        if self.network.is_trying:
+            return
         if when is None:
             self.timers.pop(qp, None)
         else:
@@ -152,7 +152,8 @@ class Device:
             self.network.at(when, self, None)
 
     def again(self, qp: RoceQueuePair) -> None:
-        self.network.ready.append(qp)
+        if not self.network.is_trying:
+            self.network.ready.append(qp)
 
     def unpark(self, qp: RoceQueuePair) -> None:
         pass
@@ -203,7 +204,7 @@ class Device:
             at += segment * count
             qp = None if packet is None else self.qps.get(packet.qpn)
             if packet is not None and qp is not None:
-                engine.receive(qp, packet)
+                self.network.step(engine.receive, qp, packet)
                 self.network.run_ready()
 
 
@@ -225,6 +226,15 @@ class Weather:
     outages: list[tuple[float, float]] = field(default_factory=list)
 
 
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+def _interrupted(function: Any, arguments: Any) -> None:
+    function(*arguments)
+    raise Interrupted
+
+
 class Network:
     """Time, and what is on its way."""
 
@@ -240,6 +250,9 @@ class Network:
         """The senders and packets, if a test wants them."""
         self.drop: Any = None
         """Called with each packet; drops it if it returns true."""
+        self.interrupts = False
+        """Whether each step is interrupted at its end, rolled back, and repeated."""
+        self.is_trying = False
 
     def at(self, when: float, device: Any, what: Any) -> None:
         heapq.heappush(self._events, (when, next(self._count), device, what))
@@ -265,11 +278,21 @@ class Network:
             if weather.duplicate and draw() < weather.duplicate:
                 self.at(when + draw() * weather.late, device, (source, packet))
 
+    def step(self, function: Any, *arguments: Any) -> Any:
+        """Call the engine."""
+        if not self.interrupts:
+            return function(*arguments)
+        self.is_trying = True
+        with contextlib.suppress(Interrupted):
+            native.verb(_interrupted, function, arguments)
+        self.is_trying = False
+        return native.verb(function, *arguments)
+
     def run_ready(self) -> None:
         """Go on with the queue pairs that asked for it."""
         while self.ready:
             qp = self.ready.popleft()
-            while engine.execute_next(qp):
+            while self.step(engine.execute_next, qp):
                 pass
 
     def post(self, qp: RoceQueuePair, *wqes: WQE) -> None:
@@ -281,7 +304,7 @@ class Network:
         receives = queue.queue if isinstance(queue, SharedReceiveQueue) else queue.rq
         receives.pending.extend(wqes)  # type: ignore[arg-type]
         if isinstance(queue, RoceQueuePair) and queue.state is QPState.ERR:
-            queue.flush_posted()
+            self.step(queue.flush_posted)
 
     def call_at(self, when: float, function: Any) -> None:
         """Call a function at a time."""
@@ -300,7 +323,7 @@ class Network:
                 for qp, due in list(device.timers.items()):
                     if due <= self.now:
                         del device.timers[qp]
-                        engine.on_timer(qp)
+                        self.step(engine.on_timer, qp)
                         self.run_ready()
             else:
                 self._deliver(when, device, *what)

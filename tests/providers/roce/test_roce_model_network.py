@@ -152,6 +152,7 @@ class Program:
         self.rng = rng = random.Random(seed)
         self.service = rng.choices([QPType.RC, QPType.UC, QPType.UD], [8, 1, 1])[0]
         self.network = Network(seed, self.make_weather())
+        self.network.interrupts = rng.random() < 0.2
         self.devices = [Device(self.network, gid(n)) for n in (1, 2)]
         self.memories = [Memory(device, rng) for device in self.devices]
         self.mtu = rng.choice([1, 1, 2, 3, 3, 5])

@@ -393,6 +393,7 @@ def test_read_goes_on_where_its_responses_stopped(alone):
     respond(alone, SQ_PSN + 4, "LAST", b"e" * 10)
     assert statuses(alone) == [(1, SUCCESS)]
     assert bytes(alone.memory.view[: 4 * MTU_BYTES + 10 : 512]) == b"aabbccdde"
+    assert alone.device.counters.retransmitted == 1
 
 
 def test_responses_that_overtook_each_other_cost_nothing(alone):
@@ -425,6 +426,21 @@ def test_acknowledgement_does_not_replace_a_response():
     assert names(alone.peer.take()) == ["RDMA_READ_REQUEST", "SEND_ONLY"]
     respond(alone, SQ_PSN, "ONLY", b"data")
     assert statuses(alone) == [(1, SUCCESS), (2, SUCCESS)]
+
+
+@pytest.mark.parametrize("answer", ["ack", "response"])
+def test_completion_queue_that_overruns_breaks_the_queue_pair(alone, answer):
+    alone.qp.send_cq.capacity = 1
+    post(alone, *[send(alone, n) for n in range(3)], send(alone, 3, 4, Opcode.RDMA_READ))
+    if answer == "ack":
+        alone.ack(SQ_PSN + 2)
+    else:
+        respond(alone, SQ_PSN + 3, "ONLY", b"data")
+    alone.network.run()
+    assert statuses(alone) == [(0, SUCCESS)]
+    assert alone.qp.state is QPState.ERR
+    assert alone.events() == [EventType.CQ_ERR, EventType.QP_FATAL]
+    assert not any(alone.memory.view[:4])
 
 
 @pytest.mark.parametrize(
