@@ -338,10 +338,7 @@ def _send(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> None:
 
 def _send_ack(qp: RoceQueuePair) -> None:
     """Acknowledge everything that was executed."""
-    if qp.reading is not None:
-        qp.ack_due = True
-    else:
-        _send(qp, packets.ACKNOWLEDGE, qp.epsn - 1, _aeth(qp))
+    _send(qp, packets.ACKNOWLEDGE, qp.epsn - 1, _aeth(qp))
 
 
 def _send_nak(qp: RoceQueuePair, kind: int, value: int, psn: int) -> None:

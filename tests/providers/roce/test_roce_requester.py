@@ -238,6 +238,15 @@ def test_progress_gives_the_attempts_back():
     assert statuses(alone) == [(n, SUCCESS) for n in range(5)]
 
 
+def test_shortest_timeouts_leave_the_network_some_milliseconds():
+    alone = Alone(timeout=1, retry_cnt=0)
+    post(alone, send(alone, 1))
+    alone.network.run(alone.network.now + 0.003)
+    assert statuses(alone) == []
+    alone.network.run(alone.network.now + 0.002)
+    assert statuses(alone) == [(1, WCStatus.RETRY_EXC_ERR)]
+
+
 def test_later_posts_do_not_put_the_timeout_off():
     alone = Alone(timeout=TIMEOUT, retry_cnt=0)
     begin = alone.network.now

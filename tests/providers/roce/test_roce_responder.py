@@ -184,6 +184,7 @@ def test_missing_request_is_asked_for_once_after_what_came_is_acknowledged(alone
     alone.network.run(alone.network.now + HOLD_SECONDS)
     assert answers(alone) == [ack(0), nak(1, packets.PSN_SEQUENCE_ERROR)]
     tell(alone, 3, "RDMA_WRITE_ONLY", *reth(alone, 12, 4), size=4)
+    alone.network.ready.append(alone.qp)
     alone.network.run()
     assert answers(alone) == []
     tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 4, 4), size=4)
