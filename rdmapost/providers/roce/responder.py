@@ -131,7 +131,7 @@ def _continues(incoming: Incoming | None, packet: Packet) -> bool:
 def _receive_reliable(qp: RoceQueuePair, packet: Packet) -> None:
     ahead = distance(packet.psn, qp.epsn)
     if ahead + packet.count <= 0:
-        _answer_duplicate(qp, packet)
+        _answer_duplicate(qp, packet, -ahead)
     elif ahead > 0 or qp.reading is not None:
         if ahead < HELD:
             hold(qp.held, packet)
@@ -187,12 +187,12 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
         _send_ack(qp)
 
 
-def _answer_duplicate(qp: RoceQueuePair, packet: Packet) -> None:
+def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     """Acknowledge a request again, and execute it again only if it is a READ."""
     opcode = packet.opcode
     if opcode == _READ:
-        end = packet.psn + (-(-packet.length // qp.mtu) or 1)
-        if distance(end, qp.epsn) <= 0 and qp.grants(_REMOTE_READ):
+        # All of it must have been read before.
+        if -(-packet.length // qp.mtu) <= behind and qp.grants(_REMOTE_READ):
             qp.reading = Reading(packet, True)
             _send_responses(qp, None)
     elif qp.reading is not None:

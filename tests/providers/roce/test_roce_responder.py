@@ -276,7 +276,8 @@ def test_duplicate_read_is_executed_again(alone):
     [again] = alone.peer.take()
     assert (again.psn, bytes(again.data[0])) == (RQ_PSN, b"new.")
     # What was not read before is not a duplicate.
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 3 * MTU_BYTES))
+    for length in (2 * MTU_BYTES + 1, 1 << 31, (1 << 32) - 1):
+        tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, length))
     assert alone.peer.take() == []
 
 
