@@ -140,6 +140,8 @@ def _look_up(words: tuple[str, ...]) -> list[Explanation]:
         found = [one for word in words for one in _look_up((word,))]
         return list({(one.kind, one.name): one for one in found}.values())
     text = " ".join(words)
+    if "\n" in text.strip() and (mentions := explain_lines(text.splitlines())):
+        return [one.explanation for one in mentions]
     try:
         return list(look_up(text))
     except UnknownNameError as error:

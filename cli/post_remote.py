@@ -89,20 +89,38 @@ def _exposed(connection: Connection) -> str:
     )
 
 
-def _post(out: Output, connection: Connection, wrs: Sequence[SendWR]) -> list[WC]:
-    """Post a list of work requests in one call, and wait until they are done."""
+def _why_refused(out: Output, connection: Connection, shown: WC, sent: int | None) -> str | None:
+    """Say why the server refused a work request, if what it offers tells."""
+    offer, peer = connection.offer, out.doc["peer"]
+    if shown.status is WCStatus.REM_ACCESS_ERR:
+        return f"{peer} exposes {_exposed(connection)}"
+    too_long = sent is not None and offer.receives and sent > offer.receive_size
+    if too_long and shown.status is not WCStatus.SUCCESS:
+        return (
+            f"the message has {sent} bytes, and the receives of {peer} hold "
+            f"{offer.receive_size} each; 'rdmapost serve --receive-size {sent}' has larger ones"
+        )
+    return None
+
+
+def _post(
+    out: Output, connection: Connection, wrs: Sequence[SendWR], *, sent: int | None = None
+) -> list[WC]:
+    """Post a list of work requests in one call, and wait until they are done.
+
+    Args:
+        sent: the length of each message that takes a receive.
+    """
     try:
         wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, connection.wait)
     except WaitTimeout:
         raise WaitTimeout(
             f"the posted work requests did not complete within {connection.timeout:g} s"
         ) from None
-    if shown.status is WCStatus.REM_ACCESS_ERR:
-        # The server has said what it permits, and this was something else.
+    if reason := _why_refused(out, connection, shown, sent):
         raise CompletionError(
             shown,
-            f"the work request with wr_id {shown.wr_id} ended with REM_ACCESS_ERR; "
-            f"{out.doc['peer']} exposes {_exposed(connection)}",
+            f"the work request with wr_id {shown.wr_id} ended with {shown.status.name}; {reason}",
         )
     shown.check()
     return wcs
@@ -158,7 +176,8 @@ def send_to(
             **connection.address,
         }
         make = Send if imm is None else partial(SendWithImm, imm_data=imm)
-        _post(out, connection, [make(wr_id=index + 1, **fields) for index in range(count)])
+        wrs = [make(wr_id=index + 1, **fields) for index in range(count)]
+        _post(out, connection, wrs, sent=length)
         arrivals = _arrivals(out, connection, count)
         digest = payload.digest()
         for arrival in arrivals:

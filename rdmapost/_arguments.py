@@ -151,7 +151,7 @@ def content(name: str, given: Any) -> bytes:
         raise TypeError(f"{name}: expected bytes, got {type(given).__name__}") from None
 
 
-def seconds(given: Any, name: str = "timeout") -> float | None:
+def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None") -> float | None:
     """Return an argument in seconds as a float; None means no timeout.
 
     Raises:
@@ -167,22 +167,22 @@ def seconds(given: Any, name: str = "timeout") -> float | None:
         if hasattr(type(given), "__float__") or hasattr(type(given), "__index__"):
             raise
         found = type(given).__name__
-        raise TypeError(f"{name}: expected seconds or None, got {found}") from None
+        raise TypeError(f"{name}: expected {expected}, got {found}") from None
     except OverflowError:
         raise ValueError(f"{name}: too many seconds for a float") from None
     if math.isnan(value):
-        raise ValueError(f"{name}: expected seconds or None, got NaN")
+        raise ValueError(f"{name}: expected {expected}, got NaN")
     return value
 
 
-def time_limit(given: Any, name: str = "timeout") -> float:
+def time_limit(given: Any, name: str = "timeout", expected: str = "seconds") -> float:
     """Return an argument in seconds, positive and finite, as a float.
 
     Raises:
         TypeError: it is not a number.
         ValueError: it is 0 or less, NaN, or more than a million seconds.
     """
-    value = seconds(given, name)
+    value = seconds(given, name, expected)
     if value is None:
         raise TypeError(f"{name}: expected seconds, got NoneType")
     if not value > 0:

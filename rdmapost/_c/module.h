@@ -166,6 +166,15 @@ static inline PyObject *rp_item(PyObject *tuple, Py_ssize_t i)
 				PyTuple_GetItem(tuple, i);
 }
 
+/* Append an item to a list and steal the reference, which may be NULL; 0, or -1 with an exception. */
+static inline int rp_append_new(PyObject *list, PyObject *item)
+{
+	int failed = !item || PyList_Append(list, item);
+
+	Py_XDECREF(item);
+	return failed ? -1 : 0;
+}
+
 /* Make an instance of a tuple subclass without attributes; steals the items; NULL if one is. */
 PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count);
 

@@ -500,19 +500,25 @@ class CQ(CompletionSource, struct="ibv_cq"):
             return available
         raise timed_out(self, -1 - available, count, timeout)
 
-    def cancel_waits(self) -> None:
+    def cancel_waits(self, for_good: bool = False) -> None:
         """End the waits in progress: they raise WaitCancelled.
 
         This ends wait and wait_into in any thread, and completions and ``async for`` in any
-        task.  They consume no completions, even if some have just come.  The CQ stays usable, and
-        later waits are not affected: to end a loop, set a flag that it reads before each wait,
-        then call this.  Call it from any thread, or from a signal handler.
+        task.  They consume no completions, even if some have just come.  Call it from any thread,
+        or from a signal handler.
+
+        To end a loop that waits, pass for_good: the loop may be between two waits just now, and
+        the next one would not be affected.
+
+        Args:
+            for_good: also cancel every later wait on this CQ.  ``poll`` and ``poll_into`` still
+                work.
 
         Raises:
             ClosedError: the CQ is closed.
         """
         struct_of(self)
-        self._poller.cancel()
+        self._poller.cancel(bool(for_good))
 
     async def completions(
         self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
@@ -581,4 +587,4 @@ def keep_completions(cq: CQ) -> None:
     device.
     """
     with contextlib.suppress(ClosedError, VerbsError):
-        cq._poller.fill(cq, cq._poller.fill(cq, 0) + cq.cqe)
+        cq._poller.fill(cq, cq._poller.fill(cq, 0) + cq._cqe)

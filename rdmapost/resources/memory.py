@@ -491,11 +491,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         Args:
             index: a column of integers.
-            size: bytes per block.
-
-        Raises:
-            TypeError: size is not an integer.
-            ValueError: size is not in 0..2^64-1.
+            size: bytes per block, checked by ``post_columns``.
         """
         raise NotImplementedError
 

@@ -140,8 +140,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the device has no such port, a CQ belongs to another open device, or the
-            type does not allow an argument or needs a missing one.
+        ValueError: port_num or gid_index is out of range, a CQ belongs to another open device, or
+            the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
         UnsupportedError: the device or libibverbs lacks one of send_ops_flags.
         VerbsError: the device refused; the text says which limit was exceeded.
@@ -222,12 +222,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self.checked = bool(checked)
         self.sq_sig_all = bool(sq_sig_all)
         self.port_num = port_num = index("port_num", port_num)
-        if gid_index is not None:
-            gid_index = index("gid_index", gid_index)
         for parent in (pd, xrcd):
             if parent is not None:
                 struct_of(parent)
         port = context.query_port(port_num)
+        if gid_index is not None:
+            gid_index = within("gid_index", gid_index, 0, 255)
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
@@ -780,7 +780,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         state that it has reached.
 
         Args:
-            remote: the peer's endpoint; not for UD.
+            remote: the peer's endpoint.  UD and RAW_PACKET ignore it: they have no peer.
             access, qkey: see to_init.
             min_rnr_timer, max_dest_rd_atomic, sl, traffic_class: see to_rtr.
             timeout, retry_cnt, rnr_retry, max_rd_atomic: see to_rts.  None means the default of

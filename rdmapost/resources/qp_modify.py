@@ -54,6 +54,7 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
         try:
             setattr(raw, name, number)
         except OverflowError:
+            refuse_out_of_range({name: number})
             raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
 
 

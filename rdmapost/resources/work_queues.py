@@ -23,19 +23,17 @@ if TYPE_CHECKING:
 class HasWorkQueues(Resource):
     """A queue pair or an SRQ."""
 
-    __slots__ = ("_batches", "_in_flight", "context", "pd")
+    __slots__ = ("_batches", "context", "pd")
 
     if TYPE_CHECKING:
         pd: PD | Any
         context: Context
     _batches: OpenBatches
-    _in_flight: tuple[native.InFlight, ...]
-    """The records of each of its queues; its CQs find them by the queue's number."""
 
     def _open_queues(self, *queues: native.InFlight) -> None:
         """Register the queues with the device, so that completions find their records."""
         self._batches = OpenBatches()
-        self._in_flight = queues
+        native.own_queues(self, *queues)
         for queue in queues:
             queue.enroll(in_flight_of(self.context))
 
@@ -52,12 +50,8 @@ class HasWorkQueues(Resource):
         self._keep_completions()
 
     def _forget(self) -> None:
-        if not hasattr(self, "_in_flight"):
-            return
-        self._keep_completions()
-        for queue in self._in_flight:
-            queue.leave()
-            queue.clear()
+        if hasattr(self, "_in_flight"):
+            self._keep_completions()
 
 
 class UsedByWorkRequests(Resource):

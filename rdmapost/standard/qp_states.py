@@ -127,6 +127,8 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     if required is None:
         ends = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
         remedy = ": call to_reset() first" if state is S.ERR else ""
+        if state in (S.RESET, S.INIT) and to in (S.RTR, S.RTS):
+            remedy = "; connect() takes one to RTS"
         return (
             f"{qp_type.name} queue pairs cannot go from {state.name} to {to.name}; "
             f"from {state.name} they can go to {', '.join(ends)}{remedy}"

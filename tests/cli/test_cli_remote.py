@@ -170,9 +170,11 @@ def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve:
 
 
 def test_message_longer_than_the_receives_is_an_error(context: rp.Context, serve: Serve) -> None:
-    ran = on(context, "send", serve(receive_size=4), "--json")
+    ran = on(context, "send", serve(receive_size=4), "--data", "x" * 32, "--json")
     assert ran.code == 1
     assert ran.doc["status"] not in (None, "SUCCESS")
+    assert "the message has 32 bytes, and the receives of 127.0.0.1:" in ran.doc["error"]
+    assert "hold 4 each; 'rdmapost serve --receive-size 32' has larger ones" in ran.doc["error"]
 
 
 def test_datagram_without_a_receive_is_reported_as_not_arrived(

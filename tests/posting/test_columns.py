@@ -396,6 +396,21 @@ def test_closed_queue_pair_and_region(rc, pd):
             "size: expected int, got str",
             {"remote_addr": rp.Blocks(0, np.zeros(3, "i8"), "4")},
         ),
+        *(
+            (TypeError, f"^index: a column is .*, not this .*{kind}", {"remote_addr": blocks})
+            for kind, blocks in (
+                ("int", rp.Blocks(4096, 5, 8)),
+                ("int64", rp.Blocks(4096, np.int64(5), 8)),
+                ("list", rp.Blocks(4096, [0, 1, 2], 8)),
+                ("str", rp.Blocks(4096, "012", 8)),
+            )
+        ),
+        (TypeError, "^wr_id: a column is .*, not this .*list.*; array.array", {"wr_id": [1, 2, 3]}),
+        (TypeError, "^remote_addr: a column is .*, not this .*tuple", {"remote_addr": (1, 2, 3)}),
+        *(
+            (TypeError, "^send_flags cannot be a column: all rows have the same", {"send_flags": f})
+            for f in (np.zeros(3, "u4"), array.array("I", [0, 0, 0]), [0, 0, 0])
+        ),
     ],
 )
 def test_columns_that_are_none(rc, error, match, options):
@@ -599,8 +614,6 @@ def test_more_receives_than_an_srq_can_tell_apart_are_refused(pd, rc):
 
 
 def test_send_flags_are_the_same_for_all_rows(rc):
-    with pytest.raises(rp.PostError, match="send_flags: expected int, got ndarray"):
-        write_blocks(rc, 3, send_flags=np.full(3, int(SendFlags.SIGNALED), "u4"))
     assert write_blocks(rc, 3, send_flags=np.uint32(SendFlags.SIGNALED)) == 3
     rc.wait(3)
 

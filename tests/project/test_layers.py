@@ -11,6 +11,7 @@ import graphlib
 import json
 import pathlib
 import shutil
+import tomllib
 
 import pytest
 from support import LOSES_MEMORY, ROOT, prints, run_python
@@ -91,6 +92,17 @@ def lint(tree: pathlib.Path) -> str:
     """Check the contracts; return import-linter's output."""
     pyproject = str(ROOT / "pyproject.toml")
     return run_python(LINT, str(tree), "--config", pyproject, "--no-cache", "--no-logo").stdout
+
+
+def test_every_package_of_the_sources_is_installed():
+    """A checkout imports one that pyproject.toml does not list; a wheel would lack it."""
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = configuration["tool"]["setuptools"]["packages"]
+    found = [
+        ".".join(each.parent.relative_to(ROOT).parts)
+        for each in (ROOT / "rdmapost").rglob("__init__.py")
+    ]
+    assert sorted(listed) == sorted([*found, "rdmapost.cli"])
 
 
 def test_import_contracts_are_kept(tree):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import signal
 import sys
@@ -192,6 +193,53 @@ def test_cancel_waits_does_not_affect_later_waits(rc):
     assert [wc.wr_id for wc in rc.cq.wait(1)] == [1]
     with pytest.raises(rp.WaitTimeout):
         rc.cq.wait(1, 0)
+
+
+def test_waits_are_cancelled_for_good(rc):
+    """A loop needs no flag, wherever it is when cancel_waits() is called; polls go on."""
+    cq = rc.cq
+    rc.a.post_send(writes(rc, 2))
+    cq.cancel_waits(for_good=True)
+    cq.cancel_waits()
+
+    async def each() -> None:
+        async for wc in cq:
+            raise AssertionError(wc)
+
+    for wait in (
+        lambda: cq.wait(1),
+        lambda: cq.wait(0, None),
+        lambda: cq.wait_into(bytearray(48), 1, None),
+        lambda: asyncio.run(cq.completions(1, None)),
+        lambda: asyncio.run(each()),
+    ):
+        with pytest.raises(rp.WaitCancelled, match="has ended the wait"):
+            wait()
+    found: list[int] = []
+    while len(found) < 2:
+        found.extend(wc.wr_id for wc in cq.poll())
+    assert found == [0, 1]
+
+
+def test_no_wait_that_is_about_to_begin_misses_that_it_is_cancelled(rc):
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for turns in range(200):
+            with rp.CQ(rc.a.context, 8) as cq:
+
+                def wait(cq: rp.CQ = cq) -> None:
+                    with contextlib.suppress(rp.WaitCancelled):
+                        cq.wait(1, None)
+
+                thread = threading.Thread(target=wait)
+                thread.start()
+                for _ in range(turns):
+                    pass
+                cq.cancel_waits(for_good=True)
+                ended([thread])
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_signal_handler_cancels_the_wait_that_it_interrupts(rc):

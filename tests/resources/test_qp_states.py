@@ -423,14 +423,14 @@ def test_after_a_reset_the_device_decides_about_what_is_not_checked(context):
     ):
         qp.connect(qp.endpoint())
         qp.to_reset()
-        posted, refused = 1, f"{context.name} refused"
+        posted, refused = 1, None
         try:
             qp.post_recv(rp.RecvWR(mr[:8]))
         except rp.PostError as error:
             refused = str(error)
             # rxe does not set *bad_wr: the receive counts as posted.
             posted = 1 if error.posted is None else error.posted
-        assert f"{context.name} refused" in refused
+        assert refused is None or f"{context.name} refused" in refused
         assert qp.outstanding == (0, posted)
         qp.to_reset()
         assert qp.outstanding == (0, 0)

@@ -646,3 +646,55 @@ def test_dropped_queue_pair_with_a_bound_window_releases_the_regions_of_its_rece
     assert closed == [True]
     for thing in (mw, rig.a, rig.mr, rig.cq, rig.pd, rig.context):
         thing.close()
+
+
+class HidesSize(rp.CQ):
+    """Its size cannot be read while a queue pair is being forgotten."""
+
+    __slots__ = ("dying",)
+
+    @property
+    def cqe(self) -> int:
+        if self.dying.closed:
+            raise ZeroDivisionError
+        return super().cqe
+
+
+class Stubborn(rp.QP):
+    """A queue pair whose close always fails in Python."""
+
+    __slots__ = ()
+
+    def _forget(self) -> None:
+        raise ZeroDivisionError
+
+
+@isolated(silent=True)
+@pytest.mark.parametrize("fails", ["the CQ's size", "_forget"])
+def test_destroyed_queue_pair_has_no_records_whatever_fails(fails):
+    """Or its last reference would bind a window through a queue that is gone."""
+    rig = Rig("soft0")
+    qp_class, cq_class = (Stubborn, rp.CQ) if fails == "_forget" else (rp.QP, HidesSize)
+    rig.a.close()
+    with cq_class(rig.context, 64) as cq:
+        qp = qp_class(rig.pd, rp.QPType.RC, cq)
+        if cq_class is HidesSize:
+            cq.dying = qp
+        rig.b.to_reset()
+        rig.b.connect(qp.endpoint())
+        qp.connect(rig.b.endpoint(), rnr_retry=7)
+        mr, mw = rp.MR(rig.pd, SIZE, BINDABLE), rp.MW(rig.pd)
+        qp.post_send(rp.Send(mr[:8]))  # nobody receives it
+        qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=8))
+        assert qp.outstanding.send == 2
+        with contextlib.suppress(ZeroDivisionError):
+            qp.close()
+        assert qp.closed
+        assert qp.outstanding.send == 0
+        del qp
+        if cq_class is HidesSize:
+            cq.dying = rig.b
+        gc.collect()
+        gc.collect()  # walks over the window
+        mw.close()
+        mr.close()

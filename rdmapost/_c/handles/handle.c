@@ -325,11 +325,26 @@ uint64_t rp_count_bind(void)
 	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
 }
 
+struct rp_binder *rp_new_binder(void)
+{
+	struct rp_binder *binder = PyMem_Malloc(sizeof(*binder));
+
+	if (binder)
+		*binder = (struct rp_binder){ .users = 1 };
+	return binder;
+}
+
+void rp_drop_binder(struct rp_binder *binder)
+{
+	if (binder && !__atomic_sub_fetch(&binder->users, 1, __ATOMIC_SEQ_CST))
+		PyMem_Free(binder);
+}
+
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 {
 	if (h->binder)
 		return;
-	Py_INCREF(binder->queue);
+	RP_ADD(&binder->users, 1);
 	RP_STORE(&h->binder, binder);
 }
 
@@ -399,7 +414,7 @@ static void unbind(struct rp_bound *bound)
 		RP_ADD(&bound->binder->windows, -1);
 		rp_user_left(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
-		Py_DECREF(bound->binder->queue);
+		rp_drop_binder(bound->binder);
 		PyMem_Free(bound);
 		bound = next;
 	}
@@ -425,7 +440,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 		RP_ADD(&mr->windows, 1);
 		RP_ADD(&binder->windows, 1);
 		Py_INCREF((PyObject *)mr);
-		Py_INCREF(binder->queue);
+		RP_ADD(&binder->users, 1);
 	}
 	RP_BEGIN(mw);
 	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
@@ -1063,6 +1078,8 @@ static void finish(struct rp_handle *h)
 {
 	struct error first = insist(h, "_forget", NULL);
 
+	if (h->queues)
+		h->forget(h->queues);
 	leave_parents(h->parents, PyTuple_Size(h->parents));
 	drop_held(h, GONE);
 	restore_error(first);
@@ -1476,12 +1493,9 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->destroy);
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
-	for (struct rp_bound *b = h->bound; b; b = b->next) {
+	Py_VISIT(h->queues);
+	for (struct rp_bound *b = h->bound; b; b = b->next)
 		Py_VISIT((PyObject *)b->mr);
-		Py_VISIT(b->binder->queue);
-	}
-	if (h->binder)
-		Py_VISIT(h->binder->queue);
 	return 0;
 }
 
@@ -1516,9 +1530,9 @@ static void handle_dealloc(PyObject *self)
 		Py_XDECREF(h->destroy);
 		Py_XDECREF(h->parents);
 		Py_XDECREF(h->keeps);
+		Py_XDECREF(h->queues);
 		unbind(h->bound);
-		if (h->binder)
-			Py_DECREF(h->binder->queue);
+		rp_drop_binder(h->binder);
 	}
 	release_memory(self);
 	Py_DECREF(type);
@@ -1563,6 +1577,8 @@ static PyMemberDef handle_members[] = {
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	/* It can only be closed. */
 	{ "_spoiled", T_BOOL, offsetof(struct rp_handle, spoiled), READONLY, NULL },
+	/* Not there until own_queues() has been called. */
+	{ "_in_flight", T_OBJECT_EX, offsetof(struct rp_handle, queues), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
 

@@ -25,6 +25,8 @@ struct rp_handle {
 	PyObject *destroy; /* called with cdata */
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* memory that must outlive the struct */
+	PyObject *queues; /* records of what is posted to it, or NULL */
+	void (*forget)(PyObject *queues); /* drops those records; may run any Python code */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
 	struct rp_handle *behind; /* in the list of those held back */
@@ -243,11 +245,17 @@ void rp_unpin(struct rp_handle *handle);
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
 
-/* A queue that windows are bound through. */
+/* A queue that windows are bound through. It refers to nothing, because it outlives the queue. */
 struct rp_binder {
-	PyObject *queue; /* what this is part of */
+	uint64_t users;
 	int64_t windows; /* bound */
 };
+
+/* Returns NULL if there is no memory. */
+struct rp_binder *rp_new_binder(void);
+
+/* Free a binder when its last user drops it. */
+void rp_drop_binder(struct rp_binder *binder);
 
 /*
  * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the

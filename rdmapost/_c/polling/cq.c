@@ -49,6 +49,7 @@ struct poller {
 	unsigned int waiting; /* number of waiting threads */
 	unsigned int process; /* generation of those threads' process */
 	unsigned int cancels; /* number of cancel() calls */
+	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
 	unsigned int claims;  /* number of successful claim() calls */
 	PyObject *tasks; /* has the leading event loop poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
@@ -334,15 +335,17 @@ static PyObject *release(PyObject *self, PyObject *unused)
 	return notify_tasks(p) ? NULL : Py_NewRef(Py_None);
 }
 
-/* cancel(): end the waits in progress. */
-static PyObject *cancel(PyObject *self, PyObject *unused)
+/* cancel(for_good): end the waits in progress and, if `for_good`, all later ones. */
+static PyObject *cancel(PyObject *self, PyObject *for_good)
 {
 	struct poller *p = POLLER(self);
 
 	lock_poller(p);
+	if (for_good == Py_True)
+		RP_STORE(&p->refuses, 1);
 	RP_ADD(&p->cancels, 1);
 	unlock_poller(p);
-	return release(self, unused);
+	return release(self, NULL);
 }
 
 /*
@@ -450,8 +453,7 @@ static inline void put_row(char **rows, const struct ibv_wc *wc, uint64_t wr_id)
 		imm_data = be32toh(wc->imm_data);
 	else if (wc->opcode & IBV_WC_RECV && wc->wc_flags & IBV_WC_WITH_INV)
 		imm_data = wc->invalidated_rkey;
-	if (row != wc)
-		*row = *wc;
+	*row = *wc;
 	row->wr_id = wr_id;
 	row->imm_data = imm_data;
 }
@@ -552,14 +554,12 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 		      struct touched *touched)
 {
 	struct rp_wc_ex more[BATCH];
-	struct ibv_wc polled[BATCH], *wc = polled;
+	struct ibv_wc wc[BATCH];
 	int min = spin_ns ? max : 0, n;
 	PyThreadState *thread;
 
 	if (!touched->rows && reserve(p, (size_t)max))
 		return -ENOMEM;
-	if (touched->rows && !((uintptr_t)touched->rows % _Alignof(struct ibv_wc)))
-		wc = (void *)touched->rows;
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
 	n = p->wc_flags ? rp_poll_cq_ex(handle->address, wc, more, max, min, spin_ns) :
@@ -1004,7 +1004,7 @@ METHOD(wait_for)
 	int nested = rp_in_verb(), joined = 0;
 	struct order order = { .count = 0 };
 	PyObject *result = NULL, *reserve = NULL;
-	unsigned int cancels = RP_LOAD(&p->cancels);
+	unsigned int cancels = RP_LOAD(&p->cancels) - RP_LOAD(&p->refuses);
 	int64_t deadline, until = 0;
 	struct rp_use use;
 	Py_buffer view;
@@ -1127,12 +1127,19 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	int failed = 0;
 
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
-		struct rp_completion *s = take_spare(p);
+		PyObject *wc = PyList_GetItem(wcs, i);
+		struct rp_completion *s;
 
+		/* Code that has found the list by gc.get_objects() may have shortened it. */
+		if (!wc) {
+			PyErr_Clear();
+			continue;
+		}
+		s = take_spare(p);
 		failed = !s;
 		if (failed)
 			break;
-		s->made = Py_NewRef(PyList_GetItem(wcs, i));
+		s->made = Py_NewRef(wc);
 		s->next = list;
 		list = s;
 	}
@@ -1243,7 +1250,7 @@ static PyMethodDef poller_methods[] = {
 	{ "put_back", put_back_made, METH_O, NULL },
 	{ "first_failed", first_failed, METH_NOARGS, NULL },
 	{ "release", release, METH_NOARGS, NULL },
-	{ "cancel", cancel, METH_NOARGS, NULL },
+	{ "cancel", cancel, METH_O, NULL },
 	{ "claim", claim, METH_O, NULL },
 	RP_METHOD(unclaim),
 	{ NULL, NULL, 0, NULL },

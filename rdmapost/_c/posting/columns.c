@@ -139,7 +139,8 @@ static int make_values(struct columns *c, struct column *col, size_t count)
 
 static int no_column(PyObject *name, PyObject *given)
 {
-	PyErr_Format(PyExc_TypeError, COLUMN_IS "this %R", name, (PyObject *)Py_TYPE(given));
+	PyErr_Format(PyExc_TypeError, COLUMN_IS "this %R; array.array('q', [...]) makes one", name,
+		     (PyObject *)Py_TYPE(given));
 	return -1;
 }
 
@@ -191,6 +192,23 @@ static int read_column(struct columns *c, struct column *col, PyObject *given)
 		read = read_view(c, col, &view);
 	PyBuffer_Release(&view);
 	return read;
+}
+
+/* Refuse what looks like a column for a field that all rows share; 0, or -1 with an exception. */
+static int refuse_column(PyObject *name, PyObject *given)
+{
+	int rows = PyList_Check(given) || PyTuple_Check(given);
+	Py_buffer view;
+
+	if (!rows && !PyLong_Check(given) && PyObject_CheckBuffer(given)) {
+		if (PyObject_GetBuffer(given, &view, PyBUF_FULL_RO))
+			return -1;
+		rows = view.ndim > 0;
+		PyBuffer_Release(&view);
+	}
+	if (rows)
+		PyErr_Format(PyExc_TypeError, "%U cannot be a column: all rows have the same", name);
+	return rows ? -1 : 0;
 }
 
 /* A value for all rows was read. If it was refused, so is row 0. 0, or -1 with an exception. */
@@ -245,6 +263,8 @@ static int read_numbers(struct columns *c, const struct field *field, PyObject *
 		given = rp_item(given, 1);
 	}
 	read = read_column(c, &col, given);
+	if (!read && (blocks || PyList_Check(given) || PyTuple_Check(given)))
+		return no_column(blocks ? index_name : name, given);
 	return read ? read : note_refusal(c, rp_read_number(&c->post, name, given, field->max, number));
 }
 
@@ -257,7 +277,7 @@ static int read_field(struct columns *c, struct request *r, const struct field *
 	int read;
 
 	if (field->what != NUMBER && field->what != NETWORK)
-		return note_refusal(c, rp_read_object(&c->post, r, field, given));
+		return refuse_column(field->slot.name, given) ? -1 : note_refusal(c, rp_read_object(&c->post, r, field, given));
 	read = read_numbers(c, field, field->slot.name, given, &number);
 	if (!read)
 		rp_put_number(field, c->post.structs + r->at + field->at, number);
@@ -289,7 +309,7 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 		return c->signal_every ? 0 : -1;
 	}
 	if (name == type->flags.name)
-		return note_refusal(c, rp_read_number(&c->post, name, given, UINT32_MAX, &r->flags));
+		return refuse_column(name, given) ? -1 : note_refusal(c, rp_read_number(&c->post, name, given, UINT32_MAX, &r->flags));
 	/* Keywords in source code are interned; others may not be. */
 	interned = Py_NewRef(name);
 	PyUnicode_InternInPlace(&interned);

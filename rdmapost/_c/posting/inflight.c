@@ -314,7 +314,7 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 		if (entry->state != RP_UNBIND)
 			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
-				entry->state != RP_BIND, &q->binder, entry->serial);
+				entry->state != RP_BIND, q->binder, entry->serial);
 	}
 	rp_unpin_all(entry->refs);
 	Py_XDECREF(entry->refs);
@@ -435,7 +435,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	return found;
 }
 
-/* enroll(queues): let rp_find_queue() find it there, until leave(). */
+/* enroll(queues): let rp_find_queue() find it there. */
 static PyObject *in_flight_enroll(PyObject *self, PyObject *queues)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
@@ -471,10 +471,40 @@ static void leave(struct rp_in_flight *q)
 	Py_DECREF(key);
 }
 
-static PyObject *in_flight_leave(PyObject *self, PyObject *unused)
+/* ---- the owner ---------------------------------------------------------- */
+
+/* The queues have been destroyed: drop their records. */
+static void forget(PyObject *queues)
 {
-	(void)unused;
-	leave((struct rp_in_flight *)self);
+	for (Py_ssize_t i = 0; i < PyTuple_Size(queues); i++) {
+		struct rp_in_flight *q = (struct rp_in_flight *)PyTuple_GetItem(queues, i);
+
+		leave(q);
+		clear(q, UINT64_MAX);
+	}
+}
+
+/* own_queues(handle, *queues): its close drops their records, whatever fails in Python. */
+static PyObject *own_queues(PyObject *module, PyObject *args)
+{
+	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
+	struct rp_handle *h = (struct rp_handle *)PyTuple_GetItem(args, 0);
+
+	(void)module;
+	if (!queues || !h) {
+		Py_XDECREF(queues);
+		return NULL;
+	}
+	for (Py_ssize_t i = 0; i < PyTuple_Size(queues); i++)
+		if (!rp_is_handle((PyObject *)h) || h->queues ||
+		    !PyObject_TypeCheck(PyTuple_GetItem(queues, i),
+					(PyTypeObject *)rp_in_flight_type)) {
+			Py_DECREF(queues);
+			PyErr_SetString(PyExc_TypeError, "not queues, or the handle has its queues");
+			return NULL;
+		}
+	h->forget = forget;
+	h->queues = queues;
 	Py_RETURN_NONE;
 }
 
@@ -498,7 +528,11 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (!q)
 		return NULL;
 	q->in_order = in_order;
-	q->binder.queue = (PyObject *)q;
+	q->binder = rp_new_binder();
+	if (!q->binder) {
+		Py_DECREF((PyObject *)q);
+		return PyErr_NoMemory();
+	}
 	if (tagged != Py_None)
 		q->tagged = (struct rp_in_flight *)Py_NewRef(tagged);
 	/* No two queues of a process share one. */
@@ -533,16 +567,10 @@ static void in_flight_dealloc(PyObject *self)
 	PyObject_GC_UnTrack(self);
 	leave(q);
 	clear(q, UINT64_MAX);
+	rp_drop_binder(q->binder);
 	PyMem_Free(q->entries);
 	Py_XDECREF((PyObject *)q->tagged);
 	rp_free(self);
-}
-
-static PyObject *in_flight_clear_all(PyObject *self, PyObject *unused)
-{
-	(void)unused;
-	clear((struct rp_in_flight *)self, UINT64_MAX);
-	Py_RETURN_NONE;
 }
 
 static PyObject *in_flight_clear_until(PyObject *self, PyObject *arg)
@@ -669,11 +697,8 @@ static PyObject *in_flight_number(PyObject *self, void *unused)
 
 static PyMethodDef in_flight_methods[] = {
 	{ "enroll", in_flight_enroll, METH_O, NULL },
-	{ "leave", in_flight_leave, METH_NOARGS, NULL },
 	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
-	{ "clear", in_flight_clear_all, METH_NOARGS,
-	  "Forget everything: the queue has been destroyed." },
 	{ "clear_until", in_flight_clear_until, METH_O,
 	  "Forget what had been posted when `posted` had this value: the queue was reset then." },
 	{ NULL, NULL, 0, NULL },
@@ -738,6 +763,7 @@ static PyType_Slot sent_slots[] = {
 
 static PyMethodDef functions[] = {
 	{ "peek_queues", peek_queues, METH_VARARGS, NULL },
+	{ "own_queues", own_queues, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

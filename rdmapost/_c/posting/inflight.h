@@ -40,7 +40,7 @@ struct rp_in_flight {
 	uint64_t done; /* of these */
 	uint64_t base; /* the queue's part of a cookie */
 	uint64_t begun; /* work requests done in the first entry */
-	struct rp_binder binder;
+	struct rp_binder *binder;
 	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
 	PyObject *queues, *key; /* the dict for rp_find_queue(), and its key there; or NULL */
 	struct rp_entry *entries;

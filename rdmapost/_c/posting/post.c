@@ -477,7 +477,7 @@ static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct
 	if (outcome.code)
 		take_back_each(q, post, (size_t)taken, outcome.posted);
 	if (post->binds)
-		rp_note_binder(owner, &q->in_flight->binder);
+		rp_note_binder(owner, q->in_flight->binder);
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
 	raised = rp_end_and_run(q, &posting, taken > 0);

@@ -595,20 +595,16 @@ int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struc
 PyObject *rp_make_sges(const struct post *post, const struct request *r)
 {
 	const struct ibv_sge *sge = rp_sges(post, r);
-	PyObject *sges = PyTuple_New(r->num_sge);
+	PyObject *sges = PyList_New(0), *made;
 
-	/* While the others are made, any code can see the tuple through the collector. */
 	for (int i = 0; sges && i < r->num_sge; i++)
-		PyTuple_SetItem(sges, i, Py_NewRef(Py_None));
-	for (int i = 0; sges && i < r->num_sge; i++) {
-		PyObject *one = rp_make_sge(sge[i].addr, sge[i].length,
-					    PyLong_FromUnsignedLong(sge[i].lkey),
-					    post->owners[r->owners + (size_t)i]);
-
-		if (!one || PyTuple_SetItem(sges, i, one))
+		if (rp_append_new(sges, rp_make_sge(sge[i].addr, sge[i].length,
+						    PyLong_FromUnsignedLong(sge[i].lkey),
+						    post->owners[r->owners + (size_t)i])))
 			Py_CLEAR(sges);
-	}
-	return sges;
+	made = sges ? PyList_AsTuple(sges) : NULL;
+	Py_XDECREF(sges);
+	return made;
 }
 
 void rp_free_post(struct post *post)

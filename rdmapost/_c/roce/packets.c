@@ -14,7 +14,7 @@ enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8, /* bytes */
        MAX_SEGMENTS = 64, /* in one message, for any kernel */
        SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
 
-static Py_ssize_t refuse(const char *why)
+static int refuse(const char *why)
 {
 	PyErr_SetString(PyExc_ValueError, why);
 	return -1;
@@ -109,7 +109,7 @@ static int read_flow(struct flow *flow, const Py_buffer *given) /* 0, or -1 with
 
 	if (!is_ipv4 && (given->len != IPV6 + UDP || bytes[0] >> 4 != 6))
 		return refuse("flow must be an IPv4 header without options, or an IPv6 header, "
-			      "and a UDP header"), -1;
+			      "and a UDP header");
 	*flow = (struct flow){ .is_ipv4 = is_ipv4, .ip = given->len - UDP,
 			       .longest = UINT16_MAX - UDP - (is_ipv4 ? IPV4 : 0) };
 	memset(flow->bytes, 0xff, ONES);
@@ -195,6 +195,17 @@ static Py_ssize_t read_some(struct source *from, uint8_t *to, Py_ssize_t room)
 	return done;
 }
 
+/* Whether nothing is left to read; if something is, or it cannot be read, with an exception. */
+static int is_used_up(struct source *from)
+{
+	uint8_t more;
+	Py_ssize_t n = read_some(from, &more, 1);
+
+	if (n > 0)
+		refuse("payload is left over, or does not fit");
+	return !n;
+}
+
 /* Write one packet; return its size, or -1 with an exception. */
 static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, PyObject *header,
 			    struct source *payload, Py_ssize_t mtu, Py_ssize_t id)
@@ -202,7 +213,6 @@ static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, Py
 	Py_ssize_t size, n, padding;
 	char *bytes;
 	uint32_t icrc;
-	uint8_t more;
 
 	if (PyBytes_AsStringAndSize(header, &bytes, &size))
 		return -1;
@@ -211,7 +221,8 @@ static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, Py
 		return refuse("a header or mtu is too small, or a packet too large");
 	memcpy(out, bytes, (size_t)size);
 	n = read_some(payload, out + size, mtu < room ? mtu : room);
-	if (n < 0 || (n == room && n < mtu && (room = -read_some(payload, &more, 1)) > 0))
+	/* The next packet must not get what this one has no room for. */
+	if (n < 0 || (n == room && n < mtu && !is_used_up(payload)))
 		return -1;
 	padding = -(size + n) & 3;
 	if (padding > room - n)
@@ -232,7 +243,6 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	PyObject *headers, *buffers;
 	Py_buffer out, given;
 	struct flow flow;
-	uint8_t more;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*y*OOn", &out, &given, &headers, &buffers, &mtu))
@@ -255,8 +265,8 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 			break;
 		segment = i ? segment : n;
 	}
-	if (!PyErr_Occurred() && read_some(&payload, &more, 1) > 0)
-		refuse("payload is left over");
+	if (!PyErr_Occurred())
+		is_used_up(&payload);
 	PyBuffer_Release(&payload.view);
 	Py_XDECREF(payload.buffers);
 	Py_XDECREF(headers);

@@ -184,21 +184,24 @@ static PyObject *soft_posted(PyObject *self, PyObject *args)
 /* clear(queue), for on_commit: empty the queue and free its slots. */
 static PyObject *soft_clear(PyObject *self, PyObject *args)
 {
-	PyObject *queue, *pending, *posted, *done;
+	PyObject *queue, *item;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
 		return NULL;
-	pending = ((struct device_queue *)queue)->pending;
-	rp_data_lock();
-	/* Keep the items alive, so that nothing is deallocated under the lock. */
-	posted = PySequence_Tuple(pending);
+	do {
+		rp_data_lock();
+		/* An empty deque raises. */
+		item = PyObject_CallMethodObjArgs(((struct device_queue *)queue)->pending,
+						  rp_names[POPLEFT], NULL);
+		if (!item)
+			((struct device_queue *)queue)->used = 0;
+		rp_data_unlock();
+		/* Nothing is deallocated under the lock. */
+		Py_XDECREF(item);
+	} while (item);
 	PyErr_Clear();
-	done = PyObject_CallMethod(pending, "clear", NULL);
-	((struct device_queue *)queue)->used = 0;
-	rp_data_unlock();
-	Py_XDECREF(posted);
-	return done;
+	Py_RETURN_NONE;
 }
 
 /* resize(queue, depth): set the number of slots; returns False if more are in use. */
@@ -338,17 +341,19 @@ static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int max)
 {
+	PyObject *sges;
+
 	/* A negative count converts to a huge one. */
 	if ((unsigned int)count > max || (count && !sge))
 		return EINVAL;
-	wqe->sges = PyTuple_New(count);
-	for (int i = 0; wqe->sges && i < count; i++) {
-		PyObject *one = Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
-					      (unsigned int)sge[i].length, (unsigned int)sge[i].lkey);
-
-		if (!one || PyTuple_SetItem(wqe->sges, i, one))
-			return ENOMEM;
-	}
+	sges = PyList_New(0);
+	for (int i = 0; sges && i < count; i++)
+		if (rp_append_new(sges, Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
+						      (unsigned int)sge[i].length,
+						      (unsigned int)sge[i].lkey)))
+			Py_CLEAR(sges);
+	wqe->sges = sges ? PyList_AsTuple(sges) : NULL;
+	Py_XDECREF(sges);
 	return wqe->sges ? 0 : ENOMEM;
 }
 

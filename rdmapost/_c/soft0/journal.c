@@ -84,14 +84,32 @@ static int note_call(PyObject *list, PyObject *call)
 	return callable ? note(list, callable, PyTuple_GetSlice(call, 1, PyTuple_Size(call))) : -1;
 }
 
+/* The arguments are a tuple, or a list of the only one, which was not known at first. */
 static PyObject *make_recorded(PyObject *record)
 {
-	return PyObject_Call(PyTuple_GetItem(record, 0), PyTuple_GetItem(record, 1), NULL);
+	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1);
+
+	return PyList_CheckExact(args) ?
+		       PyObject_CallFunctionObjArgs(callable, PyList_GetItem(args, 0), NULL) :
+		       PyObject_Call(callable, args, NULL);
 }
 
 int rp_note_undo(PyObject *callable, PyObject *argument)
 {
 	return rp_is_journaled() ? note(undo, callable, PyTuple_Pack(1, argument)) : 0;
+}
+
+/* Record a call whose argument set_argument() gives; 0, or -1 with an exception. */
+static int note_undo_of_result(PyObject *callable)
+{
+	PyObject *args;
+
+	if (!rp_is_journaled())
+		return 0;
+	args = PyList_New(0);
+	if (args && PyList_Append(args, Py_None))
+		Py_CLEAR(args);
+	return note(undo, callable, args);
 }
 
 void rp_note_unchanged(void)
@@ -108,7 +126,7 @@ static void set_argument(PyObject *argument)
 	if (!rp_is_journaled())
 		return;
 	record = PyList_GetItem(undo, PyList_Size(undo) - 1);
-	PyTuple_SetItem(PyTuple_GetItem(record, 1), 0, Py_NewRef(argument));
+	PyList_SetItem(PyTuple_GetItem(record, 1), 0, Py_NewRef(argument));
 }
 
 int rp_note_added(PyObject *cq)
@@ -159,14 +177,15 @@ void rp_journal_rollback(void)
 	PyErr_Fetch(&type, &value, &trace);
 	active = 0;
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
-		PyObject *record = PyList_GetItem(undo, i - 1), *done;
+		PyObject *record = PyList_GetItem(undo, i - 1), *done = NULL;
+		int lacks_memory = record != Py_None;
 
-		if (record == Py_None)
-			continue;
-		done = make_recorded(record);
-		/* A change that was recorded but not made cannot be undone. */
-		if (!done)
+		/* Any other error: a change that was recorded but not made cannot be undone. */
+		for (int try = 0; !done && lacks_memory && try < MAX_INTERRUPTS; try++) {
+			done = make_recorded(record);
+			lacks_memory = !done && PyErr_ExceptionMatches(PyExc_MemoryError);
 			PyErr_Clear();
+		}
 		Py_XDECREF(done);
 	}
 	rp_journal_forget();
@@ -238,7 +257,7 @@ static PyObject *made(PyObject *self, PyObject *args)
 	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result = NULL;
 
 	(void)self;
-	if (call && !rp_note_undo(PyTuple_GetItem(args, 0), Py_None)) {
+	if (call && !note_undo_of_result(PyTuple_GetItem(args, 0))) {
 		result = rp_call(call);
 		if (result)
 			set_argument(result);
@@ -272,7 +291,7 @@ static PyObject *take(PyObject *self, PyObject *deque)
 
 	(void)self;
 	rp_data_lock();
-	if (back && !rp_note_undo(back, Py_None)) {
+	if (back && !note_undo_of_result(back)) {
 		item = PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL);
 		if (item)
 			set_argument(item);

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ..._binding import native
 from ...enums import Opcode, QPType
-from ...standard.wire import ICRC_BYTES
+from ...standard.wire import BTH_BYTES, ICRC_BYTES
 from ..soft0.engine.memory import copy
 from ..soft0.engine.transport_messages import Request, Segments
 
@@ -319,7 +319,7 @@ class Packet(Request):
         return rest
 
 
-_SMALLEST = Struct("!BBHII").size + ICRC_BYTES
+_SMALLEST = BTH_BYTES + ICRC_BYTES
 _ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
 

@@ -38,9 +38,9 @@ def verb(function: Callable[_P, _R]) -> staticmethod[_P, _R]:
 _tables: list[dict[Any, Any]] = []
 
 
-def table() -> dict[Any, Any]:
+def table() -> JournaledDict:
     """Return a new table that a fork empties in the child."""
-    made: dict[Any, Any] = JournaledDict()
+    made = JournaledDict()
     _tables.append(made)
     return made
 
@@ -52,7 +52,7 @@ _handles = itertools.count(1)
 _HANDLE_MASK = 0xFFFF_FFFF
 
 
-_wholes: dict[int, Any] = table()
+_wholes = table()
 """The structs around those with a handle: a pointer to a part does not keep the whole."""
 contexts: dict[int, OpenDevice] = table()
 """Open contexts, by their struct's address."""
@@ -103,7 +103,7 @@ def drop(struct: Any, name: str) -> Any:
     """
     found, handle = bound(struct, name), struct.handle
     del objects[handle]
-    _wholes.pop(handle, None)
+    _wholes.discard(handle)
     return found
 
 

@@ -67,7 +67,7 @@ class ServerState:
             )
         timeout = time_limit(timeout)
         if idle_timeout is not None:
-            idle_timeout = time_limit(idle_timeout, "idle_timeout")
+            idle_timeout = time_limit(idle_timeout, "idle_timeout", "seconds or None")
         self.context, self.exposure, self._given = context, exposure, given
         self.token, self.max_clients = token, max_clients
         self.timeout, self.idle_timeout = timeout, idle_timeout

@@ -367,8 +367,12 @@ def _firewall(system: System) -> Finding:
     return Finding(
         "firewall",
         "info",
-        f"RoCE v2 is UDP to port {_ROCE_PORT}; "
-        + (f"rules of {', '.join(loaded)} may drop it" if loaded else "no packet filter is loaded")
-        + ", and so may the network or a cloud's security group",
+        f"RoCE v2 uses UDP port {_ROCE_PORT}. "
+        + (
+            f"Rules of {', '.join(loaded)}, the network or a cloud security group may drop it."
+            if loaded
+            else "No packet filter is loaded here, but the network or a cloud security group may "
+            "still drop it."
+        ),
         f"nft list ruleset; allow UDP {_ROCE_PORT} on both sides" if loaded else "",
     )

@@ -8,7 +8,7 @@ import os
 import re
 from enum import Enum
 
-from ...enums import WCStatus
+from ...enums import EventType, WCStatus
 from ...errors import RdmaError, describe_errno
 from .access_flags import ACCESS_FLAGS, OPS_FLAGS
 from .errnos import ALIASES, ERRNOS
@@ -39,7 +39,8 @@ _NUMBERED = ("status", "errno")
 """The kinds that programs print as bare numbers."""
 
 
-PHRASES: dict[str, WCStatus] = {
+PHRASES: dict[str, WCStatus | EventType] = {
+    # ibv_wc_status_str()
     "transport retry counter exceeded": WCStatus.RETRY_EXC_ERR,
     "memory management operation error": WCStatus.MW_BIND_ERR,
     "Work Request Flushed Error": WCStatus.WR_FLUSH_ERR,
@@ -63,8 +64,29 @@ PHRASES: dict[str, WCStatus] = {
     "general error": WCStatus.GENERAL_ERR,
     "TM error": WCStatus.TM_ERR,
     "TM software rendezvous": WCStatus.TM_RNDV_INCOMPLETE,
+    # ibv_event_type_str()
+    "CQ error": EventType.CQ_ERR,
+    "local work queue catastrophic error": EventType.QP_FATAL,
+    "invalid request local work queue error": EventType.QP_REQ_ERR,
+    "local access violation work queue error": EventType.QP_ACCESS_ERR,
+    "communication established": EventType.COMM_EST,
+    "send queue drained": EventType.SQ_DRAINED,
+    "path migrated": EventType.PATH_MIG,
+    "path migration request error": EventType.PATH_MIG_ERR,
+    "local catastrophic error": EventType.DEVICE_FATAL,
+    "port active": EventType.PORT_ACTIVE,
+    "port error": EventType.PORT_ERR,
+    "LID change": EventType.LID_CHANGE,
+    "P_Key change": EventType.PKEY_CHANGE,
+    "SM change": EventType.SM_CHANGE,
+    "SRQ catastrophic error": EventType.SRQ_ERR,
+    "SRQ limit reached": EventType.SRQ_LIMIT_REACHED,
+    "last WQE reached": EventType.QP_LAST_WQE_REACHED,
+    "client reregistration": EventType.CLIENT_REREGISTER,
+    "GID table change": EventType.GID_CHANGE,
+    "WQ fatal": EventType.WQ_FATAL,
 }
-"""What ibv_wc_status_str() returns, and so most programs print."""
+"""What libibverbs calls statuses and events, and so most programs print."""
 
 
 class UnknownNameError(RdmaError, LookupError):
@@ -84,6 +106,12 @@ def _key(name: str) -> str:
     return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
+def of_member(member: WCStatus | EventType) -> list[Explanation]:
+    """Return the explanations of a status or an event."""
+    ones = STATUSES if isinstance(member, WCStatus) else EVENTS
+    return [one for one in ones if one.number == member and one.kind != "wc_flag"]
+
+
 def _index() -> dict[str, list[Explanation]]:
     found: dict[str, list[Explanation]] = {}
     for one in _ALL:
@@ -91,8 +119,7 @@ def _index() -> dict[str, list[Explanation]]:
         if one.kind == "errno":
             spellings.append(os.strerror(one.number))
             spellings += [alias for alias, name in ALIASES.items() if name == one.name]
-        elif one.kind == "status":
-            spellings += [phrase for phrase, status in PHRASES.items() if status == one.number]
+        spellings += [text for text, member in PHRASES.items() if one in of_member(member)]
         for key in {_key(spelling) for spelling in spellings}:
             found.setdefault(key, []).append(one)
     return found
@@ -113,16 +140,19 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         what: a completion status, an errno, an opcode, a QP type or state, a
             flag or an event: a member of an enumeration; its name in Python
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
-            what ibv_wc_status_str or strerror returns; or the number of a
-            status or errno (a negative one only of an errno).
+            what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
+            number of a status or errno (a negative one only of an errno).
 
     Returns:
         all with this name or number; 13 is a status and an errno, and SEND an
         opcode of work requests and of completions.
 
     Raises:
+        TypeError: what is neither text, nor a number, nor a member of an enumeration.
         UnknownNameError: there is none.
     """
+    if not isinstance(what, str | int | Enum):
+        raise TypeError(f"expected a name or a number, got {type(what).__name__}")
     text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else str(what).strip()
     if re.fullmatch(r"-?\d{1,9}|0[xX][0-9a-fA-F]{1,8}", text):
         return _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
@@ -149,7 +179,11 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
     if abs(number) in errno.errorcode:
         text = describe_errno(abs(number))
         raise UnknownNameError(f"{text} is not an error that verbs are known to return", ())
-    raise UnknownNameError(f"{number} is not the number of a status or an errno", ())
+    raise UnknownNameError(
+        f"{number} is not the number of a status or an errno"
+        + ("; only the device's driver knows what a vendor_err means" if number > 0 else ""),
+        (),
+    )
 
 
 def _nearest(text: str) -> tuple[str, ...]:

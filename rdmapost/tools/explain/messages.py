@@ -8,17 +8,16 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...enums import EventType, WCStatus
+from ...enums import WCStatus
 from .errnos import ERRNOS
 from .event_types import EVENTS
-from .lookup import PHRASES
+from .lookup import PHRASES, of_member
 from .model import Explanation
 from .statuses import STATUSES
 
 _LONGEST_LINE = 4096
 
-_OTHER_PHRASES: dict[str, WCStatus | EventType] = {
-    # UCX has its own.
+_UCX_PHRASES: dict[str, WCStatus] = {
     "transport retry count exceeded": WCStatus.RETRY_EXC_ERR,
     "receive-no-ready retry count exceeded": WCStatus.RNR_RETRY_EXC_ERR,
     "local QP operation": WCStatus.LOC_QP_OP_ERR,
@@ -29,22 +28,18 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType] = {
     "invalid request on": WCStatus.REM_INV_REQ_ERR,
     "local length on": WCStatus.LOC_LEN_ERR,
     "WR flushed because QP in error state": WCStatus.WR_FLUSH_ERR,
-    # ibv_event_type_str().
-    "local work queue catastrophic error": EventType.QP_FATAL,
-    "invalid request local work queue error": EventType.QP_REQ_ERR,
-    "local access violation work queue error": EventType.QP_ACCESS_ERR,
-    "local catastrophic error": EventType.DEVICE_FATAL,
-    "SRQ catastrophic error": EventType.SRQ_ERR,
-    "path migration request error": EventType.PATH_MIG_ERR,
-    "last WQE reached": EventType.QP_LAST_WQE_REACHED,
-    "GID table change": EventType.GID_CHANGE,
-    "client reregistration": EventType.CLIENT_REREGISTER,
 }
 
-_VAGUE = ("fatal error", "general error", "aborted error", "TM error")
-"""Phrases that any program may print; they name a status only on a line about a completion."""
-
 _COMPLETION = re.compile(r"\b(completion|wr_id|wc|cqe?)\b", re.IGNORECASE)
+_EVENT = re.compile(r"\b(async\w*|events?)\b", re.IGNORECASE)
+_VAGUE = {
+    **dict.fromkeys(("fatal error", "general error", "aborted error", "tm error"), _COMPLETION),
+    **dict.fromkeys(
+        ("cq error", "port active", "port error", "path migrated", "lid change", "sm change"),
+        _EVENT,
+    ),
+}
+"""Phrases that any program may print, and what else is on a line where they mean this."""
 
 _STATUS_NUMBER = re.compile(
     # "Failed status 12:", "status=12", "status number 12"; libfabric's "prov_errno 5".
@@ -81,12 +76,9 @@ class Mention:
 
 def _phrases() -> dict[str, Explanation]:
     """Return what each phrase means, in lower case."""
-    by_status = {one.number: one for one in STATUSES}
-    by_event = {one.number: one for one in EVENTS if one.kind == "event"}
     found = {os.strerror(one.number): one for one in ERRNOS}
-    found |= {phrase: by_status[status] for phrase, status in PHRASES.items()}
-    for phrase, member in _OTHER_PHRASES.items():
-        found[phrase] = (by_status if isinstance(member, WCStatus) else by_event)[member]
+    for phrase, member in (PHRASES | _UCX_PHRASES).items():
+        (found[phrase],) = of_member(member)
     return {phrase.lower(): one for phrase, one in found.items()}
 
 
@@ -149,10 +141,9 @@ def _in_line(line: str) -> list[Explanation]:
     for match in _NAME.finditer(line):
         if one := _BY_NAME.get(match[0]) or _other_errno(match[0]):
             at.append((match.start(), one))
-    about_completion = _COMPLETION.search(line) is not None
     for match in _WORDS.finditer(line):
         phrase = match[0].lower()
-        if about_completion or phrase not in map(str.lower, _VAGUE):
+        if phrase not in _VAGUE or _VAGUE[phrase].search(line):
             at.append((match.start(), _BY_PHRASE[phrase]))
     for pattern, numbers in ((_STATUS_NUMBER, _STATUS), (_ERRNO_NUMBER, _ERRNO)):
         for match in pattern.finditer(line):

@@ -334,3 +334,53 @@ except (ZeroDivisionError, MemoryError):
 def test_rollback_needs_no_memory():
     pytest.importorskip("_testcapi")
     assert prints(ROLLED_BACK) == "True"
+
+
+CLOSED_WITHOUT_MEMORY = """
+import warnings
+import _testcapi
+import rdmapost as rp
+
+warnings.simplefilter("ignore")
+context = rp.open_device("soft0")
+
+def make():
+    pd = rp.PD(context)
+    cq = rp.CQ(context)
+    qp = rp.QP(pd, rp.QPType.RC, cq)
+    mr = rp.MR(pd, 64)
+    return {
+        "ah": qp.ah_to(qp.endpoint()), "srq": rp.SRQ(pd), "mw": rp.MW(pd), "mr": mr, "qp": qp,
+        "cq": cq, "pd": pd,
+    }
+
+refused = 0
+for name in ("ah", "srq", "mw", "mr", "qp", "cq", "pd"):
+    for burst in (1, 2, 5, 30):
+        for at in range(300):
+            made = make()
+            while next(iter(made)) != name:
+                made.pop(next(iter(made))).close()
+            one = made.pop(name)
+            _testcapi.set_nomemory(at, at + burst)
+            try:
+                one.close()
+                done = True
+            except (MemoryError, rp.VerbsError):
+                done = False
+            finally:
+                _testcapi.remove_mem_hooks()
+            refused += not one.closed
+            one.close()
+            for each in made.values():
+                each.close()
+            if done:
+                break
+print("all can be closed" if refused else "no close ran out of memory")
+"""
+
+
+def test_what_could_not_be_closed_without_memory_can_be_closed_later():
+    """soft0 does not half destroy it."""
+    pytest.importorskip("_testcapi")
+    assert prints(CLOSED_WITHOUT_MEMORY).endswith("all can be closed")

@@ -274,6 +274,12 @@ def test_text_that_is_nothing_like_a_name_has_no_suggestion(what: str | int) -> 
     assert len(str(caught.value)) < 200
 
 
+@pytest.mark.parametrize("what", [None, 1.0, b"EINVAL", ["EINVAL"]])
+def test_what_is_no_name_is_a_type_error(what: object) -> None:
+    with pytest.raises(TypeError, match="expected a name or a number, got"):
+        explain(what)  # type: ignore[arg-type]
+
+
 def test_errno_without_a_text_is_named() -> None:
     for what in ("EADDRINUSE", "98", "-98"):
         with pytest.raises(UnknownNameError, match=r"EADDRINUSE \(98, Address already in use\)"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 from support.cli_runner import run
 
 import rdmapost as rp
-from rdmapost.explain import explain_lines
+from rdmapost import EventType, WCStatus
+from rdmapost.explain import explain, explain_lines
 
 LINES = [
     # ibv_rc_pingpong and its relatives
@@ -168,3 +170,33 @@ def test_log_without_an_error_fails_in_one_line() -> None:
 
 def test_empty_standard_input_lists_the_names() -> None:
     assert "completion status:\n" in piped(b"").stdout
+
+
+def test_every_text_of_libibverbs_is_known() -> None:
+    """Alone, and in a line that a program prints."""
+    library = ctypes.CDLL("libibverbs.so.1")
+    for function, members, line in (
+        ("ibv_wc_status_str", WCStatus, "Failed status {} for wr_id 3"),
+        ("ibv_event_type_str", EventType, "got async event: {} on port 1"),
+    ):
+        text_of = getattr(library, function)
+        text_of.restype = ctypes.c_char_p
+        for member in members:
+            text = text_of(member).decode()
+            if text == "unknown" or member is WCStatus.SUCCESS:
+                continue
+            assert member.name in [one.name for one in explain(text)], text
+            assert [one.explanation.name for one in explain_lines([line.format(text)])] == [
+                member.name
+            ]
+
+
+@pytest.mark.parametrize("line", ["eth0: port active", "sda: port error", "the path migrated"])
+def test_words_of_other_programs_are_no_events(line: str) -> None:
+    assert explain_lines([line]) == ()
+
+
+def test_argument_of_several_lines_is_read_as_lines() -> None:
+    lines = "first: Failed status transport retry counter exceeded\nthen: ret=-22"
+    found = run("explain", "--json", lines).doc["explanations"]
+    assert [one["name"] for one in found] == ["RETRY_EXC_ERR", "EINVAL"]

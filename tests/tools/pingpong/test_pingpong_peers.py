@@ -191,6 +191,20 @@ def test_a_peer_that_leaves_in_the_middle_of_a_run_is_reported(context, qp_type)
         assert f"a message was lost, which {qp_type.name} does not repeat" in text
 
 
+def test_peer_whose_memory_goes_while_a_message_arrives_is_reported_as_dead(soft):
+    """Soft-RoCE ends the send with REM_OP_ERR if the peer is killed at that moment."""
+    with rp.open_device(soft) as context:
+        context.faults.complete_with(2, rp.WCStatus.REM_OP_ERR)  # the client's first message
+        ends = run_pair(context, iters=5, server={"timeout": 0.5})
+    assert isinstance(ends.client, PingpongError)
+    assert re.fullmatch(
+        rf"{HOST}:\d+ could not accept a message, from the start \(REM_OP_ERR\): "
+        "it has died, or its device failed",
+        str(ends.client),
+    )
+    assert isinstance(ends.server, PingpongError)
+
+
 def test_an_interrupted_side_releases_everything_and_the_other_reports_that_it_died(
     context, monkeypatch
 ):

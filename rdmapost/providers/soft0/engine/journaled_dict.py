@@ -26,8 +26,13 @@ class JournaledDict(dict[Any, Any]):
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: Any) -> None:
-        native.undo(native.set_item, self, key, self[key])
-        dict.__delitem__(self, key)
+        if key not in self:
+            raise KeyError(key)
+        self.discard(key)
+
+    def discard(self, key: Any) -> None:
+        """Remove a key, if it is there, as the verb ends: to undo that might need memory."""
+        native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove a key; return what it stood for, or the default."""
