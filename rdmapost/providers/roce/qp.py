@@ -275,8 +275,7 @@ def hold(held: dict[int, Packet], packet: Packet) -> None:
     if kept is not None and kept.count >= packet.count:
         return
     if sum([each.count for each in held.values()]) + packet.count <= HELD:
-        packet.hold()
-        held[packet.psn] = packet
+        held[packet.psn] = packet.held()
 
 
 def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
@@ -285,7 +284,8 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
         packet = held[key]
         ahead = distance(key, psn)
         if ahead <= 0:
-            del held[key]
+            # At once: del would wait for the end of the step, in which it may be found again.
+            held.pop(key)
         if ahead <= 0 < ahead + packet.count:
             return packet.after(-ahead) if ahead else packet
     return None

@@ -17,7 +17,7 @@ from ...posting.rules import CONSUMES_RECEIVE, MAX_MSG_SIZE
 from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..soft0.engine import requester
-from ..soft0.engine.memory import ErrorStatus
+from ..soft0.engine.memory import ErrorStatus, copy
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance
 from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
@@ -499,12 +499,13 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
     wqe, row = request.wqe, packet.row
     done = (qp.una - request.psn) * qp.mtu
     end = qp.una + packet.count
+    value = b""
     if wqe.opcode == _READ and row in packets.READ_RESPONSES:
         # Each is as long as the MTU but the last, which says that it is.
         size = min(packet.count * qp.mtu, request.size - done)
         fits = end <= request.end and packet.length == size and row.ends == (end == request.end)
     elif wqe.opcode in _ATOMICS and row is packets.ATOMIC_ACKNOWLEDGE:
-        packet.data = [packet.value.to_bytes(8, sys.byteorder)]
+        value = packet.value.to_bytes(8, sys.byteorder)
         size, fits = 8, True
     else:
         size = 0
@@ -515,10 +516,14 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
     if size:
         sges = part(wqe.sges, request.offset + done, size)
         try:
-            packet.copy_to(qp.device.memory.local(qp.pd, sges, True))
+            target = qp.device.memory.local(qp.pd, sges, True)
         except ErrorStatus as error:
             fail(qp, error.status)
             return
+        if value:
+            copy([value], target)
+        else:
+            packet.copy_to(target)
     _advance(qp, end)
 
 

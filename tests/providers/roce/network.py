@@ -12,6 +12,7 @@ import heapq
 import itertools
 import random
 import struct
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from rdmapost.providers.roce.qp import RoceQueuePair
 from rdmapost.providers.soft0.engine.completion import CompletionQueue
 from rdmapost.providers.soft0.engine.device_queues import SharedReceiveQueue, WorkQueue
 from rdmapost.providers.soft0.engine.faults import PlannedFaults
+from rdmapost.providers.soft0.engine.journaled_dict import JournaledDict
 from rdmapost.providers.soft0.engine.memory import Memory, ProtectionDomain, Region
 from rdmapost.standard.wire import ICRC_BYTES
 
@@ -114,7 +116,7 @@ class Device:
         self.counters = Counters()
         self.context = Context()
         self.pd = ProtectionDomain()
-        self.timers: dict[RoceQueuePair, float] = {}
+        self.timers: dict[RoceQueuePair, float] = JournaledDict()
         self.numbers = itertools.count(len(network.devices) << 16 | 0x11)
         network.devices[gid] = self
 
@@ -125,35 +127,38 @@ class Device:
     def send(
         self, path: packets.Path, headers: list[bytes], payload: Any = (), mtu: int = 0
     ) -> None:
+        size = sum([len(piece) for piece in payload])
+        assert size <= mtu * len(headers)
+        cut = [max(0, min(mtu, size - n * mtu)) for n in range(len(headers))]
+        sizes = [
+            len(header) + n + -n % 4 + ICRC_BYTES for header, n in zip(headers, cut, strict=True)
+        ]
+        assert len(set(sizes[:-1])) <= 1
+        assert sizes[-1] <= sizes[0]
+        assert sum(sizes) <= 60_000
+        self.counters.sent += len(headers)
+        native.on_commit(self._carry, path, headers, payload, mtu)
+
+    def _carry(self, path: packets.Path, headers: list[bytes], payload: Any, mtu: int) -> None:
         data = b"".join(payload)
-        assert len(data) <= mtu * len(headers)
-        cut = [data[i * mtu : (i + 1) * mtu] for i in range(len(headers))]
         made = []
-        for header, part in zip(headers, cut, strict=True):
+        for n, header in enumerate(headers):
+            part = data[n * mtu : (n + 1) * mtu]
             padding = -len(part) % 4
             flags = header[1] | padding << 4
             packet = header[:1] + bytes((flags,)) + header[2:] + part + bytes(padding + ICRC_BYTES)
             made.append(packet)
-        sizes = [len(packet) for packet in made]
-        assert len(set(sizes[:-1])) <= 1
-        assert sizes[-1] <= sizes[0]
-        assert sum(sizes) <= 64_000
-        if not self.network.is_trying:
-            self.counters.sent += len(made)
-            self.network.carry(self.gid, path.dgid, made)
+        self.network.carry(self.gid, path.dgid, made)
 
     def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-        if self.network.is_trying:
-            return
         if when is None:
             self.timers.pop(qp, None)
         else:
             self.timers[qp] = when
-            self.network.at(when, self, None)
+            native.on_commit(self.network.at, when, self, None)
 
     def again(self, qp: RoceQueuePair) -> None:
-        if not self.network.is_trying:
-            self.network.ready.append(qp)
+        native.on_commit(self.network.ready.append, qp)
 
     def unpark(self, qp: RoceQueuePair) -> None:
         pass
@@ -235,6 +240,56 @@ def _interrupted(function: Any, arguments: Any) -> None:
     raise Interrupted
 
 
+_ATOMS = (int, float, str, bytes, frozenset, type(None), type, ProtectionDomain)
+_MANY = (tuple, list, deque)
+
+
+def _first(item: tuple[Any, Any]) -> int:
+    return item[0] if isinstance(item[0], int) else id(item[0])
+
+
+def state_of(*roots: Any, most: int = 1 << 16) -> tuple[dict[int, Any], list[Any]]:
+    """Return everything reachable from objects, to compare; and them, to keep them.
+
+    Args:
+        most: how many bytes of each memory to compare.
+    """
+    found: dict[int, Any] = {}
+    left: list[Any] = list(roots)
+    kept: list[Any] = []
+    while left:
+        each = left.pop()
+        if id(each) in found:
+            continue
+        kept.append(each)
+        if isinstance(each, _ATOMS):
+            found[id(each)] = each if isinstance(each, (int, float)) else None
+            continue
+        if isinstance(each, memoryview):
+            found[id(each)] = zlib.crc32(each[:most])
+            continue
+        if isinstance(each, _MANY):
+            parts = list(each)
+        elif isinstance(each, dict):
+            # Their order may change, by a rollback.
+            parts = [part for item in sorted(each.items(), key=_first) for part in item]
+        elif callable(each) or type(each).__module__ == "itertools":
+            parts = []
+        else:
+            names = [*getattr(each, "__dict__", ())]
+            for cls in type(each).__mro__:
+                names += getattr(cls, "__slots__", ())
+            if isinstance(each, native.DeviceQueue):
+                names += ["pending", "used", "silent", "refuses", "prompt", "depth", "armed"]
+            parts = [part for name in names for part in (name, getattr(each, name, None))]
+        # Numbers are made anew when they are read.
+        found[id(each)] = [
+            part if isinstance(part, (int, float, str)) else id(part) for part in parts
+        ]
+        left += [part for part in parts if not isinstance(part, (int, float, str))]
+    return found, kept
+
+
 class Network:
     """Time, and what is on its way."""
 
@@ -250,9 +305,8 @@ class Network:
         """The senders and packets, if a test wants them."""
         self.drop: Any = None
         """Called with each packet; drops it if it returns true."""
-        self.interrupts = False
+        self.interrupts = True
         """Whether each step is interrupted at its end, rolled back, and repeated."""
-        self.is_trying = False
 
     def at(self, when: float, device: Any, what: Any) -> None:
         heapq.heappush(self._events, (when, next(self._count), device, what))
@@ -279,14 +333,29 @@ class Network:
                 self.at(when + draw() * weather.late, device, (source, packet))
 
     def step(self, function: Any, *arguments: Any) -> Any:
-        """Call the engine."""
-        if not self.interrupts:
-            return function(*arguments)
-        self.is_trying = True
-        with contextlib.suppress(Interrupted):
-            native.verb(_interrupted, function, arguments)
-        self.is_trying = False
+        """Call the engine, in a transaction."""
+        if self.interrupts:
+            before, kept = self.state(arguments)
+            with contextlib.suppress(Interrupted):
+                native.verb(_interrupted, function, arguments)
+            after, _ = self.state(arguments)
+            if before != after:
+                changed = [
+                    (type(each), before[id(each)], after.get(id(each)))
+                    for each in kept
+                    if before[id(each)] != after.get(id(each))
+                ]
+                raise AssertionError(f"{function} left a trace: {changed}")
         return native.verb(function, *arguments)
+
+    def state(self, arguments: Any) -> tuple[dict[int, Any], list[Any]]:
+        """Return the state of the devices, and of what is on its way."""
+        parts: list[Any] = [self.ready, len(self._events)]
+        for device in self.devices.values():
+            parts += [device.memory, device.qps, device.srqs, device.counters, device.timers]
+            parts += [device.context.faults, device.context.events.seen]
+        parts += [each for each in arguments if isinstance(each, RoceQueuePair)]
+        return state_of(*parts)
 
     def run_ready(self) -> None:
         """Go on with the queue pairs that asked for it."""
@@ -304,7 +373,7 @@ class Network:
         receives = queue.queue if isinstance(queue, SharedReceiveQueue) else queue.rq
         receives.pending.extend(wqes)  # type: ignore[arg-type]
         if isinstance(queue, RoceQueuePair) and queue.state is QPState.ERR:
-            self.step(queue.flush_posted)
+            self.step(engine.execute_next, queue)
 
     def call_at(self, when: float, function: Any) -> None:
         """Call a function at a time."""

@@ -259,6 +259,7 @@ def test_later_posts_do_not_put_the_timeout_off():
 
 def test_without_a_timeout_the_peer_may_take_as_long_as_it_likes():
     alone = Alone(timeout=0, retry_cnt=0)
+    alone.network.interrupts = False
     post(alone, send(alone, 1))
     alone.network.run(alone.network.now + 100)
     assert statuses(alone) == []
@@ -416,6 +417,19 @@ def test_responses_that_overtook_each_other_cost_nothing(alone):
     alone.network.run()
     assert alone.peer.got == []
     assert alone.device.counters.retransmitted == 0
+
+
+def test_early_response_that_answers_nothing_is_dropped(alone):
+    post(alone, send(alone, 1, 2 * MTU_BYTES, Opcode.RDMA_READ))
+    alone.peer.take()
+    respond(alone, SQ_PSN + 1, "LAST", b"b" * 10)
+    respond(alone, SQ_PSN, "FIRST", b"a" * MTU_BYTES)
+    assert not alone.qp.early
+    respond(alone, SQ_PSN + 1, "LAST", b"b" * MTU_BYTES)
+    assert statuses(alone) == [(1, SUCCESS)]
+    alone.network.run()
+    assert alone.device.counters.retransmitted == 0
+    assert alone.qp.state is QPState.RTS
 
 
 def test_read_response_acknowledges_what_was_sent_before(alone):

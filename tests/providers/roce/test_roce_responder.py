@@ -673,8 +673,9 @@ def test_garbage_raises_nothing_and_costs_little_memory(qp_type):
     rng = random.Random(3)
     tracemalloc.start()
     try:
-        for _ in range(30):
+        for round_ in range(30):
             alone = Alone(qp_type)
+            alone.network.interrupts = not round_
             for n in range(5):
                 post_recv(alone, n, 5000, n * 5000)
             post = [Opcode.SEND, Opcode.RDMA_WRITE]
