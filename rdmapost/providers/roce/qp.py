@@ -207,7 +207,7 @@ class RoceQueuePair(QueuePair):
     # ---- the state machine --------------------------------------------------
 
     def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> bool:
-        if not super().modify(mask, attrs):
+        if attrs.get("path_mtu", 0) > self.device.port_mtu or not super().modify(mask, attrs):
             return False
         if (address := attrs.get("ah_attr")) is not None:
             dgid, flow_label, hop_limit, traffic_class = _AH_ATTR(address)
@@ -241,15 +241,23 @@ class RoceQueuePair(QueuePair):
     def drop_queues(self) -> None:
         super().drop_queues()
         self._forget_requests()
-        self._forget_incoming()
+        taken = self._give_up_incoming()
+        if taken is not None and self.srq is not None:
+            # No completion will free its slot.
+            native.on_commit(native.use_slots, taken[1], -1)
         self.device.set_timer(self, None)
 
-    def flush(self) -> None:
+    def _give_up_incoming(self) -> Receive | None:
+        """Forget what has arrived of a message; return the receive that it would have filled."""
         taken = self.spare
         if self.incoming is not None and self.incoming.taken is not None:
             taken = self.incoming.taken
         self.spare = None
         self._forget_incoming()
+        return taken
+
+    def flush(self) -> None:
+        taken = self._give_up_incoming()
         if taken is not None:
             wqe, queue, _, cq = taken
             fields = (wqe.wr_id, _FLUSHED, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
@@ -269,10 +277,12 @@ class RoceQueuePair(QueuePair):
             self.device.set_timer(self, when)
 
 
-def hold(held: dict[int, Packet], packet: Packet) -> None:
-    """Keep a packet that came too early, unless there are too many."""
+def hold(held: dict[int, Packet], packet: Packet, mtu: int) -> None:
+    """Keep a packet that came too early, unless it is too long or there are too many."""
     kept = held.get(packet.psn)
     if kept is not None and kept.count >= packet.count:
+        return
+    if packet.row.has_payload and packet.length > packet.count * mtu:
         return
     if sum([each.count for each in held.values()]) + packet.count <= HELD:
         held[packet.psn] = packet.held()

@@ -473,7 +473,7 @@ def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     # It implies that everything before has arrived.
     _acknowledge(qp, psn)
     if psn > qp.una:
-        hold(qp.early, packet)
+        hold(qp.early, packet, qp.mtu)
         _expect_missing(qp)
         return
     if not qp.requests:
@@ -592,6 +592,6 @@ def _wait_for_receive(qp: RoceQueuePair, timer: int) -> None:
         return
     qp.rnr_retries += 1
     qp.psn = qp.una
-    qp.deadline = 0.0
+    qp.missing_until = qp.deadline = 0.0
     qp.rnr_until = qp.device.now + rnr_timer(timer)
     qp.wake_at(qp.rnr_until)

@@ -87,11 +87,12 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
 
 
 def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
-    if packet.qkey != qp.attr["qkey"]:
+    if packet.qkey != qp.attr["qkey"] or packet.length > qp.device.port_mtu.bytes:
         return False
     responder.establish(qp)
     taken = responder.consume_receive(qp, packet)
-    if taken is not None and packet.make_grh is not None:
+    if taken is not None:
+        assert packet.make_grh is not None
         packet.grh = packet.make_grh()
         responder.fill(qp, packet, taken)
     return True
@@ -134,7 +135,7 @@ def _receive_reliable(qp: RoceQueuePair, packet: Packet) -> None:
         _answer_duplicate(qp, packet, -ahead)
     elif ahead > 0 or qp.reading is not None:
         if ahead < HELD:
-            hold(qp.held, packet)
+            hold(qp.held, packet, qp.mtu)
         if qp.reading is None and not qp.nak_sent:
             _expect_missing(qp)
     else:
@@ -192,16 +193,19 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     opcode = packet.opcode
     if opcode == _READ:
         # All of it must have been read before.
-        if -(-packet.length // qp.mtu) <= behind and qp.grants(_REMOTE_READ):
+        was_read = qp.attr["max_dest_rd_atomic"] and -(-packet.length // qp.mtu) <= behind
+        if was_read and qp.grants(_REMOTE_READ):
             qp.reading = Reading(packet, True)
             _send_responses(qp, None)
     elif qp.reading is not None:
         # An ACK would say that the responses have been sent.
         qp.ack_due = True
     elif opcode in _ATOMICS:
-        for psn, value in qp.atomics:
+        # PSNs wrap: the latest one counts.
+        for psn, value in reversed(qp.atomics):
             if psn == packet.psn:
                 _send(qp, packets.ATOMIC_ACKNOWLEDGE, psn, _aeth(qp), value)
+                break
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     elif packet.ack_req:
@@ -365,8 +369,9 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
         try:
             source = qp.device.memory.remote(qp.pd, qp.number, rkey, addr, size, _REMOTE_READ)
         except RemoteAccessError:
-            qp.reading = None
-            if not reading.is_duplicate:
+            if reading.is_duplicate:
+                _end_reading(qp)
+            else:
                 qp.fail(EventType.QP_ACCESS_ERR)
                 _send_nak(qp, packets.NAK, packets.REMOTE_ACCESS_ERROR, reading.psn)
             return
@@ -395,6 +400,11 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
         reading.has_begun = True
         qp.device.again(qp)
         return
+    _end_reading(qp)
+
+
+def _end_reading(qp: RoceQueuePair) -> None:
+    """Go on with what has waited for a READ."""
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

@@ -23,6 +23,7 @@ from rdmapost.enums import (
     WCStatus,
 )
 from rdmapost.providers.roce import engine, packets
+from rdmapost.providers.roce.qp import HOLD_SECONDS
 from rdmapost.providers.roce.requester import READ_PACKETS, WINDOW
 from rdmapost.providers.soft0.engine.datagram import AddressHandle
 from rdmapost.standard.timers import ack_timeout, rnr_timer
@@ -332,6 +333,19 @@ def test_rnr_nak_has_the_request_sent_again_after_its_timer():
     assert statuses(alone) == [(n, SUCCESS) for n in (1, 2, 3)]
 
 
+def test_responses_that_are_missing_after_an_rnr_nak_are_missed_soon():
+    alone = Alone(timeout=20)
+    post(alone, send(alone, 1, 4, Opcode.RDMA_READ), send(alone, 2))
+    alone.ack(SQ_PSN + 1)
+    rnr_nak(alone, SQ_PSN, 25)
+    alone.network.run(alone.network.now + rnr_timer(25) + 1e-3)
+    alone.peer.got.clear()
+    alone.ack(SQ_PSN + 1)
+    assert alone.peer.take() == []
+    alone.network.run(alone.network.now + HOLD_SECONDS)
+    assert psns(alone.peer.take()) == [0, 1]
+
+
 def test_acknowledgement_that_was_overtaken_by_an_rnr_nak_counts(alone):
     post(alone, *[send(alone, n) for n in range(4)])
     alone.peer.take()
@@ -636,6 +650,16 @@ def test_local_operations_run_when_earlier_requests_have_ended(alone):
 
 
 # ---- states ------------------------------------------------------------------------------
+
+
+def test_path_mtu_is_no_more_than_the_port_has():
+    alone = Alone()
+    alone.device.port_mtu = MTU.MTU_1024
+    assert alone.qp.modify(QPAttrMask.STATE, {"qp_state": QPState.RESET})
+    with pytest.raises(AssertionError):
+        connect(alone.qp, gid(2), PEER_QPN, path_mtu=MTU.MTU_2048)
+    assert alone.qp.state is QPState.INIT
+    connect(alone.qp, gid(2), PEER_QPN, path_mtu=MTU.MTU_1024)
 
 
 def test_send_queue_has_drained_when_the_last_acknowledgement_is_there(alone):

@@ -22,12 +22,14 @@ from network import (
     polled,
 )
 
+from rdmapost._binding import native
 from rdmapost.enums import (
     Access,
     EventType,
     FlushType,
     MWType,
     Opcode,
+    QPAttrMask,
     QPState,
     QPType,
     WCFlags,
@@ -214,6 +216,11 @@ def test_little_is_held(alone):
     assert sum(packet.count for packet in alone.qp.held.values()) <= HELD
 
 
+def test_early_packet_longer_than_the_mtu_is_not_held(alone):
+    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 4096), size=4096)
+    assert not alone.qp.held
+
+
 def test_run_that_was_partly_there_is_executed_from_where_it_goes_on(alone):
     length = 6 * MTU_BYTES
     tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, length), size=MTU_BYTES)
@@ -279,6 +286,39 @@ def test_duplicate_read_is_executed_again(alone):
     for length in (2 * MTU_BYTES + 1, 1 << 31, (1 << 32) - 1):
         tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, length))
     assert alone.peer.take() == []
+
+
+def test_atomic_that_has_the_psn_of_an_older_one_gets_its_own_result(alone):
+    """PSNs wrap: an old atomic may have the one of the newest."""
+    alone.qp.atomics.extend([(RQ_PSN, 111), (RQ_PSN, 222)])
+    alone.qp.epsn = RQ_PSN + 1
+    tell(alone, 0, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
+    assert [packet.value for packet in alone.peer.take()] == [222]
+
+
+def test_duplicate_read_is_no_way_around_a_limit_of_none():
+    alone = Alone(max_dest_rd_atomic=0)
+    tell(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4)
+    alone.peer.take()
+    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    assert alone.peer.take() == []
+
+
+def test_requests_that_wait_for_a_duplicate_read_go_on_when_it_cannot_be_answered(alone):
+    count = 100
+    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, count * MTU_BYTES))
+    alone.peer.take()
+    again = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN, *reth(alone, 0, count * MTU_BYTES))
+    write = alone.packet("RC_RDMA_WRITE_ONLY", RQ_PSN + count, *reth(alone, 0, 0), ack_req=True)
+    for packet in (again, write):
+        parsed = packets.parse(memoryview(packet), 0, len(packet), 1, gid(2))
+        assert parsed is not None
+        alone.network.step(engine.receive, alone.qp, parsed)
+    assert alone.qp.reading is not None
+    alone.device.memory.deregister(alone.memory.mr)
+    alone.network.run()
+    assert answers(alone)[-1] == ack(count)
+    assert alone.qp.state is QPState.RTS
 
 
 def test_duplicate_read_of_memory_that_is_gone_breaks_nothing(alone):
@@ -585,7 +625,32 @@ def test_datagram_needs_the_right_qkey():
     assert ud.receives() == []
 
 
+def test_datagram_longer_than_the_mtu_takes_no_receive():
+    ud = Alone(QPType.UD)
+    post_recv(ud, 1, 100)
+    ud.tell("UD_SEND_ONLY", 7, 0x1234, 77, payload=bytes(4097))
+    assert ud.receives() == []
+    assert ud.qp.state is QPState.RTS
+    ud.tell("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"short")
+    assert [wc.byte_len for wc in ud.receives()] == [45]
+
+
 # ---- shared receive queues ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
+def test_reset_gives_back_the_slot_of_a_shared_receive_that_was_begun(qp_type):
+    alone = Alone(qp_type, srq=True)
+    assert alone.srq is not None
+    post_recv(alone, 1, 5000)
+    native.use_slots(alone.srq.queue, 1)
+    tell(alone, 0, "SEND_FIRST", size=MTU_BYTES)
+    if qp_type is QPType.UC:
+        tell(alone, 5, "SEND_MIDDLE", size=MTU_BYTES)
+        assert alone.qp.spare is not None
+    assert alone.qp.modify(QPAttrMask.STATE, {"qp_state": QPState.RESET})
+    assert alone.srq.queue.used == 0
+    assert alone.qp.spare is alone.qp.incoming is None
 
 
 def test_shared_receive_queue_reports_its_limit():
