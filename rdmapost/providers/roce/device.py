@@ -25,7 +25,7 @@ from collections import deque
 from typing import Any
 
 from ..._binding import native
-from ...standard.wire import GRH_BYTES, IPPROTO_UDP, IPV4, IPV4_MAPPED, IPV6, ipv4_header
+from ...standard.wire import GRH_BYTES, ICRC_BYTES, IPPROTO_UDP, IPV4, IPV4_MAPPED, IPV6, ipv4_header
 from ..soft0.engine.device import Device, wires
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
@@ -247,7 +247,8 @@ class RoceDevice(Device):
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
-        segment = size if len(headers) == 1 else len(headers[0]) + mtu + 4
+        whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
+        segment = size if len(headers) == 1 else whole
         native.on_commit(
             native.roce_send,
             self.socket.fileno(),
