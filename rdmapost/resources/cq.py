@@ -515,10 +515,12 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 work.
 
         Raises:
+            TypeError: for_good is not a bool.
             ClosedError: the CQ is closed.
         """
+        expect("for_good", for_good, bool)
         struct_of(self)
-        self._poller.cancel(bool(for_good))
+        self._poller.cancel(for_good)
 
     async def completions(
         self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None

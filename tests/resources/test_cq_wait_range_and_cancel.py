@@ -420,3 +420,8 @@ def test_interrupted_wait_for_a_range_loses_nothing(soft):
 
         assert interrupt_everywhere(wait)
         assert [wc.wr_id for wc in [*found, *cq.poll()]] == [*range(8)]
+
+
+def test_a_timeout_is_no_answer_to_for_good(context):
+    with rp.CQ(context) as cq, pytest.raises(TypeError, match="for_good: expected bool, got float"):
+        cq.cancel_waits(5.0)  # type: ignore[arg-type]

@@ -139,6 +139,31 @@ def test_close_races_with_a_region_that_moves(device):
 
 
 @isolated()
+def test_close_all_races_with_regions_that_are_registered_again():
+    """It closes the region too, whatever the moment."""
+    for _ in range(15):
+        context = rp.open_device("soft0")
+        mr = rp.MR(rp.PD(context), 4096)
+        begun = threading.Event()
+
+        def work(mr: rp.MR = mr, begun: threading.Event = begun) -> None:
+            with contextlib.suppress(rp.ClosedError):
+                while True:
+                    mr.rereg(access=rp.Access.LOCAL_WRITE)
+                    begun.set()
+
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        assert begun.wait(LIMIT)
+        context.close_all()
+        assert (mr.closed, context.closed) == (True, True)
+        for worker in workers:
+            worker.join(LIMIT)
+            assert not worker.is_alive()
+
+
+@isolated(silent=True)
 def test_interrupted_rereg_has_happened_or_not(soft):
     """Whatever moment an exception comes at, the region is whole: one of the two."""
     import signal

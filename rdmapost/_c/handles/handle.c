@@ -668,8 +668,8 @@ static void drop_held(struct rp_handle *h, char state)
 	RP_BEGIN(h);
 	bound = h->bound;
 	h->bound = NULL;
-	RP_END();
 	h->cdata = h->destroy = h->parents = h->keeps = NULL;
+	RP_END();
 	set_state(h, state);
 	/* Handles that this leaves unreferenced are closed when the use is popped. */
 	rp_push_use(rp_thread(), h, &use);
@@ -885,9 +885,13 @@ static PyObject *get_making(PyObject *self, void *unused)
 static PyObject *get_parents(PyObject *self, void *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *parents = get_held(h, &h->parents);
+	PyObject *parents;
 
 	(void)unused;
+	/* Also of one that is being registered again, which the device still has. */
+	RP_BEGIN(h);
+	parents = Py_XNewRef(h->parents);
+	RP_END();
 	return parents ? parents : PyTuple_New(0);
 }
 
@@ -1361,6 +1365,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	result = call(function, (PyObject *)h, args, uses, &used);
 	/* No Python code runs from here until the handle records the outcome. */
 	now = outcome(result, &code);
+	RP_BEGIN(h);
 	if (now == CHANGED) {
 		h->parents = Py_NewRef(new->parents);
 		h->keeps = Py_NewRef(new->keeps);
@@ -1372,6 +1377,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 		h->keeps = Py_NewRef(both);
 		h->spoiled = 1;
 	}
+	RP_END();
 	end_uses(uses, used);
 	if (code)
 		raise_failed(function, code);

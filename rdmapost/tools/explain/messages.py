@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ...enums import WCStatus
+from ...enums import EventType, WCStatus
 from .errnos import ERRNOS
 from .event_types import EVENTS
 from .lookup import PHRASES, of_member
@@ -17,7 +17,20 @@ from .statuses import STATUSES
 
 _LONGEST_LINE = 4096
 
-_UCX_PHRASES: dict[str, WCStatus] = {
+_OTHER_PHRASES: dict[str, WCStatus | EventType] = {
+    # The kernel (ib_wc_status_msg, ib_event_msg), where libibverbs has another text.
+    "WR flushed": WCStatus.WR_FLUSH_ERR,
+    "invalid request error": WCStatus.REM_INV_REQ_ERR,
+    "QP fatal error": EventType.QP_FATAL,
+    "QP request error": EventType.QP_REQ_ERR,
+    "QP access error": EventType.QP_ACCESS_ERR,
+    "path migration successful": EventType.PATH_MIG,
+    "path migration error": EventType.PATH_MIG_ERR,
+    "device fatal error": EventType.DEVICE_FATAL,
+    "SRQ error": EventType.SRQ_ERR,
+    "client reregister": EventType.CLIENT_REREGISTER,
+    "GID changed": EventType.GID_CHANGE,
+    # UCX
     "transport retry count exceeded": WCStatus.RETRY_EXC_ERR,
     "receive-no-ready retry count exceeded": WCStatus.RNR_RETRY_EXC_ERR,
     "local QP operation": WCStatus.LOC_QP_OP_ERR,
@@ -30,10 +43,17 @@ _UCX_PHRASES: dict[str, WCStatus] = {
     "WR flushed because QP in error state": WCStatus.WR_FLUSH_ERR,
 }
 
-_COMPLETION = re.compile(r"\b(completion|wr_id|wc|cqe?)\b", re.IGNORECASE)
+_COMPLETION = re.compile(
+    r"\b(completion|wr_id|wc|cqe?)\b|\b(send|recv) .*\bstatus\b", re.IGNORECASE
+)
+_OTHER_STATUS = re.compile(r"\b(exit\w*|https?|link|child|signal)\b", re.IGNORECASE)
+"""What precedes the statuses of processes, links and web servers."""
 _EVENT = re.compile(r"\b(async\w*|events?)\b", re.IGNORECASE)
 _VAGUE = {
-    **dict.fromkeys(("fatal error", "general error", "aborted error", "tm error"), _COMPLETION),
+    **dict.fromkeys(
+        ("fatal error", "general error", "aborted error", "tm error", "invalid request error"),
+        _COMPLETION,
+    ),
     **dict.fromkeys(
         ("cq error", "port active", "port error", "path migrated", "lid change", "sm change"),
         _EVENT,
@@ -50,9 +70,11 @@ _STATUS_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
-    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)".
+    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but -1 is no
+    # errno; "ibv_post_send failed: 12", as these verbs return errnos.
     r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
-    r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(\d{1,3})\b",
+    r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
+    r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+[^0-9-]{1,20}(\d{1,3})\b(?![.:]\d)",
     re.IGNORECASE,
 )
 
@@ -77,7 +99,7 @@ class Mention:
 def _phrases() -> dict[str, Explanation]:
     """Return what each phrase means, in lower case."""
     found = {os.strerror(one.number): one for one in ERRNOS}
-    for phrase, member in (PHRASES | _UCX_PHRASES).items():
+    for phrase, member in (PHRASES | _OTHER_PHRASES).items():
         (found[phrase],) = of_member(member)
     return {phrase.lower(): one for phrase, one in found.items()}
 
@@ -147,6 +169,8 @@ def _in_line(line: str) -> list[Explanation]:
             at.append((match.start(), _BY_PHRASE[phrase]))
     for pattern, numbers in ((_STATUS_NUMBER, _STATUS), (_ERRNO_NUMBER, _ERRNO)):
         for match in pattern.finditer(line):
+            if numbers is _STATUS and _OTHER_STATUS.search(line, 0, match.start()):
+                continue
             if one := numbers.get(int(next(filter(None, match.groups())))):
                 at.append((match.start(), one))
     return list({(one.kind, one.number): one for _, one in sorted(at, key=_place)}.values())

@@ -16,6 +16,16 @@ from rdmapost import EventType, WCStatus
 from rdmapost.explain import explain, explain_lines
 
 LINES = [
+    # the kernel's users of verbs
+    ("nvme nvme0: RECV for CQE 0x00 failed with status WR flushed (5)", ["WR_FLUSH_ERR"]),
+    ("ib_srp: failed RECV status WR flushed (5) for CQE 00", ["WR_FLUSH_ERR"]),
+    (
+        "nvme nvme0: SEND for CQE 0x00 failed with status invalid request error (9)",
+        ["REM_INV_REQ_ERR"],
+    ),
+    ("isert: isert_qp_event_callback: event: QP access error (3)", ["QP_ACCESS_ERR"]),
+    ("ibv_post_send failed: 12", ["ENOMEM"]),
+    ("ibv_modify_qp returned 22", ["EINVAL"]),
     # ibv_rc_pingpong and its relatives
     ("Failed status transport retry counter exceeded (12) for wr_id 2", ["RETRY_EXC_ERR"]),
     ("Failed status RNR retry counter exceeded (13) for wr_id 2", ["RNR_RETRY_EXC_ERR"]),
@@ -191,8 +201,22 @@ def test_every_text_of_libibverbs_is_known() -> None:
             ]
 
 
-@pytest.mark.parametrize("line", ["eth0: port active", "sda: port error", "the path migrated"])
-def test_words_of_other_programs_are_no_events(line: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "eth0: port active",
+        "sda: port error",
+        "the path migrated",
+        "mpirun detected that one or more processes exited with non-zero status 1",
+        "Child process exit status: 11",
+        "systemd[1]: nfs.service: Main process exited, code=exited, status=12/n/a",
+        "http status 12",
+        "link status 4",
+        "invalid request error",
+        "poll_cq returned -1",
+    ],
+)
+def test_words_and_numbers_of_other_programs_mean_nothing(line: str) -> None:
     assert explain_lines([line]) == ()
 
 
