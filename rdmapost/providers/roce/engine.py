@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ...enums import QPState, WCStatus
+from ...enums import EventType, QPState, WCStatus
 from . import requester, responder
 
 if TYPE_CHECKING:
@@ -53,7 +53,11 @@ def on_timer(qp: RoceQueuePair) -> None:
 
 
 def give_up(qp: RoceQueuePair) -> bool:
-    """Fail the oldest work request, which could not be executed; return whether to call again."""
-    if qp.sq.pending and qp.state < _SQE:
-        requester.fail(qp, WCStatus.FATAL_ERR)
+    """Fail the oldest work request, or else the queue pair, as execute_next could not go on;
+    return whether to call again."""
+    if qp.state < _SQE:
+        if qp.sq.pending:
+            requester.fail(qp, WCStatus.FATAL_ERR)
+        else:
+            qp.fail(EventType.QP_FATAL)
     return bool(qp.sq.pending)

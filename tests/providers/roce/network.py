@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from rdmapost._binding import native
@@ -90,10 +91,12 @@ class Counters(native.Record):
 
 
 class Buffer:
-    """Registered memory."""
+    """Registered memory, which may have been another buffer's."""
 
-    def __init__(self, device: Device, size: int, access: int = ALL_ACCESS) -> None:
-        self.raw = ctypes.create_string_buffer(size)
+    def __init__(
+        self, device: Device, size: int, access: int = ALL_ACCESS, old: Buffer | None = None
+    ) -> None:
+        self.raw = old.raw if old is not None else ctypes.create_string_buffer(size)
         self.view = memoryview(self.raw).cast("B")
         self.addr = ctypes.addressof(self.raw)
         self.mr: Region = device.memory.register(device.pd, self.addr, self.view, access)
@@ -146,8 +149,8 @@ class Device:
             part = data[n * mtu : (n + 1) * mtu]
             padding = -len(part) % 4
             flags = header[1] | padding << 4
-            packet = header[:1] + bytes((flags,)) + header[2:] + part + bytes(padding + ICRC_BYTES)
-            made.append(packet)
+            packet = header[:1] + bytes((flags,)) + header[2:] + part + bytes(padding)
+            made.append(packet + zlib.crc32(packet).to_bytes(ICRC_BYTES))
         self.network.carry(self.gid, path.dgid, made)
 
     def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
@@ -224,6 +227,8 @@ class Weather:
     loss: float = 0.0
     duplicate: float = 0.0
     reorder: float = 0.0
+    corrupt: float = 0.0
+    """Flips a bit. The device drops the packet, as its checksum is wrong."""
     delay: float = 10e-6
     jitter: float = 0.0
     late: float = 2e-3
@@ -240,7 +245,8 @@ def _interrupted(function: Any, arguments: Any) -> None:
     raise Interrupted
 
 
-_ATOMS = (int, float, str, bytes, frozenset, type(None), type, ProtectionDomain)
+_ATOMS = (int, float, str, bytes, frozenset, type(None), type, Enum, ProtectionDomain, WQE)
+_ATOMS += (packets.Row, packets.Form, packets.Path)
 _MANY = (tuple, list, deque)
 
 
@@ -325,12 +331,19 @@ class Network:
                 continue
             if weather.loss and draw() < weather.loss:
                 continue
+            if weather.corrupt and draw() < weather.corrupt:
+                packet = self.corrupted(packet)
             when = arrival
             if weather.reorder and draw() < weather.reorder:
                 when += draw() * weather.late
             self.at(when, device, (source, packet))
             if weather.duplicate and draw() < weather.duplicate:
                 self.at(when + draw() * weather.late, device, (source, packet))
+
+    def corrupted(self, packet: bytes) -> bytes:
+        damaged = bytearray(packet)
+        damaged[self.random.randrange(len(packet))] ^= 1 << self.random.randrange(8)
+        return bytes(damaged)
 
     def step(self, function: Any, *arguments: Any) -> Any:
         """Call the engine, in a transaction."""
@@ -344,18 +357,20 @@ class Network:
                     (type(each), before[id(each)], after.get(id(each)))
                     for each in kept
                     if before[id(each)] != after.get(id(each))
-                ]
+                ] or (before[0], after[0])
                 raise AssertionError(f"{function} left a trace: {changed}")
         return native.verb(function, *arguments)
 
     def state(self, arguments: Any) -> tuple[dict[int, Any], list[Any]]:
         """Return the state of the devices, and of what is on its way."""
-        parts: list[Any] = [self.ready, len(self._events)]
+        parts: list[Any] = [self.ready]
         for device in self.devices.values():
             parts += [device.memory, device.qps, device.srqs, device.counters, device.timers]
             parts += [device.context.faults, device.context.events.seen]
         parts += [each for each in arguments if isinstance(each, RoceQueuePair)]
-        return state_of(*parts)
+        found, kept = state_of(*parts)
+        found[0] = len(self._events)
+        return found, kept
 
     def run_ready(self) -> None:
         """Go on with the queue pairs that asked for it."""
@@ -418,6 +433,9 @@ class Network:
             if len(other) < len(packet):
                 break
         device.counters.received += len(joined)
+        for n, each in enumerate(joined):
+            if zlib.crc32(each[:-ICRC_BYTES]) != int.from_bytes(each[-ICRC_BYTES:]):
+                joined[n] = bytes((_NOT_A_PACKET,)) + each[1:]
         device.receive(source, b"".join(joined), len(packet))
 
 

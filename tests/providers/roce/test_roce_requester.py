@@ -620,12 +620,20 @@ def test_request_that_the_engine_gives_up_ends_with_fatal_err(alone):
     assert not engine.give_up(alone.qp)
 
 
+def test_queue_pair_without_requests_that_the_engine_gives_up_is_broken(alone):
+    """What waited for it, a request of its peer, could not be executed."""
+    assert not engine.give_up(alone.qp)
+    assert alone.qp.state is QPState.ERR
+    assert alone.events() == [EventType.QP_FATAL]
+
+
 # ---- local operations -------------------------------------------------------------------
 
 
-def test_local_operations_run_when_earlier_requests_have_ended(alone):
+@pytest.mark.parametrize("mw_type", list(MWType))
+def test_local_operations_run_when_earlier_requests_have_ended(alone, mw_type):
     region = Buffer(alone.device, 8).mr
-    window = alone.device.memory.allocate_window(alone.device.pd, MWType.TYPE_2)
+    window = alone.device.memory.allocate_window(alone.device.pd, mw_type)
     post(
         alone,
         send(alone, 1),
