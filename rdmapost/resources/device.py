@@ -21,7 +21,8 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
-_ROCE = "roce:"
+ROCE = "roce:"
+"""What the names of devices on UDP sockets begin with."""
 _GIDS_AT_MOST = 1 << 16
 
 NO_DEVICES = (
@@ -71,7 +72,7 @@ def open_device(name: str | None = None) -> Context:
         name = os.environ.get(_DEVICE_VARIABLE) or None
     if name is None:
         return _open_active()
-    if name.startswith(_ROCE):
+    if name.startswith(ROCE):
         roce = roce_provider()
         return Context(roce, roce.find(name))
     # soft0 first: it needs no libibverbs.

@@ -25,7 +25,15 @@ from collections import deque
 from typing import Any
 
 from ..._binding import native
-from ...standard.wire import GRH_BYTES, ICRC_BYTES, IPPROTO_UDP, IPV4, IPV4_MAPPED, IPV6, ipv4_header
+from ...standard.wire import (
+    GRH_BYTES,
+    ICRC_BYTES,
+    IPPROTO_UDP,
+    IPV4,
+    IPV4_MAPPED,
+    IPV6,
+    ipv4_header,
+)
 from ..soft0.engine.device import Device, wires
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
@@ -131,7 +139,10 @@ class RoceDevice(Device):
         self._errors: list[int] = []
         """The errnos of sends, which happen when a step is committed."""
         self._inbox: deque[Any] = deque()
-        """A datagram whose processing was interrupted."""
+        """What was received in a step that was interrupted."""
+        self._batch: Any = None
+        """What was received and is being processed: its place in the buffer and its addresses."""
+        self._at = 0
         self._buffer = bytearray(_BUFFER)
         self._looks_left = _AT_ONCE
 
@@ -299,40 +310,34 @@ class RoceDevice(Device):
                 engine.on_timer(worker)
                 return True
             return engine.execute_next(worker)
-        return super().execute_next(worker)
+        return bool(super().execute_next(worker))
 
     def give_up(self, worker: Any) -> bool:
         if isinstance(worker, RoceQueuePair):
             return engine.give_up(worker)
         if worker is not self:
-            return super().give_up(worker)
-        # The engine could not process this datagram: it is lost, as the network may lose any.
-        if self._inbox:
-            self._inbox.popleft()
+            return bool(super().give_up(worker))
+        # The engine could not process these packets: they are lost, as the network may lose any.
+        if self._batch is None and self._inbox:
+            native.take(self._inbox)
+        self._batch = None
         return False
 
     def _look(self) -> bool:
-        """Process one datagram; return whether there may be more."""
+        """Process one packet, or a run of them; return whether there may be more."""
         for code in self._errors:
             self._note_send_error(code)
         self._errors.clear()
         if self.socket is None:
             return False
-        if self._inbox:
-            got = native.take(self._inbox)
-        else:
-            # Back to the inbox if a signal handler raises before it is processed.
-            fd = self.socket.fileno()
-            got = native.made(self._inbox.append, native.roce_receive, fd, self._buffer)
-        if got is None:
+        if self._batch is None and not self._receive():
             self._looks_left = _AT_ONCE
             return False
-        self._receive(*got)
-        if self._looks_left <= 1:
-            self._looks_left = _AT_ONCE
-            return False
-        self._looks_left -= 1
-        return True
+        self._process_next()
+        if self._batch is not None:
+            return True
+        self._looks_left = (self._looks_left or _AT_ONCE) - 1
+        return self._looks_left > 0
 
     def _note_send_error(self, code: int) -> None:
         self.counters.send_errors += 1
@@ -340,28 +345,46 @@ class RoceDevice(Device):
             # This network device cannot segment, so each packet is sent by itself.
             self._gso = False
 
-    def _receive(self, size: int, segment: int, sender: bytes, tos: int, ttl: int) -> None:
+    def _receive(self) -> bool:
+        """Receive datagrams, which the kernel may have joined; return whether there were any."""
+        if self._inbox:
+            got = native.take(self._inbox)
+        else:
+            # Back to the inbox if a signal handler raises before it is processed.
+            fd = self.socket.fileno()
+            got = native.made(self._inbox.append, native.roce_receive, fd, self._buffer)
+        if got is None:
+            return False
+        size, segment, sender, tos, ttl = got
         gid, port = peer_of(sender)
         covered = flow(gid, self.gids[0], port)
         if covered is None:
-            return
-        bad = native.roce_check(self._buffer, size, segment, covered)
-        if bad:
+            size = 0
+        elif bad := native.roce_check(self._buffer, size, segment, covered):
             self.counters.icrc_errors += bad
-        view = memoryview(self._buffer)
-        at = 0
-        while at < size:
-            length = min(segment, size - at)
-            count = 1
+        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
+        return True
+
+    def _process_next(self) -> None:
+        """Process the next packet or run of what was received.
+
+        Each in a step of its own: it may read what the one before it has written.
+        """
+        size, segment, gid, covered, tos, ttl = self._batch
+        at = self._at
+        if at < size:
+            length, count = min(segment, size - at), 1
             if self._buffer[at] in packets.MIDDLE:
                 count = native.roce_run(self._buffer, size, segment, at)
             grh = functools.partial(self._grh, gid, at, length, covered, tos, ttl)
-            packet = packets.parse(view, at, length, count, gid, grh)
+            packet = packets.parse(memoryview(self._buffer), at, length, count, gid, grh)
             self.counters.received += count
-            at += segment * count
-            qp = None if packet is None else self.qps.get(packet.qpn)
-            if qp is None or not engine.receive(qp, packet):
+            self._at = at + segment * count
+            qp: Any = None if packet is None else self.qps.get(packet.qpn)
+            if qp is None or packet is None or not engine.receive(qp, packet):
                 self.counters.dropped += count
+        if self._at >= size:
+            self._batch = None
 
     def _grh(
         self, source: bytes, at: int, length: int, covered: bytes, tos: int, ttl: int

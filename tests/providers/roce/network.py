@@ -80,6 +80,8 @@ class Events:
 
 
 class Context:
+    device: Device
+
     def __init__(self) -> None:
         self.faults = PlannedFaults()
         self.events = Events()
@@ -118,6 +120,7 @@ class Device:
         self.srqs: dict[int, SharedReceiveQueue] = {}
         self.counters = Counters()
         self.context = Context()
+        self.context.device = self
         self.pd = ProtectionDomain()
         self.timers: dict[RoceQueuePair, float] = JournaledDict()
         self.numbers = itertools.count(len(network.devices) << 16 | 0x11)
