@@ -162,8 +162,11 @@ class RoceDevice(Device):
             self._bind()
         super().open()
         if self._times_open == 1:
-            fds = self.socket.fileno(), self.timer_fd
-            native.on_commit(_thread.start_new_thread, _watch, (fds, self._stop_fd))
+            # Made here: by the time that the thread runs, the device may be closed again.
+            watched = select.epoll()
+            for fd in (*self.wake_fds, self._stop_fd):
+                watched.register(fd, select.EPOLLIN)
+            native.on_commit(_thread.start_new_thread, _watch, (watched, self._stop_fd))
 
     def _bind(self) -> None:
         """Open the socket on the first address that is free.
@@ -303,18 +306,18 @@ class RoceDevice(Device):
     def execute_next(self, worker: Any) -> bool:
         self.now = time.monotonic()
         if worker is self:
-            return self._look()
+            return bool(self._look())
         if isinstance(worker, RoceQueuePair):
             if self.timers.get(worker, math.inf) <= self.now:
                 self.timers.pop(worker)
                 engine.on_timer(worker)
                 return True
-            return engine.execute_next(worker)
+            return bool(engine.execute_next(worker))
         return bool(super().execute_next(worker))
 
     def give_up(self, worker: Any) -> bool:
         if isinstance(worker, RoceQueuePair):
-            return engine.give_up(worker)
+            return bool(engine.give_up(worker))
         if worker is not self:
             return bool(super().give_up(worker))
         # The engine could not process these packets: they are lost, as the network may lose any.
@@ -412,13 +415,11 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     made.bind((address.host, PORT, *scope))
 
 
-def _watch(fds: tuple[int, ...], stop_fd: int) -> None:
+def _watch(epoll: select.epoll, stop_fd: int) -> None:
     """Make progress while nobody else does; a thread runs this until the device is closed."""
     pause = 0.0
     try:
-        with select.epoll() as epoll:
-            for fd in (*fds, stop_fd):
-                epoll.register(fd, select.EPOLLIN)
+        with epoll:
             while not _is_stopped(epoll.poll(), stop_fd):
                 if pause:
                     time.sleep(pause)
