@@ -396,10 +396,12 @@ def roce_build(
     mtu: int, /,
 ) -> int: ...  # fmt: skip
 
-# Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno.
+# Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
+# also appended to `errors`.
 def roce_send(
-    fd: int, address: bytes, data: bytearray, size: int, segment: int, tos: int, /
-) -> int: ...
+    fd: int, address: bytes, data: bytearray, size: int, segment: int, tos: int,
+    errors: list[int] = ..., /,
+) -> int: ...  # fmt: skip
 
 # Receive a datagram, or several that the kernel has joined.  Return its size, that of each but the
 # last, the sender's struct sockaddr, TOS and TTL; None if there is none.

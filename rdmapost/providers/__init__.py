@@ -11,10 +11,14 @@ import logging  # noqa: F401 - registers its own lock for forks, which must come
 import os
 from collections.abc import Callable
 from threading import RLock
+from typing import TYPE_CHECKING, cast
 
 from .base import DeviceInfo, GIDEntry, Provider
 
-__all__ = ["DeviceInfo", "GIDEntry", "Provider", "soft_provider", "verbs_provider"]
+if TYPE_CHECKING:
+    from .roce.provider import RoceProvider
+
+__all__ = ["DeviceInfo", "GIDEntry", "Provider", "roce_provider", "soft_provider", "verbs_provider"]
 
 _loading = RLock()
 _loaded: dict[str, Provider] = {}
@@ -44,6 +48,17 @@ def soft_provider() -> Provider:
         return SoftProvider()
 
     return _once("soft", load)
+
+
+def roce_provider() -> RoceProvider:
+    """Return the provider of RoCE v2 over UDP sockets."""
+
+    def load() -> Provider:
+        from .roce.provider import RoceProvider
+
+        return RoceProvider()
+
+    return cast("RoceProvider", _once("roce", load))
 
 
 def _once(name: str, load: Callable[[], Provider]) -> Provider:

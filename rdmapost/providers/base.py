@@ -30,7 +30,7 @@ class DeviceInfo(NamedTuple):
 
     Attributes:
         name: the kernel's name for it, such as rxe0 or mlx5_0.
-        kind: "verbs" or "soft".
+        kind: "verbs", "soft" or "roce".
         guid: node GUID, in host order.
         node_type: a NodeType value.
         dev_path: its entry in sysfs, or "".

@@ -13,7 +13,7 @@ from .._arguments import index as whole_number
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
-from ..providers import DeviceInfo, GIDEntry, Provider, soft_provider, verbs_provider
+from ..providers import DeviceInfo, GIDEntry, Provider, roce_provider, soft_provider, verbs_provider
 from .device_attr import DeviceAttr, PortAttr, read_device_attr, read_port_attr
 from .events import AsyncEvent, next_async_event
 from .gid import GID, GIDChoice, GIDTableEntry, no_such_gid, preferred_gid
@@ -21,6 +21,8 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
+ROCE = "roce:"
+"""What the names of devices on UDP sockets begin with."""
 _GIDS_AT_MOST = 1 << 16
 
 NO_DEVICES = (
@@ -51,9 +53,11 @@ def open_device(name: str | None = None) -> Context:
     """Open a device.
 
     Args:
-        name: its name; "soft0" is the software device in this process.  None opens
-            the device that RDMAPOST_DEVICE names or, if that is not set, the first
-            device of libibverbs with an active port, never soft0.
+        name: its name.  "soft0" is the software device in this process; "roce:" and a network
+            device or an address, such as "roce:lo", "roce:eth0" or "roce:10.0.0.2", is a software
+            device that speaks RoCE v2 over a UDP socket.  None opens the device that
+            RDMAPOST_DEVICE names or, if that is not set, the first device of libibverbs with an
+            active port, never a software device.
 
     Raises:
         TypeError: name is neither text nor None.
@@ -68,6 +72,9 @@ def open_device(name: str | None = None) -> Context:
         name = os.environ.get(_DEVICE_VARIABLE) or None
     if name is None:
         return _open_active()
+    if name.startswith(ROCE):
+        roce = roce_provider()
+        return Context(roce, roce.find(name))
     # soft0 first: it needs no libibverbs.
     for provider in (soft_provider(), verbs_provider()):
         found = provider.list_devices()
@@ -102,7 +109,7 @@ class Context(EventSource, struct="ibv_context"):
 
     Attributes:
         name: the device's name.
-        kind: "verbs" for a device of libibverbs, "soft" for soft0.
+        kind: "verbs" for a device of libibverbs, "soft" for soft0, "roce" for RoCE v2 over UDP.
         guid: its node GUID, in host order.
         node_type: its type, a NodeType.
         attr: its attributes, a DeviceAttr.

@@ -8,16 +8,17 @@ import secrets
 from ..resources.device import Context
 
 _VERBS = "verbs"
+_ON_A_NETWORK = frozenset({_VERBS, "roce"})
 _RANDOM = secrets.token_hex(8)
 
 
 def fabric_of(context: Context) -> str:
     """Name what a device can reach.
 
-    Real devices may reach each other, as far as is known here. Any other device exists in its
-    process, and reaches nothing outside it.
+    Devices on a network may reach each other, as far as is known here. soft0 exists in its process,
+    and reaches nothing outside it.
     """
-    if context.kind == _VERBS:
+    if context.kind in _ON_A_NETWORK:
         return _VERBS
     # A child process has a copy of the device, and of the random number.
     return f"{context.kind}:{context.name}:{os.getpid()}-{_RANDOM}"
@@ -25,7 +26,7 @@ def fabric_of(context: Context) -> str:
 
 def why_confined(context: Context) -> str | None:
     """Say why a device cannot reach other processes, or None if it may."""
-    return None if context.kind == _VERBS else _confined(context.name)
+    return None if context.kind in _ON_A_NETWORK else _confined(context.name)
 
 
 def why_unreachable(server: str, client: str) -> str | None:
@@ -41,5 +42,5 @@ def why_unreachable(server: str, client: str) -> str | None:
 def _confined(device: str) -> str:
     return (
         f"{device} exists only in its own process and reaches no other; "
-        "use a real device, such as rxe0, on both sides"
+        "use roce:lo, or a real device such as rxe0, on both sides"
     )

@@ -76,7 +76,7 @@ def device_note(context: rp.Context) -> str:
         return ""
     return (
         f"{context.name} exists only in its own process and reaches no other; "
-        "use a real device, such as rxe0, on both sides\n"
+        "use roce:lo, or a real device such as rxe0, on both sides\n"
     )
 
 
@@ -387,6 +387,6 @@ def test_no_progress_bar_without_a_terminal():
     assert done.returncode == 0
     assert done.stderr == (
         "soft0 exists only in its own process and reaches no other; "
-        "use a real device, such as rxe0, on both sides\n"
+        "use roce:lo, or a real device such as rxe0, on both sides\n"
     )
     assert json.loads(done.stdout)["round_trips"] == 3000

@@ -316,7 +316,7 @@ def test_sigint_or_sigterm_ends_serve_with_0_and_notifies_clients(
     (line,) = err.splitlines()
     assert line.startswith(
         "soft0 exists only in its own process and reaches no other; "
-        "use a real device, such as rxe0, on both sides"
+        "use roce:lo, or a real device such as rxe0, on both sides"
     )
 
 
@@ -342,7 +342,7 @@ def test_client_of_another_process_is_refused_on_the_software_device(
     ran = process("send", "-d", "soft0", served.where)
     assert ran.returncode == 1
     assert "the server's soft0 exists only in its own process" in ran.stderr
-    assert "use a real device, such as rxe0, on both sides" in ran.stderr
+    assert "use roce:lo, or a real device such as rxe0, on both sides" in ran.stderr
     assert len(ran.stderr.splitlines()) == 1
     assert served.next("refused")["code"] == "device"
     assert served.end()[0] == 0

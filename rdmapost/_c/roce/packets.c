@@ -299,10 +299,12 @@ static PyObject *roce_send(PyObject *self, PyObject *args)
 			    .msg_control = &control };
 	Py_buffer address, data;
 	Py_ssize_t size, segment, result = 0;
+	PyObject *errors = NULL;
 	int fd, tos, is_ipv4;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iy*y*nni", &fd, &address, &data, &size, &segment, &tos))
+	if (!PyArg_ParseTuple(args, "iy*y*nni|O!", &fd, &address, &data, &size, &segment, &tos,
+			      &PyList_Type, &errors))
 		return NULL;
 	is_ipv4 = address.len == sizeof(struct sockaddr_in);
 	if (is_ipv4 || address.len == sizeof(struct sockaddr_in6))
@@ -318,6 +320,8 @@ static PyObject *roce_send(PyObject *self, PyObject *args)
 		if (size > segment)
 			add_control(&m, IPPROTO_UDP, SET_SEGMENT, (int)segment, sizeof(uint16_t));
 		result = sendmsg(fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 ? errno : 0;
+		if (result && errors)
+			rp_append_new(errors, PyLong_FromSsize_t(result));
 	}
 	return finish(&address, &data, result);
 }

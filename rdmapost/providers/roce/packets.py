@@ -197,6 +197,7 @@ MIDDLE = frozenset({row.bth_opcode for row in ROWS.values() if not row.begins an
 READ_RESPONSE_FIRST, READ_RESPONSE_MIDDLE, READ_RESPONSE_LAST, READ_RESPONSE_ONLY = [
     ROWS[each[0]] for each in _READ_RESPONSES
 ]
+READ_RESPONSES = frozenset([ROWS[each[0]] for each in _READ_RESPONSES])
 ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
 
 
@@ -298,14 +299,20 @@ class Packet(Request):
         begin, end = at + skip, at + segment - ICRC_BYTES
         return [buffer[begin + n : end + n] for n in range(0, count * segment, segment)]
 
-    def hold(self) -> None:
-        """Copy what is only valid during this step."""
-        self.data, self.run = [b"".join(self.pieces())], None
+    def held(self) -> Packet:
+        """Return a copy that stays valid after this step."""
+        kept = self._copied()
+        kept.data, kept.run = [b"".join(self.pieces())], None
+        return kept
+
+    def _copied(self) -> Packet:
+        copied: Packet = object.__new__(Packet)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def after(self, packets: int) -> Packet:
         """Return a run without its first packets."""
-        rest: Packet = object.__new__(Packet)
-        rest.__dict__.update(self.__dict__)
+        rest = self._copied()
         each = self.length // self.count
         if self.run is None:
             rest.data = [memoryview(self.data[0])[each * packets :]]

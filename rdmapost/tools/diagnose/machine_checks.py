@@ -15,7 +15,7 @@ from pathlib import Path
 from ..._arguments import expect, within
 from ...errors import NoDeviceError, NoRdmaError, RdmaError, VerbsError
 from ...providers import DeviceInfo, soft_provider, verbs_provider
-from ...resources.device import Context, open_device
+from ...resources.device import ROCE, Context, open_device
 from .finding import Finding, attribute, worst_first
 from .path import check_gid, check_port, uses_gids
 from .snapshot import FAILURES
@@ -48,8 +48,8 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first
-            active one.  "soft0" needs none of this, so nothing that is missing is a
-            problem for it.
+            active one.  "soft0" and "roce:..." need none of this, so nothing that is missing is a
+            problem for them.
         port_num: its port; default: the first active one.
         gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.
@@ -72,7 +72,9 @@ def diagnose_machine(
             within(name, number, lowest)
     system = System(root)
     device = device or os.environ.get("RDMAPOST_DEVICE") or None
-    software = device in [info.name for info in soft_provider().list_devices()]
+    software = device is not None and (
+        device.startswith(ROCE) or device in [info.name for info in soft_provider().list_devices()]
+    )
     findings: list[Finding] = []
     infos: list[DeviceInfo] = []
     try:
@@ -129,7 +131,7 @@ def _listed(infos: list[DeviceInfo]) -> str:
 
 
 def _harmless(finding: Finding) -> Finding:
-    """Downgrade a finding that does not matter for soft0."""
+    """Downgrade a finding that does not matter for a software device."""
     if finding.severity in ("ok", "info"):
         return finding
     return dataclasses.replace(finding, severity="info")

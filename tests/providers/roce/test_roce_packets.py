@@ -394,7 +394,7 @@ def test_run_is_decoded_once_and_can_lose_its_beginning():
     scattered = bytearray(100), bytearray(156)
     packet.copy_to([memoryview(piece) for piece in scattered])
     assert b"".join(scattered) == data[128:]
-    packet.hold()
+    packet = packet.held()
     batch[:] = bytes(len(batch))
     assert b"".join(packet.pieces()) == data[128:]
 

@@ -54,6 +54,9 @@ _ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
 class QueuePair(native.Record):
     """A queue pair of the device."""
 
+    has_offloads = True
+    """Whether it checks the checksums of what it receives."""
+
     def __init__(
         self,
         device: Device,
@@ -118,9 +121,13 @@ class QueuePair(native.Record):
         self.attr = {**self.attr, **attrs}
         self._enter(new)
         if attrs.get("en_sqd_async_notify"):
-            # Requests are executed when posted, so the queue has drained already.
-            self.context.events.push(EventType.SQ_DRAINED, self.handle)
+            self.drain()
         return True
+
+    def drain(self) -> None:
+        """Report when the send queue has drained."""
+        # Requests are executed when posted, so it has already.
+        self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
     def _enter(self, state: QPState) -> None:
         failed = self.state is _ERR

@@ -145,7 +145,7 @@ def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
     return 0
 
 
-def _room(wqe: WQE) -> int:
+def room(wqe: WQE) -> int:
     """Return the size of the local buffers of a read or an atomic.
 
     As on hardware, their keys are checked only when the response arrives, after the responder has
@@ -161,8 +161,8 @@ def _room(wqe: WQE) -> int:
 
 
 def _read(qp: QueuePair, wqe: WQE) -> int:
-    size = _room(wqe)
-    _needs_rd_atomic(qp)
+    size = room(wqe)
+    needs_rd_atomic(qp)
     ack = _exchange(qp, _request(qp, wqe, [], size))
     target, _ = _local_data(qp, wqe, write=True)
     if ack.data:
@@ -171,9 +171,9 @@ def _read(qp: QueuePair, wqe: WQE) -> int:
 
 
 def _atomic(qp: QueuePair, wqe: WQE) -> int:
-    if _room(wqe) < 8:
+    if room(wqe) < 8:
         raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    _needs_rd_atomic(qp)
+    needs_rd_atomic(qp)
     request = _request(qp, wqe, [], 8)
     request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
@@ -183,7 +183,7 @@ def _atomic(qp: QueuePair, wqe: WQE) -> int:
 
 
 def _atomic_write(qp: QueuePair, wqe: WQE) -> int:
-    _needs_rd_atomic(qp)
+    needs_rd_atomic(qp)
     _exchange(qp, _request(qp, wqe, [wqe.atomic_wr.to_bytes(8, sys.byteorder)], 8))
     return 0
 
@@ -195,19 +195,22 @@ def _flush(qp: QueuePair, wqe: WQE) -> int:
     return 0
 
 
-def _needs_rd_atomic(qp: QueuePair) -> None:
+def needs_rd_atomic(qp: QueuePair) -> None:
+    """Raise an ErrorStatus if the queue pair may have no read or atomic outstanding."""
     if not qp.attr["max_rd_atomic"]:
-        # No read or atomic may be outstanding, so it could never start.
+        # It could never start.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
 
 
-def _local_invalidate(qp: QueuePair, wqe: WQE) -> int:
+def local_invalidate(qp: QueuePair, wqe: WQE) -> int:
+    """Carry out a LOCAL_INV."""
     if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
         raise ErrorStatus(WCStatus.MW_BIND_ERR)
     return 0
 
 
-def _bind(qp: QueuePair, wqe: WQE) -> int:
+def bind(qp: QueuePair, wqe: WQE) -> int:
+    """Carry out a BIND_MW."""
     qp.device.memory.bind(
         wqe.window,
         wqe.region,
@@ -239,8 +242,8 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
     int(Opcode.RDMA_READ): _read,
     int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
     int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
-    int(Opcode.LOCAL_INV): _local_invalidate,
-    int(Opcode.BIND_MW): _bind,
+    int(Opcode.LOCAL_INV): local_invalidate,
+    int(Opcode.BIND_MW): bind,
     int(Opcode.TSO): _tso,
     int(Opcode.FLUSH): _flush,
     int(Opcode.ATOMIC_WRITE): _atomic_write,

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from .memory import ProtectionDomain
     from .qp import QueuePair
 
-_RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+"""The states in which a queue pair executes requests."""
 
 _INVALID_REQUEST = Ack(AckType.NAK_INVALID_REQUEST)
 _REMOTE_ACCESS = Ack(AckType.NAK_REMOTE_ACCESS)
@@ -61,7 +62,7 @@ _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
 def receive(qp: QueuePair, request: Request) -> Ack | None:
     """Carry out a request; return the acknowledgement, or None if none is sent."""
-    if qp.state not in _RECEIVES or qp.peer_type is not request.qp_type:
+    if qp.state not in RECEIVES or qp.peer_type is not request.qp_type:
         return None
     if qp.connected:
         if qp.attr["dest_qp_num"] != request.src_qpn:
@@ -71,17 +72,31 @@ def receive(qp: QueuePair, request: Request) -> Ack | None:
             return None
     elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
         return None
+    establish(qp)
+    ack = execute(qp, request, BY_OPCODE[request.opcode])
+    return ack if qp.reliable else None
+
+
+def establish(qp: QueuePair) -> None:
+    """Report the first message that arrives before the queue pair can send."""
     if qp.state is _RTR and not qp.established:
         qp.established = True
         qp.context.events.push(EventType.COMM_EST, qp.handle)
+
+
+def execute(qp: QueuePair, request: Request, function: Executor) -> Ack | None:
+    """Call the function that executes a request; return its acknowledgement, if any."""
     try:
-        ack = _BY_OPCODE[request.opcode](qp, request)
+        return function(qp, request)
     except RemoteAccessError:
         if not qp.reliable:
             return None
         qp.fail(EventType.QP_ACCESS_ERR)
-        ack = _REMOTE_ACCESS
-    return ack if qp.reliable else None
+        return _REMOTE_ACCESS
+
+
+Executor: TypeAlias = "Callable[[Any, Any], Ack | None]"
+"""Executes a request on a queue pair."""
 
 
 def refuse(qp: QueuePair) -> Ack:
@@ -154,9 +169,8 @@ def fill(
     tag_info: bytes = NO_TAG,
 ) -> Ack | None:
     """Write a message into a receive's buffers and complete it."""
-    wqe, queue, pd, cq = taken
-    status, ack = _SUCCESS, ACK
-    imm = 0
+    wqe, _, pd, _ = taken
+    status = _SUCCESS
     byte_len = request.length
     datagrams = qp.type is _UD
     if datagrams:
@@ -165,7 +179,9 @@ def fill(
         segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
         if datagrams:
             copy([request.grh, *request.data], segments)
-            flags = _GRH | datagram.flags_of(request)
+            flags = _GRH
+            if qp.has_offloads:
+                flags |= datagram.flags_of(request)
         elif request.data:
             copy(request.data, segments)
             if qp.type is _RAW_PACKET:
@@ -174,6 +190,25 @@ def fill(
         room = sum([length or 1 << 31 for _, length, _ in wqe.sges])
         # Whether the message fits is determined before any of it is written.
         status = error.status if byte_len <= room else WCStatus.LOC_LEN_ERR
+    return complete_receive(qp, request, taken, status, byte_len, opcode, flags, tag_info)
+
+
+def complete_receive(
+    qp: QueuePair,
+    request: Request,
+    taken: Receive,
+    status: WCStatus,
+    byte_len: int,
+    opcode: WCOpcode = WCOpcode.RECV,
+    flags: int = 0,
+    tag_info: bytes = NO_TAG,
+) -> Ack:
+    """Complete a receive whose message has arrived or cannot be stored; return the
+    acknowledgement."""
+    wqe, queue, pd, cq = taken
+    ack = ACK
+    imm = 0
+    if status:
         ack = _INVALID_REQUEST if status is WCStatus.LOC_LEN_ERR else _REMOTE_OPERATIONAL
     if request.imm is not None:
         imm, flags = request.imm, flags | _WITH_IMM
@@ -182,7 +217,7 @@ def fill(
         if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
             # The message itself succeeded and is acknowledged; only the responder breaks.
             status = WCStatus.REM_INV_REQ_ERR
-    src_qp = request.src_qpn if datagrams else 0
+    src_qp = request.src_qpn if qp.type is _UD else 0
     fields = (wqe.wr_id, status, opcode, byte_len, imm, qp.number, src_qp, flags, request.sl)
     qp.push(cq, (fields, queue, 1, request.solicited, tag_info))
     if status:
@@ -219,11 +254,9 @@ def _write(qp: QueuePair, request: Request) -> Ack | None:
     if taken is None:
         return not_ready(qp)
     copy(request.data, target)
-    wqe, queue, _, cq = taken
-    size, imm, opcode = request.length, request.imm, WCOpcode.RECV_RDMA_WITH_IMM
-    fields = (wqe.wr_id, _SUCCESS, opcode, size, imm, qp.number, 0, _WITH_IMM, 0)
-    qp.push(cq, (fields, queue, 1, request.solicited, NO_TAG))
-    return ACK
+    return complete_receive(
+        qp, request, taken, _SUCCESS, request.length, WCOpcode.RECV_RDMA_WITH_IMM
+    )
 
 
 def _read(qp: QueuePair, request: Request) -> Ack | None:
@@ -283,7 +316,7 @@ def _flush(qp: QueuePair, request: Request) -> Ack | None:
     return ACK
 
 
-_BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
+BY_OPCODE: dict[int, Executor] = {
     int(Opcode.SEND): _send,
     int(Opcode.SEND_WITH_IMM): _send,
     int(Opcode.SEND_WITH_INV): _send,
@@ -295,3 +328,4 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, Request], Ack | None]] = {
     int(Opcode.FLUSH): _flush,
     int(Opcode.ATOMIC_WRITE): _atomic_write,
 }
+"""What executes a request, by its opcode."""

@@ -1,0 +1,164 @@
+"""The addresses of this machine that a device can use, and the headers of packets between two."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import socket
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ...enums import MTU
+from ...standard.wire import IPPROTO_UDP, IPV4_MAPPED, ROCE_V2_BYTES
+
+PORT = 4791
+"""The UDP port of RoCE v2."""
+
+_SIOCGIFADDR = 0x8915
+_SIOCGIFMTU = 0x8921
+"""ioctls of netdevice(7)."""
+_IFREQ = struct.Struct("16s24s")
+_LOOPBACK = "lo"
+_LOOPBACK_ADDRESSES = 254
+_IPV6_MORE = 20
+"""How much longer an IPv6 header is than an IPv4 header."""
+
+
+class LocalAddress(NamedTuple):
+    """An address of this machine.
+
+    Attributes:
+        host: the address, as text.
+        netdev: the network device that has it.
+        family: AF_INET or AF_INET6.
+        scope: the network device's index if the address is link-local, else 0.
+    """
+
+    host: str
+    netdev: str
+    family: socket.AddressFamily
+    scope: int = 0
+
+    @property
+    def gid(self) -> bytes:
+        """The GID of this address."""
+        raw = socket.inet_pton(self.family, self.host)
+        return raw if self.family is socket.AF_INET6 else IPV4_MAPPED + raw
+
+    @property
+    def path_mtu(self) -> MTU:
+        """The largest MTU whose packets fit the network device."""
+        room = mtu_of(self.netdev) - ROCE_V2_BYTES
+        if self.family is socket.AF_INET6:
+            room -= _IPV6_MORE
+        return max((mtu for mtu in MTU if mtu.bytes <= room), default=MTU.MTU_256)
+
+
+def candidates(place: str) -> list[LocalAddress]:
+    """List the addresses that a device's name allows, the preferred one first.
+
+    Args:
+        place: a network device or an address. On "lo" each device takes a 127.0.0.N that is free.
+
+    Raises:
+        LookupError: this machine has no such network device or address; the text says what it has.
+    """
+    found = list(_addresses())
+    if place == _LOOPBACK:
+        return [
+            LocalAddress(f"127.0.0.{n}", _LOOPBACK, socket.AF_INET)
+            for n in range(1, _LOOPBACK_ADDRESSES + 1)
+        ]
+    if place in [name for _, name in socket.if_nameindex()]:
+        there = [address for address in found if address.netdev == place]
+        if not there:
+            raise LookupError(f"the network device {place} has no IP address")
+        return there[:1]
+    host = place.removeprefix("[").removesuffix("]").partition("%")[0]
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            raw = socket.inet_pton(family, host)
+        except OSError:
+            continue
+        if family is socket.AF_INET and raw[0] == 127:
+            return [LocalAddress(host, _LOOPBACK, family)]
+        for address in found:
+            if address.family is family and socket.inet_pton(family, address.host) == raw:
+                return [address]
+        break
+    has = ", ".join(dict.fromkeys(f"{each.netdev} ({each.host})" for each in found))
+    raise LookupError(f"this machine has no network device or address {place!r}; it has {has}")
+
+
+def _addresses() -> Iterator[LocalAddress]:
+    """Yield the addresses of the network devices, IPv4 before IPv6."""
+    names = dict(socket.if_nameindex())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for name in names.values():
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
+                yield LocalAddress(socket.inet_ntoa(reply[20:24]), name, socket.AF_INET)
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+        for line in lines:
+            raw, index, _, scope, _, name = line.split()
+            host = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(raw))
+            link_local = scope == "20"
+            yield LocalAddress(host, name, socket.AF_INET6, int(index, 16) if link_local else 0)
+
+
+def mtu_of(netdev: str) -> int:
+    """Return a network device's MTU."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        reply = fcntl.ioctl(any_socket, _SIOCGIFMTU, _IFREQ.pack(netdev.encode(), b""))
+    mtu: int = struct.unpack_from("=i", reply, 16)[0]
+    return mtu
+
+
+# ---- headers and socket addresses -----------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
+    """Return the IP and UDP headers of packets to port 4791 as the ICRC covers them.
+
+    The fields that routers change are all ones; the lengths and the identification are left 0.
+
+    Args:
+        source, target: GIDs.
+
+    Returns:
+        The headers, or None if one address is IPv4 and the other IPv6.
+    """
+    v4 = source.startswith(IPV4_MAPPED)
+    if v4 is not target.startswith(IPV4_MAPPED):
+        return None
+    udp = struct.pack("!HHHH", source_port, PORT, 0, 0xFFFF)
+    if v4:
+        # Version and header length, TOS; length, identification, don't fragment; TTL, checksum.
+        ip = struct.pack("!BBHHHBBH", 0x45, 0xFF, 0, 0, 0x4000, 0xFF, IPPROTO_UDP, 0xFFFF)
+        return ip + source[12:] + target[12:] + udp
+    ip = struct.pack("!IHBB", 0x6FFFFFFF, 0, IPPROTO_UDP, 0xFF)
+    return ip + source + target + udp
+
+
+@functools.lru_cache(maxsize=1024)
+def sockaddr(gid: bytes, scope: int) -> bytes:
+    """Return port 4791 of a GID's address as a struct sockaddr_in or sockaddr_in6."""
+    if gid.startswith(IPV4_MAPPED):
+        return struct.pack("=H", socket.AF_INET) + struct.pack("!H", PORT) + gid[12:] + bytes(8)
+    return (
+        struct.pack("=H", socket.AF_INET6)
+        + struct.pack("!HI", PORT, 0)
+        + gid
+        + struct.pack("=I", scope)
+    )
+
+
+def peer_of(address: bytes) -> tuple[bytes, int]:
+    """Return the GID and the port of a struct sockaddr_in or sockaddr_in6."""
+    (port,) = struct.unpack_from("!H", address, 2)
+    (family,) = struct.unpack_from("=H", address)
+    gid = IPV4_MAPPED + address[4:8] if family == socket.AF_INET else address[8:24]
+    return gid, port

@@ -1,0 +1,63 @@
+"""The engine: what the device calls, and nothing else.
+
+It has no sockets and no clock. A packet, a post or a time goes in; packets go out, by the device's
+``send``, and completions. Each call is a step, and a transaction of its own, so that a request sees
+in memory what earlier ones have written.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ...enums import EventType, QPState, WCStatus
+from . import requester, responder
+
+if TYPE_CHECKING:
+    from .packets import Packet
+    from .qp import RoceQueuePair
+
+_RTR, _SQE, _ERR = QPState.RTR, QPState.SQE, QPState.ERR
+
+
+def receive(qp: RoceQueuePair, packet: Packet) -> bool:
+    """Process a packet for a queue pair, or a run; return False if it does not fit there."""
+    row = packet.row
+    if row.service is not qp.type or (qp.connected and packet.source != qp.path.dgid):
+        return False
+    if row.operation < 0:
+        return requester.receive(qp, packet)
+    return responder.receive(qp, packet)
+
+
+def execute_next(qp: RoceQueuePair) -> bool:
+    """Send what has been posted, and go on with what waits; return whether to call again."""
+    if qp.state >= _SQE:
+        qp.flush_posted()
+        return False
+    more = False
+    if qp.held or qp.reading is not None:
+        more = responder.execute_next(qp)
+    if requester.may_send(qp):
+        requester.send(qp)
+    return more or (not qp.reliable and requester.may_send(qp))
+
+
+def on_timer(qp: RoceQueuePair) -> None:
+    """React to a time that a queue pair asked for, or to an earlier one."""
+    qp.timer = math.inf
+    if _RTR <= qp.state < _ERR:
+        now = qp.device.now
+        requester.on_timer(qp, now)
+        responder.on_timer(qp, now)
+
+
+def give_up(qp: RoceQueuePair) -> bool:
+    """Fail the oldest work request, or else the queue pair, as execute_next could not go on;
+    return whether to call again."""
+    if qp.state < _SQE:
+        if qp.sq.pending:
+            requester.fail(qp, WCStatus.FATAL_ERR)
+        else:
+            qp.fail(EventType.QP_FATAL)
+    return bool(qp.sq.pending)

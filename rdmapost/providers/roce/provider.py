@@ -1,0 +1,107 @@
+"""The control verbs of devices that speak RoCE v2 over a UDP socket."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from ...enums import DeviceCap, QPType
+from ...errors import NoDeviceError, UnsupportedError, VerbsError
+from ..base import DeviceInfo
+from ..soft0 import queue_verbs
+from ..soft0.engine.device import open_devices
+from ..soft0.provider import SoftwareProvider, open_context
+from ..soft0.state import verb
+from .addresses import PORT, candidates
+from .device import PREFIX, RoceDevice, guid_of
+from .survey import RoceCandidate, holder, survey
+
+_TYPES = frozenset({QPType.RC, QPType.UC, QPType.UD})
+
+
+class RoceProvider(SoftwareProvider):
+    """The control verbs of RoCE v2 over UDP."""
+
+    kind = "roce"
+    caps = (
+        DeviceCap.RC_RNR_NAK_GEN
+        | DeviceCap.MEM_WINDOW
+        | DeviceCap.MEM_WINDOW_TYPE_2B
+        | DeviceCap.MEM_MGT_EXTENSIONS
+        | DeviceCap.PORT_ACTIVE_EVENT
+        | DeviceCap.SYS_IMAGE_GUID
+        | DeviceCap.SRQ_RESIZE
+        | DeviceCap.CURR_QP_STATE_MOD
+    )
+    caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
+    vendor_part_id = 2
+
+    def list_devices(self) -> list[DeviceInfo]:
+        """List those that are open; any other name may still be opened."""
+        return [
+            self.info(name, device.guid)
+            for name, device in list(open_devices.items())
+            if name.startswith(PREFIX)
+        ]
+
+    def find(self, name: str) -> DeviceInfo:
+        """Return the device of a name, which begins with "roce:".
+
+        Raises:
+            NoDeviceError: this machine has no such network device or address.
+        """
+        try:
+            candidates(name.removeprefix(PREFIX))
+        except LookupError as error:
+            raise NoDeviceError(f"there is no device {name}: {error}") from None
+        return self.info(name, guid_of(name))
+
+    def survey(self) -> list[RoceCandidate]:
+        """List the devices that could be opened, and what is in the way of the others."""
+        return survey(PREFIX)
+
+    @verb
+    def open_device(name: str) -> Any:
+        try:
+            return open_context(open_devices.get(name) or RoceDevice(name))
+        except VerbsError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            address = candidates(name.removeprefix(PREFIX))[0]
+            reason = f"UDP port {PORT} of {address.host} is taken by {holder(address.family)}"
+            raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
+
+    @verb
+    def create_srq_ex(context: Any, init: Any) -> Any:
+        raise UnsupportedError(
+            "ibv_create_srq_ex", errno.EOPNOTSUPP, "roce devices have only basic SRQs"
+        )
+
+    @verb
+    def open_xrcd(context: Any, init: Any) -> Any:
+        raise UnsupportedError("ibv_open_xrcd", errno.EOPNOTSUPP, "roce devices have no XRC")
+
+    @verb
+    def create_qp(pd: Any, init: Any) -> Any:
+        _check_type("ibv_create_qp", init.qp_type)
+        return queue_verbs.make_qp(pd.context, pd, init)
+
+    @verb
+    def create_qp_ex(context: Any, init: Any) -> Any:
+        _check_type("ibv_create_qp_ex", init.qp_type)
+        return queue_verbs.make_qp_ex(context, init)
+
+    @verb
+    def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+        raise UnsupportedError(
+            "ibv_attach_mcast", errno.EOPNOTSUPP, "roce devices have no multicast"
+        )
+
+
+def _check_type(name: str, qp_type: int) -> None:
+    if qp_type not in _TYPES:
+        raise UnsupportedError(
+            name,
+            errno.EOPNOTSUPP,
+            "roce devices have RC, UC and UD queue pairs; soft0 has the others",
+        )

@@ -1,0 +1,324 @@
+"""The protocol's state of one queue pair, on both sides.
+
+The requester counts PSNs from its first one on without bound, which leaves no doubt which of two is
+earlier; only a packet's are cut to 24 bits. The responder compares PSNs as the specification does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from struct import Struct
+from typing import TYPE_CHECKING, Any
+
+from ..._binding import native
+from ...enums import QPAttrMask, QPState, WCOpcode, WCStatus
+from ..soft0.engine.completion import NO_TAG
+from ..soft0.engine.device_queues import WQE
+from ..soft0.engine.journaled_dict import JournaledDict
+from ..soft0.engine.memory import ErrorStatus
+from ..soft0.engine.qp import QueuePair
+from .packets import FORMS, Form, Packet, Path, distance
+
+if TYPE_CHECKING:
+    from ..soft0.engine.device import Device
+    from ..soft0.engine.responder import Receive
+    from ..soft0.engine.transport_messages import Segments
+
+    class WireDevice(Device):
+        """What the engine needs of a device, besides what soft0 has.
+
+        Attributes:
+            now: the time of the step, in seconds of the monotonic clock.
+            counters: counts of packets: retransmitted, naks_sent, naks_received.
+        """
+
+        now: float
+        counters: Any
+
+        def send(self, path: Path, headers: list[bytes], payload: Segments, mtu: int) -> None:
+            """Send packets of one size, but the last; each takes up to mtu bytes of payload."""
+
+        def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
+            """Have on_timer called at a time, instead of what was set before."""
+
+        def again(self, qp: RoceQueuePair) -> None:
+            """Have execute_next called after this step."""
+
+
+HELD = 64
+"""Packets held at most, on each side, until those before them arrive."""
+HOLD_SECONDS = 0.02
+"""How long they are held before the missing ones are asked for."""
+
+_AH_ATTR = Struct("=16sIxBB").unpack_from
+"""The start of struct ibv_ah_attr: dgid, flow_label, sgid_index, hop_limit, traffic_class."""
+_RTR, _SQD, _ERR, _FLUSHED = QPState.RTR, QPState.SQD, QPState.ERR, WCStatus.WR_FLUSH_ERR
+
+
+class SendRequest:
+    """A request on its way: a work request's message, or a part of a long READ.
+
+    It does not change.
+
+    Attributes:
+        wqe: the work request.
+        form: its packets.
+        path: where they go.
+        psn, end: the PSNs psn..end-1 are the request's own; for a READ, its responses'.
+        offset, size: which of the work request's bytes it moves.
+        counts: whether it counts as an outstanding READ or atomic.
+        last: whether the work request is done with it.
+    """
+
+    __slots__ = ("counts", "end", "form", "last", "offset", "path", "psn", "size", "wqe")
+
+    def __init__(
+        self,
+        wqe: WQE,
+        form: Form,
+        path: Path,
+        psn: int,
+        packets: int,
+        offset: int,
+        size: int,
+        counts: bool,
+        last: bool,
+    ) -> None:
+        self.wqe = wqe
+        self.form = form
+        self.path = path
+        self.psn = psn
+        self.end = psn + packets
+        self.offset = offset
+        self.size = size
+        self.counts = counts
+        self.last = last
+
+
+class Incoming(native.Record):
+    """A message of which the first packets have arrived.
+
+    Attributes:
+        operation: SEND or RDMA_WRITE.
+        done: bytes that have arrived.
+        taken: the receive that a SEND fills.
+        remote_addr, rkey, size: where a WRITE goes.
+    """
+
+    __slots__ = ("done", "operation", "remote_addr", "rkey", "size", "taken")
+
+    def __init__(self, first: Packet, taken: Receive | None) -> None:
+        self.operation = first.opcode
+        self.done = 0
+        self.taken = taken
+        self.remote_addr, self.rkey = first.remote_addr, first.rkey
+        self.size = 0 if taken else first.dma_length
+
+
+class Reading(native.Record):
+    """A READ request whose responses are being sent.
+
+    Attributes:
+        psn: the PSN of the next response.
+        remote_addr, rkey, left: what is left to read.
+        has_begun: whether the first response has been sent.
+        is_duplicate: whether the request was executed before.
+    """
+
+    __slots__ = ("has_begun", "is_duplicate", "left", "psn", "remote_addr", "rkey")
+
+    def __init__(self, request: Packet, is_duplicate: bool) -> None:
+        self.psn = request.psn
+        self.remote_addr, self.rkey, self.left = request.remote_addr, request.rkey, request.length
+        self.has_begun = False
+        self.is_duplicate = is_duplicate
+
+
+class RoceQueuePair(QueuePair):
+    """A queue pair whose peer is on the network."""
+
+    has_offloads = False
+    device: WireDevice
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.forms = FORMS[self.type]
+        self.path = Path(bytes(16), 0, 0, 0)
+        self.mtu = 0
+        self.timer = math.inf
+        """When the device will call on_timer."""
+        self.draining = False
+        # The requester.
+        self.una = 0
+        """The oldest PSN that is not acknowledged."""
+        self.psn = 0
+        """The PSN of the next packet to send; below `top` while going back."""
+        self.top = 0
+        """The first PSN that was never sent."""
+        self.tail = 0
+        """The first PSN that belongs to no request."""
+        self._forget_requests()
+        # The responder.
+        self.epsn = 0
+        """The expected PSN."""
+        self.msn = 0
+        self.atomics: deque[tuple[int, int]] = deque()
+        """The PSN and the result of the last atomics."""
+        self.spare: Receive | None = None
+        """A receive of a message that was lost: the next one takes it (UC)."""
+        self._forget_incoming()
+
+    def _forget_requests(self) -> None:
+        self.requests: deque[SendRequest] = deque()
+        """Those that are not acknowledged."""
+        self.started = 0
+        """Work requests of the send queue that are among them, with their last request."""
+        self.read_offset = 0
+        """Bytes of the next work request, a READ, for which requests exist."""
+        self.reads = 0
+        """Outstanding READ requests and atomics."""
+        self.una = self.psn = self.tail = self.top
+        self.deadline = 0.0
+        """When the oldest packet must be acknowledged; 0 if none is outstanding."""
+        self.rnr_until = 0.0
+        """When to go on after an RNR NAK, or 0."""
+        self.nak_psn = -1
+        """The PSN of the last sequence error NAK: repeated, it says nothing new."""
+        self.missing_until = 0.0
+        """How long to wait for responses that are missing, or 0."""
+        self.acked = 0
+        """What an ACK acknowledges that came before responses."""
+        self.early: dict[int, Packet] = JournaledDict()
+        """Responses that came too early, by PSN."""
+
+    def _forget_incoming(self) -> None:
+        self.incoming: Incoming | None = None
+        self.reading: Reading | None = None
+        self.ack_due = False
+        """Whether an acknowledgement waits for the end of `reading`."""
+        self.held: dict[int, Packet] = JournaledDict()
+        """Requests that came too early, by PSN."""
+        self.nak_due = 0.0
+        """When to ask for a missing packet, or 0."""
+        self.nak_sent = False
+        """Whether the requester knows that the expected packet is missing."""
+
+    # ---- the state machine --------------------------------------------------
+
+    def modify(self, mask: QPAttrMask, attrs: dict[str, Any]) -> bool:
+        if attrs.get("path_mtu", 0) > self.device.port_mtu or not super().modify(mask, attrs):
+            return False
+        if (address := attrs.get("ah_attr")) is not None:
+            dgid, flow_label, hop_limit, traffic_class = _AH_ATTR(address)
+            self.path = Path(dgid, traffic_class, hop_limit, flow_label & 0xFFFFF)
+        if "path_mtu" in attrs:
+            self.mtu = 128 << attrs["path_mtu"]
+        if "rq_psn" in attrs:
+            self.epsn = attrs["rq_psn"]
+        if "sq_psn" in attrs:
+            self.top = attrs["sq_psn"]
+            self._forget_requests()
+        return True
+
+    def _enter(self, state: QPState) -> None:
+        super()._enter(state)
+        if state is QPState.RTS:
+            self.draining = False
+
+    def drain(self) -> None:
+        self.draining = True
+        self.check_drained()
+
+    def check_drained(self) -> None:
+        """Report it if the send queue has drained and somebody wants to know."""
+        if self.draining and self.state is _SQD and not self.requests and not self.read_offset:
+            self.draining = False
+            super().drain()
+
+    # ---- failing --------------------------------------------------------------
+
+    def drop_queues(self) -> None:
+        super().drop_queues()
+        self._forget_requests()
+        taken = self._give_up_incoming()
+        if taken is not None and self.srq is not None:
+            # No completion will free its slot.
+            native.on_commit(native.use_slots, taken[1], -1)
+        self.device.set_timer(self, None)
+
+    def _give_up_incoming(self) -> Receive | None:
+        """Forget what has arrived of a message; return the receive that it would have filled."""
+        taken = self.spare
+        if self.incoming is not None and self.incoming.taken is not None:
+            taken = self.incoming.taken
+        self.spare = None
+        self._forget_incoming()
+        return taken
+
+    def flush(self) -> None:
+        taken = self._give_up_incoming()
+        if taken is not None:
+            wqe, queue, _, cq = taken
+            fields = (wqe.wr_id, _FLUSHED, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
+            self.push(cq, (fields, queue, 1, False, NO_TAG))
+        super().flush()
+
+    def flush_sends(self) -> None:
+        self._forget_requests()
+        super().flush_sends()
+
+    # ---- time -------------------------------------------------------------------
+
+    def wake_at(self, when: float) -> None:
+        """Have on_timer called at a time, or before."""
+        if when < self.timer:
+            self.timer = when
+            self.device.set_timer(self, when)
+
+
+def hold(held: dict[int, Packet], packet: Packet, mtu: int) -> None:
+    """Keep a packet that came too early, unless it is too long or there are too many."""
+    kept = held.get(packet.psn)
+    if kept is not None and kept.count >= packet.count:
+        return
+    if packet.row.has_payload and packet.length > packet.count * mtu:
+        return
+    if sum([each.count for each in held.values()]) + packet.count <= HELD:
+        held[packet.psn] = packet.held()
+
+
+def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
+    """Remove and return the packet with this PSN, or None; forget those before."""
+    for key in list(held):
+        packet = held[key]
+        ahead = distance(key, psn)
+        if ahead <= 0:
+            # At once: del would wait for the end of the step, in which it may be found again.
+            held.pop(key)
+        if ahead <= 0 < ahead + packet.count:
+            return packet.after(-ahead) if ahead else packet
+    return None
+
+
+def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
+    """Return SGEs for some of the bytes behind SGEs.
+
+    Raises:
+        ErrorStatus: LOC_LEN_ERR: there are not so many.
+    """
+    found = []
+    for addr, length, lkey in sges:
+        length = length or 1 << 31
+        if offset >= length:
+            offset -= length
+            continue
+        piece = min(size, length - offset)
+        found.append((addr + offset, piece, lkey))
+        offset = 0
+        size -= piece
+        if not size:
+            break
+    if size:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    return found

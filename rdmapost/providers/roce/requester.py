@@ -1,0 +1,597 @@
+"""The requester: sends the requests of the send queue, and processes what comes back.
+
+The packets of a reliable service are sent again, from the oldest one that is not acknowledged on
+(go-back-N), when the responder says that one is missing, or nothing for too long. A READ goes on
+where its responses stopped. An unreliable service is done with a request when it is sent.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..._binding import native
+from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
+from ...posting.rules import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ...standard.wire import ICRC_BYTES
+from ..soft0.engine import requester
+from ..soft0.engine.memory import ErrorStatus, copy
+from . import packets
+from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance
+from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
+
+if TYPE_CHECKING:
+    from ..soft0.engine.device_queues import WQE
+    from ..soft0.engine.transport_messages import Segments
+    from .packets import Row
+    from .qp import RoceQueuePair
+
+WINDOW = 64
+"""Packets on their way at most, responses to READs included."""
+READ_PACKETS = 32
+"""Responses that one READ request asks for: a longer READ is several requests, so that its
+responses come no faster than they are processed."""
+BURST_PACKETS, BURST_BYTES = 32, 60_000
+"""What is sent at once at most: one system call."""
+_ASK_AFTER = 8
+"""Packets in bursts after which an acknowledgement is asked for."""
+_SHORTEST_TIMEOUT = 0.004
+"""Seconds: below them a timeout would say nothing about the network."""
+_NO_TIMEOUT = 0.1
+"""Seconds between attempts, of which there is no end, if the timeout is 0."""
+
+_RTS, _SQD, _UD = QPState.RTS, QPState.SQD, QPType.UD
+_FENCE, _SOLICITED = int(SendFlags.FENCE), int(SendFlags.SOLICITED)
+_PRIVILEGED_QKEY = 0x8000_0000
+_LOCAL = {int(Opcode.LOCAL_INV): requester.local_invalidate, int(Opcode.BIND_MW): requester.bind}
+_READ, _FLUSH, _ATOMIC_WRITE = (int(Opcode.RDMA_READ), int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE))
+_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
+_FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
+_RESPONDED = _ATOMICS | {_READ}
+"""What an ACK does not end: the response is missing."""
+_COUNTED = _RESPONDED | {_ATOMIC_WRITE}
+_MASK64 = (1 << 64) - 1
+
+_NAK_STATUS = {
+    packets.INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
+    packets.REMOTE_ACCESS_ERROR: WCStatus.REM_ACCESS_ERR,
+    packets.REMOTE_OPERATIONAL_ERROR: WCStatus.REM_OP_ERR,
+}
+
+
+# ---- what goes out ----------------------------------------------------------------
+
+
+class Burst:
+    """Packets to one peer that are sent by one call.
+
+    All but the last have headers of one size and `unit` bytes of payload; `is_full` says whether
+    the last has too.
+    """
+
+    __slots__ = ("headers", "is_full", "path", "payload", "size", "unit")
+
+    def __init__(
+        self, path: Path, headers: list[bytes], payload: Segments, unit: int, is_full: bool
+    ) -> None:
+        self.path = path
+        self.headers = headers
+        self.payload = payload
+        self.unit = unit
+        self.size = len(headers) * (len(headers[0]) + unit)
+        self.is_full = is_full
+
+
+def send(qp: RoceQueuePair) -> None:
+    """Send what the window allows."""
+    if qp.rnr_until:
+        return
+    pending = qp.sq.pending
+    psn = begin = qp.psn
+    limit = qp.una + WINDOW
+    bursts: list[Burst] = []
+    request: SendRequest | None = None
+    try:
+        while psn < limit:
+            if psn < qp.tail:
+                request = _request_of(qp, psn)
+            else:
+                request = None
+                if qp.started == len(pending):
+                    break
+                request = _start(qp, psn, limit)
+                if request is None:
+                    break
+            psn = _add(qp, bursts, request, psn, limit)
+    except ErrorStatus as error:
+        # Earlier requests must end first.
+        if not qp.requests or request is qp.requests[0]:
+            fail(qp, error.status)
+            return
+    if not bursts:
+        return
+    if qp.reliable:
+        _ask(bursts)
+    device = qp.device
+    count = 0
+    for burst in bursts:
+        count += len(burst.headers)
+        device.send(burst.path, burst.headers, burst.payload, burst.unit)
+    if qp.top > begin:
+        device.counters.retransmitted += min(qp.top - begin, count)
+    qp.psn = psn
+    if psn > qp.top:
+        qp.top = psn
+    if not qp.reliable:
+        _advance(qp, psn)
+    elif not qp.deadline:
+        _restart_timer(qp)
+
+
+def may_send(qp: RoceQueuePair) -> bool:
+    """Whether send may have something to do."""
+    if qp.state is _RTS:
+        return qp.psn < qp.tail or qp.started < len(qp.sq.pending)
+    return qp.state is _SQD and (qp.psn < qp.tail or qp.read_offset > 0)
+
+
+def packets_in_burst(size: int) -> int:
+    """Return how many packets of a size, without the ICRC, are sent at once."""
+    return min(BURST_PACKETS, BURST_BYTES // (size + ICRC_BYTES))
+
+
+def _ask(bursts: list[Burst]) -> None:
+    """Set AckReq in the last packet, and often enough before."""
+    unasked = 0
+    for burst in bursts:
+        unasked += len(burst.headers)
+        if unasked >= _ASK_AFTER or burst is bursts[-1]:
+            unasked = 0
+            last = burst.headers[-1]
+            burst.headers[-1] = last[:8] + b"\x80" + last[9:]
+
+
+def _request_of(qp: RoceQueuePair, psn: int) -> SendRequest:
+    """Return the request that a PSN belongs to."""
+    request = qp.requests[-1]
+    if psn < request.psn:
+        for request in qp.requests:
+            if psn < request.end:
+                break
+    return request
+
+
+def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
+    """Make the next request; return None if there is none, or it must wait.
+
+    Raises:
+        ErrorStatus: the work request ends with an error status.
+    """
+    pending = qp.sq.pending
+    while qp.started < len(pending):
+        if qp.state is not _RTS and not qp.read_offset:
+            return None
+        wqe = pending[qp.started]
+        opcode = wqe.opcode
+        faults = qp.context.faults
+        if faults.statuses:
+            if qp.requests:
+                return None
+            if (forced := faults.take_status(wqe.wr_id)) is not None:
+                raise ErrorStatus(forced)
+        local = _LOCAL.get(opcode)
+        if local is None:
+            form = qp.forms.get(opcode)
+            if form is None or opcode not in qp.opcodes:
+                raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
+            if wqe.flags & _FENCE and qp.reads and not qp.read_offset:
+                return None
+            return _make(qp, wqe, form, psn, limit)
+        if qp.requests:
+            return None
+        if opcode not in qp.opcodes:
+            raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
+        local(qp, wqe)
+        qp.sq.take()
+        qp.complete_send(wqe, WCStatus.SUCCESS)
+    return None
+
+
+def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> SendRequest | None:
+    opcode = wqe.opcode
+    path, mtu, offset, count, last = qp.path, qp.mtu, 0, 1, True
+    counts = opcode in _COUNTED
+    if counts:
+        requester.needs_rd_atomic(qp)
+        if qp.reads >= qp.attr["max_rd_atomic"]:
+            return None
+    if opcode == _READ:
+        offset = qp.read_offset
+        size = requester.room(wqe) - offset
+        if size > READ_PACKETS * mtu:
+            size, last = READ_PACKETS * mtu, False
+        count = -(-size // mtu) or 1
+        if psn + count > limit:
+            return None
+    elif not counts and opcode != _FLUSH:
+        size = _size_of(wqe)
+        if qp.type is _UD:
+            path, mtu = _path_of(wqe), qp.device.port_mtu.bytes
+            if size > mtu:
+                raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+        count = -(-size // mtu) or 1
+    else:
+        size = wqe.length if opcode == _FLUSH else 8
+        if opcode in _ATOMICS and requester.room(wqe) < 8:
+            raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    request = SendRequest(wqe, form, path, psn, count, offset, size, counts, last)
+    native.put(qp.requests, request)
+    qp.tail = psn + count
+    if counts:
+        qp.reads += 1
+    if last:
+        qp.started += 1
+        if offset:
+            qp.read_offset = 0
+    else:
+        qp.read_offset = offset + size
+    return request
+
+
+def _size_of(wqe: WQE) -> int:
+    if wqe.inline is not None:
+        return len(wqe.inline)
+    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
+    if size > MAX_MSG_SIZE:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    return size
+
+
+def _path_of(wqe: WQE) -> Path:
+    address = wqe.ah
+    return Path(address.dgid, address.traffic_class, address.hop_limit, address.flow_label)
+
+
+def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
+    if not size:
+        return []
+    if wqe.inline is not None:
+        return [wqe.inline[offset : offset + size]]
+    return qp.device.memory.local(qp.pd, part(wqe.sges, offset, size), False)
+
+
+def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int, limit: int) -> int:
+    """Add packets of a request to what is to be sent; return the next PSN."""
+    form, wqe = request.form, request.wqe
+    if form.middle is form.only or request.end - request.psn == 1:
+        _add_only(qp, bursts, request, psn)
+        return request.end
+    mtu = qp.mtu
+    end = min(limit, request.end, psn + packets_in_burst(mtu + form.middle.size))
+    if psn == request.psn and form.first.size > form.middle.size:
+        # The RETH makes the first packet longer than the others.
+        end = psn + 1
+    elif end == request.end and end - psn > 1:
+        # What makes the last packet longer than the others sends it by itself.
+        last = request.size - (end - request.psn - 1) * mtu
+        if form.last.size - form.middle.size + last > mtu:
+            end -= 1
+    pack, number, qpn = form.middle.pack, form.middle.bth_opcode, qp.attr["dest_qp_num"]
+    headers = [
+        pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK) for each in range(psn, end)
+    ]
+    if psn == request.psn:
+        headers[0] = _header(qp, request, form.first, psn)
+    if end == request.end:
+        headers[-1] = _header(qp, request, form.last, end - 1)
+    start = (psn - request.psn) * mtu
+    size = min((end - psn) * mtu, request.size - start)
+    bursts.append(Burst(request.path, headers, _data(qp, wqe, start, size), mtu, False))
+    return end
+
+
+def _add_only(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int) -> None:
+    """Add a request of one packet."""
+    row, wqe, size, payload = request.form.only, request.wqe, 0, []
+    if row.operation == _ATOMIC_WRITE:
+        size, payload = 8, [wqe.atomic_wr.to_bytes(8, sys.byteorder)]
+    elif row.has_payload:
+        size = request.size
+        payload = _data(qp, wqe, 0, size)
+    header = _header(qp, request, row, psn)
+    if bursts:
+        burst = bursts[-1]
+        if (
+            burst.is_full
+            and burst.unit == size
+            and len(burst.headers[0]) == len(header)
+            and len(burst.headers) < BURST_PACKETS
+            and burst.size + len(header) + size <= BURST_BYTES
+            and burst.path == request.path
+        ):
+            burst.headers.append(header)
+            burst.payload += payload
+            burst.size += len(header) + size
+            return
+    bursts.append(Burst(request.path, [header], payload, size, True))
+
+
+def _header(qp: RoceQueuePair, request: SendRequest, row: Row, psn: int) -> bytes:
+    """Encode the headers of a packet."""
+    wqe = request.wqe
+    flags = MIG_REQ
+    if row.ends and wqe.flags & _SOLICITED and row.operation in CONSUMES_RECEIVE:
+        flags |= SOLICITED_EVENT
+    qpn = qp.attr["dest_qp_num"] if qp.connected else wqe.remote_qpn & PSN_MASK
+    values = [row.bth_opcode, flags, DEFAULT_PKEY, qpn, psn & PSN_MASK]
+    for name in row.headers[1:]:
+        values += _EXTENSIONS[name](qp, request, psn)
+    return row.pack(*values)
+
+
+def _deth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    # A Q_Key with the top bit set means the sender's own.
+    qkey = request.wqe.remote_qkey
+    return (qp.attr["qkey"] if qkey & _PRIVILEGED_QKEY else qkey), qp.number
+
+
+def _reth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    done = (psn - request.psn) * qp.mtu
+    addr = request.wqe.remote_addr + request.offset + done
+    return addr & _MASK64, request.wqe.rkey, request.size - done
+
+
+def _atomic_eth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    wqe = request.wqe
+    if wqe.opcode == _FETCH_AND_ADD:
+        return wqe.remote_addr, wqe.atomic_rkey, wqe.compare_add, 0
+    return wqe.remote_addr, wqe.atomic_rkey, wqe.swap, wqe.compare_add
+
+
+def _immdt(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    # A work request holds it in network order.
+    return (request.wqe.imm.to_bytes(4, sys.byteorder),)
+
+
+def _ieth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    return (request.wqe.imm,)
+
+
+def _feth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    level = request.wqe.level & packets.FLUSH_LEVEL
+    return (level << packets.FLUSH_LEVEL_SHIFT | request.wqe.type & packets.FLUSH_TYPE,)
+
+
+_EXTENSIONS: dict[str, Callable[[RoceQueuePair, SendRequest, int], tuple[Any, ...]]] = {
+    "DETH": _deth,
+    "RETH": _reth,
+    "AtomicETH": _atomic_eth,
+    "ImmDt": _immdt,
+    "IETH": _ieth,
+    "FETH": _feth,
+}
+
+
+# ---- what comes back ----------------------------------------------------------------
+
+
+def receive(qp: RoceQueuePair, packet: Packet) -> bool:
+    """Process an acknowledgement or a response; return whether it was one that can be."""
+    if qp.state is not _RTS and qp.state is not _SQD:
+        return False
+    psn = qp.una + distance(packet.psn, qp.una & PSN_MASK)
+    if psn + packet.count > qp.top:
+        return False
+    if packet.row is packets.ACKNOWLEDGE:
+        _acknowledgement(qp, packet, psn)
+        if may_send(qp):
+            send(qp)
+        return True
+    if psn + packet.count > qp.una:
+        _response(qp, packet, psn)
+        if may_send(qp):
+            # What has arrived is in memory at the end of this step, and may be sent in the next.
+            qp.device.again(qp)
+    return True
+
+
+def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
+    kind, value = packet.aeth >> 29, packet.aeth >> 24 & 0x1F
+    if kind == packets.ACK:
+        _acknowledge(qp, psn + 1)
+        return
+    if kind not in (packets.RNR_NAK, packets.NAK):
+        return
+    qp.device.counters.naks_received += 1
+    _acknowledge(qp, psn)
+    if psn != qp.una or not qp.requests or qp.rnr_until:
+        # Responses are missing before; or it is known.
+        return
+    if kind == packets.RNR_NAK:
+        _wait_for_receive(qp, value)
+    elif value == packets.PSN_SEQUENCE_ERROR:
+        if psn != qp.nak_psn:
+            qp.nak_psn = psn
+            _try_again(qp, True)
+    elif (status := _NAK_STATUS.get(value)) is not None:
+        fail(qp, status)
+
+
+def _acknowledge(qp: RoceQueuePair, psn: int) -> None:
+    """Process that everything before a PSN has arrived, which does not replace responses."""
+    reached = psn
+    if qp.reads:
+        for request in qp.requests:
+            if request.psn >= psn:
+                break
+            if request.wqe.opcode in _RESPONDED:
+                reached = max(request.psn, qp.una)
+                break
+    if reached > qp.una:
+        _advance(qp, reached)
+    if reached < psn:
+        if psn > qp.acked:
+            qp.acked = psn
+        _expect_missing(qp)
+
+
+def _advance(qp: RoceQueuePair, psn: int) -> None:
+    """Complete the requests before a PSN."""
+    qp.una = psn
+    if psn > qp.psn:
+        # It arrived before it was sent again.
+        qp.psn = psn
+    if qp.retries or qp.rnr_retries:
+        qp.begin_attempts()
+    if qp.missing_until:
+        qp.missing_until = 0.0
+    requests = qp.requests
+    while requests and requests[0].end <= psn:
+        request = native.take(requests)
+        if request.counts:
+            qp.reads -= 1
+        if request.last:
+            qp.started -= 1
+            wqe = qp.sq.take()
+            byte_len = request.offset + request.size if wqe.opcode in _RESPONDED else 0
+            qp.complete_send(wqe, WCStatus.SUCCESS, byte_len)
+            # That may overrun the completion queue, which flushes the send queue.
+            requests = qp.requests
+    if qp.reliable:
+        if qp.una < qp.psn:
+            _restart_timer(qp)
+        else:
+            qp.deadline = 0.0
+    if qp.draining:
+        qp.check_drained()
+
+
+def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
+    """Process what answers a READ or an atomic."""
+    # It implies that everything before has arrived.
+    _acknowledge(qp, psn)
+    if psn > qp.una:
+        hold(qp.early, packet, qp.mtu)
+        _expect_missing(qp)
+        return
+    if not qp.requests:
+        # Their completions overran the completion queue.
+        return
+    if psn < qp.una:
+        packet = packet.after(qp.una - psn)
+    _accept(qp, packet)
+    while qp.acked > qp.una or qp.early:
+        if qp.acked > qp.una:
+            _acknowledge(qp, qp.acked)
+        early = next_held(qp.early, qp.una & PSN_MASK)
+        if early is None:
+            break
+        _accept(qp, early)
+    if qp.early:
+        _expect_missing(qp)
+
+
+def _accept(qp: RoceQueuePair, packet: Packet) -> None:
+    """Process the response to the oldest request, if it is one."""
+    request = qp.requests[0]
+    wqe, row = request.wqe, packet.row
+    done = (qp.una - request.psn) * qp.mtu
+    end = qp.una + packet.count
+    value = b""
+    if wqe.opcode == _READ and row in packets.READ_RESPONSES:
+        # Each is as long as the MTU but the last, which says that it is.
+        size = min(packet.count * qp.mtu, request.size - done)
+        fits = end <= request.end and packet.length == size and row.ends == (end == request.end)
+    elif wqe.opcode in _ATOMICS and row is packets.ATOMIC_ACKNOWLEDGE:
+        value = packet.value.to_bytes(8, sys.byteorder)
+        size, fits = 8, True
+    else:
+        size = 0
+        fits = wqe.opcode in (_FLUSH, _ATOMIC_WRITE) and row is packets.READ_RESPONSE_ONLY
+    if not fits:
+        # Whoever sent that, it is not a response.
+        return
+    if size:
+        sges = part(wqe.sges, request.offset + done, size)
+        try:
+            target = qp.device.memory.local(qp.pd, sges, True)
+        except ErrorStatus as error:
+            fail(qp, error.status)
+            return
+        if value:
+            copy([value], target)
+        else:
+            packet.copy_to(target)
+    _advance(qp, end)
+
+
+# ---- attempts -------------------------------------------------------------------------
+
+
+def on_timer(qp: RoceQueuePair, now: float) -> None:
+    """React to what is due."""
+    if qp.rnr_until:
+        if now < qp.rnr_until:
+            qp.wake_at(qp.rnr_until)
+        else:
+            qp.rnr_until = 0.0
+            send(qp)
+        return
+    if qp.missing_until and now >= qp.missing_until:
+        _try_again(qp, True)
+        send(qp)
+    elif qp.deadline and now >= qp.deadline:
+        qp.nak_psn = -1
+        _try_again(qp, qp.attr["timeout"] > 0)
+        send(qp)
+    if qp.missing_until:
+        qp.wake_at(qp.missing_until)
+    if qp.deadline:
+        qp.wake_at(qp.deadline)
+
+
+def fail(qp: RoceQueuePair, status: WCStatus) -> None:
+    """End the oldest work request with an error status."""
+    wqe = qp.sq.take()
+    qp.complete_send(wqe, status)
+    qp.fail_send()
+
+
+def _restart_timer(qp: RoceQueuePair) -> None:
+    timeout = qp.attr["timeout"]
+    qp.deadline = qp.device.now + (
+        max(ack_timeout(timeout), _SHORTEST_TIMEOUT) if timeout else _NO_TIMEOUT
+    )
+    qp.wake_at(qp.deadline)
+
+
+def _expect_missing(qp: RoceQueuePair) -> None:
+    """Wait a little for responses that may have been overtaken."""
+    if not qp.missing_until:
+        qp.missing_until = qp.device.now + HOLD_SECONDS
+        qp.wake_at(qp.missing_until)
+
+
+def _try_again(qp: RoceQueuePair, counts: bool) -> None:
+    """Go back to the oldest packet that is not acknowledged, if attempts are left."""
+    qp.missing_until = qp.deadline = 0.0
+    if counts:
+        if qp.retries >= qp.attr["retry_cnt"]:
+            fail(qp, WCStatus.RETRY_EXC_ERR)
+            return
+        qp.retries += 1
+    qp.psn = qp.una
+
+
+def _wait_for_receive(qp: RoceQueuePair, timer: int) -> None:
+    """Pause after an RNR NAK."""
+    if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
+        fail(qp, WCStatus.RNR_RETRY_EXC_ERR)
+        return
+    qp.rnr_retries += 1
+    qp.psn = qp.una
+    qp.missing_until = qp.deadline = 0.0
+    qp.rnr_until = qp.device.now + rnr_timer(timer)
+    qp.wake_at(qp.rnr_until)

@@ -1,0 +1,418 @@
+"""The responder: executes what arrives in the order of its PSNs, and acknowledges it.
+
+What a request may do is checked by the functions of soft0, for each packet. An unreliable service
+has no acknowledgements: what cannot be executed is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..._binding import native
+from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
+from ...posting.rules import MAX_MSG_SIZE
+from ..soft0.engine import responder
+from ..soft0.engine.memory import ErrorStatus, RemoteAccessError
+from ..soft0.engine.transport_messages import ACK, Ack, AckType, Segments
+from . import packets
+from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, Row, aeth, distance
+from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
+from .requester import packets_in_burst
+
+if TYPE_CHECKING:
+    from ..soft0.engine.responder import Executor, Receive
+    from .qp import RoceQueuePair
+
+_AT_ONCE = 32
+"""READ responses sent in one step."""
+
+_REMOTE_WRITE, _REMOTE_READ = int(Access.REMOTE_WRITE), int(Access.REMOTE_READ)
+_READ = int(Opcode.RDMA_READ)
+_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
+_EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
+"""What a READ response without data answers."""
+_WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
+_ACK, _RNR_NAK = AckType.ACK, AckType.RNR_NAK
+_SUCCESS = WCStatus.SUCCESS
+_NAK_CODES = {
+    AckType.NAK_INVALID_REQUEST: packets.INVALID_REQUEST,
+    AckType.NAK_REMOTE_ACCESS: packets.REMOTE_ACCESS_ERROR,
+    AckType.NAK_REMOTE_OPERATIONAL: packets.REMOTE_OPERATIONAL_ERROR,
+}
+
+
+def receive(qp: RoceQueuePair, packet: Packet) -> bool:
+    """Execute a request; return whether it was one that the queue pair accepts."""
+    if qp.state not in responder.RECEIVES:
+        return False
+    if not qp.connected:
+        return _receive_datagram(qp, packet)
+    responder.establish(qp)
+    if qp.reliable:
+        _receive_reliable(qp, packet)
+    else:
+        _receive_unreliable(qp, packet)
+    return True
+
+
+def execute_next(qp: RoceQueuePair) -> bool:
+    """Go on with what waits; return whether more does."""
+    if qp.reading is not None:
+        _send_responses(qp, None)
+        return False
+    packet = next_held(qp.held, qp.epsn)
+    if packet is not None:
+        _execute(qp, packet)
+        return qp.reading is None and bool(qp.held)
+    if qp.held and not qp.nak_sent:
+        _expect_missing(qp)
+    return False
+
+
+def on_timer(qp: RoceQueuePair, now: float) -> None:
+    """Ask for a packet that has been missing for too long."""
+    if not qp.nak_due:
+        return
+    if now < qp.nak_due:
+        qp.wake_at(qp.nak_due)
+        return
+    qp.nak_due = 0.0
+    if qp.reading is None:
+        # A NAK costs the requester one of its retries, unless there is progress.
+        _send_ack(qp)
+        _send_nak(qp, packets.NAK, packets.PSN_SEQUENCE_ERROR, qp.epsn)
+
+
+# ---- unreliable services -------------------------------------------------------------
+
+
+def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
+    if packet.qkey != qp.attr["qkey"] or packet.length > qp.device.port_mtu.bytes:
+        return False
+    responder.establish(qp)
+    taken = responder.consume_receive(qp, packet)
+    if taken is not None:
+        assert packet.make_grh is not None
+        packet.grh = packet.make_grh()
+        responder.fill(qp, packet, taken)
+    return True
+
+
+def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> None:
+    """Execute a request of UC: of a message, all packets must arrive."""
+    if packet.psn != qp.epsn or not _continues(qp.incoming, packet):
+        _drop_incoming(qp)
+        if not packet.row.begins:
+            return
+    qp.epsn = packet.psn + packet.count & PSN_MASK
+    ack = responder.execute(qp, packet, _EXECUTORS[packet.opcode])
+    if ack is None or ack.type is not _ACK:
+        _drop_incoming(qp)
+
+
+def _drop_incoming(qp: RoceQueuePair) -> None:
+    incoming = qp.incoming
+    if incoming is not None:
+        qp.incoming = None
+        if incoming.taken is not None:
+            qp.spare = incoming.taken
+
+
+def _continues(incoming: Incoming | None, packet: Packet) -> bool:
+    """Whether a packet may follow what has arrived of a message."""
+    if incoming is None:
+        return packet.row.begins
+    writes = incoming.operation in _WRITES
+    return not packet.row.begins and writes == (packet.opcode in _WRITES)
+
+
+# ---- the reliable service --------------------------------------------------------------
+
+
+def _receive_reliable(qp: RoceQueuePair, packet: Packet) -> None:
+    ahead = distance(packet.psn, qp.epsn)
+    if ahead + packet.count <= 0:
+        _answer_duplicate(qp, packet, -ahead)
+    elif ahead > 0 or qp.reading is not None:
+        if ahead < HELD:
+            hold(qp.held, packet, qp.mtu)
+        if qp.reading is None and not qp.nak_sent:
+            _expect_missing(qp)
+    else:
+        _execute(qp, packet.after(-ahead) if ahead else packet)
+        if qp.held and qp.reading is None:
+            qp.device.again(qp)
+
+
+def _expect_missing(qp: RoceQueuePair) -> None:
+    """Wait a little for a packet that may have been overtaken."""
+    if not qp.nak_due:
+        qp.nak_due = qp.device.now + HOLD_SECONDS
+        qp.wake_at(qp.nak_due)
+
+
+def _execute(qp: RoceQueuePair, packet: Packet) -> None:
+    """Execute the request that is expected next."""
+    qp.nak_sent = False
+    qp.nak_due = 0.0
+    opcode = packet.opcode
+    ack: Ack | None
+    if _continues(qp.incoming, packet):
+        ack = responder.execute(qp, packet, _EXECUTORS[opcode])
+    else:
+        ack = responder.refuse(qp)
+    if ack is None:
+        return
+    if ack.type is not _ACK:
+        if ack.type is _RNR_NAK:
+            _send_nak(qp, packets.RNR_NAK, ack.rnr_timer, packet.psn)
+        else:
+            _send_nak(qp, packets.NAK, _NAK_CODES[ack.type], packet.psn)
+        return
+    if packet.row.ends:
+        qp.msn = qp.msn + 1 & PSN_MASK
+    if opcode == _READ:
+        qp.epsn = packet.psn + (-(-packet.length // qp.mtu) or 1) & PSN_MASK
+        qp.reading = Reading(packet, False)
+        _send_responses(qp, ack.data)
+        return
+    qp.epsn = packet.psn + packet.count & PSN_MASK
+    if opcode in _ATOMICS:
+        native.put(qp.atomics, (packet.psn, ack.value))
+        if len(qp.atomics) > qp.attr["max_dest_rd_atomic"]:
+            native.take(qp.atomics)
+        _send(qp, packets.ATOMIC_ACKNOWLEDGE, packet.psn, _aeth(qp), ack.value)
+    elif opcode in _EMPTY_RESPONSE:
+        _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
+    elif packet.ack_req:
+        _send_ack(qp)
+
+
+def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
+    """Acknowledge a request again, and execute it again only if it is a READ."""
+    opcode = packet.opcode
+    if opcode == _READ:
+        # All of it must have been read before.
+        was_read = qp.attr["max_dest_rd_atomic"] and -(-packet.length // qp.mtu) <= behind
+        if was_read and qp.grants(_REMOTE_READ):
+            qp.reading = Reading(packet, True)
+            _send_responses(qp, None)
+    elif qp.reading is not None:
+        # An ACK would say that the responses have been sent.
+        qp.ack_due = True
+    elif opcode in _ATOMICS:
+        # PSNs wrap: the latest one counts.
+        for psn, value in reversed(qp.atomics):
+            if psn == packet.psn:
+                _send(qp, packets.ATOMIC_ACKNOWLEDGE, psn, _aeth(qp), value)
+                break
+    elif opcode in _EMPTY_RESPONSE:
+        _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
+    elif packet.ack_req:
+        _send_ack(qp)
+
+
+# ---- what a request does ---------------------------------------------------------------
+
+
+def _take_receive(qp: RoceQueuePair, packet: Packet) -> Receive | None:
+    taken = qp.spare
+    if taken is None:
+        return responder.consume_receive(qp, packet)
+    qp.spare = None
+    return taken
+
+
+def _fits(qp: RoceQueuePair, packet: Packet) -> bool:
+    """Whether a packet is as long as its place in the message requires."""
+    if packet.row.ends:
+        return (packet.row.begins or packet.length > 0) and packet.length <= qp.mtu
+    return packet.length == packet.count * qp.mtu
+
+
+def _send_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
+    """Execute a packet of a SEND."""
+    if not _fits(qp, packet):
+        return responder.refuse(qp)
+    incoming = qp.incoming
+    if incoming is None:
+        taken = _take_receive(qp, packet)
+        if taken is None:
+            return responder.not_ready(qp)
+        if packet.row.ends:
+            return responder.fill(qp, packet, taken)
+        incoming = qp.incoming = Incoming(packet, taken)
+    taken = incoming.taken
+    assert taken is not None
+    wqe, _, pd, _ = taken
+    done = incoming.done + packet.length
+    try:
+        sges = part(wqe.sges, incoming.done, packet.length)
+        packet.copy_to(qp.device.memory.local(pd, sges, True))
+    except ErrorStatus as error:
+        qp.incoming = None
+        return responder.complete_receive(qp, packet, taken, error.status, done)
+    incoming.done = done
+    if not packet.row.ends:
+        return ACK
+    qp.incoming = None
+    return responder.complete_receive(qp, packet, taken, _SUCCESS, done)
+
+
+def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
+    """Execute a packet of a WRITE."""
+    if not qp.grants(_REMOTE_WRITE) or not _fits(qp, packet):
+        return responder.refuse(qp)
+    row, incoming = packet.row, qp.incoming
+    if incoming is None:
+        incoming = Incoming(packet, None)
+    left = incoming.size - incoming.done
+    if (packet.length != left if row.ends else packet.length >= left) or left > MAX_MSG_SIZE:
+        return responder.refuse(qp)
+    target: Segments = []
+    if left:
+        # The first packet checks all of it, the others check it again.
+        addr, need = incoming.remote_addr + incoming.done, _REMOTE_WRITE
+        whole = qp.device.memory.remote(qp.pd, qp.number, incoming.rkey, addr, left, need)
+        target = [whole[: packet.length]]
+    taken = None
+    if packet.imm is not None:
+        taken = _take_receive(qp, packet)
+        if taken is None:
+            return responder.not_ready(qp)
+    if packet.length:
+        packet.copy_to(target)
+    if not row.ends:
+        incoming.done += packet.length
+        if row.begins:
+            qp.incoming = incoming
+        return ACK
+    if not row.begins:
+        qp.incoming = None
+    if taken is None:
+        return ACK
+    return responder.complete_receive(
+        qp, packet, taken, _SUCCESS, incoming.size, WCOpcode.RECV_RDMA_WITH_IMM
+    )
+
+
+def _read(qp: RoceQueuePair, packet: Packet) -> Ack | None:
+    if packet.length > MAX_MSG_SIZE:
+        return responder.refuse(qp)
+    return responder.BY_OPCODE[_READ](qp, packet)
+
+
+def _atomic_write(qp: RoceQueuePair, packet: Packet) -> Ack | None:
+    if packet.length != 8 or packet.dma_length != 8:
+        return responder.refuse(qp)
+    return responder.BY_OPCODE[packet.opcode](qp, packet)
+
+
+_EXECUTORS: dict[int, Executor] = {
+    int(Opcode.SEND): _send_in,
+    int(Opcode.SEND_WITH_IMM): _send_in,
+    int(Opcode.SEND_WITH_INV): _send_in,
+    int(Opcode.RDMA_WRITE): _write_in,
+    int(Opcode.RDMA_WRITE_WITH_IMM): _write_in,
+    int(Opcode.RDMA_READ): _read,
+    int(Opcode.ATOMIC_CMP_AND_SWP): responder.BY_OPCODE[Opcode.ATOMIC_CMP_AND_SWP],
+    int(Opcode.ATOMIC_FETCH_AND_ADD): responder.BY_OPCODE[Opcode.ATOMIC_FETCH_AND_ADD],
+    int(Opcode.FLUSH): responder.BY_OPCODE[Opcode.FLUSH],
+    int(Opcode.ATOMIC_WRITE): _atomic_write,
+}
+
+
+# ---- what goes out -----------------------------------------------------------------------
+
+
+def _aeth(qp: RoceQueuePair) -> int:
+    return aeth(packets.ACK, packets.UNLIMITED_CREDITS, qp.msn)
+
+
+def _header(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> bytes:
+    qpn = qp.attr["dest_qp_num"]
+    number = row.bth_opcode
+    header: bytes = row.pack(number, MIG_REQ, DEFAULT_PKEY, qpn, psn & PSN_MASK, *extensions)
+    return header
+
+
+def _send(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> None:
+    qp.device.send(qp.path, [_header(qp, row, psn, *extensions)], [], 0)
+
+
+def _send_ack(qp: RoceQueuePair) -> None:
+    """Acknowledge everything that was executed."""
+    _send(qp, packets.ACKNOWLEDGE, qp.epsn - 1, _aeth(qp))
+
+
+def _send_nak(qp: RoceQueuePair, kind: int, value: int, psn: int) -> None:
+    qp.nak_sent = True
+    qp.device.counters.naks_sent += 1
+    _send(qp, packets.ACKNOWLEDGE, psn, aeth(kind, value, qp.msn))
+
+
+def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
+    """Send responses to the READ request in progress.
+
+    Args:
+        data: all that it reads, if that has been checked in this step.
+    """
+    reading = qp.reading
+    assert reading is not None
+    mtu, left = qp.mtu, reading.left
+    size = min(left, _AT_ONCE * mtu)
+    source: Any = b""
+    if data:
+        source = data[0][:size]
+    elif size:
+        addr, rkey = reading.remote_addr, reading.rkey
+        try:
+            source = qp.device.memory.remote(qp.pd, qp.number, rkey, addr, size, _REMOTE_READ)
+        except RemoteAccessError:
+            if reading.is_duplicate:
+                _end_reading(qp)
+            else:
+                qp.fail(EventType.QP_ACCESS_ERR)
+                _send_nak(qp, packets.NAK, packets.REMOTE_ACCESS_ERROR, reading.psn)
+            return
+    psn, count, is_last = reading.psn, -(-size // mtu) or 1, size == left
+    begin, end = 0, count
+    if not reading.has_begun:
+        row = packets.READ_RESPONSE_ONLY if is_last and count == 1 else packets.READ_RESPONSE_FIRST
+        _respond(qp, row, psn, source[:mtu])
+        begin = 1
+    if is_last and begin < end:
+        end -= 1
+    row, qpn = packets.READ_RESPONSE_MIDDLE, qp.attr["dest_qp_num"]
+    pack, number, most = row.pack, row.bth_opcode, packets_in_burst(mtu + row.size)
+    for n in range(begin, end, most):
+        stop = min(n + most, end)
+        headers = [
+            pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
+            for each in range(psn + n, psn + stop)
+        ]
+        qp.device.send(qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
+    if end < count:
+        _respond(qp, packets.READ_RESPONSE_LAST, psn + end, source[end * mtu :])
+    if not is_last:
+        reading.psn, reading.left = psn + count & PSN_MASK, left - size
+        reading.remote_addr += size
+        reading.has_begun = True
+        qp.device.again(qp)
+        return
+    _end_reading(qp)
+
+
+def _end_reading(qp: RoceQueuePair) -> None:
+    """Go on with what has waited for a READ."""
+    qp.reading = None
+    if qp.ack_due:
+        qp.ack_due = False
+        _send_ack(qp)
+    if qp.held:
+        qp.device.again(qp)
+
+
+def _respond(qp: RoceQueuePair, row: Row, psn: int, payload: Any) -> None:
+    header = _header(qp, row, psn, _aeth(qp))
+    qp.device.send(qp.path, [header], [payload] if payload else [], len(payload))

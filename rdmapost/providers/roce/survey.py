@@ -1,0 +1,96 @@
+"""Which roce devices could be opened here, and what is in the way of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+from typing import NamedTuple
+
+from ...enums import MTU
+from .addresses import PORT, LocalAddress, candidates
+
+_TABLES = {socket.AF_INET: "/proc/net/udp", socket.AF_INET6: "/proc/net/udp6"}
+_LOCAL_ADDRESS, _INODE = 1, 9
+"""Columns of these tables (proc_net_udp(5))."""
+
+
+class RoceCandidate(NamedTuple):
+    """A network device on which a roce device could be opened.
+
+    Attributes:
+        name: the device's name for open_device(), such as "roce:eth0".
+        address: the address that it would use.
+        path_mtu: the largest MTU that the network device allows.
+        obstacle: why it cannot be opened, or None.
+    """
+
+    name: str
+    address: str
+    path_mtu: MTU
+    obstacle: str | None
+
+
+def survey(prefix: str) -> list[RoceCandidate]:
+    """List the network devices that have an address.
+
+    Args:
+        prefix: what the names of the devices begin with.
+    """
+    found = []
+    for _, netdev in socket.if_nameindex():
+        try:
+            addresses = candidates(netdev)
+        except LookupError:
+            continue
+        address, obstacle = addresses[0], None
+        for address in addresses:
+            obstacle = obstacle_on(address)
+            if obstacle is None or not obstacle.startswith("UDP"):
+                break
+        found.append(RoceCandidate(prefix + netdev, address.host, address.path_mtu, obstacle))
+    return found
+
+
+def obstacle_on(address: LocalAddress) -> str | None:
+    """Say why a device cannot be opened on an address, or return None."""
+    scope = (0, address.scope) if address.family is socket.AF_INET6 else ()
+    with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
+        if address.family is socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        try:
+            probe.bind((address.host, PORT, *scope))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"UDP port {PORT} is taken by {holder(address.family)}"
+            return error.strerror or str(error)
+    return None
+
+
+def holder(family: socket.AddressFamily) -> str:
+    """Name who has UDP port 4791, as far as this user may see it."""
+    inodes = set()
+    with contextlib.suppress(OSError), open(_TABLES[family], encoding="ascii") as table:
+        for line in table.readlines()[1:]:
+            columns = line.split()
+            if int(columns[_LOCAL_ADDRESS].rpartition(":")[2], 16) == PORT:
+                inodes.add(columns[_INODE])
+    for inode in inodes:
+        pid = _owner(inode)
+        if pid is not None:
+            return f"process {pid}"
+    if os.path.isdir("/sys/module/rdma_rxe"):
+        return "Soft-RoCE (rdma_rxe), which takes it on every address of its network namespace"
+    return "another process"
+
+
+def _owner(inode: str) -> int | None:
+    """Return the process that has a socket open, or None."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") == f"socket:[{inode}]":
+                        return int(pid)
+    return None

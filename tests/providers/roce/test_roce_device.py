@@ -1,0 +1,347 @@
+"""A roce device on real sockets: in one process, in two, and on its way out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from support import ALL, GRH, LIMIT, Pair, prints, run_python
+from support.cli_runner import run
+
+import rdmapost as rp
+from rdmapost import QPType, WCStatus
+from rdmapost.providers.roce.addresses import PORT
+from rdmapost.providers.soft0.engine.device import open_devices
+
+DEVICE = "roce:lo"
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[rp.Context]:
+    try:
+        opened = rp.open_device(DEVICE)
+    except rp.VerbsError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    with opened:
+        yield opened
+
+
+def counters(context: rp.Context) -> dict[str, int]:
+    return dict(vars(open_devices[context.name].counters))  # type: ignore[attr-defined]
+
+
+def address(context: rp.Context) -> str:
+    return str(context.choose_gid(1).gid).removeprefix("::ffff:")
+
+
+# ---- in one process ------------------------------------------------------------------------
+
+
+def test_device_says_what_it_is(context):
+    assert (context.name, context.kind) == (DEVICE, "roce")
+    (entry,) = context.query_gid_table()
+    assert entry.gid_type is rp.GIDType.ROCE_V2
+    assert entry.ndev == "lo"
+    assert address(context).startswith("127.0.0.")
+    port = context.query_port(1)
+    assert (port.state, port.link_layer) == (rp.PortState.ACTIVE, rp.LinkLayer.ETHERNET)
+
+
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD], ids=lambda t: t.name)
+def test_messages_arrive(connect, qp_type):
+    pair = connect(qp_type)
+    grh = GRH if qp_type is QPType.UD else 0
+    for size in (1, 3, 4, 1000, 4096 if grh else 7777):
+        pair.mine.buffer[:size] = os.urandom(size)
+        pair.b.post_recv(rp.RecvWR(pair.theirs[:], wr_id=2))
+        pair.a.post_send(pair.send(pair.mine[:size], wr_id=1))
+        done = {wc.wr_id: wc for wc in pair.wait(2)}
+        assert done[2].byte_len == grh + size
+        assert pair.theirs.buffer[grh : grh + size] == pair.mine.buffer[:size]
+
+
+def test_large_messages_both_ways(pd, cq, stack, connect):
+    """Each is many batches of packets, and more than the socket's buffer."""
+    size = 3_000_001
+    pair = connect()
+    near, far = (stack.enter_context(rp.MR(pd, size, ALL)) for _ in range(2))
+    near.buffer[:] = random.Random(1).randbytes(size)
+    target = {"remote_addr": far.addr, "rkey": far.rkey}
+    pair.a.post_send(rp.RdmaWrite(near[:], **target))
+    pair.wait(1, LIMIT)
+    assert far.buffer == near.buffer
+    far.buffer[:] = random.Random(2).randbytes(size)
+    pair.a.post_send(rp.RdmaRead(near[:], **target))
+    pair.wait(1, LIMIT)
+    assert near.buffer == far.buffer
+
+
+def test_write_and_the_read_after_it_that_arrive_together(connect):
+    """The kernel joins datagrams of one size; the read sees what was written."""
+    pair = connect()
+    for turn in range(50):
+        pair.mine.buffer[:8] = turn.to_bytes(8)
+        pair.a.post_send(
+            [
+                pair.wr(rp.RdmaWrite, pair.mine[:8]),
+                pair.wr(rp.RdmaRead, pair.mine[8:16]),
+                pair.wr(rp.AtomicFetchAndAdd, pair.mine[16:24], compare_add=1),
+                pair.wr(rp.RdmaRead, pair.mine[24:32]),
+            ]
+        )
+        pair.wait(4)
+        old = int.from_bytes(pair.mine.buffer[16:24], sys.byteorder)
+        new = int.from_bytes(pair.mine.buffer[24:32], sys.byteorder)
+        assert pair.mine.buffer[8:16] == pair.mine.buffer[:8]
+        assert (bytes(pair.mine.buffer[16:24]), new) == (turn.to_bytes(8), old + 1)
+
+
+def test_wrong_key_ends_with_the_status_of_a_real_device(connect):
+    pair = connect()
+    pair.a.post_send(rp.RdmaWrite(pair.mine[:8], remote_addr=pair.theirs.addr, rkey=1))
+    (wc,) = pair.cq.wait(1)
+    assert wc.status is WCStatus.REM_ACCESS_ERR
+
+
+def test_peer_that_is_gone_ends_with_retry_exc_err(pd, cq, stack):
+    """After retry_cnt retransmissions, each after the timeout."""
+    a, b = (stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(2))
+    mr = stack.enter_context(rp.MR(pd, 64))
+    a.connect(b.endpoint(), timeout=10, retry_cnt=2)
+    b.close()
+    begin = time.monotonic()
+    a.post_send(rp.Send(mr[:8]))
+    (wc,) = cq.wait(1, LIMIT)
+    assert wc.status is WCStatus.RETRY_EXC_ERR
+    assert time.monotonic() - begin > 3 * 4.096e-6 * 2**10
+
+
+def test_numbers_and_keys_cannot_be_guessed(pd, cq, stack):
+    made = [stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(32)]
+    keys = [stack.enter_context(rp.MR(pd, 64)).rkey for _ in range(32)]
+    for numbers in ([qp.qp_num for qp in made], keys):
+        steps = {after - before for before, after in itertools.pairwise(numbers)}
+        assert len(steps) > 16
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda c, pd, cq: rp.XRCD(c), "roce devices have no XRC"),
+        (lambda c, pd, cq: rp.QP(pd, QPType.RAW_PACKET, cq), "RC, UC and UD queue pairs"),
+        (lambda c, pd, cq: rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq), "has no tag matching"),
+    ],
+    ids=["XRC", "RAW_PACKET", "tag matching"],
+)
+def test_what_the_device_lacks_is_refused_by_name(context, pd, stack, make, says):
+    cq = stack.enter_context(rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    with pytest.raises(rp.RdmaError, match=says):
+        make(context, pd, cq)
+
+
+@pytest.mark.parametrize("name", ["roce:", "roce:nosuch0", "roce:203.0.113.9", "roce:lo0"])
+def test_place_that_is_not_here_is_named_with_those_that_are(name):
+    with pytest.raises(rp.NoDeviceError, match=r"no network device or address .* it has lo \(127"):
+        rp.open_device(name)
+
+
+def test_address_that_another_device_has_is_refused_with_its_holder(context):
+    with pytest.raises(
+        rp.VerbsError, match=rf"UDP port 4791 of .* is taken by process {os.getpid()}"
+    ):
+        rp.open_device(f"roce:{address(context)}")
+
+
+# ---- packets of strangers --------------------------------------------------------------------
+
+
+def test_garbage_is_counted_and_changes_nothing(context, connect):
+    pair = connect()
+    before = counters(context)
+    rng = random.Random(3)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for size in [0, 1, 11, 12, 15, 16, *(rng.randrange(2000) for _ in range(300))]:
+            stranger.sendto(rng.randbytes(size), (address(context), PORT))
+            pair.cq.poll()
+    pair.works()
+    after = counters(context)
+    damaged = after["icrc_errors"] - before["icrc_errors"]
+    # The kernel delivers empty datagrams, too.
+    assert damaged >= 305
+    assert after["dropped"] - before["dropped"] == damaged
+
+
+def test_flood_of_garbage_leaves_others_their_turn(context, connect):
+    pair, stop = connect(), threading.Event()
+
+    def flood() -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            where = (address(context), PORT)
+            while not stop.is_set():
+                with contextlib.suppress(OSError):
+                    stranger.sendto(b"\x0a" * 100, where)
+
+    flooder = threading.Thread(target=flood)
+    flooder.start()
+    try:
+        for _ in range(20):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8]))
+            # The socket's buffer may overflow: then it takes a retransmission.
+            pair.wait(1, LIMIT)
+    finally:
+        stop.set()
+        flooder.join()
+
+
+# ---- two processes ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served() -> Iterator[str]:
+    """A server in another process; its address and port."""
+    command = [sys.executable, "-m", "rdmapost", "serve", "-d", DEVICE, "--tcp-port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        try:
+            yield line.split()[2]
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.stdout.read()
+            assert server.wait(LIMIT) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "shows"),
+    [
+        (["write", "--data", "over the wire"], 'received  "over the wire"'),
+        (["send", "--data", "hello"], 'received  "hello"'),
+        (["send", "--data", "hello", "--qp-type", "uc"], 'received  "hello"'),
+        (["send", "--data", "hello", "--qp-type", "ud"], 'received  "hello"'),
+        (["read"], "received  hex 0000"),
+        (["atomic", "fetch-add"], "new  1"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_commands_reach_a_server_in_another_process(context, served, command, shows):
+    name, *options = command
+    if name == "atomic":
+        name, *options = command[:2], *options[1:]
+        ran = run(*command, served, "-d", DEVICE)
+    else:
+        ran = run(name, served, *options, "-d", DEVICE)
+    assert ran.code == 0, ran.err
+    assert shows in ran.out
+
+
+IDLE = """
+import time, rdmapost as rp
+context = rp.open_device("roce:lo")
+pd, cq = rp.PD(context), rp.CQ(context)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint()), b.connect(a.endpoint())
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+a.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+cq.wait(1)
+time.sleep(0.1)
+before = time.process_time()
+time.sleep(1)
+print(time.process_time() - before < 0.01)
+"""
+
+
+def test_idle_device_takes_no_cpu(context):
+    assert prints(IDLE) == "True"
+
+
+LEFT_OPEN = """
+import rdmapost as rp
+context = rp.open_device("roce:lo")
+pd, cq = rp.PD(context), rp.CQ(context)
+qp = rp.QP(pd, rp.QPType.RC, cq)
+"""
+
+
+def test_process_may_end_with_its_device_open(context):
+    assert run_python(LEFT_OPEN).returncode == 0
+
+
+FORKED = """
+import os, rdmapost as rp
+context = rp.open_device("roce:lo")
+here = str(context.choose_gid(1).gid)
+child = os.fork()
+if not child:
+    try:
+        rp.PD(context)
+    except rp.ClosedError:
+        with rp.open_device("roce:lo") as own:
+            os._exit(0 if str(own.choose_gid(1).gid) != here else 1)
+    os._exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+pd, cq = rp.PD(context), rp.CQ(context)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint()), b.connect(a.endpoint())
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+a.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+print(cq.wait(1)[0].status.name)
+"""
+
+
+def test_child_of_a_fork_opens_a_device_of_its_own(context):
+    assert prints(FORKED).split() == ["0", "SUCCESS"]
+
+
+OPENED_AND_CLOSED = """
+import os, threading, rdmapost as rp
+def state():
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+rp.open_device("roce:lo").close()
+import time
+end = time.monotonic() + 10
+before = state()
+while before[0] > 1 and time.monotonic() < end:
+    before = state()
+for _ in range(20):
+    with rp.open_device("roce:lo") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        rp.QP(pd, rp.QPType.RC, cq).close()
+while state() != before and time.monotonic() < end:
+    pass
+print(state() == before)
+"""
+
+
+def test_closed_device_leaves_neither_descriptors_nor_threads(context):
+    assert prints(OPENED_AND_CLOSED) == "True"
+
+
+def test_pair_of_threads_gets_every_completion_once(connect):
+    """One posts, the other waits."""
+    pair: Pair = connect(max_send_wr=32)
+    got: list[int] = []
+
+    def collect() -> None:
+        while len(got) < 500:
+            got.extend(wc.check().wr_id for wc in pair.cq.wait(1, LIMIT, max_entries=32))
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    for number in range(500):
+        while pair.a.outstanding.send == 32:
+            time.sleep(0)
+        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=number))
+    collector.join(LIMIT)
+    assert got == [*range(500)]
