@@ -57,6 +57,8 @@ ELSEWHERE = {
     "rdmapost check -d rxe0": "needs Soft-RoCE: test_table_of_soft_roce_matches_its_kernel",
     "export RDMAPOST_TOKEN": TWO_PROCESSES,
     "rdmapost serve --bind 10.0.0.1": TWO_PROCESSES,
+    "rdmapost serve -d roce:lo": "needs two processes: tests/providers/roce/test_roce_device.py",
+    "rdmapost write -d roce:lo": "needs two processes: tests/providers/roce/test_roce_device.py",
     "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",

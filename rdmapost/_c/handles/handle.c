@@ -1122,7 +1122,8 @@ static int close_now(struct rp_handle *h)
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
-	if (!rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
+	/* What was put off because it was in use by this handle. */
+	if (!stopped && !rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
 	    rp_thread()->first_put_off)
 		rp_close_put_off();
 	/* After a fork in the middle of the close, there is nothing to close here. */

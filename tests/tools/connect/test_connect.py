@@ -387,4 +387,4 @@ with rp.open_device("soft0") as context:
     assert (ended.stderr, ended.returncode) == ("", 0)
     assert ended.stdout.startswith("device 127.0.0.1:")
     assert "the server's soft0 exists only in its own process" in ended.stdout
-    assert "use a real device" in ended.stdout
+    assert "use roce:lo, or a real device" in ended.stdout
