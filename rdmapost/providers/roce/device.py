@@ -60,6 +60,7 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 # Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _UDP_GRO = 104
+_UDP_NO_CHECK6_RX = 102
 _IPV6_DONTFRAG = 62
 _OPTIONS = {
     socket.AF_INET: (
@@ -71,6 +72,8 @@ _OPTIONS = {
         (socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1),
         (socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE),
         (socket.IPPROTO_IPV6, _IPV6_DONTFRAG, 1),
+        # Soft-RoCE sends no UDP checksum, which IPv6 usually requires: the ICRC covers the packet.
+        (socket.SOL_UDP, _UDP_NO_CHECK6_RX, 1),
         (socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS, 1),
         (socket.IPPROTO_IPV6, socket.IPV6_RECVHOPLIMIT, 1),
     ),
