@@ -68,7 +68,7 @@ class RoceProvider(SoftwareProvider):
             if error.errno != errno.EADDRINUSE:
                 raise
             address = candidates(name.removeprefix(PREFIX))[0]
-            reason = f"UDP port {PORT} of {address.host} is taken by {holder(address.family)}"
+            reason = f"UDP port {PORT} of {address.host} is taken by {holder(address)}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
 
     @verb

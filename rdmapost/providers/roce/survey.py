@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import sys
 from typing import NamedTuple
 
 from ...enums import MTU
@@ -63,18 +64,22 @@ def obstacle_on(address: LocalAddress) -> str | None:
             probe.bind((address.host, PORT, *scope))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"UDP port {PORT} is taken by {holder(address.family)}"
+                return f"UDP port {PORT} is taken by {holder(address)}"
             return error.strerror or str(error)
     return None
 
 
-def holder(family: socket.AddressFamily) -> str:
-    """Name who has UDP port 4791, as far as this user may see it."""
+def holder(address: LocalAddress) -> str:
+    """Name who has UDP port 4791 of an address, as far as this user may see it."""
+    raw = socket.inet_pton(address.family, address.host)
+    words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
+    here = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
     inodes = set()
-    with contextlib.suppress(OSError), open(_TABLES[family], encoding="ascii") as table:
+    with contextlib.suppress(OSError), open(_TABLES[address.family], encoding="ascii") as table:
         for line in table.readlines()[1:]:
             columns = line.split()
-            if int(columns[_LOCAL_ADDRESS].rpartition(":")[2], 16) == PORT:
+            bound, _, port = columns[_LOCAL_ADDRESS].partition(":")
+            if int(port, 16) == PORT and (bound == here or not int(bound, 16)):
                 inodes.add(columns[_INODE])
     for inode in inodes:
         pid = _owner(inode)
