@@ -135,7 +135,8 @@ class RoceDevice(Device):
         self.gids = ()
         self.address: LocalAddress | None = None
         self.socket: Any = None
-        self._stop_fd = -1
+        self._stop: Any = None
+        """Tells the thread to end. The other end is the thread's: no number is shared."""
         self.now = 0.0
         self.timers: dict[RoceQueuePair, float] = JournaledDict()
         self._gso = True
@@ -167,9 +168,10 @@ class RoceDevice(Device):
         if self._times_open == 1:
             # Made here: by the time that the thread runs, the device may be closed again.
             watched = select.epoll()
-            for fd in (*self.wake_fds, self._stop_fd):
+            self._stop, stopped = _socket.socketpair()
+            for fd in (*self.wake_fds, stopped.fileno()):
                 watched.register(fd, select.EPOLLIN)
-            native.on_commit(_thread.start_new_thread, _watch, (watched, self._stop_fd))
+            native.on_commit(_thread.start_new_thread, _watch, (watched, stopped))
 
     def _bind(self) -> None:
         """Open the socket on the first address that is free.
@@ -193,7 +195,6 @@ class RoceDevice(Device):
             self.address, self.socket = address, made
             self.gids, self.netdev = (address.gid,), address.netdev
             self.port_mtu = address.path_mtu
-            self._stop_fd = native.made(os.close, os.eventfd, 0, os.EFD_CLOEXEC)
             native.undo(list.remove, wires, self)
             wires.append(self)
             return
@@ -206,16 +207,17 @@ class RoceDevice(Device):
             return
         native.undo(list.append, wires, self)
         wires.remove(self)
-        # The thread closes it.
-        native.on_commit(os.eventfd_write, self._stop_fd, 1)
+        native.on_commit(self._stop.shutdown, socket.SHUT_RDWR)
+        native.on_commit(self._stop.close)
         native.on_commit(self.socket.close)
-        self.socket, self._stop_fd = None, -1
+        self.socket = self._stop = None
 
     def start_over(self) -> None:
         # The parent's address must not stay taken for as long as the child lives.
         if self.socket is not None:
             self.socket.close()
-            os.close(self._stop_fd)
+        if self._stop is not None:
+            self._stop.close()
         super().start_over()
 
     def new_number(self) -> int:
@@ -418,9 +420,9 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     made.bind((address.host, PORT, *scope))
 
 
-def _watch(epoll: select.epoll, stop_fd: int) -> None:
+def _watch(epoll: select.epoll, stopped: Any) -> None:
     """Make progress while nobody else does; a thread runs this until the device is closed."""
-    pause = 0.0
+    pause, stop_fd = 0.0, stopped.fileno()
     try:
         with epoll:
             while not _is_stopped(epoll.poll(), stop_fd):
@@ -439,7 +441,7 @@ def _watch(epoll: select.epoll, stop_fd: int) -> None:
     except Exception:
         _log.exception("the thread of a roce device has ended; polls go on without it")
     finally:
-        os.close(stop_fd)
+        stopped.close()
 
 
 def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:
