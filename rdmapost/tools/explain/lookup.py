@@ -119,9 +119,11 @@ def _index() -> dict[str, list[Explanation]]:
         if one.kind == "errno":
             spellings.append(os.strerror(one.number))
             spellings += [alias for alias, name in ALIASES.items() if name == one.name]
-        spellings += [text for text, member in PHRASES.items() if one in of_member(member)]
         for key in {_key(spelling) for spelling in spellings}:
             found.setdefault(key, []).append(one)
+    for text, member in PHRASES.items():
+        known = found.setdefault(_key(text), [])
+        known += [one for one in of_member(member) if one not in known]
     return found
 
 
