@@ -13,12 +13,20 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
-from .base import DeviceInfo, GIDEntry, Provider
+from .base import ROCE, DeviceInfo, GIDEntry, Provider
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider
 
-__all__ = ["DeviceInfo", "GIDEntry", "Provider", "roce_provider", "soft_provider", "verbs_provider"]
+__all__ = [
+    "ROCE",
+    "DeviceInfo",
+    "GIDEntry",
+    "Provider",
+    "roce_provider",
+    "soft_provider",
+    "verbs_provider",
+]
 
 _loading = RLock()
 _loaded: dict[str, Provider] = {}

@@ -24,6 +24,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ..enums import TransportType
 
+ROCE = "roce:"
+"""What the names of devices on UDP sockets begin with: a network device or an address follows."""
+
 
 class DeviceInfo(NamedTuple):
     """A device that can be opened.

@@ -13,7 +13,15 @@ from .._arguments import index as whole_number
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
-from ..providers import DeviceInfo, GIDEntry, Provider, roce_provider, soft_provider, verbs_provider
+from ..providers import (
+    ROCE,
+    DeviceInfo,
+    GIDEntry,
+    Provider,
+    roce_provider,
+    soft_provider,
+    verbs_provider,
+)
 from .device_attr import DeviceAttr, PortAttr, read_device_attr, read_port_attr
 from .events import AsyncEvent, next_async_event
 from .gid import GID, GIDChoice, GIDTableEntry, no_such_gid, preferred_gid
@@ -21,8 +29,6 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
-ROCE = "roce:"
-"""What the names of devices on UDP sockets begin with."""
 _GIDS_AT_MOST = 1 << 16
 
 NO_DEVICES = (

@@ -34,6 +34,7 @@ from ...standard.wire import (
     IPV6,
     ipv4_header,
 )
+from ..base import ROCE
 from ..soft0.engine.device import Device, wires
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
@@ -42,9 +43,6 @@ from . import engine, packets
 from .addresses import PORT, LocalAddress, candidates, flow, peer_of, sockaddr
 from .packets import Path
 from .qp import RoceQueuePair
-
-PREFIX = "roce:"
-"""What the device's name starts with; a network device or an address follows."""
 
 _log = logging.getLogger("rdmapost.roce")
 
@@ -181,7 +179,7 @@ class RoceDevice(Device):
             LookupError: this machine has no such address.
         """
         error: OSError | None = None
-        for address in candidates(self.name.removeprefix(PREFIX)):
+        for address in candidates(self.name.removeprefix(ROCE)):
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             made = native.made(_socket.socket.close, _socket.socket, address.family, kind)
             try:

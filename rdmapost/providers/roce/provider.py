@@ -7,13 +7,13 @@ from typing import Any
 
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
-from ..base import DeviceInfo
+from ..base import ROCE, DeviceInfo
 from ..soft0 import queue_verbs
 from ..soft0.engine.device import open_devices
 from ..soft0.provider import SoftwareProvider, open_context
 from ..soft0.state import verb
 from .addresses import PORT, candidates
-from .device import PREFIX, RoceDevice, guid_of
+from .device import RoceDevice, guid_of
 from .survey import RoceCandidate, holder, survey
 
 _TYPES = frozenset({QPType.RC, QPType.UC, QPType.UD})
@@ -41,7 +41,7 @@ class RoceProvider(SoftwareProvider):
         return [
             self.info(name, device.guid)
             for name, device in list(open_devices.items())
-            if name.startswith(PREFIX)
+            if name.startswith(ROCE)
         ]
 
     def find(self, name: str) -> DeviceInfo:
@@ -51,14 +51,14 @@ class RoceProvider(SoftwareProvider):
             NoDeviceError: this machine has no such network device or address.
         """
         try:
-            candidates(name.removeprefix(PREFIX))
+            candidates(name.removeprefix(ROCE))
         except LookupError as error:
             raise NoDeviceError(f"there is no device {name}: {error}") from None
         return self.info(name, guid_of(name))
 
     def survey(self) -> list[RoceCandidate]:
         """List the devices that could be opened, and what is in the way of the others."""
-        return survey(PREFIX)
+        return survey(ROCE)
 
     @verb
     def open_device(name: str) -> Any:
@@ -67,7 +67,7 @@ class RoceProvider(SoftwareProvider):
         except VerbsError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
-            address = candidates(name.removeprefix(PREFIX))[0]
+            address = candidates(name.removeprefix(ROCE))[0]
             reason = f"UDP port {PORT} of {address.host} is taken by {holder(address)}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ..._arguments import expect, within
 from ...errors import NoDeviceError, NoRdmaError, RdmaError, VerbsError
-from ...providers import DeviceInfo, soft_provider, verbs_provider
-from ...resources.device import ROCE, Context, open_device
+from ...providers import ROCE, DeviceInfo, soft_provider, verbs_provider
+from ...resources.device import Context, open_device
 from .finding import Finding, attribute, worst_first
 from .path import check_gid, check_port, uses_gids
 from .snapshot import FAILURES
