@@ -538,7 +538,33 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_modify_qp(3).
         """
-        given = locals()
+        # Not locals(): without memory, CPython 3.13's crashes.
+        given: dict[str, Any] = {
+            "qp_state": qp_state,
+            "cur_qp_state": cur_qp_state,
+            "en_sqd_async_notify": en_sqd_async_notify,
+            "qp_access_flags": qp_access_flags,
+            "pkey_index": pkey_index,
+            "port_num": port_num,
+            "qkey": qkey,
+            "ah_attr": ah_attr,
+            "path_mtu": path_mtu,
+            "timeout": timeout,
+            "retry_cnt": retry_cnt,
+            "rnr_retry": rnr_retry,
+            "rq_psn": rq_psn,
+            "sq_psn": sq_psn,
+            "max_rd_atomic": max_rd_atomic,
+            "max_dest_rd_atomic": max_dest_rd_atomic,
+            "min_rnr_timer": min_rnr_timer,
+            "alt_ah_attr": alt_ah_attr,
+            "alt_pkey_index": alt_pkey_index,
+            "alt_port_num": alt_port_num,
+            "alt_timeout": alt_timeout,
+            "path_mig_state": path_mig_state,
+            "dest_qp_num": dest_qp_num,
+            "rate_limit": rate_limit,
+        }
         attrs = {name: given[name] for name in FIELDS if given[name] is not None}
         self._open_struct()
         raw = ffi.new("struct ibv_qp_attr *")

@@ -212,7 +212,7 @@ def test_flood_of_garbage_leaves_others_their_turn(context, connect):
 @pytest.fixture
 def served() -> Iterator[str]:
     """A server in another process; its address and port."""
-    command = [sys.executable, "-m", "rdmapost", "serve", "-d", DEVICE, "--tcp-port", "0"]
+    command = [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "-d", DEVICE, "--tcp-port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
