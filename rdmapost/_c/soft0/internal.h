@@ -45,8 +45,10 @@ extern PyObject *rp_names[NAMES];
 PyObject *rp_call(PyObject *call);
 /* Append an item to a list or a deque; 0, or -1 without an exception. */
 int rp_append(PyObject *queue, PyObject *item);
-/* Remove and return a list's first item; NULL if the list is empty. */
+/* Remove and return a list's first item; NULL if it is empty, or if there is no memory to shrink it. */
 PyObject *rp_shift(PyObject *list);
+/* Remove all of a list's items, which takes no memory. Nothing may be in progress. */
+void rp_clear(PyObject *list);
 
 /* Begin to journal changes; commit them; roll them back, preserving the current exception. */
 void rp_journal_begin(void);

@@ -68,20 +68,21 @@ PyObject *rp_shift(PyObject *list)
 	rp_data_lock();
 	if (PyList_Size(list) > 0) {
 		first = Py_NewRef(PyList_GetItem(list, 0));
-		PyList_SetSlice(list, 0, 1, NULL);
+		/* To shrink a list can take memory; it is left as it was. */
+		if (PyList_SetSlice(list, 0, 1, NULL)) {
+			PyErr_Clear();
+			Py_CLEAR(first);
+		}
 	}
 	rp_data_unlock();
 	return first;
 }
 
-/* This may release the last reference to any object, so nothing may be in progress. */
-static void clear(PyObject *list)
+void rp_clear(PyObject *list)
 {
-	Py_ssize_t size;
-
-	/* A longer slice would take memory. */
-	while ((size = PyList_Size(list)) > 0)
-		PyList_SetSlice(list, size > 8 ? size - 8 : 0, size, NULL);
+	/* To delete the whole list takes no memory; what that releases may append to it. */
+	while (PyList_Size(list))
+		PyList_SetSlice(list, 0, PY_SSIZE_T_MAX, NULL);
 }
 
 /* Record a call, stealing the reference to its arguments; 0, or -1 with an exception. */
@@ -166,9 +167,9 @@ void rp_journal_begin(void)
 
 void rp_journal_forget(void)
 {
-	clear(last);
-	clear(later);
-	clear(undo);
+	rp_clear(last);
+	rp_clear(later);
+	rp_clear(undo);
 }
 
 static void make(PyObject *calls)

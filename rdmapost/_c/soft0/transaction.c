@@ -297,14 +297,13 @@ static void look_at_wires(void)
 /* Acquire the lock, and do the work that is due. */
 static void enter(void)
 {
-	PyObject *call, *left;
+	PyObject *call;
 	int64_t when;
 
 	rp_acquire(&lock);
 	if (forked) {
 		rp_journal_forget();
-		while ((left = rp_shift(rp_soft_given(READY))))
-			Py_DECREF(left);
+		rp_clear(rp_soft_given(READY));
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
 		forked = !call || rp_soft_transact(call) <= 0;
 		Py_XDECREF(call);
