@@ -136,7 +136,10 @@ def usage_error(text: str) -> NoReturn:
 
 
 def need_command(ctx: click.Context) -> None:
-    """End a group called without a command with its help, as a usage error."""
+    """End a group called without a command with its help, or an error in JSON, as a usage error."""
     if ctx.invoked_subcommand is None:
+        out = ctx.find_object(Output)
+        if out is not None and out.json:
+            usage_error("a command is missing")
         click.echo(ctx.get_help(), err=True)
         ctx.exit(2)

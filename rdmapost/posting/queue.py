@@ -27,8 +27,8 @@ _MAX_SGES = 0x7FFF_FFFF
 _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
     Verb.ibv_post_send: (SendWR, "max_send_wr", "max_send_sge"),
     Verb.ibv_post_recv: (RecvWR, "max_recv_wr", "max_recv_sge"),
-    Verb.ibv_post_srq_recv: (RecvWR, "max_wr", "max_recv_sge"),
-    Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_recv_sge"),
+    Verb.ibv_post_srq_recv: (RecvWR, "max_wr", "max_sge"),
+    Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_sge"),
 }
 """What is posted with each verb, and the attributes that set the queue's size."""
 
@@ -175,10 +175,13 @@ class PostQueue(native.Queue):
         if issubclass(type(wrs), self.wr_type):
             name = type(wrs).__name__
             raise TypeError(f"{name} is only a base class; post one of its subclasses")
-        raise TypeError(
-            f"{self.verb}: expected {self.wr_type.__name__} or an iterable of them, "
-            f"got {type(wrs).__name__}"
-        )
+        name, wanted = type(wrs).__name__, self.wr_type.__name__
+        hint = ""
+        if name in ("SGE", "MR") and self.wr_type is not OpsWR:
+            hint = f"; post {'Send' if self.wr_type is SendWR else 'RecvWR'}(mr[a:b])"
+        elif name == "Blocks":
+            hint = "; post_columns() and post_recv_columns() take Blocks"
+        raise TypeError(f"{self.verb}: expected {wanted} or an iterable of them, got {name}{hint}")
 
     def _list_closed(self, count: int) -> NoReturn:
         raise ClosedError(f"the prepared list of {count} is closed")

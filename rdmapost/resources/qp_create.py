@@ -144,7 +144,10 @@ def why_not_created(
         )
     if max_tso_header:
         return f"max_tso_header={max_tso_header}, but {device} may have no TSO"
-    if init.cap.max_inline_data:
-        return f"max_inline_data={init.cap.max_inline_data} may be more than {device} can take"
+    if cap.max_inline_data:
+        return (
+            f"max_inline_data={cap.max_inline_data} may be more than {device} can take; "
+            "rdmapost.max_inline() finds the largest"
+        )
     kind = QPType(init.qp_type).name
     return f"{device} may not have {kind} queue pairs, or no more of them (max_qp={attr.max_qp})"

@@ -81,6 +81,12 @@ def test_help_command_prints_what_the_option_prints(path: list[str]) -> None:
     assert asked.out == run(*path, "--help").out
 
 
+@pytest.mark.parametrize("group", [[], ["atomic"]], ids=" ".join)
+def test_json_without_a_command_prints_a_document(group: list[str]) -> None:
+    ran = run(*group, "--json")
+    assert (ran.code, ran.doc) == (2, {"error": "a command is missing"})
+
+
 def test_python_m_rdmapost_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", "rdmapost", "-V"], capture_output=True, text=True, timeout=60

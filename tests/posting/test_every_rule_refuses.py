@@ -362,10 +362,10 @@ CASES = [
             "too_many_sges",
             to,
             lambda s: rp.RecvWR([s.mr[:8]] * 3),
-            "3 SGEs, but this queue was created with max_recv_sge=2",
+            f"3 SGEs, but this queue was created with {name}=2",
             lambda s: [rp.RecvWR([s.mr[:8]] * 2)],
         )
-        for to in ("recv", "srq")
+        for to, name in (("recv", "max_recv_sge"), ("srq", "max_sge"))
     ),
     *(
         Case(

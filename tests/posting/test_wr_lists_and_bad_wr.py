@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import weakref
 
@@ -157,6 +158,17 @@ def test_what_is_no_work_request_is_a_type_error(rc, wrong):
         rc.a.post_send(wrong)
     with pytest.raises(TypeError, match="ibv_post_recv: expected RecvWR or an iterable of them"):
         rc.b.post_recv(wrong)
+
+
+def test_refused_sges_name_the_work_request_to_post(rc):
+    sge, blocks = rc.mine[:5], rc.mine.blocks(array.array("q", [0, 64]), 8)
+    with pytest.raises(TypeError, match=r"got SGE; post Send\(mr\[a:b\]\)$"):
+        rc.a.post_send(sge)
+    with pytest.raises(TypeError, match=r"got SGE; post RecvWR\(mr\[a:b\]\)$"):
+        rc.b.post_recv(sge)
+    with pytest.raises(TypeError, match=r"got Blocks; post_columns\(\) and post_recv_columns\(\)"):
+        rc.a.post_send(blocks)
+    assert rc.a.outstanding.send == rc.b.outstanding.recv == 0
 
 
 def test_work_request_of_the_other_queue_is_refused(rc):

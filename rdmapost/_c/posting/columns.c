@@ -139,9 +139,20 @@ static int make_values(struct columns *c, struct column *col, size_t count)
 
 static int no_column(PyObject *name, PyObject *given)
 {
-	PyErr_Format(PyExc_TypeError, COLUMN_IS "this %R; array.array('q', [...]) makes one", name,
-		     (PyObject *)Py_TYPE(given));
+	PyObject *type_name = PyType_GetName(Py_TYPE(given));
+
+	PyErr_Format(PyExc_TypeError, COLUMN_IS "%V; array.array('q', [...]) makes one", name,
+		     type_name, "this");
+	Py_XDECREF(type_name);
 	return -1;
+}
+
+static void no_field(const struct wr_type *type, PyObject *name)
+{
+	PyObject *class_name = PyType_GetName((PyTypeObject *)type->class);
+
+	PyErr_Format(PyExc_TypeError, "%V has no field %R", class_name, "this class", name);
+	Py_XDECREF(class_name);
 }
 
 /* Copy an exported buffer into a column. */
@@ -316,7 +327,7 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 	if (interned != name)
 		read = read_keyword(c, r, interned, given);
 	else
-		PyErr_Format(PyExc_TypeError, "%R has no field %R", type->class, name);
+		no_field(type, name);
 	Py_DECREF(interned);
 	return read;
 }

@@ -546,14 +546,15 @@ void rp_begin_read(struct post *post, PyObject *one)
 
 static int read_list(struct work_queue *q, PyObject *wrs, struct post *post)
 {
+	int is_sges = rp_has_type(wrs, rp_known.sge) || rp_has_type(wrs, rp_known.blocks);
 	Py_ssize_t count;
 	int read = 1;
 
-	post->wrs = PySequence_Tuple(wrs);
+	post->wrs = is_sges ? NULL : PySequence_Tuple(wrs);
 	if (!post->wrs) {
-		if (PyErr_ExceptionMatches(PyExc_TypeError) && !has_iter(wrs)) {
+		if (is_sges || (PyErr_ExceptionMatches(PyExc_TypeError) && !has_iter(wrs))) {
 			PyErr_Clear();
-			Py_XDECREF(PyObject_CallMethod((PyObject *)q, "_not_a_sequence", "O", wrs));
+			Py_XDECREF(PyObject_CallMethod((PyObject *)q, "_not_a_sequence", "(O)", wrs));
 		}
 		return -1;
 	}

@@ -82,9 +82,11 @@ def create_srq_ex(context: Any, init: Any) -> Any:
 
 
 def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
-    if not 1 <= attr.max_wr <= MAX_SRQ_WR or not 1 <= attr.max_sge <= MAX_SGE:
-        limits = f"max_wr is in 1..{MAX_SRQ_WR} and max_sge in 1..{MAX_SGE}"
-        raise VerbsError("ibv_create_srq", errno.EINVAL, limits)
+    limits = ("max_wr", attr.max_wr, MAX_SRQ_WR), ("max_sge", attr.max_sge, MAX_SGE)
+    for name, value, most in limits:
+        if not 1 <= value <= most:
+            text = f"{name}={value} is not in 1..{most}"
+            raise VerbsError("ibv_create_srq", errno.EINVAL, text)
     srq = ffi.new("struct ibv_srq *")
     srq.context, srq.pd = context, pd
     opened = context_of(context, "ibv_create_srq")

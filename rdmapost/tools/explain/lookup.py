@@ -190,7 +190,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
 
 def _nearest(text: str) -> tuple[str, ...]:
     key = _key(text)
-    close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.6)
+    close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.62)
     if not close and len(key) > 2:
         close = [known for known in _BY_KEY if key in known][:6]
     near = dict.fromkeys(one.name for known in close for one in _BY_KEY[known])

@@ -62,8 +62,9 @@ _VAGUE = {
 """Phrases that any program may print, and what else is on a line where they mean this."""
 
 _STATUS_NUMBER = re.compile(
-    # "Failed status 12:", "status=12", "status number 12"; libfabric's "prov_errno 5".
-    r"\b(?:wc[_ ])?status(?: number| code)?(?:\s*[=:]\s*|\s+)\(?(\d{1,2})\b(?![.:]\d)|"
+    # "Failed status 12:", "status=0xc", "status number 12"; libfabric's "prov_errno 5".
+    r"\b(?:wc[_ ])?status(?: number| code)?(?:\s*[=:]\s*|\s+)\(?"
+    r"(0x[\da-f]{1,2}|\d{1,2})\b(?![.:]\d)|"
     r"\bprov_errno[ =:]+(\d{1,2})\b|"
     # "Completion with error 12: wr_id 0", but not "completion with error: ... (err 125".
     r"\bcompletion with error:?\s+\(?(\d{1,2})\b",
@@ -171,7 +172,8 @@ def _in_line(line: str) -> list[Explanation]:
         for match in pattern.finditer(line):
             if numbers is _STATUS and _OTHER_STATUS.search(line, 0, match.start()):
                 continue
-            if one := numbers.get(int(next(filter(None, match.groups())))):
+            text = next(filter(None, match.groups()))
+            if one := numbers.get(int(text, 16 if text[:2].lower() == "0x" else 10)):
                 at.append((match.start(), one))
     return list({(one.kind, one.number): one for _, one in sorted(at, key=_place)}.values())
 

@@ -250,6 +250,12 @@ def test_every_status_is_found_by_number(status: WCStatus) -> None:
     assert ("status", status.name) in found(str(int(status)))
 
 
+def test_word_that_resembles_no_name_suggests_nothing() -> None:
+    with pytest.raises(UnknownNameError, match=r"state, flag or event$") as caught:
+        explain("nope")
+    assert caught.value.nearest == ()
+
+
 @pytest.mark.parametrize(
     ("what", "near"),
     [
