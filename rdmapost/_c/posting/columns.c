@@ -170,8 +170,8 @@ static int read_view(struct columns *c, struct column *col, const Py_buffer *vie
 		return -1;
 	}
 	if (c->counted && c->count != (size_t)view->shape[0]) {
-		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd rows, and "
-			     "those before it have %zu", col->name, view->shape[0], c->count);
+		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd rows, %U "
+			     "has %zu", col->name, view->shape[0], c->column[c->used - 1].name, c->count);
 		return -1;
 	}
 	c->counted = 1;
