@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import Target, device_names, device_options, not_empty
-from .output import Output, columns, echo_error, usage_error
+from .output import Output, columns, echo, usage_error
 
 if TYPE_CHECKING:
     from rdmapost import Context, DeviceInfo, PortAttr
@@ -44,7 +44,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
             if device_is_required():
                 raise
             if isinstance(error, NoRdmaError):
-                echo_error(f"rdmapost devices: {error}")
+                echo(f"rdmapost devices: {error}", err=True)
     failures: list[tuple[str, RdmaError]] = []
     for name in names:
         try:
@@ -59,7 +59,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
         raise failures[0][1]
     for name, why in failures:
         # Still show the others.
-        echo_error(f"rdmapost devices: {why}")
+        echo(f"rdmapost devices: {why}", err=True)
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]
     if not ports:

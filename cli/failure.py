@@ -10,7 +10,7 @@ import sys
 import click
 
 from .exit_codes import FAILED, INTERRUPTED, NO_DEVICE, USAGE
-from .output import Output, echo_error
+from .output import Output, echo
 
 _UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EDQUOT, errno.EFBIG)
 """Only writing to standard output fails with these here."""
@@ -30,7 +30,7 @@ def report(error: Exception, out: Output) -> int:
         # The parser's errors do not name the command.
         name = error.ctx.command_path if error.ctx is not None else name
         lines.append(f"Try '{name} --help'.")
-    echo_error(f"{name}: " + "\n".join(lines), red=f"{name}:")
+    echo(f"{name}: " + "\n".join(lines), red=f"{name}:", err=True)
     _finish(out)
     return code
 

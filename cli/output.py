@@ -58,7 +58,7 @@ class Output:
     def note(self, text: str) -> None:
         """Print a note on stderr, if verbose."""
         if self.verbose:
-            click.echo(text, err=True)
+            echo(text, err=True)
 
     def finish(self, text: str) -> None:
         """Print the result."""
@@ -105,27 +105,24 @@ def wrapped(text: str, first: str) -> str:
     )
 
 
-def echo_error(text: str, red: str = "") -> None:
-    """Print text on stderr, on a terminal wrapped at its width and with its start in red.
+def echo(text: str, *, err: bool = False, red: str = "") -> None:
+    """Print text on stdout or stderr; on a terminal wrapped at its width, and its start in red.
 
     Words and commands in single quotes stay whole, so that they can be copied.
     """
-    if _is_terminal(sys.stderr):
-        text = "\n".join(map(_for_terminal, text.splitlines()))
+    stream = sys.stderr if err else sys.stdout
+    if _is_terminal(stream):
+        text = "\n".join(_for_terminal(line, stream) for line in text.splitlines())
     if red and text.startswith(red):
-        text = coloured(red, "red", sys.stderr) + text.removeprefix(red)
-    click.echo(text, err=True)
+        text = coloured(red, "red", stream) + text.removeprefix(red)
+    click.echo(text, err=err)
 
 
-def _for_terminal(line: str) -> str:
+def _for_terminal(line: str, stream: TextIO) -> str:
     # textwrap breaks at spaces only, and a no-break space is not one to it.
     kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
     filled = textwrap.fill(
-        kept,
-        width(sys.stderr),
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
+        kept, width(stream), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
     return filled.replace(_NO_BREAK, " ")
 

@@ -19,7 +19,7 @@ from .options import (
     size_in_bytes,
     timeout_option,
 )
-from .output import Output, columns, echo_error, fields, usage_error
+from .output import Output, columns, echo, fields, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.pingpong import Address, Pingpong, Result
@@ -152,7 +152,7 @@ def pingpong(
     )
     with open_target(out, target) as (context, port_num):
         if why := why_confined(context):
-            echo_error(why)
+            echo(why, err=True)
         try:
             side = Pingpong(
                 context,
@@ -209,7 +209,7 @@ def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Re
     from rdmapost.pingpong import name_of
 
     with listener:
-        echo_error(f"waiting for a client on {name_of(listener.getsockname())}")
+        echo(f"waiting for a client on {name_of(listener.getsockname())}", err=True)
         with _progress(out, side) as progress:
             return side.run_server(listener, wait=wait, progress=progress)
 

@@ -26,7 +26,7 @@ from .options import (
     size_in_bytes,
     token_option,
 )
-from .output import Output, echo_error, quoted, usage_error
+from .output import Output, echo, quoted, usage_error
 
 if TYPE_CHECKING:
     from rdmapost.connect import Event, Server
@@ -186,7 +186,7 @@ def serve(
         open_target(out, target) as (context, port_num),
     ):
         if why := why_confined(context):
-            echo_error(why)
+            echo(why, err=True)
         with library.serve(
             context,
             bind.strip("[]"),
@@ -337,7 +337,10 @@ class _Printer:
         self._line("ended", doc, text)
 
     def _line(self, event: str, doc: dict[str, Any], text: str) -> None:
-        click.echo(json.dumps({"event": event, **doc}) if self._out.json else text)
+        if self._out.json:
+            click.echo(json.dumps({"event": event, **doc}))
+        else:
+            echo(text)
 
     def _show(self, event: Event) -> None:
         from rdmapost.connect import Arrived, Joined, Left, Refused

@@ -18,7 +18,7 @@ from rdmapost import (
 )
 
 from .options import Target
-from .output import Output, echo_error, usage_error
+from .output import Output, echo, usage_error
 
 SOFT = "soft0"
 
@@ -91,11 +91,11 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
             raise
         if isinstance(error, NoRdmaError):
             # There may well be a device.
-            echo_error(f"using {SOFT}, the software device of this process: {error}")
+            echo(f"using {SOFT}, the software device of this process: {error}", err=True)
             return open_device(SOFT), "because libibverbs cannot be loaded"
         lacking = "no RDMA device"
         if any(info.kind != "soft" for info in list_devices()):
             lacking += " with an active port"
-        echo_error(f"{lacking}: using {SOFT}, the software device of this process")
+        echo(f"{lacking}: using {SOFT}, the software device of this process", err=True)
         out.note(str(error))
         return open_device(SOFT), lacking

@@ -18,8 +18,8 @@ DEVICES = ["-m", "rdmapost.cli", "devices", "-d", "mlx5_0"]
 COMMAND = "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'"
 QUOTING = [
     "-c",
-    "from rdmapost.cli.output import echo_error\n"
-    f"echo_error(\"the peer's device needs it; run {COMMAND}, the host's administrator may\")",
+    "from rdmapost.cli.output import echo\n"
+    f"echo(\"the peer's device needs it; run {COMMAND}, the host's administrator may\", err=True)",
 ]
 
 

@@ -59,3 +59,10 @@ def test_no_colour_where_it_is_not_wanted(args: list[str], environment: dict[str
 def test_no_colour_in_a_pipe(args: list[str]) -> None:
     ran = run(*args)
     assert "\x1b" not in ran.out + ran.err
+
+
+def test_notes_are_wrapped_at_the_width_of_the_terminal() -> None:
+    lines = shown_on_a_terminal(70, "send", "-d", "soft0", "-v").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("local "))
+    assert lines[start + 1].startswith("  ")
+    assert max(map(len, lines)) <= 70

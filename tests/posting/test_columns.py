@@ -377,11 +377,7 @@ def test_closed_queue_pair_and_region(rc, pd):
         ),
         (TypeError, "one dimension .* of 2 dimensions", {"wr_id": np.zeros((3, 1), "i8")}),
         (TypeError, "'B' and of 1 dimension$", {"wr_id": b"123"}),
-        (
-            ValueError,
-            "remote_addr has 3 rows, wr_id has 4$",
-            {"wr_id": np.zeros(4, "i8")},
-        ),
+        (ValueError, "remote_addr has 3 rows, wr_id has 4$", {"wr_id": np.zeros(4, "i8")}),
         (ValueError, "signal_every=0", {"signal_every": 0}),
         (TypeError, "signal_every: expected int, got str", {"signal_every": "2"}),
         (TypeError, "no field 'imm_data'", {"imm_data": 3}),
