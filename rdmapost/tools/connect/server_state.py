@@ -90,7 +90,8 @@ class ServerState:
             raise ProtocolError(why, "device")
         with self._lock:
             if self._admitted >= self.max_clients:
-                text = f"this server has its {counted(self.max_clients, 'client')}; try again later"
+                most = counted(self.max_clients, "client")
+                text = f"this server is full ({most} at most); try again later"
                 raise ProtocolError(text, "busy")
             self._admitted += 1
             number = next(self._numbers)

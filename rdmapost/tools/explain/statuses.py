@@ -37,8 +37,8 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_LEN_ERR,
-        "A length was wrong, and this side found it. On a receive: the message was longer than "
-        "the SGEs of the receive that it met; the sender of an RC message gets REM_INV_REQ_ERR "
+        "This side found a wrong length. On a receive: the message was longer than the SGEs of "
+        "the receive that it consumed; the sender of an RC message gets REM_INV_REQ_ERR "
         "for it. On a send: the message is longer than the QP may send. An RC queue pair is in "
         "ERR afterwards, on both sides.",
         causes=(
