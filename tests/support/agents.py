@@ -7,7 +7,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -92,17 +92,25 @@ class Remote:
 
 
 @contextlib.contextmanager
-def local_agent() -> Iterator[tuple[str, int]]:
+def local_agent(
+    address: str = "127.0.0.1", wrapper: Sequence[str] = ()
+) -> Iterator[tuple[str, int]]:
     """Run an agent on this machine; yield its address.
 
     Its commands skip Python's start-up, which takes seconds on an emulated machine.
+
+    Args:
+        address: where it listens.
+        wrapper: a command that runs it, such as ``ip netns exec NAME``.
     """
     program = Path(__file__).parent.parent / "virtual_machine" / "agent.py"
     with subprocess.Popen(
-        [sys.executable, "-P", str(program), "127.0.0.1", "0"], stdout=subprocess.PIPE, text=True
+        [*wrapper, sys.executable, "-P", str(program), address, "0"],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         try:
-            yield "127.0.0.1", int(process.stdout.readline().rpartition(":")[2])
+            yield address, int(process.stdout.readline().rpartition(":")[2])
         finally:
             process.kill()

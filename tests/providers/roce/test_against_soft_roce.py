@@ -1,0 +1,326 @@
+"""A roce device and the kernel's Soft-RoCE, each as the other's peer.
+
+Soft-RoCE is on one end of a virtual Ethernet cable; the other end is in a network namespace of its
+own, where a process without any capability opens the roce device.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from support import LIMIT, verbs_side
+from support.agents import Remote, local_agent
+
+import rdmapost as rp
+
+pytestmark = pytest.mark.rdma
+
+NAMESPACE, NEAR, FAR, RXE = "rdmapost-peer", "rdmapost-v0", "rdmapost-v1", "rdmapost9"
+IN_NAMESPACE = ("ip", "netns", "exec", NAMESPACE)
+WITHOUT_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
+GIDS = {4: ("::ffff:10.9.0.1", "::ffff:10.9.0.2"), 6: ("fd00:9::1", "fd00:9::2")}
+PATIENT = {"timeout": 18}
+"""A second: an emulated machine is slow."""
+
+
+def system(*commands: str) -> None:
+    for command in commands:
+        subprocess.run(command.split(), check=True, timeout=LIMIT)
+
+
+class Side:
+    """A device in another process (tests/support/verbs_side.py)."""
+
+    def __init__(self, stack: ExitStack, agent: tuple[str, int], device: str, gid: str) -> None:
+        program = Path(verbs_side.__file__).read_text()
+        self._remote = stack.enter_context(Remote(agent, "python", "-c", program, device, gid))
+
+    def __getattr__(self, name: str) -> Any:
+        def ask(*args: Any, **fields: Any) -> Any:
+            names = ASKED.get(name, ())
+            request = {"do": name, **dict(zip(names, args, strict=False)), **fields}
+            self._remote.write(json.dumps(request) + "\n")
+            answer = json.loads(self._remote.until("out", "^{"))
+            assert "error" not in answer, f"{request}: {answer['error']}"
+            return answer["answer"]
+
+        return ask
+
+
+ASKED = {
+    "make": ("qp_type",),
+    "connect": ("endpoint",),
+    "connect_at": ("endpoint",),
+    "fill": ("start", "data"),
+    "peek": ("start", "length"),
+    "recv": ("start", "length"),
+    "post": ("name", "start", "length"),
+    "post_writes": ("count", "start", "remote_addr", "rkey"),
+    "window": ("mw_type", "start", "length"),
+    "wait": ("count", "timeout"),
+}
+"""The arguments that are passed by position."""
+
+
+class Cable(NamedTuple):
+    """The sides, and the path MTU between them."""
+
+    rxe: Side
+    roce: Side
+    mtu: int
+
+
+class Ends(NamedTuple):
+    """The side that posts, the other one, and the path MTU between them."""
+
+    near: Side
+    far: Side
+    mtu: int
+    cable: Cable
+
+    def connect(self, qp_type: str, checked: bool = True, **options: int) -> dict[str, Any]:
+        """Connect a new queue pair on each side; return what the far one exposes."""
+        near, far = self.near.make(qp_type, checked=checked), self.far.make(qp_type)
+        options = PATIENT | options
+        self.far.connect(near["endpoint"], **PATIENT)
+        self.near.connect(far["endpoint"], **options)
+        return far
+
+    def statuses(self, count: int) -> list[str]:
+        return [wc["status"] for wc in self.near.wait(count, LIMIT)]
+
+
+@pytest.fixture(scope="module", params=[(4, 1500), (6, 4200)], ids=["IPv4-1024", "IPv6-4096"])
+def cable(request: pytest.FixtureRequest, verbs_context: rp.Context) -> Iterator[Cable]:
+    """Soft-RoCE and roce on one cable."""
+    if not verbs_context.name.startswith("rxe"):
+        pytest.skip("needs Soft-RoCE")
+    if os.geteuid() != 0 or not (shutil.which("rdma") and shutil.which("setpriv")):
+        pytest.skip("needs root, iproute2 and util-linux to make Soft-RoCE and a namespace")
+    version, mtu = request.param
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, ["ip", "netns", "del", NAMESPACE], check=False)
+        stack.callback(subprocess.run, ["rdma", "link", "delete", RXE], check=False)
+        system(
+            f"ip netns add {NAMESPACE}",
+            f"ip link add {NEAR} mtu {mtu} type veth peer name {FAR} mtu {mtu} netns {NAMESPACE}",
+            f"ip addr add 10.9.0.1/24 dev {NEAR}",
+            f"ip -6 addr add fd00:9::1/64 dev {NEAR} nodad",
+            f"ip link set {NEAR} up",
+            *(
+                f"ip -n {NAMESPACE} {command}"
+                for command in (
+                    f"addr add 10.9.0.2/24 dev {FAR}",
+                    f"-6 addr add fd00:9::2/64 dev {FAR} nodad",
+                    f"link set {FAR} up",
+                    "link set lo up",
+                )
+            ),
+            f"rdma link add {RXE} type rxe netdev {NEAR}",
+        )
+        ours = stack.enter_context(local_agent("10.9.0.2", (*IN_NAMESPACE, *WITHOUT_RIGHTS)))
+        theirs = stack.enter_context(local_agent())
+        near_gid, far_gid = GIDS[version]
+        yield Cable(
+            Side(stack, theirs, RXE, near_gid),
+            Side(stack, ours, f"roce:{far_gid.removeprefix('::ffff:')}", far_gid),
+            1024 if mtu == 1500 else 4096,
+        )
+
+
+@pytest.fixture(scope="module", params=["roce", "rxe"], ids="{} posts".format)
+def ends(request: pytest.FixtureRequest, cable: Cable) -> Ends:
+    """Both roles."""
+    if request.param == "roce":
+        return Ends(cable.roce, cable.rxe, cable.mtu, cable)
+    return Ends(cable.rxe, cable.roce, cable.mtu, cable)
+
+
+def noise(size: int) -> str:
+    return random.Random(size).randbytes(size).hex()
+
+
+# ---- what succeeds ------------------------------------------------------------------------
+
+
+def test_both_sides_take_the_mtu_of_the_cable(ends: Ends):
+    near, far = ends.near.make("RC"), ends.far.make("RC")
+    assert ends.far.connect(near["endpoint"]) == ends.mtu
+    assert ends.near.connect(far["endpoint"]) == ends.mtu
+
+
+@pytest.mark.parametrize("qp_type", ["RC", "UC"])
+@pytest.mark.parametrize("name", ["Send", "SendWithImm", "RdmaWrite", "RdmaWriteWithImm"])
+def test_messages_arrive(ends: Ends, name: str, qp_type: str):
+    exposed = ends.connect(qp_type)
+    fields: dict[str, int] = {}
+    if "Imm" in name:
+        fields["imm_data"] = 0x12345678
+    if "Write" in name:
+        fields |= {"remote_addr": exposed["addr"] + 7, "rkey": exposed["rkey"]}
+    for size in (0, 1, 4097, 100_003):
+        data = noise(size)
+        ends.near.fill(0, data)
+        ends.far.recv(7, size)
+        ends.near.post(name, 0, size, **fields)
+        expected = size, fields.get("imm_data")
+        if name == "RdmaWrite":
+            # Only a message after it takes the receive.
+            ends.near.post("Send", 0, 0)
+            assert ends.statuses(1) == ["SUCCESS"]
+            expected = 0, None
+        assert ends.statuses(1) == ["SUCCESS"]
+        (wc,) = ends.far.wait(1, LIMIT)
+        assert wc["status"] == "SUCCESS"
+        assert (wc["byte_len"], wc["imm_data"]) == expected
+        assert ends.far.peek(7, size) == data
+
+
+def test_datagrams_arrive(ends: Ends):
+    exposed = ends.connect("UD")
+    for size in (0, 1, ends.mtu):
+        data = noise(size)
+        ends.near.fill(0, data)
+        ends.far.recv(0, 40 + ends.mtu)
+        ends.near.post("SendWithImm", 0, size, remote_qpn=exposed["qp_num"], imm_data=5)
+        assert ends.statuses(1) == ["SUCCESS"]
+        (wc,) = ends.far.wait(1, LIMIT)
+        assert (wc["status"], wc["byte_len"], wc["imm_data"]) == ("SUCCESS", 40 + size, 5)
+        assert ends.far.peek(40, size) == data
+
+
+@pytest.mark.parametrize("size", [1, 4097, 500_000])
+def test_reads_return_the_peers_memory(ends: Ends, size: int):
+    exposed = ends.connect("RC")
+    data = noise(size)
+    ends.far.fill(3, data)
+    ends.near.post("RdmaRead", 100, size, remote_addr=exposed["addr"] + 3, rkey=exposed["rkey"])
+    assert ends.statuses(1) == ["SUCCESS"]
+    assert ends.near.peek(100, size) == data
+
+
+def test_atomics_change_the_peers_memory_and_return_what_was_there(ends: Ends):
+    exposed = ends.connect("RC")
+    there = {"remote_addr": exposed["addr"], "rkey": exposed["rkey"]}
+    ends.far.fill(0, (40).to_bytes(8, "little").hex())
+    ends.near.post("AtomicFetchAndAdd", 0, 8, compare_add=2, **there)
+    ends.near.post("AtomicCmpAndSwp", 8, 8, compare_add=42, swap=7, **there)
+    ends.near.post("AtomicCmpAndSwp", 16, 8, compare_add=42, swap=9, **there)
+    assert ends.statuses(3) == ["SUCCESS"] * 3
+    values = bytes.fromhex(ends.near.peek(0, 24))
+    assert [int.from_bytes(values[i : i + 8], "little") for i in (0, 8, 16)] == [40, 42, 7]
+    assert int.from_bytes(bytes.fromhex(ends.far.peek(0, 8)), "little") == 7
+
+
+@pytest.mark.parametrize("mw_type", [rp.MWType.TYPE_1, rp.MWType.TYPE_2], ids=["type 1", "type 2"])
+def test_window_of_the_peer_is_written_within_its_bounds_only(ends: Ends, mw_type: rp.MWType):
+    exposed = ends.connect("RC")
+    rkey = ends.far.window(int(mw_type), 4096, 64)
+    ends.near.fill(0, noise(65))
+    ends.near.post("RdmaWrite", 0, 64, remote_addr=exposed["addr"] + 4096, rkey=rkey)
+    assert ends.statuses(1) == ["SUCCESS"]
+    assert ends.far.peek(4096, 64) == noise(65)[:128]
+    if ends.far is not ends.cable.rxe:
+        # Soft-RoCE does not compare a write with the window's end.
+        ends.near.post("RdmaWrite", 0, 65, remote_addr=exposed["addr"] + 4096, rkey=rkey)
+        assert ends.statuses(1) == ["REM_ACCESS_ERR"]
+
+
+def test_send_with_inv_invalidates_the_peers_window(ends: Ends):
+    exposed = ends.connect("RC")
+    rkey = ends.far.window(int(rp.MWType.TYPE_2), 0, 64)
+    ends.far.recv(100, 8)
+    ends.near.post("SendWithInv", 0, 8, invalidate_rkey=rkey)
+    assert ends.statuses(1) == ["SUCCESS"]
+    (wc,) = ends.far.wait(1, LIMIT)
+    assert wc["status"] == "SUCCESS"
+    if ends.far is not ends.cable.rxe:
+        # Soft-RoCE does not name the key.
+        assert wc["invalidated_rkey"] == rkey
+    ends.near.post("RdmaWrite", 0, 8, remote_addr=exposed["addr"], rkey=rkey)
+    assert ends.statuses(1) == ["REM_ACCESS_ERR"]
+
+
+def test_messages_arrive_in_order_across_the_wrap_of_the_psn(ends: Ends):
+    """Both sides' first PSN is 256 before it."""
+    near, far = ends.near.make("RC"), ends.far.make("RC")
+    ends.far.connect_at(near["endpoint"], psn=0xFFFF00)
+    ends.near.connect_at(far["endpoint"], psn=0xFFFF00)
+    ends.near.fill(0, noise(8 * 320))
+    for start in range(0, 8 * 320, 8 * 32):
+        ends.near.post_writes(32, start, far["addr"], far["rkey"])
+        assert ends.statuses(32) == ["SUCCESS"] * 32
+    assert ends.far.peek(0, 8 * 320) == noise(8 * 320)
+
+
+# ---- what fails: with the status that two Soft-RoCE devices give -----------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("RdmaWrite", {"rkey": 0x123}),
+        ("RdmaRead", {"rkey": 0x123}),
+        ("RdmaWrite", {"remote_addr": verbs_side.SIZE - 4}),
+        ("RdmaRead", {"remote_addr": verbs_side.SIZE - 4}),
+        ("AtomicFetchAndAdd", {"rkey": 0x123}),
+    ],
+    ids=str,
+)
+def test_key_or_bounds_that_are_wrong_end_with_rem_access_err(
+    ends: Ends, name: str, change: dict[str, int]
+):
+    exposed = ends.connect("RC")
+    fields = {"remote_addr": 0, "rkey": exposed["rkey"]} | change
+    fields["remote_addr"] += exposed["addr"]
+    ends.near.post(name, 0, 8, **fields)
+    ends.near.post("Send", 0, 8)
+    assert ends.statuses(2) == ["REM_ACCESS_ERR", "WR_FLUSH_ERR"]
+
+
+def test_unaligned_atomic_ends_with_rem_inv_req_err(ends: Ends):
+    exposed = ends.connect("RC", checked=False)
+    ends.near.post("AtomicFetchAndAdd", 0, 8, remote_addr=exposed["addr"] + 4, rkey=exposed["rkey"])
+    assert ends.statuses(1) == ["REM_INV_REQ_ERR"]
+
+
+def test_send_without_a_receive_ends_with_rnr_retry_exc_err(ends: Ends):
+    ends.connect("RC", rnr_retry=2)
+    ends.near.post("Send", 0, 8)
+    assert ends.statuses(1) == ["RNR_RETRY_EXC_ERR"]
+
+
+def test_send_waits_for_a_receive(ends: Ends):
+    ends.connect("RC", rnr_retry=7)
+    ends.near.fill(0, noise(5))
+    ends.near.post("Send", 0, 5)
+    ends.far.recv(50, 5)
+    assert ends.statuses(1) == ["SUCCESS"]
+    assert ends.far.peek(50, 5) == noise(5)
+
+
+def test_peer_that_is_gone_ends_with_retry_exc_err(ends: Ends):
+    ends.connect("RC", timeout=12, retry_cnt=2)
+    ends.far.reset()
+    ends.near.post("Send", 0, 8)
+    assert ends.statuses(1) == ["RETRY_EXC_ERR"]
+
+
+def test_send_longer_than_the_receive_fails_on_both_sides(ends: Ends):
+    ends.connect("RC")
+    ends.far.recv(0, 8)
+    ends.near.post("Send", 0, 9)
+    (status,) = ends.statuses(1)
+    # Soft-RoCE answers with an error of its own.
+    assert status in ("REM_INV_REQ_ERR", "REM_OP_ERR")
+    (wc,) = ends.far.wait(1, LIMIT)
+    assert wc["status"] == ("LOC_QP_OP_ERR" if ends.far is ends.cable.rxe else "LOC_LEN_ERR")
