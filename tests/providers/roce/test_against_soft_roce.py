@@ -288,6 +288,8 @@ def test_key_or_bounds_that_are_wrong_end_with_rem_access_err(
 
 
 def test_unaligned_atomic_ends_with_rem_inv_req_err(ends: Ends):
+    if ends.near is ends.cable.rxe:
+        pytest.skip("Soft-RoCE's library refuses to post it")
     exposed = ends.connect("RC", checked=False)
     ends.near.post("AtomicFetchAndAdd", 0, 8, remote_addr=exposed["addr"] + 4, rkey=exposed["rkey"])
     assert ends.statuses(1) == ["REM_INV_REQ_ERR"]
