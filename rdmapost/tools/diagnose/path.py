@@ -121,8 +121,7 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
     if entry.gid.is_link_local or not system.has_netdev(entry.ndev):
         return False
     if entry.gid.is_ipv4:
-        addresses = system.ipv4_addresses()
-        return addresses is not None and _address(entry.gid) not in addresses
+        return system.has_ipv4_address(_address(entry.gid)) is False
     found = system.ipv6_addresses()
     return found is not None and (bytes(entry.gid), entry.ndev) not in found
 

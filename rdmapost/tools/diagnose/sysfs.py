@@ -56,6 +56,9 @@ class Route(NamedTuple):
     gateway: IPv4Address | None
 
 
+_LOOPBACK = Route("lo", IPv4Network("127.0.0.0/8"), None)
+
+
 class System:
     """The files of a machine.
 
@@ -154,10 +157,12 @@ class System:
 
     # ---- addresses and routes -----------------------------------------------
 
-    def ipv4_addresses(self) -> set[str] | None:
-        """Return this machine's IPv4 addresses, or None if unknown."""
+    def has_ipv4_address(self, address: str) -> bool | None:
+        """Return whether this machine has an IPv4 address, or None if unknown."""
         text = self.read("proc/net/fib_trie")
-        return None if text is None else set(_LOCAL.findall(text))
+        if text is None:
+            return None
+        return IPv4Address(address) in _LOOPBACK.network or address in _LOCAL.findall(text)
 
     def ipv6_addresses(self) -> set[tuple[bytes, str]] | None:
         """Return this machine's IPv6 addresses with their devices, or None."""
@@ -168,8 +173,9 @@ class System:
         return {(bytes.fromhex(words[0]), words[-1]) for words in lines if len(words) >= 6}
 
     def ipv4_routes(self) -> list[Route]:
-        """Return the main IPv4 routing table, the longest prefix first."""
-        routes = []
+        """Return the IPv4 routes, the longest prefix first."""
+        # The main table lacks it: the kernel keeps it with the local addresses.
+        routes = [_LOOPBACK] if self.has_netdev(_LOOPBACK.netdev) else []
         for line in (self.read("proc/net/route") or "").splitlines()[1:]:
             words = line.split()
             if len(words) < 8:

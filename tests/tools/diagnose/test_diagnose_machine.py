@@ -226,6 +226,7 @@ def test_network_device_of_the_port_is_checked(roce):
         ("10.0.0.5", "::ffff:192.0.2.1", "eth7", "route", "through 10.0.0.1"),
         ("10.0.0.5", "::ffff:10.1.0.9", "eth7", "gid-wrong", "goes through eth8"),
         ("172.16.0.5", "::ffff:10.1.0.9", "eth8", "gid-wrong", "is in 10.1.0.0/16"),
+        ("127.0.0.2", "::ffff:127.0.0.77", "lo", "route", "over lo, directly"),
         ("10.0.0.5", "fd00::1", "eth7", "gid-wrong", "is IPv4, and the peer's fd00::1 is IPv6"),
     ],
 )
@@ -235,7 +236,7 @@ def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
         table.read_text() + "eth8\t0000010A\t00000000\t0001\t0\t0\t0\t0000FFFF\n"
         "eth8\t000010AC\t00000000\t0001\t0\t0\t0\t0000FFFF\n"
     )
-    write(roce, {"sys/class/net/eth8/mtu": "1500"})
+    write(roce, {"sys/class/net/eth8/mtu": "1500", "sys/class/net/lo/mtu": "65536"})
     entry = rp.GIDTableEntry(3, rp.GID(f"::ffff:{source}"), rp.GIDType.ROCE_V2, netdev)
     finding = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce))
     assert (finding.name, finding.severity) == (name, "ok" if name == "route" else "problem")
@@ -254,4 +255,6 @@ def test_address_without_a_route_is_found(roce):
 def test_addresses_of_this_machine_are_read():
     if not pathlib.Path("/proc/net/fib_trie").exists():
         pytest.skip("this kernel shows no /proc/net/fib_trie")
-    assert "127.0.0.1" in (System().ipv4_addresses() or ())
+    # All of 127.0.0.0/8 is this machine's.
+    found = [System().has_ipv4_address(f"{first}.0.0.77") for first in (127, 0)]
+    assert found == [True, False]

@@ -1,0 +1,32 @@
+"""What diagnose() says of connections between roce devices."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+
+import pytest
+
+import rdmapost as rp
+
+
+def test_healthy_connection_between_two_loopback_addresses_has_no_problem() -> None:
+    """As between two processes, which get an address each."""
+    with contextlib.ExitStack() as stack:
+        qps = []
+        for host in ("127.0.0.61", "127.0.0.62"):
+            try:
+                context = stack.enter_context(rp.open_device(f"roce:{host}"))
+            except rp.VerbsError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+            pd = stack.enter_context(rp.PD(context))
+            cq = stack.enter_context(rp.CQ(context))
+            qps.append(stack.enter_context(rp.QP(pd, rp.QPType.RC, cq)))
+        for qp, peer in (qps, qps[::-1]):
+            qp.connect(peer.endpoint())
+        findings = qps[0].diagnose(qps[1].endpoint())
+        assert [finding for finding in findings if finding.severity == "problem"] == []
+        (route,) = (finding for finding in findings if finding.name == "route")
+        assert route.evidence.endswith("to 127.0.0.62 over lo, directly")
