@@ -243,8 +243,9 @@ class RoceQueuePair(QueuePair):
         self._forget_requests()
         taken = self._give_up_incoming()
         if taken is not None and self.srq is not None:
-            # No completion will free its slot.
-            native.on_commit(native.use_slots, taken[1], -1)
+            # No completion would ever free its slot and its memory: it waits for the next message.
+            wqe, queue, _, _ = taken
+            native.on_commit(queue.pending.appendleft, wqe)
         self.device.set_timer(self, None)
 
     def _give_up_incoming(self) -> Receive | None:

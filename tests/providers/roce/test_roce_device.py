@@ -16,12 +16,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from support import ALL, GRH, LIMIT, Pair, prints, run_python
+from network import ROWS_BY_NAME
+from support import ALL, GRH, LIMIT, Pair, prints, run_python, until
 from support.cli_runner import run
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
-from rdmapost.providers.roce.addresses import PORT
+from rdmapost._binding import native
+from rdmapost.providers.roce.addresses import PORT, flow
+from rdmapost.providers.roce.packets import ACK_REQ, DEFAULT_PKEY, MIG_REQ
 from rdmapost.providers.soft0.engine.device import open_devices
 
 DEVICE = "roce:lo"
@@ -163,6 +166,80 @@ def test_address_that_another_device_has_is_refused_with_its_holder(context):
         rp.VerbsError, match=rf"UDP port 4791 of .* is taken by process {os.getpid()}"
     ):
         rp.open_device(f"roce:{address(context)}")
+
+
+# ---- a peer that stops in the middle ----------------------------------------------------------
+
+
+class Peer:
+    """A peer without an engine: a socket on an address of its own.
+
+    Attributes:
+        endpoint: its queue pair, which sends from PSN 0 on.
+    """
+
+    HOST, QPN = "127.0.1.1", 0x77
+
+    def __init__(self, context: rp.Context) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        # As a device's: the ICRC covers the identification, which is 0 then.
+        self._socket.setsockopt(socket.IPPROTO_IP, 10, 3)
+        self._socket.bind((self.HOST, 0))
+        self._socket.connect((address(context), PORT))
+        source, target = (f"::ffff:{host}" for host in (self.HOST, address(context)))
+        covered = flow(
+            socket.inet_pton(socket.AF_INET6, source),
+            socket.inet_pton(socket.AF_INET6, target),
+            self._socket.getsockname()[1],
+        )
+        assert covered is not None
+        self._covered = covered
+        self.endpoint = rp.Endpoint(self.QPN, 0, source, 0, rp.MTU.MTU_4096)
+
+    def send(self, qp: rp.QP, name: str, psn: int, *extensions: int, size: int = 0) -> None:
+        """Send a packet to a queue pair."""
+        row = ROWS_BY_NAME[name]
+        header = row.pack(
+            row.bth_opcode, MIG_REQ, DEFAULT_PKEY, qp.qp_num, psn | ACK_REQ, *extensions
+        )
+        data = bytearray(len(header) + size + 8)
+        payload = (b"x" * size,) if size else ()
+        length = native.roce_build(data, self._covered, [header], payload, size)
+        self._socket.send(data[:length])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def peer(context: rp.Context) -> Iterator[Peer]:
+    with contextlib.closing(Peer(context)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("end", [rp.QP.to_reset, rp.QP.close], ids=["reset", "close"])
+def test_peer_that_ends_in_the_middle_of_a_message_costs_no_shared_receive(
+    context, pd, cq, stack, peer, end
+):
+    """Else every such peer takes one of the receives that the others share, with its memory."""
+    srq = stack.enter_context(rp.SRQ(pd, max_wr=1))
+    mr = stack.enter_context(rp.MR(pd, 10_000, ALL))
+    srq.post_srq_recv(rp.RecvWR(mr[:], wr_id=7))
+    for _ in range(3):
+        qp = rp.QP(pd, QPType.RC, cq, srq=srq)
+        qp.connect(peer.endpoint)
+        before = counters(context)["received"]
+        peer.send(qp, "RC_SEND_FIRST", 0, size=4096)
+        until(lambda before=before: cq.poll() or counters(context)["received"] > before)
+        end(qp)
+        qp.close()
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq, srq=srq))
+    qp.connect(peer.endpoint)
+    peer.send(qp, "RC_SEND_ONLY", 0, size=8)
+    (wc,) = cq.wait(1, LIMIT)
+    assert (wc.wr_id, wc.status, wc.byte_len) == (7, WCStatus.SUCCESS, 8)
+    assert srq.outstanding == 0
+    mr.close()
 
 
 # ---- packets of strangers --------------------------------------------------------------------

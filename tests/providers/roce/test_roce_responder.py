@@ -639,18 +639,20 @@ def test_datagram_longer_than_the_mtu_takes_no_receive():
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
-def test_reset_gives_back_the_slot_of_a_shared_receive_that_was_begun(qp_type):
+def test_reset_puts_a_shared_receive_that_was_begun_back_before_the_others(qp_type):
     alone = Alone(qp_type, srq=True)
     assert alone.srq is not None
-    post_recv(alone, 1, 5000)
-    native.use_slots(alone.srq.queue, 1)
+    for wr_id in (1, 2):
+        post_recv(alone, wr_id, 5000)
     tell(alone, 0, "SEND_FIRST", size=MTU_BYTES)
     if qp_type is QPType.UC:
         tell(alone, 5, "SEND_MIDDLE", size=MTU_BYTES)
         assert alone.qp.spare is not None
-    assert alone.qp.modify(QPAttrMask.STATE, {"qp_state": QPState.RESET})
-    assert alone.srq.queue.used == 0
-    assert alone.qp.spare is alone.qp.incoming is None
+    native.verb(alone.qp.modify, QPAttrMask.STATE, {"qp_state": QPState.RESET})
+    connect(alone.qp, gid(2), PEER_QPN, rq_psn=RQ_PSN)
+    for n in (0, 1):
+        tell(alone, n, "SEND_ONLY", size=8)
+    assert completions(alone) == [(1, SUCCESS, 8), (2, SUCCESS, 8)]
 
 
 def test_shared_receive_queue_reports_its_limit():
