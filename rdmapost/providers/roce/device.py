@@ -54,6 +54,8 @@ _AT_ONCE = 64
 """Datagrams processed in one look, so that a flood leaves other threads their turn."""
 _SHORTEST, _LONGEST = 0.0002, 0.002
 """Seconds that the thread leaves to others."""
+_AFTER_ERROR = 0.1
+"""Seconds before it tries again."""
 
 # Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
@@ -420,26 +422,48 @@ def _prepare(made: Any, address: LocalAddress) -> None:
 
 def _watch(epoll: select.epoll, stopped: Any) -> None:
     """Make progress while nobody else does; a thread runs this until the device is closed."""
-    pause, stop_fd = 0.0, stopped.fileno()
+    pause: float | None = 0.0
+    error: Exception | None = None
     try:
-        with epoll:
-            while not _is_stopped(epoll.poll(), stop_fd):
-                if pause:
-                    time.sleep(pause)
-                    found = epoll.poll(0)
-                    if _is_stopped(found, stop_fd):
-                        break
-                    if not found:
-                        # Somebody else was quicker, and probably will be again.
-                        pause = min(2 * pause, _LONGEST)
-                        continue
-                native.run_device()
-                # Whoever had time to look, looks again soon.
-                pause = 0.0 if epoll.poll(0) else _SHORTEST
-    except Exception:
-        _log.exception("the thread of a roce device has ended; polls go on without it")
+        while pause is not None:
+            # Nothing but the device's end ends the thread, and least of all a lack of memory.
+            try:
+                if error is not None:
+                    _recover(error)
+                    error = None
+                pause = _wait_and_look(epoll, stopped.fileno(), pause)
+            except Exception as raised:
+                error = raised
     finally:
+        epoll.close()
         stopped.close()
+
+
+def _recover(error: Exception) -> None:
+    time.sleep(_AFTER_ERROR)
+    if not isinstance(error, MemoryError):
+        _log.error("the thread of a roce device goes on after an error", exc_info=error)
+
+
+def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | None:
+    """Wait until there is something to do, and do it unless somebody else does in the pause.
+
+    Returns:
+        How long to pause next time; None to end.
+    """
+    if _is_stopped(epoll.poll(), stop_fd):
+        return None
+    if pause:
+        time.sleep(pause)
+        found = epoll.poll(0)
+        if _is_stopped(found, stop_fd):
+            return None
+        if not found:
+            # Somebody else was quicker, and probably will be again.
+            return min(2 * pause, _LONGEST)
+    native.run_device()
+    # Whoever had time to look, looks again soon.
+    return 0.0 if epoll.poll(0) else _SHORTEST
 
 
 def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:

@@ -242,6 +242,26 @@ def test_peer_that_ends_in_the_middle_of_a_message_costs_no_shared_receive(
     mr.close()
 
 
+# ---- the device's thread -----------------------------------------------------------------------
+
+
+def test_thread_that_lacked_memory_goes_on(context, connect, peer, monkeypatch):
+    """Nobody else looks for packets: this process does not poll."""
+    pair, run, lacked = connect(), native.run_device, threading.Event()
+
+    def run_device() -> None:
+        if not lacked.is_set():
+            lacked.set()
+            raise MemoryError
+        run()
+
+    monkeypatch.setattr(native, "run_device", run_device)
+    before = counters(context)["dropped"]
+    peer.send(pair.b, "RC_SEND_ONLY", 0)
+    assert lacked.wait(LIMIT)
+    until(lambda: counters(context)["dropped"] > before)
+
+
 # ---- packets of strangers --------------------------------------------------------------------
 
 
