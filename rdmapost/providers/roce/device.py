@@ -166,12 +166,26 @@ class RoceDevice(Device):
             self._bind()
         super().open()
         if self._times_open == 1:
-            # Made here: by the time that the thread runs, the device may be closed again.
-            watched = select.epoll()
-            self._stop, stopped = _socket.socketpair()
-            for fd in (*self.wake_fds, stopped.fileno()):
-                watched.register(fd, select.EPOLLIN)
-            native.on_commit(_thread.start_new_thread, _watch, (watched, stopped))
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start the thread, which a rollback ends again.
+
+        Raises:
+            OSError: there are too many threads or descriptors.
+        """
+        watched = select.epoll()
+        self._stop, stopped = _socket.socketpair()
+        native.undo(self._stop.close)
+        for fd in (*self.wake_fds, stopped.fileno()):
+            watched.register(fd, select.EPOLLIN)
+        try:
+            _thread.start_new_thread(_watch, (watched, stopped))
+        except (RuntimeError, MemoryError) as error:
+            stopped.close()
+            if isinstance(error, MemoryError):
+                raise
+            raise OSError(errno.EAGAIN, "pthread_create") from None
 
     def _bind(self) -> None:
         """Open the socket on the first address that is free.

@@ -49,11 +49,14 @@ class RoceProvider(SoftwareProvider):
 
         Raises:
             NoDeviceError: this machine has no such network device or address.
+            VerbsError: that could not be found out, for lack of descriptors.
         """
         try:
             candidates(name.removeprefix(ROCE))
         except LookupError as error:
             raise NoDeviceError(f"there is no device {name}: {error}") from None
+        except OSError as error:
+            raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         return self.info(name, guid_of(name))
 
     def survey(self) -> list[RoceCandidate]:

@@ -262,6 +262,71 @@ def test_thread_that_lacked_memory_goes_on(context, connect, peer, monkeypatch):
     until(lambda: counters(context)["dropped"] > before)
 
 
+WITHOUT_THREADS = """
+import errno, os, rdmapost as rp
+from rdmapost.providers.roce import device
+
+def fail(*_):
+    raise RuntimeError("can't start new thread")
+
+class Failing:
+    start_new_thread = fail
+
+rp.open_device("roce:lo").close()
+while len(os.listdir("/proc/self/task")) > 1:
+    pass
+before = len(os.listdir("/proc/self/fd"))
+real, device._thread = device._thread, Failing
+try:
+    rp.open_device("roce:lo")
+except rp.VerbsError as error:
+    print(errno.errorcode[error.errno])
+device._thread = real
+print(len(os.listdir("/proc/self/fd")) - before)
+rp.open_device("roce:lo").close()
+"""
+
+
+def test_device_whose_thread_cannot_start_is_not_opened(context):
+    """Its peers would wait for this process's next verb."""
+    assert prints(WITHOUT_THREADS).split() == ["EAGAIN", "0"]
+
+
+FULL_TABLE = """
+import errno, os, resource, rdmapost as rp
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+rp.open_device("roce:lo").close()
+while threads() > 1:
+    pass
+before, refused = descriptors(), set()
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for room in range(12):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before - 1 + room, hard))
+    try:
+        rp.open_device("roce:lo").close()
+        refused.add("opened")
+    except rp.VerbsError as error:
+        refused.add(errno.errorcode[error.errno])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    while threads() > 1:
+        pass
+    if descriptors() != before:
+        print(room, descriptors() - before)
+print(*sorted(refused))
+"""
+
+
+def test_device_that_cannot_be_opened_for_lack_of_descriptors_leaves_no_thread(context):
+    """The thread has started by the time that the last descriptors are made."""
+    assert prints(FULL_TABLE) == "EMFILE opened"
+
+
 # ---- packets of strangers --------------------------------------------------------------------
 
 
