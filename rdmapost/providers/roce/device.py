@@ -82,6 +82,28 @@ _OPTIONS = {
 which the ICRC covers."""
 
 
+_shared: list[Any] = []
+"""The sockets that the child of a fork closes at once."""
+
+
+def _share(made: Any) -> None:
+    """Note a socket, until the end of the verb or of the device."""
+    native.undo(_shared.remove, made)
+    _shared.append(made)
+
+
+def _close_shared() -> None:
+    """Leave the addresses to the parent, which may close its devices while the child lives.
+
+    It takes no lock: its owner may be a thread that the child lacks.
+    """
+    while _shared:
+        _shared.pop().close()
+
+
+os.register_at_fork(after_in_child=_close_shared)
+
+
 def guid_of(name: str) -> int:
     """Return the node GUID of a device of this process: locally administered."""
     return 0x0200_0000 << 32 | zlib.crc32(f"{name} {os.getpid()}".encode())
@@ -177,6 +199,7 @@ class RoceDevice(Device):
         watched = select.epoll()
         self._stop, stopped = _socket.socketpair()
         native.undo(self._stop.close)
+        _share(self._stop)
         for fd in (*self.wake_fds, stopped.fileno()):
             watched.register(fd, select.EPOLLIN)
         try:
@@ -198,11 +221,14 @@ class RoceDevice(Device):
         for address in candidates(self.name.removeprefix(ROCE)):
             kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             made = native.made(_socket.socket.close, _socket.socket, address.family, kind)
+            # Before it has the address.
+            _share(made)
             try:
                 _prepare(made, address)
             except OSError as refused:
                 error = refused
                 made.close()
+                _shared.remove(made)
                 if refused.errno == errno.EADDRINUSE:
                     continue
                 break
@@ -222,16 +248,14 @@ class RoceDevice(Device):
         native.undo(list.append, wires, self)
         wires.remove(self)
         native.on_commit(self._stop.shutdown, socket.SHUT_RDWR)
-        native.on_commit(self._stop.close)
-        native.on_commit(self.socket.close)
+        for each in (self._stop, self.socket):
+            native.on_commit(each.close)
+            native.on_commit(_shared.remove, each)
         self.socket = self._stop = None
 
     def start_over(self) -> None:
-        # The parent's address must not stay taken for as long as the child lives.
-        if self.socket is not None:
-            self.socket.close()
-        if self._stop is not None:
-            self._stop.close()
+        # Again: whoever forked may not have called Python's functions.
+        _close_shared()
         super().start_over()
 
     def new_number(self) -> int:

@@ -467,6 +467,30 @@ def test_child_of_a_fork_opens_a_device_of_its_own(context):
     assert prints(FORKED).split() == ["0", "SUCCESS"]
 
 
+FORKED_AND_FORGOTTEN = """
+import os, sys, rdmapost as rp
+host = sys.argv[1]
+hold, forked = os.pipe(), os.pipe()
+context = rp.open_device(f"roce:{host}")
+child = os.fork()
+if not child:
+    os.close(hold[1])
+    os.write(forked[1], b"x")
+    os.read(hold[0], 1)
+    os._exit(0)
+os.read(forked[0], 1)
+context.close()
+with rp.open_device(f"roce:{host}") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    print("opened again")
+os.close(hold[1])
+os.waitpid(child, 0)
+"""
+
+
+def test_child_that_does_not_use_the_device_leaves_its_address_to_the_parent(context):
+    assert prints(FORKED_AND_FORGOTTEN, "127.0.1.2") == "opened again"
+
+
 OPENED_AND_CLOSED = """
 import os, threading, rdmapost as rp
 def state():
