@@ -9,6 +9,7 @@
  */
 #include "soft0/internal.h"
 
+#include <time.h>
 #include <unistd.h>
 
 static PyObject *parts; /* soft_device()'s arguments; never released */
@@ -19,6 +20,7 @@ static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 i
 static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
+static int64_t late; /* when the verb in progress leaves work to later ones; 0 before it does any */
 static int executing; /* 1 while a READY object's work runs; others need not wait for it */
 static int gc_paused; /* by run_elsewhere(), having been enabled */
 
@@ -219,10 +221,27 @@ long rp_soft_transact(PyObject *call)
 	return result_code;
 }
 
-/* Do one part of an object's pending work; whether there is more, or -1 if out of memory. */
-static long work(PyObject *object)
+/* How long a verb does pending work that can wait, while others wait for the lock. */
+enum { SHARE_NS = 2000000 };
+
+/* It does some in any case: the time counts from the first call on. */
+static int is_late(void)
 {
-	PyObject *call = PyTuple_Pack(2, rp_soft_given(EXECUTE), object);
+	int64_t now = rp_now_ns();
+
+	if (!late)
+		late = now + SHARE_NS;
+	return now >= late;
+}
+
+/*
+ * Do one part of an object's pending work; whether there is more, or -1 if it waits for a later verb,
+ * for lack of memory or because this verb is late and the work can wait.
+ */
+static long work(PyObject *object, int this_is_late)
+{
+	PyObject *call = PyTuple_Pack(3, rp_soft_given(EXECUTE), object,
+				      this_is_late ? Py_True : Py_False);
 	long more = call ? rp_soft_transact(call) : -1;
 
 	Py_XDECREF(call);
@@ -263,8 +282,8 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
-/* Do the pending work. Work that ran out of memory stays listed, for the next verb. */
-static void carry_on(void)
+/* Do the pending work. What waits for a later verb stays listed; returns how much that is. */
+static Py_ssize_t carry_on(void)
 {
 	PyObject *object;
 	Py_ssize_t at = 0;
@@ -273,23 +292,28 @@ static void carry_on(void)
 	while (!doomed && (object = ready_at(at))) {
 		RP_STORE(&executing, 1);
 		do
-			more = work(object);
+			more = work(object, is_late());
 		while (more > 0);
 		RP_STORE(&executing, 0);
 		if (more < 0 || take_ready(at))
 			at++;
 		Py_DECREF(object);
 	}
+	return at;
 }
 
 /* Have the devices on a network look for packets. One without memory is looked at by a later verb. */
 static void look_at_wires(void)
 {
-	PyObject *wires = rp_soft_given(WIRES);
+	PyObject *wires = rp_soft_given(WIRES), *ready = rp_soft_given(READY), *wire;
 
 	rp_data_lock();
-	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++)
-		PyList_Append(rp_soft_given(READY), PyList_GetItem(wires, i));
+	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++) {
+		wire = PyList_GetItem(wires, i);
+		/* It may still be listed: it is compared by identity, which runs no Python. */
+		if (PySequence_Contains(ready, wire) <= 0)
+			PyList_Append(ready, wire);
+	}
 	rp_data_unlock();
 	PyErr_Clear();
 }
@@ -301,6 +325,7 @@ static void enter(void)
 	int64_t when;
 
 	rp_acquire(&lock);
+	late = 0;
 	if (forked) {
 		rp_journal_forget();
 		rp_clear(rp_soft_given(READY));
@@ -312,23 +337,39 @@ static void enter(void)
 	if (is_due()) {
 		when = RP_LOAD(&due);
 		RP_STORE(&due, -1);
-		if (work(Py_None) < 0)
+		if (work(Py_None, 0) < 0)
 			RP_STORE(&due, when);
 		carry_on();
 	}
 	look_at_wires();
 }
 
+/*
+ * Let whoever waits for the released lock take it. It must wake up first, and this thread would take
+ * it before that, for the work that is left.
+ */
+static void give_way(void)
+{
+	struct timespec moment = { .tv_nsec = 100000 };
+
+	if (!RP_LOAD(&lock.waiting))
+		return;
+	Py_BEGIN_ALLOW_THREADS
+	nanosleep(&moment, NULL);
+	Py_END_ALLOW_THREADS
+}
+
 /* Do the work that has become possible, and release the lock. */
 static void leave(void)
 {
+	Py_ssize_t left = carry_on();
+	int failed = broken;
 	PyObject *done;
-	int failed;
 
-	carry_on();
-	failed = broken;
 	broken = doomed = 0;
 	rp_release(&lock);
+	if (left)
+		give_way();
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)
@@ -377,6 +418,7 @@ static void after_fork(void)
 	executing = 0;
 	due = -1;
 	free_data_lock();
+	lock.waiting = 0;
 	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
 	lock.owner = doomed ? rp_thread()->mark : 0;
 }

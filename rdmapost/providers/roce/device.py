@@ -346,6 +346,12 @@ class RoceDevice(Device):
                 left = when if left < 0 else min(left, when)
         self.set_due(left)
 
+    def put_off(self) -> bool:
+        now = time.monotonic()
+        if not 0 <= self.due <= now:
+            self.set_due(now)
+        return True
+
     def execute_next(self, worker: Any) -> bool:
         self.now = time.monotonic()
         if worker is self:

@@ -123,17 +123,20 @@ def drop(struct: Any, name: str) -> Any:
 _errors: list[BaseException] = []
 
 
-def _execute_next(worker: Any) -> bool:
-    """Do one part of a worker's pending work; return whether to call again.
+def _execute_next(worker: Any, is_late: bool) -> int:
+    """Do one part of a worker's pending work; return whether to call again, or -1: in a later verb.
 
     Args:
         worker: None for what is due.
+        is_late: whether this verb has worked for so long that the rest is better left to others.
     """
-    if worker is not None:
-        more: bool = worker.device.execute_next(worker)
-        return more
-    run_due()
-    return False
+    if worker is None:
+        run_due()
+        return False
+    if is_late and worker.device.put_off():
+        return -1
+    more: int = worker.device.execute_next(worker)
+    return more
 
 
 def _give_up(worker: Any, error: BaseException) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import mmap
 import os
 import random
 import signal
@@ -325,6 +326,38 @@ print(*sorted(refused))
 def test_device_that_cannot_be_opened_for_lack_of_descriptors_leaves_no_thread(context):
     """The thread has started by the time that the last descriptors are made."""
     assert prints(FULL_TABLE) == "EMFILE opened"
+
+
+def test_long_read_of_a_peer_leaves_others_their_turn(context, pd, cq, stack, peer, monkeypatch):
+    """Each verb answers a part of it."""
+    monkeypatch.setattr(native, "run_device", lambda: None)
+    size = 1 << 27
+    mr = stack.enter_context(rp.MR(pd, mmap.mmap(-1, size), ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint)
+    before = counters(context)["sent"]
+    longest = 0.0
+
+    def poll() -> bool:
+        nonlocal longest
+        begin = time.thread_time()
+        cq.poll()
+        longest = max(longest, time.thread_time() - begin)
+        return counters(context)["sent"] - before >= size // 4096
+
+    peer.send(qp, "RC_RDMA_READ_REQUEST", 0, mr.addr, mr.rkey, size)
+    until(poll)
+    assert longest < 0.1
+
+
+def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
+    size = 1 << 25
+    mr = stack.enter_context(rp.MR(pd, mmap.mmap(-1, size), ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint)
+    before = counters(context)["sent"]
+    peer.send(qp, "RC_RDMA_READ_REQUEST", 0, mr.addr, mr.rkey, size)
+    until(lambda: counters(context)["sent"] - before >= size // 4096)
 
 
 # ---- packets of strangers --------------------------------------------------------------------

@@ -200,6 +200,11 @@ class Device(native.Record):
         """Have a queue's work requests executed after the verb."""
         native.on_commit(native.start, worker)
 
+    def put_off(self) -> bool:
+        """Have another verb go on with the pending work soon; return whether one will."""
+        # Nobody would begin it, and a poll shows all that was posted before.
+        return False
+
     def execute_next(self, worker: QueuePair | SharedReceiveQueue) -> bool:
         """Carry out one pending work request of a worker; return whether to call again."""
         if isinstance(worker, QueuePair):
