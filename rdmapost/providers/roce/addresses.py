@@ -7,7 +7,6 @@ import fcntl
 import functools
 import socket
 import struct
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...enums import MTU
@@ -65,7 +64,7 @@ def candidates(place: str) -> list[LocalAddress]:
     Raises:
         LookupError: this machine has no such network device or address; the text says what it has.
     """
-    found = list(_addresses())
+    found = _addresses()
     if place == _LOOPBACK:
         return [
             LocalAddress(f"127.0.0.{n}", _LOOPBACK, socket.AF_INET)
@@ -92,20 +91,23 @@ def candidates(place: str) -> list[LocalAddress]:
     raise LookupError(f"this machine has no network device or address {place!r}; it has {has}")
 
 
-def _addresses() -> Iterator[LocalAddress]:
-    """Yield the addresses of the network devices, IPv4 before IPv6."""
+def _addresses() -> list[LocalAddress]:
+    """List the addresses of the network devices, IPv4 before IPv6."""
+    # Not a generator: one that is dropped without memory reports that it could not be closed.
+    found = []
     names = dict(socket.if_nameindex())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for name in names.values():
             with contextlib.suppress(OSError):
                 reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
-                yield LocalAddress(socket.inet_ntoa(reply[20:24]), name, socket.AF_INET)
+                found.append(LocalAddress(socket.inet_ntoa(reply[20:24]), name, socket.AF_INET))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
         for line in lines:
             raw, index, _, scope, _, name = line.split()
             host = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(raw))
-            link_local = scope == "20"
-            yield LocalAddress(host, name, socket.AF_INET6, int(index, 16) if link_local else 0)
+            number = int(index, 16) if scope == "20" else 0
+            found.append(LocalAddress(host, name, socket.AF_INET6, number))
+    return found
 
 
 def mtu_of(netdev: str) -> int:
