@@ -260,10 +260,14 @@ class RoceQueuePair(QueuePair):
     def flush(self) -> None:
         taken = self._give_up_incoming()
         if taken is not None:
-            wqe, queue, _, cq = taken
-            fields = (wqe.wr_id, _FLUSHED, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
-            self.push(cq, (fields, queue, 1, False, NO_TAG))
+            self.end_receive(taken, _FLUSHED)
         super().flush()
+
+    def end_receive(self, taken: Receive, status: WCStatus) -> None:
+        """Complete a receive that gets no message."""
+        wqe, queue, _, cq = taken
+        fields = (wqe.wr_id, status, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
+        self.push(cq, (fields, queue, 1, False, NO_TAG))
 
     def flush_sends(self) -> None:
         self._forget_requests()

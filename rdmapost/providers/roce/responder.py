@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..._binding import native
 from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
 from ...posting.rules import MAX_MSG_SIZE
+from ...standard.wire import GRH_BYTES
 from ..soft0.engine import responder
 from ..soft0.engine.memory import ErrorStatus, RemoteAccessError
 from ..soft0.engine.transport_messages import ACK, Ack, AckType, Segments
@@ -90,12 +91,32 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
     if packet.qkey != qp.attr["qkey"] or packet.length > qp.device.port_mtu.bytes:
         return False
     responder.establish(qp)
+    fits = _fits_next_receive(qp, packet)
+    if not fits and qp.srq is None:
+        return False
     taken = responder.consume_receive(qp, packet)
-    if taken is not None:
-        assert packet.make_grh is not None
-        packet.grh = packet.make_grh()
-        responder.fill(qp, packet, taken)
+    if taken is None:
+        return True
+    if not fits:
+        # Others share the queue: a receive that is too small for them, too, is not to stay first.
+        qp.end_receive(taken, WCStatus.REM_INV_REQ_ERR)
+        return True
+    assert packet.make_grh is not None
+    packet.grh = packet.make_grh()
+    responder.fill(qp, packet, taken)
     return True
+
+
+def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
+    """Whether a datagram fits; whoever sends a longer one does not break the queue pair.
+
+    This is what Soft-RoCE does.
+    """
+    pending = (qp.rq if qp.srq is None else qp.srq.queue).pending
+    if not pending:
+        return True
+    room: int = sum([length or 1 << 31 for _, length, _ in pending[0].sges])
+    return GRH_BYTES + packet.length <= room
 
 
 def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> None:

@@ -635,6 +635,27 @@ def test_datagram_longer_than_the_mtu_takes_no_receive():
     assert [wc.byte_len for wc in ud.receives()] == [45]
 
 
+def test_datagram_longer_than_its_receive_is_dropped():
+    """Anybody who knows the Q_Key may send it: the queue pair stays in use."""
+    ud = Alone(QPType.UD)
+    post_recv(ud, 1, 47)
+    ud.tell("UD_SEND_ONLY", 7, 0x1234, 77, payload=b"too long")
+    assert ud.receives() == []
+    assert ud.qp.state is QPState.RTS
+    ud.tell("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"it fits")
+    assert completions(ud) == [(1, SUCCESS, 47)]
+
+
+def test_datagram_longer_than_its_shared_receive_ends_that_one_only():
+    ud = Alone(QPType.UD, srq=True)
+    post_recv(ud, 1, 47)
+    post_recv(ud, 2, 48)
+    for psn in (7, 8):
+        ud.tell("UD_SEND_ONLY", psn, 0x1234, 77, payload=b"too long")
+    assert completions(ud) == [(1, WCStatus.REM_INV_REQ_ERR, 0), (2, SUCCESS, 48)]
+    assert ud.qp.state is QPState.RTS
+
+
 # ---- shared receive queues ------------------------------------------------------------------
 
 
