@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _socket
 import _thread
+import atexit
 import contextlib
 import errno
 import functools
@@ -19,6 +20,7 @@ import os
 import secrets
 import select
 import socket
+import threading
 import time
 import zlib
 from collections import deque
@@ -56,6 +58,8 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 """Seconds that the thread leaves to others."""
 _AFTER_ERROR = 0.1
 """Seconds before it tries again."""
+_AT_EXIT = 1.0
+"""Seconds that the exit of the process waits for threads at most."""
 
 # Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
@@ -97,11 +101,30 @@ def _close_shared() -> None:
 
     It takes no lock: its owner may be a thread that the child lacks.
     """
+    _threads.clear()
     while _shared:
         _shared.pop().close()
 
 
+_threads: dict[Any, Any] = {}
+"""The socket of each device's thread, and a lock that is held until the thread ends."""
+
+
+def _end_threads() -> None:
+    """End the threads before the interpreter does, which would not release what they hold."""
+    ending = list(_threads.items())
+    for stopped, _ in ending:
+        # It may have ended by itself.
+        with contextlib.suppress(OSError):
+            stopped.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + _AT_EXIT
+    for _, running in ending:
+        # A thread waits for the device's lock if another one stays in a verb.
+        running.acquire(timeout=max(0.0, end - time.monotonic()))
+
+
 os.register_at_fork(after_in_child=_close_shared)
+atexit.register(_end_threads)
 
 
 def guid_of(name: str) -> int:
@@ -202,8 +225,12 @@ class RoceDevice(Device):
         _share(self._stop)
         for fd in (*self.wake_fds, stopped.fileno()):
             watched.register(fd, select.EPOLLIN)
+        running = threading.Lock()
+        running.acquire()
+        native.undo(_threads.pop, stopped, None)
+        _threads[stopped] = running
         try:
-            _thread.start_new_thread(_watch, (watched, stopped))
+            _thread.start_new_thread(_watch, (watched, stopped, running))
         except (RuntimeError, MemoryError) as error:
             stopped.close()
             if isinstance(error, MemoryError):
@@ -464,7 +491,7 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     made.bind((address.host, PORT, *scope))
 
 
-def _watch(epoll: select.epoll, stopped: Any) -> None:
+def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
     """Make progress while nobody else does; a thread runs this until the device is closed."""
     pause: float | None = 0.0
     error: Exception | None = None
@@ -480,7 +507,9 @@ def _watch(epoll: select.epoll, stopped: Any) -> None:
                 error = raised
     finally:
         epoll.close()
+        _threads.pop(stopped, None)
         stopped.close()
+        running.release()
 
 
 def _recover(error: Exception) -> None:

@@ -474,6 +474,34 @@ def test_process_may_end_with_its_device_open(context):
     assert run_python(LEFT_OPEN).returncode == 0
 
 
+# Of the functions that are registered, the first one is called last.
+ENDED = """
+import atexit, os, socket, sys
+atexit.register(lambda: print(len(sys._current_frames()), flush=True))
+import rdmapost as rp
+from rdmapost.providers.roce import device
+from rdmapost.providers.soft0.engine.device import open_devices
+device._SHORTEST = device._LONGEST = 0.3
+context = rp.open_device("roce:lo")
+if child := os.fork():
+    os.waitpid(child, 0)
+    print(len(sys._current_frames()), flush=True)
+    opened = open_devices["roce:lo"]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        # The thread looks at the first one, and pauses before it looks at the second one.
+        stranger.sendto(b"x", (opened.address.host, 4791))
+        while not opened.counters.dropped:
+            pass
+        stranger.sendto(b"x", (opened.address.host, 4791))
+"""
+
+
+def test_thread_ends_before_the_interpreter_does(context):
+    """A thread that the end of the interpreter stops never releases its memory."""
+    child, parent = ["1"], ["2", "1"]
+    assert prints(ENDED).split() == child + parent
+
+
 FORKED = """
 import os, rdmapost as rp
 context = rp.open_device("roce:lo")
