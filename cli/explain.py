@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 _CAUSES = {
-    "opcode": "How it fails, the usual ways first",
-    "ops_opcode": "How it fails, the usual ways first",
+    "opcode": "Common failures",
+    "ops_opcode": "Common failures",
     "qp_state": "How a QP gets there",
     "send_flag": "What goes wrong",
 }
@@ -167,7 +167,9 @@ def _joined(pages: Iterable[str]) -> str:
 
 
 def _page(one: Explanation, kind: str) -> str:
-    parts = [f"{one.name}: {kind} {one.number}"]
+    parts = [
+        f"{one.name}: {kind}" if one.kind == "exception" else f"{one.name}: {kind} {one.number}"
+    ]
     if one.constant != one.name:
         parts[0] += f" ({one.constant})"
     parts.append(textwrap.fill(one.meaning, width()))

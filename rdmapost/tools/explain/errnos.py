@@ -397,6 +397,43 @@ ERRNOS: tuple[Explanation, ...] = (
         see=("ibv_query_gid_ex(3)",),
     ),
     _errno(
+        "EADDRINUSE",
+        "The address is taken. No verb returns it; opening a roce device and listening on a TCP "
+        "port do.",
+        causes=(
+            "roce: another process has UDP port 4791 of this address, or Soft-RoCE (rdma_rxe) has "
+            "it on every address of this network namespace.",
+            "serve, pingpong: another program listens on this TCP port.",
+        ),
+        look_at=(
+            "ss -lunp 'sport = 4791', ss -ltnp: who has it.",
+            "rdma link: a Soft-RoCE device, which has the port; use it, or another namespace.",
+        ),
+        see=("bind(2)", "udp(7)"),
+    ),
+    _errno(
+        "ECONNREFUSED",
+        "Nothing listens at the peer's address and TCP port, which is where two programs exchange "
+        "their endpoints. It says nothing about RDMA.",
+        causes=(
+            "The server is not running, has ended, or listens on another address or port.",
+            "A firewall refuses the connection.",
+        ),
+        look_at=("ss -ltnp on the peer; ping, and the address that was given.",),
+        see=("connect(2)",),
+    ),
+    _errno(
+        "ECONNRESET",
+        "The peer's program closed the TCP connection, or died. A queue pair connected to it gets "
+        "RETRY_EXC_ERR.",
+        causes=(
+            "The other program has ended: its own output has the reason.",
+            "It refused this side, for example for its token or its version.",
+        ),
+        look_at=("The other side's messages and exit status.",),
+        see=("tcp(7)",),
+    ),
+    _errno(
         "ENOTCONN",
         "There is no connection: the queue pair is not in RTS. siw (software iWARP) says this "
         "where others say EINVAL.",

@@ -13,6 +13,7 @@ from ...errors import RdmaError, describe_errno
 from .access_flags import ACCESS_FLAGS, OPS_FLAGS
 from .errnos import ALIASES, ERRNOS
 from .event_types import EVENTS, WC_FLAGS
+from .exceptions import EXCEPTIONS
 from .model import ENUMERATIONS, KINDS, Explanation
 from .opcodes import OPCODES
 from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
@@ -32,9 +33,12 @@ _ALL = sorted(
         *ACCESS_FLAGS,
         *WC_FLAGS,
         *EVENTS,
+        *EXCEPTIONS,
     ),
     key=lambda found: list(KINDS).index(found.kind),
 )
+_SHOWN = 40
+"""Characters of an unknown text in an error."""
 _NUMBERED = ("status", "errno")
 """The kinds that programs print as bare numbers."""
 
@@ -115,7 +119,8 @@ def of_member(member: WCStatus | EventType) -> list[Explanation]:
 def _index() -> dict[str, list[Explanation]]:
     found: dict[str, list[Explanation]] = {}
     for one in _ALL:
-        spellings = [one.name, one.constant, f"{ENUMERATIONS.get(one.kind, 'errno')}.{one.name}"]
+        of = ENUMERATIONS.get(one.kind, one.kind)
+        spellings = [one.name, one.constant, f"{of}.{one.name}"]
         if one.kind == "errno":
             spellings.append(os.strerror(one.number))
             spellings += [alias for alias, name in ALIASES.items() if name == one.name]
@@ -165,9 +170,10 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     if isinstance(number, int):
         return _by_number(number)
     near = _nearest(text)
+    shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UnknownNameError(
-        f"{text[:40]!r} is not a status, errno, opcode, state, flag or event{hint}", near
+        f"{shown!r} is not a status, errno, opcode, state, flag or event{hint}", near
     )
 
 

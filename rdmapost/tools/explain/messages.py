@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ...enums import EventType, WCStatus
 from .errnos import ERRNOS
 from .event_types import EVENTS
+from .exceptions import EXCEPTIONS
 from .lookup import PHRASES, of_member
 from .model import Explanation
 from .statuses import STATUSES
@@ -62,12 +63,14 @@ _VAGUE = {
 """Phrases that any program may print, and what else is on a line where they mean this."""
 
 _STATUS_NUMBER = re.compile(
-    # "Failed status 12:", "status=0xc", "status number 12"; libfabric's "prov_errno 5".
+    # "Failed status 12:", "status=0xc", "status number 12";
+    # libfabric's "prov_errno 5" and "prov_err: 5".
     r"\b(?:wc[_ ])?status(?: number| code)?(?:\s*[=:]\s*|\s+)\(?"
     r"(0x[\da-f]{1,2}|\d{1,2})\b(?![.:]\d)|"
-    r"\bprov_errno[ =:]+(\d{1,2})\b|"
-    # "Completion with error 12: wr_id 0", but not "completion with error: ... (err 125".
-    r"\bcompletion with error:?\s+\(?(\d{1,2})\b",
+    r"\bprov_err(?:no)?[ =:]+(\d{1,2})\b|"
+    # "Completion with error 12: wr_id 0", NCCL's "completion from peer 10.0.0.2<4791> with error
+    # 12", but not "completion with error: ... (err 125".
+    r"\bcompletion (?:from peer \S+ )?with error:?\s+\(?(\d{1,2})\b",
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
@@ -108,7 +111,7 @@ def _phrases() -> dict[str, Explanation]:
 def _names() -> dict[str, Explanation]:
     """Return what each name means, as in Python and in C."""
     found: dict[str, Explanation] = {}
-    for one in (*EVENTS, *STATUSES, *ERRNOS):
+    for one in (*EVENTS, *STATUSES, *ERRNOS, *EXCEPTIONS):
         if one.kind != "wc_flag":
             # QP_FATAL and the like are found in IBV_EVENT_QP_FATAL, too.
             found |= {one.name: one, one.constant: one}
@@ -126,7 +129,9 @@ _WORDS = re.compile(
     + r")(?![a-z])",
     re.IGNORECASE,
 )
-_NAME = re.compile(r"(?<![A-Za-z0-9_])[A-Z][A-Z0-9_]{3,}(?![A-Za-z0-9_])")
+_NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})(?![A-Za-z0-9_])")
+_TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
+"""The text of WaitTimeout."""
 
 
 def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
@@ -142,14 +147,14 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
         what the lines name, in order of first appearance. WR_FLUSH_ERR comes last, because
         another error causes it; SUCCESS is left out unless the lines name nothing else.
     """
-    found: dict[tuple[str, int], Mention] = {}
+    found: dict[tuple[str, str], Mention] = {}
     for number, line in enumerate(lines, 1):
         for one in _in_line(line[:_LONGEST_LINE]):
-            key = one.kind, one.number
+            key = one.kind, one.name
             old = found.get(key, Mention(one, line.strip(), number, 0))
             found[key] = Mention(one, old.line, old.number, old.count + 1)
     if len(found) > 1:
-        found.pop(("status", WCStatus.SUCCESS), None)
+        found.pop(("status", WCStatus.SUCCESS.name), None)
     return tuple(sorted(found.values(), key=_follows))
 
 
@@ -175,11 +180,17 @@ def _in_line(line: str) -> list[Explanation]:
             text = next(filter(None, match.groups()))
             if one := numbers.get(int(text, 16 if text[:2].lower() == "0x" else 10)):
                 at.append((match.start(), one))
-    return list({(one.kind, one.number): one for _, one in sorted(at, key=_place)}.values())
+    if timeout := _TOO_FEW.search(line):
+        at.append((timeout.start(), _BY_NAME["WaitTimeout"]))
+    found = {(one.kind, one.name): one for _, one in sorted(at, key=_place)}.values()
+    # An exception says less than the status or errno in its text.
+    return [one for one in found if one.kind != "exception"] or list(found)
 
 
-def _place(found: tuple[int, Explanation]) -> int:
-    return found[0]
+def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:
+    """Put statuses first: libfabric's "err: 5 (Input/output error), prov_err: 12" has both."""
+    at, one = found
+    return one.kind != "status", at
 
 
 def _other_errno(name: str) -> Explanation | None:

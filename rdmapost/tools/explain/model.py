@@ -34,6 +34,7 @@ KINDS = {
     "access": "access flag",
     "wc_flag": "completion flag",
     "event": "asynchronous event",
+    "exception": "exception",
 }
 """The kinds of names, in the order of the output, and what they are called."""
 
@@ -54,7 +55,7 @@ _MEMBERS: dict[type[Enum], tuple[str, str]] = {
 """The kind of each enumeration, and what its constants in C begin with."""
 
 ENUMERATIONS = {kind: cls.__name__ for cls, (kind, _) in _MEMBERS.items()}
-"""The enumeration of each kind; errnos have none."""
+"""The enumeration of each kind; errnos and exceptions have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,10 @@ class Explanation:
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
-            "qp_state", "send_flag", "ops_flag", "access", "wc_flag" or "event".
-        name: as in the enumerations of this package, or of errno(3).
-        number: its value.
-        constant: its name in C.
+            "qp_state", "send_flag", "ops_flag", "access", "wc_flag", "event" or "exception".
+        name: as in the enumerations of this package, or of errno(3); an exception's class.
+        number: its value; 0 for an exception.
+        constant: its name in C; an exception's name with its module.
         meaning: what it means, and the resulting state.
         causes: its causes, the usual ones first; for an opcode, how it fails.
         look_at: what to look at next: attributes, commands, counters, logs.

@@ -46,6 +46,11 @@ LINES = [
         "opcode=IBV_WC_SEND(0) reqSize=0 vendor_err=249 req_type=Recv",
         ["WR_FLUSH_ERR"],
     ),
+    (
+        "NCCL WARN NET/IB : Got completion from peer fe80::966d:ae03%ib0<53249> with error 4, opcode "
+        "32564, len 32564, vendor err 81 (Send)",
+        ["LOC_PROT_ERR"],
+    ),
     ("NET/IB : Async fatal event on mlx5_0: local catastrophic error", ["DEVICE_FATAL"]),
     ("Call to ibv_modify_qp failed with error Connection timed out errno 110", ["ETIMEDOUT"]),
     # UCX
@@ -69,6 +74,12 @@ LINES = [
     ("<warn> fi_cq_readerr: err: 5, prov_err: remote access error (10)", ["REM_ACCESS_ERR"]),
     ("Completion with error: Input/output error (err 5 prov_errno 12).", ["RETRY_EXC_ERR", "EIO"]),
     ("Completion with error: Operation canceled (err 125 prov_errno 5).", ["WR_FLUSH_ERR"]),
+    ("err: 5 (Input/output error), prov_err: 12 (unknown)", ["RETRY_EXC_ERR", "EIO"]),
+    # This library
+    ("rdmapost.WaitTimeout: 0 of 1 completions came within 5 s", ["WaitTimeout"]),
+    ("0 of 3 completions came within 0.1 s", ["WaitTimeout"]),
+    ("rdmapost.InUseError: MR of 64 bytes is used by QP 0x11", ["InUseError"]),
+    ("rdmapost.PostError: ibv_post_send: the queue is full [ENOMEM]", ["ENOMEM"]),
     # MVAPICH, SPDK
     ("Got completion with error IBV_WC_RETRY_EXC_ERR, vendor code=0x81", ["RETRY_EXC_ERR"]),
     ("CQ error on CQ 0x1, Request 0x2 (12): transport retry counter exceeded", ["RETRY_EXC_ERR"]),

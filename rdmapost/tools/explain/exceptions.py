@@ -1,0 +1,113 @@
+"""The texts about this library's exceptions, for those whose message names no status or errno."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model import Explanation
+
+
+def _exception(name: str, meaning: str, *, module: str = "rdmapost", **texts: Any) -> Explanation:
+    return Explanation(
+        kind="exception", name=name, number=0, constant=f"{module}.{name}", meaning=meaning, **texts
+    )
+
+
+EXCEPTIONS: tuple[Explanation, ...] = (
+    _exception(
+        "WaitTimeout",
+        "Fewer completions arrived in time than were waited for. Those that arrived are not lost: "
+        "the next poll or wait returns them.",
+        causes=(
+            "A work request without SIGNALED produces no completion when it succeeds.",
+            "A receive completes only when the peer sends; a peer that is dead or not connected "
+            "does not.",
+            "The sender still retries: RETRY_EXC_ERR comes after retry_cnt + 1 times its timeout, "
+            "which may be longer than the wait (with rnr_retry=7, never).",
+            "The completion went to another CQ (recv_cq), or another thread has taken it.",
+        ),
+        look_at=(
+            "Its attribute failed: the first error completion among those that arrived.",
+            "qp.outstanding, qp.state, and qp.diagnose().",
+        ),
+    ),
+    _exception(
+        "WaitCancelled",
+        "CQ.cancel_waits() ended the wait. No completion is lost.",
+        causes=(
+            "Another thread, task or signal handler wanted the waits to end; after "
+            "cancel_waits(for_good=True) every later wait ends in the same way.",
+        ),
+    ),
+    _exception(
+        "ClosedError",
+        "A resource was used after it had been closed, or in the child of a fork.",
+        causes=(
+            "A with block has ended, or another thread has called close() or close_all().",
+            "The process has forked: open the device again in the child.",
+        ),
+        look_at=("The message names the resource.",),
+    ),
+    _exception(
+        "InUseError",
+        "A resource cannot be closed or changed while others depend on it. It stays open.",
+        causes=(
+            "Work requests in flight use the region, window or address handle: poll their "
+            "completions first.",
+            "Resources made from it are open: close them first, in the reverse order of creation, "
+            "as with blocks do.",
+        ),
+        look_at=(
+            "The message names what uses it.",
+            "context.close_all() closes a device and everything on it.",
+        ),
+    ),
+    _exception(
+        "CloseError",
+        "Context.close_all() could not close everything. What it could is closed.",
+        look_at=("Its attribute errors: what each resource that is still open raised.",),
+    ),
+    _exception(
+        "PostError",
+        "A work request was refused when it was posted, by this library or by the device. It and "
+        "those after it were not posted; those before it were.",
+        look_at=(
+            "error.reason: why; error.index and error.wr: which one; error.posted: how many were.",
+            "The errno, in brackets at the end of the message: rdmapost explain EINVAL.",
+        ),
+    ),
+    _exception(
+        "CompletionError",
+        "WC.check() found an error status.",
+        look_at=("The message names the status; explain that.",),
+    ),
+    _exception(
+        "UnsupportedError",
+        "The device, its driver or the installed libibverbs does not have what was asked for.",
+        look_at=(
+            "rdmapost check: what the device can do.",
+            "The message says which of the three lacks it, where that is known.",
+        ),
+    ),
+    _exception(
+        "NoDeviceError",
+        "There is no RDMA device of this name, or none at all.",
+        look_at=("rdmapost devices: what there is. rdmapost doctor: why there is none.",),
+    ),
+    _exception(
+        "NoRdmaError",
+        "libibverbs could not be loaded. soft0 and roce devices work without it.",
+        causes=("It is not installed: apt-get install ibverbs-providers.",),
+        look_at=("The variable RDMAPOST_LIBIBVERBS names the library to load.",),
+    ),
+    _exception(
+        "ConnectError",
+        "The TCP connection to the server could not be made, or has ended.",
+        module="rdmapost.connect",
+        causes=(
+            "Nothing listens at this address and TCP port, or a firewall drops the packets.",
+            "The server has ended, or dropped this client.",
+        ),
+        look_at=("The message names the address and what the other side said.",),
+    ),
+)
