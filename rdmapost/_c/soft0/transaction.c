@@ -345,15 +345,13 @@ static void enter(void)
 }
 
 /*
- * Let whoever waits for the released lock take it. It must wake up first, and this thread would take
- * it before that, for the work that is left.
+ * Let others run. Whoever waits for the lock or the GIL must wake up first, and this thread would take
+ * both before that, for the work that is left.
  */
 static void give_way(void)
 {
 	struct timespec moment = { .tv_nsec = 100000 };
 
-	if (!RP_LOAD(&lock.waiting))
-		return;
 	Py_BEGIN_ALLOW_THREADS
 	nanosleep(&moment, NULL);
 	Py_END_ALLOW_THREADS
@@ -418,7 +416,6 @@ static void after_fork(void)
 	executing = 0;
 	due = -1;
 	free_data_lock();
-	lock.waiting = 0;
 	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
 	lock.owner = doomed ? rp_thread()->mark : 0;
 }
