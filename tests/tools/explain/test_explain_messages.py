@@ -47,8 +47,8 @@ LINES = [
         ["WR_FLUSH_ERR"],
     ),
     (
-        "NCCL WARN NET/IB : Got completion from peer fe80::966d:ae03%ib0<53249> with error 4, opcode "
-        "32564, len 32564, vendor err 81 (Send)",
+        "NCCL WARN NET/IB : Got completion from peer fe80::966d:ae03%ib0<53249> with error 4, "
+        "opcode 32564, len 32564, vendor err 81 (Send)",
         ["LOC_PROT_ERR"],
     ),
     ("NET/IB : Async fatal event on mlx5_0: local catastrophic error", ["DEVICE_FATAL"]),
