@@ -229,7 +229,9 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
                 break
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
-    elif packet.ack_req:
+    else:
+        # Also if it does not ask: of a burst that overflows the socket's buffer, the end that asks
+        # may be lost each time.
         _send_ack(qp)
 
 

@@ -247,6 +247,14 @@ def test_duplicate_is_acknowledged_and_not_executed(alone):
     assert completions(alone) == [(1, SUCCESS, 8)]
 
 
+def test_duplicate_that_does_not_ask_is_acknowledged(alone):
+    """The end of a burst, which asks, may be lost each time that the peer repeats the burst."""
+    for expected in ([], [ack(0)]):
+        into = reth(alone, 0, 2 * MTU_BYTES)
+        tell(alone, 0, "RDMA_WRITE_FIRST", *into, size=MTU_BYTES, ack_req=False)
+        assert answers(alone) == expected
+
+
 def test_duplicate_atomic_gets_the_result_again(alone):
     alone.memory.view[:8] = (5).to_bytes(8, sys.byteorder)
     add = (alone.memory.addr, alone.memory.mr.rkey, 10, 0)
