@@ -11,7 +11,7 @@ from .options import Target, device_names, device_options, not_empty
 from .output import Output, columns, echo, usage_error
 
 if TYPE_CHECKING:
-    from rdmapost import Context, DeviceInfo, PortAttr
+    from rdmapost import Context, DeviceInfo, PortAttr, RoceInterface
 
 
 @click.command()
@@ -23,9 +23,16 @@ def devices(out: Output, target: Target, name: str | None) -> None:
     With NAME, list only that device, as -d does.
 
     A star marks the GID used by default.  soft0, the software device, exists in
-    every process.
+    every process.  Below are the devices that can be opened on a UDP socket.
     """
-    from rdmapost import NoDeviceError, NoRdmaError, RdmaError, list_devices, open_device
+    from rdmapost import (
+        NoDeviceError,
+        NoRdmaError,
+        RdmaError,
+        list_devices,
+        list_roce_interfaces,
+        open_device,
+    )
 
     from .target import device_is_required
 
@@ -66,7 +73,23 @@ def devices(out: Output, target: Target, name: str | None) -> None:
         usage_error(f"{' and '.join(names)} has no port {target.port}")
     if target.gid_index is not None and not any(port["gids"] for port in ports):
         usage_error(f"{' and '.join(names)} has no GID with index {target.gid_index}")
-    out.finish(_text(found))
+    text = _text(found)
+    if target.device is None:
+        interfaces = list_roce_interfaces()
+        out.doc["roce_interfaces"] = [
+            {**one._asdict(), "path_mtu": one.path_mtu.bytes} for one in interfaces
+        ]
+        text += _over_udp(interfaces)
+    out.finish(text)
+
+
+def _over_udp(interfaces: list[RoceInterface]) -> str:
+    """Lay out the devices that can be opened on a UDP socket, and why others cannot."""
+    rows = [["OVER UDP", "ADDRESS", "MTU", ""]]
+    rows += [
+        [one.name, one.address, str(one.path_mtu.bytes), one.obstacle or ""] for one in interfaces
+    ]
+    return f"\n\n{columns(rows)}" if interfaces else ""
 
 
 def _describe(

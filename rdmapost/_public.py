@@ -82,11 +82,11 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import DeviceInfo
+from .providers import DeviceInfo, RoceInterface
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
-from .resources.device import Context, list_devices, open_device
+from .resources.device import Context, list_devices, list_roce_interfaces, open_device
 from .resources.device_attr import DeviceAttr, ODPCaps, PortAttr, TMCaps, TSOCaps
 from .resources.endpoint import Endpoint
 from .resources.events import AsyncEvent
@@ -191,6 +191,7 @@ __all__ = [
     "RdmaWrite",
     "RdmaWriteWithImm",
     "RecvWR",
+    "RoceInterface",
     "SRQAttr",
     "SRQAttrMask",
     "SRQType",
@@ -217,6 +218,7 @@ __all__ = [
     "WaitCancelled",
     "WaitTimeout",
     "list_devices",
+    "list_roce_interfaces",
     "max_inline",
     "open_device",
 ]

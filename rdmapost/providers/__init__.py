@@ -13,7 +13,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
-from .base import ROCE, DeviceInfo, GIDEntry, Provider
+from .base import ROCE, DeviceInfo, GIDEntry, Provider, RoceInterface
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider
@@ -23,6 +23,7 @@ __all__ = [
     "DeviceInfo",
     "GIDEntry",
     "Provider",
+    "RoceInterface",
     "roce_provider",
     "soft_provider",
     "verbs_provider",

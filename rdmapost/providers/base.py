@@ -22,10 +22,26 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from ..enums import TransportType
+from ..enums import MTU, TransportType
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
+
+
+class RoceInterface(NamedTuple):
+    """A network device on which a roce device can be opened, unless something is in the way.
+
+    Attributes:
+        name: the device's name for open_device(), such as "roce:eth0".
+        address: the address that it would use.
+        path_mtu: the largest MTU that the network device allows.
+        obstacle: why it cannot be opened now, or None.
+    """
+
+    name: str
+    address: str
+    path_mtu: MTU
+    obstacle: str | None
 
 
 class DeviceInfo(NamedTuple):

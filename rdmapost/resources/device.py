@@ -18,6 +18,7 @@ from ..providers import (
     DeviceInfo,
     GIDEntry,
     Provider,
+    RoceInterface,
     roce_provider,
     soft_provider,
     verbs_provider,
@@ -53,6 +54,21 @@ def list_devices() -> list[DeviceInfo]:
     except NoRdmaError:
         found = []
     return found + soft_provider().list_devices()
+
+
+def list_roce_interfaces() -> list[RoceInterface]:
+    """List the network devices on which a roce device can be opened, and what is in the way.
+
+    Returns:
+        for each network device that has an address: the name for open_device(), the
+        address, the path MTU, and why it cannot be opened now (another program, or
+        Soft-RoCE, has UDP port 4791), or None. Those open in this process are in the way,
+        too, except for "roce:lo", which takes the next free loopback address.
+
+    Raises:
+        VerbsError: the network devices cannot be listed, for lack of descriptors.
+    """
+    return roce_provider().survey()
 
 
 def open_device(name: str | None = None) -> Context:

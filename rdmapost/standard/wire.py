@@ -39,6 +39,8 @@ hop limit, source, destination."""
 DONT_FRAGMENT = 0x4000
 """A flag in the fragment field of an IPv4 header."""
 
+ROCE_V2_PORT = 4791
+"""The UDP port that RoCE v2 packets go to."""
 ROCE_V2_BYTES = IPV4.size + UDP_BYTES + BTH_BYTES + RETH_BYTES + IMM_BYTES + ICRC_BYTES
 """The most that RoCE v2 over IPv4 adds to the payload of a packet."""
 

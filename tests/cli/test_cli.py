@@ -220,6 +220,22 @@ def test_verbose_says_why_soft0_was_chosen() -> None:
     assert "device   soft0 (soft), because libibverbs cannot be loaded\n" in ended.stderr
 
 
+def test_devices_lists_what_can_be_opened_over_udp_and_what_is_in_the_way() -> None:
+    listed = run("devices", "--json").doc["roce_interfaces"]
+    (loopback,) = (one for one in listed if one["name"] == "roce:lo")
+    assert (loopback["address"][:4], loopback["path_mtu"]) == ("127.", 4096)
+    ours = [one for one in listed if one["name"] != "roce:lo" and one["obstacle"] is None]
+    if not ours:
+        pytest.skip("no network device but lo whose UDP port 4791 is free")
+    with rp.open_device(ours[0]["name"]) as context:
+        ran, listed = run("devices"), run("devices", "--json").doc["roce_interfaces"]
+        (taken,) = (one for one in listed if one["name"] == context.name)
+    assert taken["obstacle"] == f"UDP port 4791 is taken by process {os.getpid()}"
+    (line,) = (line for line in ran.out.splitlines() if line.startswith(context.name))
+    assert line.split()[1] == taken["address"]
+    assert line.endswith(taken["obstacle"])
+
+
 def test_devices_lists_soft0_where_there_is_no_rdma_device() -> None:
     ended = process("devices", "--json", **NOTHING)
     assert ended.returncode == 0

@@ -10,10 +10,7 @@ import struct
 from typing import NamedTuple
 
 from ...enums import MTU
-from ...standard.wire import IPPROTO_UDP, IPV4_MAPPED, ROCE_V2_BYTES
-
-PORT = 4791
-"""The UDP port of RoCE v2."""
+from ...standard.wire import IPPROTO_UDP, IPV4_MAPPED, ROCE_V2_BYTES, ROCE_V2_PORT
 
 _SIOCGIFADDR = 0x8915
 _SIOCGIFMTU = 0x8921
@@ -136,7 +133,7 @@ def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
     v4 = source.startswith(IPV4_MAPPED)
     if v4 is not target.startswith(IPV4_MAPPED):
         return None
-    udp = struct.pack("!HHHH", source_port, PORT, 0, 0xFFFF)
+    udp = struct.pack("!HHHH", source_port, ROCE_V2_PORT, 0, 0xFFFF)
     if v4:
         # Version and header length, TOS; length, identification, don't fragment; TTL, checksum.
         ip = struct.pack("!BBHHHBBH", 0x45, 0xFF, 0, 0, 0x4000, 0xFF, IPPROTO_UDP, 0xFFFF)
@@ -149,10 +146,15 @@ def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
 def sockaddr(gid: bytes, scope: int) -> bytes:
     """Return port 4791 of a GID's address as a struct sockaddr_in or sockaddr_in6."""
     if gid.startswith(IPV4_MAPPED):
-        return struct.pack("=H", socket.AF_INET) + struct.pack("!H", PORT) + gid[12:] + bytes(8)
+        return (
+            struct.pack("=H", socket.AF_INET)
+            + struct.pack("!H", ROCE_V2_PORT)
+            + gid[12:]
+            + bytes(8)
+        )
     return (
         struct.pack("=H", socket.AF_INET6)
-        + struct.pack("!HI", PORT, 0)
+        + struct.pack("!HI", ROCE_V2_PORT, 0)
         + gid
         + struct.pack("=I", scope)
     )

@@ -34,6 +34,7 @@ from ...standard.wire import (
     IPV4,
     IPV4_MAPPED,
     IPV6,
+    ROCE_V2_PORT,
     ipv4_header,
 )
 from ..base import ROCE
@@ -42,7 +43,7 @@ from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
 from ..soft0.engine.transport_messages import Segments, size_of
 from . import engine, packets
-from .addresses import PORT, LocalAddress, candidates, flow, peer_of, sockaddr
+from .addresses import LocalAddress, candidates, flow, peer_of, sockaddr
 from .packets import Path
 from .qp import RoceQueuePair
 
@@ -306,7 +307,7 @@ class RoceDevice(Device):
         """
         self.counters.sent += len(headers)
         source = self.gids[0]
-        covered = flow(source, path.dgid, PORT)
+        covered = flow(source, path.dgid, ROCE_V2_PORT)
         assert self.address is not None
         if covered is None:
             return
@@ -488,7 +489,7 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
     scope = (0, address.scope) if address.family is socket.AF_INET6 else ()
-    made.bind((address.host, PORT, *scope))
+    made.bind((address.host, ROCE_V2_PORT, *scope))
 
 
 def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:

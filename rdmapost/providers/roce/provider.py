@@ -7,14 +7,15 @@ from typing import Any
 
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
-from ..base import ROCE, DeviceInfo
+from ...standard.wire import ROCE_V2_PORT
+from ..base import ROCE, DeviceInfo, RoceInterface
 from ..soft0 import queue_verbs
 from ..soft0.engine.device import open_devices
 from ..soft0.provider import SoftwareProvider, open_context
 from ..soft0.state import verb
-from .addresses import PORT, candidates
+from .addresses import candidates
 from .device import RoceDevice, guid_of
-from .survey import RoceCandidate, holder, survey
+from .survey import holder, survey
 
 _TYPES = frozenset({QPType.RC, QPType.UC, QPType.UD})
 
@@ -59,7 +60,7 @@ class RoceProvider(SoftwareProvider):
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         return self.info(name, guid_of(name))
 
-    def survey(self) -> list[RoceCandidate]:
+    def survey(self) -> list[RoceInterface]:
         """List the devices that could be opened, and what is in the way of the others."""
         return survey(ROCE)
 
@@ -71,7 +72,7 @@ class RoceProvider(SoftwareProvider):
             if error.errno != errno.EADDRINUSE:
                 raise
             address = candidates(name.removeprefix(ROCE))[0]
-            reason = f"UDP port {PORT} of {address.host} is taken by {holder(address)}"
+            reason = f"UDP port {ROCE_V2_PORT} of {address.host} is taken by {holder(address)}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
 
     @verb

@@ -7,33 +7,17 @@ import errno
 import os
 import socket
 import sys
-from typing import NamedTuple
 
-from ...enums import MTU
-from .addresses import PORT, LocalAddress, candidates
+from ...standard.wire import ROCE_V2_PORT
+from ..base import RoceInterface
+from .addresses import LocalAddress, candidates
 
 _TABLES = {socket.AF_INET: "/proc/net/udp", socket.AF_INET6: "/proc/net/udp6"}
 _LOCAL_ADDRESS, _INODE = 1, 9
 """Columns of these tables (proc_net_udp(5))."""
 
 
-class RoceCandidate(NamedTuple):
-    """A network device on which a roce device could be opened.
-
-    Attributes:
-        name: the device's name for open_device(), such as "roce:eth0".
-        address: the address that it would use.
-        path_mtu: the largest MTU that the network device allows.
-        obstacle: why it cannot be opened, or None.
-    """
-
-    name: str
-    address: str
-    path_mtu: MTU
-    obstacle: str | None
-
-
-def survey(prefix: str) -> list[RoceCandidate]:
+def survey(prefix: str) -> list[RoceInterface]:
     """List the network devices that have an address.
 
     Args:
@@ -50,7 +34,7 @@ def survey(prefix: str) -> list[RoceCandidate]:
             obstacle = obstacle_on(address)
             if obstacle is None or not obstacle.startswith("UDP"):
                 break
-        found.append(RoceCandidate(prefix + netdev, address.host, address.path_mtu, obstacle))
+        found.append(RoceInterface(prefix + netdev, address.host, address.path_mtu, obstacle))
     return found
 
 
@@ -61,10 +45,10 @@ def obstacle_on(address: LocalAddress) -> str | None:
         if address.family is socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            probe.bind((address.host, PORT, *scope))
+            probe.bind((address.host, ROCE_V2_PORT, *scope))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return f"UDP port {PORT} is taken by {holder(address)}"
+                return f"UDP port {ROCE_V2_PORT} is taken by {holder(address)}"
             return error.strerror or str(error)
     return None
 
@@ -79,7 +63,7 @@ def holder(address: LocalAddress) -> str:
         for line in table.readlines()[1:]:
             columns = line.split()
             bound, _, port = columns[_LOCAL_ADDRESS].partition(":")
-            if int(port, 16) == PORT and (bound == here or not int(bound, 16)):
+            if int(port, 16) == ROCE_V2_PORT and (bound == here or not int(bound, 16)):
                 inodes.add(columns[_INODE])
     for inode in inodes:
         pid = _owner(inode)

@@ -16,13 +16,14 @@ from ..._arguments import expect, within
 from ...errors import NoDeviceError, NoRdmaError, RdmaError, VerbsError
 from ...providers import ROCE, DeviceInfo, soft_provider, verbs_provider
 from ...resources.device import Context, open_device
+from ...standard.wire import ROCE_V2_PORT
+from . import roce_checks
 from .finding import Finding, attribute, worst_first
 from .path import check_gid, check_port, uses_gids
 from .snapshot import FAILURES
 from .sysfs import System
 
 _MACHINE = "machine"
-_ROCE_PORT = 4791
 _CAP_IPC_LOCK, _SMALL_LOCK, _USUAL_LOCK = 14, 64 << 10, 8 << 20
 _DRIVERS = (
     "rdma_rxe siw mlx4_ib mlx5_ib bnxt_re irdma i40iw iw_cxgb4 efa erdma hfi1 hns_roce "
@@ -325,6 +326,8 @@ def _check_device(
     except FAILURES as error:
         evidence = str(error)
         remedy = "see the findings about /dev/infiniband, and 'dmesg'"
+        if name.startswith(ROCE):
+            remedy = "rdmapost devices shows what could be opened"
         yield Finding("not-opened", "problem", evidence, remedy, name)
 
 
@@ -341,6 +344,9 @@ def _check_open(
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]
     port = (active or ports)[0] if port_num is None else ports[port_num - 1]
     yield from check_port(context, port, system)
+    if context.kind == "roce":
+        about = f"{context.name} port {port.port_num}"
+        yield from attribute(roce_checks.check_network(context, port, system), about)
     if uses_gids(context, port):
         about = f"{context.name} port {port.port_num}"
         yield from attribute(_check_gid(system, context, port.port_num, gid_index), about)
@@ -369,12 +375,12 @@ def _firewall(system: System) -> Finding:
     return Finding(
         "firewall",
         "info",
-        f"RoCE v2 uses UDP port {_ROCE_PORT}. "
+        f"RoCE v2 uses UDP port {ROCE_V2_PORT}. "
         + (
             f"Rules of {', '.join(loaded)}, the network or a cloud security group may drop it."
             if loaded
             else "No packet filter is loaded here, but the network or a cloud security group may "
             "still drop it."
         ),
-        f"nft list ruleset; allow UDP {_ROCE_PORT} on both sides" if loaded else "",
+        f"nft list ruleset; allow UDP {ROCE_V2_PORT} on both sides" if loaded else "",
     )

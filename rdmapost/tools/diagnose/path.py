@@ -26,6 +26,8 @@ def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Fin
     about = f"{context.name} port {port.port_num}"
     ethernet = port.link_layer is LinkLayer.ETHERNET
     netdev = system.netdev_of(context.name, port.port_num)
+    if context.kind == "roce":
+        netdev = context.query_gid_table(port.port_num)[0].ndev
     evidence = f"{about} is {port.state.name} ({phys_state_name(port.phys_state)})"
     if port.state in _CARRIES_TRAFFIC:
         yield Finding("port-active", "ok", evidence, about=about)

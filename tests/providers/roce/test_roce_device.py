@@ -24,9 +24,10 @@ from support.cli_runner import run
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
-from rdmapost.providers.roce.addresses import PORT, flow
+from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import ACK_REQ, DEFAULT_PKEY, MIG_REQ
 from rdmapost.providers.soft0.engine.device import open_devices
+from rdmapost.standard.wire import ROCE_V2_PORT
 
 DEVICE = "roce:lo"
 
@@ -186,7 +187,7 @@ class Peer:
         # As a device's: the ICRC covers the identification, which is 0 then.
         self._socket.setsockopt(socket.IPPROTO_IP, 10, 3)
         self._socket.bind((self.HOST, 0))
-        self._socket.connect((address(context), PORT))
+        self._socket.connect((address(context), ROCE_V2_PORT))
         source, target = (f"::ffff:{host}" for host in (self.HOST, address(context)))
         covered = flow(
             socket.inet_pton(socket.AF_INET6, source),
@@ -369,7 +370,7 @@ def test_garbage_is_counted_and_changes_nothing(context, connect):
     rng = random.Random(3)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for size in [0, 1, 11, 12, 15, 16, *(rng.randrange(2000) for _ in range(300))]:
-            stranger.sendto(rng.randbytes(size), (address(context), PORT))
+            stranger.sendto(rng.randbytes(size), (address(context), ROCE_V2_PORT))
             pair.cq.poll()
     pair.works()
     after = counters(context)
@@ -384,7 +385,7 @@ def test_flood_of_garbage_leaves_others_their_turn(context, connect):
 
     def flood() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-            where = (address(context), PORT)
+            where = (address(context), ROCE_V2_PORT)
             while not stop.is_set():
                 with contextlib.suppress(OSError):
                     stranger.sendto(b"\x0a" * 100, where)

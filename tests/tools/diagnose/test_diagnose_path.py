@@ -17,7 +17,7 @@ from rdmapost.tools.diagnose.finding import Finding
 from rdmapost.tools.diagnose.path import check_gid, check_port, check_route, uses_gids
 from rdmapost.tools.diagnose.sysfs import System
 
-ROCE = SimpleNamespace(name="roce7", node_type=NodeType.CA)
+ROCE = SimpleNamespace(name="roce7", kind="verbs", node_type=NodeType.CA)
 V4, LINK_LOCAL = "::ffff:10.0.0.5", "fe80::5054:ff:fe12:3456"
 
 
@@ -66,7 +66,9 @@ def test_remedy_for_an_ethernet_port_that_is_down_is_its_network_device(system, 
     assert finding.severity == "problem"
     assert finding.evidence == "roce7 port 1 is DOWN (Disabled): it carries no traffic"
     assert finding.remedy.startswith("ip link set eth7 up")
-    finding = named(check_port(SimpleNamespace(name="other0"), down, system), "port-down")
+    finding = named(
+        check_port(SimpleNamespace(name="other0", kind="verbs"), down, system), "port-down"
+    )
     assert finding.remedy.startswith("ip link set NETDEV up")
 
 

@@ -1,0 +1,55 @@
+"""Checks of what a roce device needs from the network and the kernel's UDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ipaddress import IPv6Address
+
+from ...resources.device import Context
+from ...resources.device_attr import PortAttr
+from ...resources.gid import GID
+from .finding import Finding
+from .sysfs import System
+
+_ENOUGH = 1 << 20
+_LOOPBACK = "lo"
+
+
+def check_network(context: Context, port: PortAttr, system: System) -> Iterable[Finding]:
+    """Check the socket's buffer, and whether addresses may be translated on the way."""
+    yield from _check_buffer(port, system)
+    for entry in context.query_gid_table(port.port_num):
+        if entry.ndev != _LOOPBACK:
+            yield from _check_translation(entry.gid)
+
+
+def _check_buffer(port: PortAttr, system: System) -> Iterable[Finding]:
+    text = system.read("proc/sys/net/core/rmem_max")
+    if text is None:
+        return
+    limit, mtu = int(text), port.active_mtu.bytes
+    # The kernel doubles the limit, and counts about twice the bytes of a packet.
+    evidence = f"net.core.rmem_max={limit}: the socket holds about {limit // mtu} packets of {mtu}"
+    if limit >= _ENOUGH:
+        yield Finding("rmem-max", "ok", evidence)
+        return
+    yield Finding(
+        "rmem-max",
+        "info",
+        f"{evidence}; longer bursts lose packets, which the sender repeats",
+        "sysctl -w net.core.rmem_max=4194304, for bandwidth",
+    )
+
+
+def _check_translation(gid: GID) -> Iterable[Finding]:
+    address = IPv6Address(bytes(gid))
+    host = address.ipv4_mapped or address
+    if host.is_link_local or not host.is_private:
+        return
+    yield Finding(
+        "nat",
+        "info",
+        f"{host} is a private address: if NAT changes it on the way, the peer drops every packet, "
+        "because RoCE's checksum (ICRC) covers the addresses",
+        "in a container use the host's network, or a network between both sides without NAT",
+    )
