@@ -3,7 +3,7 @@
     ibv_rc_pingpong -g 1                                           on one host
     python examples/rc_pingpong.py -d rxe0 10.0.0.1                on the other
 
-soft0 exists only within its process. With it, which is the default, both sides run as threads.
+soft0 exists only within its process: with it, which is the default, both sides are threads.
 `rdmapost pingpong` does the same and more; this shows what it takes.
 """
 
@@ -126,7 +126,7 @@ def main() -> None:
             side.dial(args.host, args.port)
             return
         with socket.create_server(("", args.port)) as listener:
-            if context.kind == "verbs":
+            if context.kind != "soft":
                 side.serve(listener)
                 return
             other = Pingpong(context, stack, args)

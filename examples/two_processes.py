@@ -3,10 +3,11 @@
 The two sides exchange the addresses of their queue pairs and memory as lines of JSON. An RDMA write
 does not notify the server, so the client says over TCP when it has finished.
 
-    python examples/two_processes.py -d rxe0                 on one host
-    python examples/two_processes.py -d rxe0 10.0.0.1        on the other, or in another terminal
+    python examples/two_processes.py -d roce:lo              in one terminal
+    python examples/two_processes.py -d roce:lo 127.0.0.1    in another
 
-soft0 exists only within its process. With it, which is the default, both sides run as threads.
+On two hosts, name an RDMA device (rxe0) or a network interface (roce:eth0), and the first host's
+address. soft0 exists only within its process: with it, which is the default, both sides are threads.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def main() -> None:
             client(context, args.host, args.port)
             return
         listener = stack.enter_context(socket.create_server(("", args.port)))
-        if context.kind == "verbs":
+        if context.kind != "soft":
             server(context, listener)
             return
         with ThreadPoolExecutor() as pool:
