@@ -181,7 +181,7 @@ _COMMON = (
         type=not_empty,
         metavar="NAME",
         shell_complete=device_names,
-        help="Device, such as mlx5_0, rxe0 or soft0.",
+        help="Device, such as mlx5_0, rxe0, roce:lo or soft0.",
     ),
     click.option("-p", "--port", type=_device_port, metavar="N", help="Device port, from 1."),
     click.option(
@@ -335,8 +335,16 @@ class _QPTypeChoice(_Choice):
         return super().convert(value, param, ctx)
 
 
-def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command], Command]:
-    """Add --timeout, --qp-type if there is a choice, and --count; the command gets ``settings``."""
+def post_options_for(
+    *qp_types: str, count: bool = False, where: str = ""
+) -> Callable[[Command], Command]:
+    """Add --timeout, --qp-type if there is a choice, and --count; the command gets ``settings``.
+
+    Args:
+        qp_types: the possible types of the queue pairs; the first is the default.
+        count: whether to add --count.
+        where: which memory the work requests use, for the help of --count.
+    """
 
     def decorate(function: Command) -> Command:
         @timeout_option
@@ -360,7 +368,7 @@ def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
                 metavar="N",
                 default=1,
                 show_default=True,
-                help="Post N work requests in one list.",
+                help=f"Post N work requests in one list{where}.",
             )(command)
         if len(qp_types) > 1:
             command = click.option(
@@ -376,7 +384,7 @@ def post_options_for(*qp_types: str, count: bool = False) -> Callable[[Command],
 
 
 send_options = post_options_for(*_QP_TYPES, count=True)
-write_options = post_options_for("rc", "uc", "xrc", count=True)
+write_options = post_options_for("rc", "uc", "xrc", count=True, where=", to N consecutive places")
 read_options = post_options_for("rc", "xrc", count=True)
 """Reads and atomics."""
 

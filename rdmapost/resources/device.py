@@ -34,8 +34,8 @@ _GIDS_AT_MOST = 1 << 16
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
-    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; or use the "
-    "software device, soft0"
+    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; or use a software "
+    "device: soft0 within one process, roce:lo between processes"
 )
 
 

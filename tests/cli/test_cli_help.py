@@ -78,3 +78,14 @@ def test_help_lists_every_exit_code() -> None:
     text = " ".join(run("--help").out.split())
     codes = ("0 done", "1 the post", "2 usage", "3 no such device", "130 interrupted (serve: 0)")
     assert [code for code in codes if code not in text.partition("Exit codes: ")[2]] == []
+
+
+def test_help_of_write_says_where_each_of_the_writes_goes() -> None:
+    words = "Post N work requests in one list, to N consecutive places."
+    assert words in " ".join(run("write", "--help").out.split())
+    assert "consecutive" not in run("read", "--help").out
+
+
+def test_help_offers_the_device_between_processes() -> None:
+    words = "Device, such as mlx5_0, rxe0, roce:lo or soft0."
+    assert words in " ".join(run("send", "--help").out.split())

@@ -258,7 +258,8 @@ def _no_device(system: System) -> Finding:
         "problem",
         "there is no RDMA device on this machine",
         f"{remedy}use a virtual machine that has one (README, 'A real device in a virtual "
-        'machine\'), or use the software device soft0: -d soft0, open_device("soft0")',
+        'machine\'), or a software device: within one process -d soft0, open_device("soft0"); '
+        'between processes -d roce:lo, open_device("roce:lo")',
     )
 
 

@@ -125,6 +125,7 @@ def test_machine_without_rdma_is_reported_with_a_remedy():
     assert finding.severity == "problem"
     assert "virtual machine" in finding.remedy
     assert 'open_device("soft0")' in finding.remedy
+    assert 'open_device("roce:lo")' in finding.remedy
 
 
 def test_library_that_cannot_be_loaded_is_found():
