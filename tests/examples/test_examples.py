@@ -156,7 +156,7 @@ def server(*command: str, port: int) -> Iterator[subprocess.Popen[str]]:
     """Start a program that listens on a port, and kill it if it has not ended by itself."""
     with start(*command) as process:
         try:
-            wait_for_port(port)
+            wait_for_port(port, process)
             yield process
         finally:
             process.kill()

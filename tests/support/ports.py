@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +24,13 @@ def free_port() -> int:
     return port
 
 
-def wait_for_port(port: int) -> None:
-    """Wait for a listener without connecting: it may accept only one connection."""
+def wait_for_port(port: int, server: subprocess.Popen[str] | None = None) -> None:
+    """Wait for a listener without connecting: it may accept only one connection.
+
+    Args:
+        port: its port.
+        server: the program that is to listen; fail at once if it ends.
+    """
     end = time.monotonic() + LIMIT
     state = f":{port:04X} "
     while time.monotonic() < end:
@@ -34,6 +40,8 @@ def wait_for_port(port: int) -> None:
                     # Local address and state; 0A is a listening socket.
                     if state in line.split()[1] + " " and line.split()[3] == "0A":
                         return
+        if server is not None and server.poll() is not None:
+            pytest.fail(f"the server has ended: {server.communicate()}")
         time.sleep(0.02)
     pytest.fail(f"nothing listens on {port}")
 
