@@ -3,7 +3,7 @@
     ibv_rc_pingpong -g 1                                           on one host
     python examples/rc_pingpong.py -d rxe0 10.0.0.1                on the other
 
-soft0 exists only within its process: with it, which is the default, both sides are threads.
+soft0, the default, exists only within its process: with it, both sides are threads.
 `rdmapost pingpong` does the same and more; this shows what it takes.
 """
 

@@ -7,7 +7,7 @@ does not notify the server, so the client says over TCP when it has finished.
     python examples/two_processes.py -d roce:lo 127.0.0.1    in another
 
 On two hosts, name an RDMA device (rxe0) or a network interface (roce:eth0), and the first host's
-address. soft0 exists only within its process: with it, which is the default, both sides are threads.
+address. soft0, the default, exists only within its process: with it, both sides are threads.
 """
 
 from __future__ import annotations
