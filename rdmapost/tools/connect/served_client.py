@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import time
 from collections import deque
@@ -42,6 +43,30 @@ _MIN_RNR_TIMER = 24
 """41 ms: a client that sends faster than receives are reposted waits for them."""
 
 
+class Wakeup:
+    """A descriptor that becomes readable once, in any thread, signal handler or finalizer.
+
+    Nothing closes it explicitly: the last reference does. So no thread can ring a descriptor that
+    another has closed, and that something else has by now.
+    """
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pid = os.getpid()
+
+    def ring(self) -> None:
+        """Make it readable; do nothing in the child of a fork, which shares it."""
+        if self._pid == os.getpid():
+            with suppress(BlockingIOError):
+                os.eventfd_write(self.fd, 1)
+
+    # At the interpreter's exit a finalizer may find no globals.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if self.fd >= 0:
+            close(self.fd)
+
+
 class ServedClient:
     """A client's queue pair, memory and posted receives; the server creates it.
 
@@ -73,6 +98,9 @@ class ServedClient:
         address: str,
     ) -> None:
         self._exposure = exposure
+        # Of the session, which ends when the owner closes the client; None after that.
+        self._wakeup: Wakeup | None = Wakeup()
+        self._close_called = False
         self.number, self.address = number, address
         self.private_data = hello.private_data
         access = exposure.access & _BY_QP_TYPE[hello.qp_type]
@@ -151,8 +179,21 @@ class ServedClient:
         return self.qp.closed
 
     def close(self) -> None:
-        """Release everything: first the queue pair, so that the memory cannot be reached."""
-        self._stack.close()
+        """Release everything: first the queue pair, so that the memory cannot be reached.
+
+        The client is told, and loses its connection.
+
+        Raises:
+            InUseError: something of the owner's still uses the queue pair or the memory.
+            VerbsError: the device refused; the rest is closed.
+        """
+        self._close_called = True
+        try:
+            self._stack.close()
+        finally:
+            # Even if the queue pair is closed only at the end of the verb that this interrupts.
+            if (wakeup := self._wakeup) is not None:
+                wakeup.ring()
 
     # ---- what arrives -------------------------------------------------------
 

@@ -28,7 +28,7 @@ from .protocol_messages import (
     Seen,
     encode,
 )
-from .served_client import ServedClient
+from .served_client import ServedClient, Wakeup
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
 
@@ -62,6 +62,11 @@ class ServerSession:
     def channel(self) -> CompChannel | None:
         """The channel that reports arrivals, once there is a client."""
         return None if self._client is None else self._client.channel
+
+    @property
+    def wakeup(self) -> Wakeup | None:
+        """What rings when the owner closes the client, once there is one."""
+        return None if self._client is None else self._client._wakeup
 
     @property
     def deadline(self) -> float | None:
@@ -113,7 +118,7 @@ class ServerSession:
         """Check the time, continue long work, and return what to send."""
         if self.over:
             return b""
-        if self._client is not None and self._client.closed:
+        if self._owner_closed():
             return self.end(text=_CLOSED_BY_SERVER)
         if self.deadline == 0.0:
             data = self.completions()
@@ -134,6 +139,11 @@ class ServerSession:
                 text += f": its {self._protocol.state.name.lower()} was to come"
             return self.end("timeout", text)
         return b""
+
+    def _owner_closed(self) -> bool:
+        """Return whether the owner has closed the client, or its queue pair."""
+        client = self._client
+        return client is not None and (client._close_called or client.closed)
 
     def lost(self, error: OSError | None = None) -> None:
         """End the session: the connection is gone, with an error or without."""
@@ -255,7 +265,7 @@ class ServerSession:
         """End the session, and return the error for the client."""
         code = error.code if isinstance(error, ProtocolError) else "failed"
         text = str(error) or type(error).__name__
-        if isinstance(error, ClosedError) and self._client is not None and self._client.closed:
+        if isinstance(error, ClosedError) and self._owner_closed():
             code, text = "closing", _CLOSED_BY_SERVER
         if not isinstance(error, (RdmaError, OSError, ValueError, MemoryError)):
             _log.error("%s: the server has failed", self._address, exc_info=error)

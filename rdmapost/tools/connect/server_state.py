@@ -135,6 +135,8 @@ class ServerState:
             self._unreleased.append(client)
             raise
         finally:
+            # Its session waits for this no more.
+            client._wakeup = None
             with self._lock:
                 self._admitted -= 1
 

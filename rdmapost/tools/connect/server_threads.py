@@ -21,6 +21,7 @@ from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listeni
 from .acceptor import Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
+from .served_client import Wakeup
 from .server_session import ServerSession
 from .server_state import ServerState
 
@@ -266,6 +267,7 @@ class ServerThreads:
         poller.register(self._stop, select.POLLIN)
         poller.register(sock, select.POLLIN)
         channel_fd = -1
+        wakeup: Wakeup | None = None
         # The hello has arrived, and maybe more.
         answer = session.feed()
         while True:
@@ -276,6 +278,8 @@ class ServerThreads:
                 session.lost(error)
             if session.over:
                 return
+            if wakeup is None and (wakeup := session.wakeup) is not None:
+                poller.register(wakeup.fd, select.POLLIN)
             if channel_fd < 0 and session.channel is not None:
                 try:
                     channel_fd = session.channel.fileno()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from support import LIMIT, soft_context
+from support import LIMIT, soft_context, until
 from support.serving import Served, both_servers
 
 import rdmapost as rp
@@ -63,6 +64,99 @@ def test_a_connection_is_closed_without_asking_when_its_server_closes(
         assert peer.closed
         with pytest.raises(connect.ConnectError, match="the server is shutting down"):
             peer.report()
+
+
+@pytest.mark.parametrize("qp_type", [rp.QPType.RC, rp.QPType.UD])
+def test_a_connection_is_closed_without_asking_when_the_server_closes_that_client(
+    serve: Callable[..., Served], qp_type: rp.QPType
+) -> None:
+    served = serve()
+    with served.dial(qp_type=qp_type) as peer, served.dial() as other:
+        (client, _) = served.server.clients
+        client.close()
+        until(lambda: peer.closed)
+        left = served.until(connect.Left)
+        assert (left.client, left.reason) == (client.number, "the server closed the connection")
+        assert [one.number for one in served.server.clients] == [other.offer.client]
+        with pytest.raises(connect.ConnectError, match="the server closed the connection"):
+            peer.look()
+        # The other client's connection is not affected.
+        assert not other.closed
+        assert other.look(0, 1).data == b"\0"
+
+
+def test_a_connection_that_only_writes_is_closed_when_the_server_closes_that_client(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    with served.dial() as peer:
+        peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+        peer.wait()[0].check()
+        served.server.clients[0].close()
+        until(lambda: peer.closed)
+        served.until(connect.Left)
+        assert served.server.clients == []
+
+
+def test_a_client_may_be_closed_in_on_connect_and_in_on_event(context: rp.Context) -> None:
+    """In on_event, by the thread that is to notice it; and in the middle of its own verb."""
+    admitted: list[connect.ServedClient] = []
+    left: list[connect.Left] = []
+
+    def on_event(event: connect.Event) -> None:
+        if isinstance(event, connect.Arrived):
+            admitted[-1].close()
+        elif isinstance(event, connect.Left):
+            left.append(event)
+
+    with connect.serve(context, port=0, on_event=on_event, on_connect=admitted.append) as server:
+        with connect.dial(context, *server.address[:2]) as peer:
+            peer.qp.post_send(rp.Send(peer.mr[:8]))
+            until(lambda: peer.closed)
+            until(lambda: left)
+        assert admitted[0].closed
+
+
+def test_asyncio_a_connection_is_closed_without_asking_when_the_server_closes_that_client(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+
+    async def main() -> None:
+        async with await connect.adial(served.context, *served.server.address[:2]) as peer:
+            assert not peer.closed
+            served.server.clients[0].close()
+            async with asyncio.timeout(LIMIT):
+                while not peer.closed:
+                    await asyncio.sleep(0)
+            with pytest.raises(connect.ConnectError, match="the server closed the connection"):
+                await peer.look()
+
+    asyncio.run(main())
+    assert served.until(connect.Left).reason == "the server closed the connection"
+
+
+def test_a_client_that_is_closed_many_times_leaves_no_descriptor(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    kept = []
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = 0
+    for _ in range(8):
+        with served.dial() as peer:
+            kept.append(served.server.clients[0])
+            kept[-1].close()
+            kept[-1].close()
+            until(lambda peer=peer: peer.closed)
+        served.until(connect.Left)
+        until(lambda: not [t for t in threading.enumerate() if t.name.endswith(": a client")])
+        before = before or descriptors()
+    assert descriptors() == before
+    assert all(client.closed for client in kept)
 
 
 def test_a_connection_is_not_closed_while_it_asks(serve: Callable[..., Served]) -> None:
