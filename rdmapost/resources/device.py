@@ -169,10 +169,11 @@ class Context(EventSource, struct="ibv_context"):
     def close_all(self) -> None:
         """Close everything that was created on the device, then the device.
 
-        The order is one that devices accept: windows, queue pairs, address handles, shared
-        receive queues, regions, CQs, channels, XRC domains and protection domains.  Outstanding
-        work ends with the queue pairs; threads and tasks that wait on a CQ, a channel or the device
-        get ClosedError.  On a closed device it does nothing.
+        Servers of rdmapost.connect come first, as if by their close().  The order of the rest is
+        one that devices accept: windows, queue pairs, address handles, shared receive queues,
+        regions, CQs, channels, XRC domains and protection domains.  Outstanding work ends with the
+        queue pairs; threads and tasks that wait on a CQ, a channel or the device get ClosedError.
+        On a closed device it does nothing.
 
         Raises:
             CloseError: a resource could not be closed.  Everything else that can be closed is,

@@ -143,6 +143,9 @@ class Resource(native.Handle, ClosesOnExit):
         words = [f"rdmapost.{name}", *(word for word in str(self).split() if word != name)]
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
+    def _end_user(self) -> None:
+        """End the tool that holds the device open by this resource: close_all() comes first."""
+
     def _refuse_children(self) -> None:
         """Close children that nothing refers to; raise InUseError if others are open."""
         children = open_children(self)
@@ -254,12 +257,15 @@ def open_children(resource: Resource) -> list[Any]:
 def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     """Close all descendants of a resource, then the resource, in an order that devices accept.
 
-    Windows go before queue pairs and regions, and children before their parents.
+    Tools that use them in threads of their own end first. Windows go before queue pairs and
+    regions, and children before their parents.
 
     Returns:
         The resources that are still open, each with its error, in the order of closing.
     """
-    below = [handle for handle in open_handles() if _hangs_on(handle, resource)]
+    for handle in _all_below(resource):
+        handle._end_user()
+    below = _all_below(resource)
     left = [*sorted(below, key=lambda handle: handle._rank), resource]
     windows = [handle for handle in left if not handle._rank]
     end = time.monotonic() + _BINDS_S
@@ -294,6 +300,10 @@ def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
         except RdmaError as error:
             errors.append((handle, error))
     return errors
+
+
+def _all_below(resource: Resource) -> list[Any]:
+    return [handle for handle in open_handles() if _hangs_on(handle, resource)]
 
 
 def _hangs_on(handle: Any, resource: Resource) -> bool:

@@ -57,7 +57,8 @@ async def aserve(
     """Let others connect queue pairs to this device: ``serve`` for asyncio.
 
     Args:
-        context: an open device; it cannot be closed before the server.
+        context: an open device; close() refuses to close it before the server, and close_all()
+            closes the server first.
         host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
             encrypted: expose it only to a network that may see all traffic, the
             token included.
@@ -245,17 +246,12 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
     """
 
     def __init__(self, server: ServerState, listener: socket.socket, answers: _Answers) -> None:
-        super().__init__(server, listener)
-        self._answers = answers
+        # No thread may wait for the event loop while that waits for the threads.
+        super().__init__(server, listener, answers.end)
         # Shutting down an event loop cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
         threads, self._loop = self._threads, asyncio.get_running_loop()
-
-        def end(_: object) -> None:
-            answers.end()
-            threads.close()
-
-        self._life.add_done_callback(end)
+        self._life.add_done_callback(lambda _: threads.close())
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
@@ -271,7 +267,6 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         """
         if self._threads.pid != os.getpid():
             return
-        self._answers.end()
         await asyncio.to_thread(self._threads.close)
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()

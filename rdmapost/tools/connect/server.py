@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -62,7 +63,8 @@ def serve(
     leaves.
 
     Args:
-        context: an open device; it cannot be closed before the server.
+        context: an open device; close() refuses to close it before the server, and close_all()
+            closes the server first.
         host: address to listen on; "0.0.0.0" or "::" for all.  Nothing is
             encrypted: expose it only to a network that may see all traffic, the
             token included.
@@ -168,7 +170,12 @@ class BaseServer(native.Finalizer, NotCopied):
     _getpid, _warn, _suppress = staticmethod(os.getpid), staticmethod(warnings.warn), suppress
     _unclosed = ""
 
-    def __init__(self, server: ServerState, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        server: ServerState,
+        listener: socket.socket,
+        before_end: Callable[[], None] = lambda: None,
+    ) -> None:
         self._server = server
         self._lifeline: list[socket.socket] = []
         try:
@@ -177,7 +184,7 @@ class BaseServer(native.Finalizer, NotCopied):
             self.warning = self._warning()
             if self.warning is not None:
                 _log.warning("%s", self.warning)
-            self._threads = ServerThreads(server, listener)
+            self._threads = ServerThreads(server, listener, before_end)
         except BaseException:
             stop_listening(listener)
             raise

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 from ..._binding import native
@@ -36,14 +37,19 @@ _THREAD_END_S = 1.0
 class _DeviceHold(PD):
     """Keeps a device open while a server uses it, with or without clients."""
 
-    __slots__ = ("_server",)
+    __slots__ = ("_server", "_threads")
 
-    def __init__(self, context: Context, server: str) -> None:
-        self._server = server
+    def __init__(self, context: Context, threads: ServerThreads) -> None:
+        self._server = str(threads)
+        self._threads = weakref.ref(threads)
         super().__init__(context)
 
     def __str__(self) -> str:
         return f"server {self._server}"
+
+    def _end_user(self) -> None:
+        if (threads := self._threads()) is not None:
+            threads.close()
 
 
 class _ReentrantEvent:
@@ -78,13 +84,21 @@ class ServerThreads:
     The threads refer to this, never to the Server, so that an unreachable Server is finalized, and
     ends them. Cleanup runs in threads other than the main one, so that no signal handler can
     interrupt it.
+
+    Args:
+        server: the server's settings and its clients.
+        listener: a listening socket; closed at the end.
+        before_end: what close() calls first, so that no thread waits for the one that closes.
     """
 
     # At the interpreter's exit finalizers may find no globals.
     _suppress, _shut_rdwr = suppress, socket.SHUT_RDWR
 
-    def __init__(self, server: ServerState, listener: socket.socket) -> None:
+    def __init__(
+        self, server: ServerState, listener: socket.socket, before_end: Callable[[], None]
+    ) -> None:
         self.server = server
+        self._before_end = before_end
         self.pid = os.getpid()
         self.ended = False
         self._name = name_of(listener.getsockname())
@@ -99,7 +113,7 @@ class ServerThreads:
         self._start_once = _thread.allocate_lock()
         self._start_error: Exception | None = None
         self._finished = _ReentrantEvent()
-        self._device_hold = _DeviceHold(server.context, self._name)
+        self._device_hold = _DeviceHold(server.context, self)
 
     def __str__(self) -> str:
         return self._name
@@ -220,6 +234,7 @@ class ServerThreads:
         if self.pid != os.getpid():
             # These threads are the parent's.
             return
+        self._before_end()
         self.end()
         this, acceptor = threading.current_thread(), self._acceptor
         if acceptor is None or this is acceptor or this in self._clients or native.in_verb():

@@ -64,7 +64,9 @@ def test_a_client_beyond_max_clients_is_refused_until_another_leaves(
 ) -> None:
     served = serve(max_clients=2)
     with served.dial() as first, served.dial():
-        with pytest.raises(connect.ConnectError, match=r"is full \(2 clients at most\); try again") as error:
+        with pytest.raises(
+            connect.ConnectError, match=r"is full \(2 clients at most\); try again"
+        ) as error:
             served.dial()
         assert error.value.code == "busy"
         first.close()

@@ -248,6 +248,71 @@ def test_a_device_refuses_to_close_under_a_server_without_clients(
     assert served.context.closed
 
 
+def test_close_all_closes_the_server_before_its_device(serve: Callable[..., Served]) -> None:
+    """Its clients are told, and nothing listens there any more."""
+    served = serve()
+    with rp.open_device("soft0") as another:
+        address = served.server.address[:2]
+        with connect.dial(another, *address) as peer:
+            served.until(connect.Joined)
+            served.context.close_all()
+            assert served.context.closed
+            assert served.until(connect.Left).reason == "the server is shutting down"
+            assert peer.closed
+            with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+                peer.look()
+        with pytest.raises(connect.ConnectError) as refused:
+            connect.dial(another, *address)
+        assert refused.value.code == "refused"
+    assert server_threads() == []
+
+
+def test_close_all_in_on_event_ends_the_server_too(context: rp.Context) -> None:
+    done = threading.Event()
+
+    def on_event(event: connect.Event) -> None:
+        if isinstance(event, connect.Arrived):
+            context.close_all()
+            done.set()
+
+    with rp.open_device("soft0") as another:
+        server = connect.serve(context, port=0, on_event=on_event)
+        with connect.dial(another, *server.address[:2]) as peer:
+            peer.qp.post_send(rp.Send(peer.mr[:8]))
+            assert done.wait(LIMIT)
+            until(lambda: peer.closed)
+    until(lambda: server_threads() == [])
+    assert context.closed
+    assert repr(server).endswith(" (closed)>")
+
+
+def test_asyncio_close_all_in_the_event_loop_does_not_wait_for_on_connect(
+    context: rp.Context,
+) -> None:
+    async def main() -> None:
+        asked = asyncio.Event()
+
+        async def on_connect(client: connect.ServedClient) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        async with await connect.aserve(
+            context, port=0, timeout=LIMIT, on_connect=on_connect
+        ) as server:
+            with rp.open_device("soft0") as another:
+                dialing = asyncio.create_task(connect.adial(another, *server.address[:2]))
+                async with asyncio.timeout(LIMIT):
+                    await asked.wait()
+                began = time.monotonic()
+                context.close_all()
+                assert time.monotonic() - began < LIMIT / 2
+                assert server_threads() == []
+                with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+                    await dialing
+
+    asyncio.run(main())
+
+
 # ---- the child of a fork -----------------------------------------------------------
 
 FORK = """
