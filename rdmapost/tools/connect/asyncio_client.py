@@ -114,7 +114,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     A request (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
     event loop; await ``cq.completions`` there.  It belongs to the event loop that
-    ``adial`` ran in: elsewhere report, look and close raise RuntimeError.
+    ``adial`` ran in: elsewhere report, look and close raise RdmaError.
 
     One that is dropped without close() releases everything, with a ResourceWarning.
     """
@@ -167,14 +167,14 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 raise
 
     def _refuse_elsewhere(self) -> None:
-        """Raise RuntimeError unless this is the event loop that ``adial`` ran in."""
+        """Raise RdmaError unless this is the event loop that ``adial`` ran in."""
         loop = self._closing.get_loop()
         if loop.is_closed():
-            raise RuntimeError(
+            raise RdmaError(
                 f"{self._named} belongs to an event loop that is closed, and ended with it"
             )
         if loop is not asyncio.get_running_loop():
-            raise RuntimeError(
+            raise RdmaError(
                 f"{self._named} belongs to another event loop: use it in the one that adial() "
                 "ran in (asyncio.run_coroutine_threadsafe)"
             )
@@ -244,7 +244,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as there.
-            RuntimeError: it belongs to another event loop, or its event loop is closed.
+            RdmaError: it belongs to another event loop, or its event loop is closed.
         """
         request, wait = self._ask_report(index, timeout)
         answer = await self._ask(request, wait + MARGIN_S)
@@ -261,7 +261,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as there.
-            RuntimeError: it belongs to another event loop, or its event loop is closed.
+            RdmaError: it belongs to another event loop, or its event loop is closed.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -295,7 +295,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             VerbsError: the device refused.
-            RuntimeError: the connection belongs to another event loop (nothing is closed), or
+            RdmaError: the connection belongs to another event loop (nothing is closed), or
                 its event loop has been closed (everything is released, but the server is not
                 notified).
         """
@@ -304,7 +304,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         if self._writer is not None:
             try:
                 self._refuse_elsewhere()
-            except RuntimeError:
+            except RdmaError:
                 if self._closing.get_loop().is_closed():
                     self._where = ""
                     writer, self._writer = self._writer, None

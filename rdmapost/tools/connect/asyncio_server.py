@@ -108,13 +108,13 @@ async def aserve(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not go with another one.
         ClosedError: mr, srq or cq is closed.
-        RdmaError: the port has no GID, or the device has no atomics and they are asked for.
+        RdmaError: the port has no GID; or the device has no atomics and they are asked for; or
+            no thread can be started.
         ConnectError: there is no such host; or the address cannot be listened on: it is in
             use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
             (EACCES), or the process has no file descriptors left (EMFILE).
         ConnectTimeout: the name service did not answer within 5 s.
         VerbsError: the device refused.
-        RuntimeError: no thread can be started.
     """
     port = check_where(host, port, 0)
     loop = asyncio.get_running_loop()

@@ -26,6 +26,7 @@ from ..reachability import fabric_of
 from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
+from .exposure import bytes_within
 from .failures import ProtocolError
 from .protocol_messages import QP_TYPES, Hello, Look, Offer, Ready, Report
 from .qp_options import QPOptions, check_given, private_bytes
@@ -195,13 +196,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         return Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
-        offset, size = index("offset", offset), self.offer.size
-        if not 0 <= offset <= size:
-            raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
-        length = size - offset if length is None else within("length", length, 0)
-        if offset + length > size:
-            raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
-        return Look(offset, length)
+        return Look(*bytes_within(self.offer.size, offset, length))
 
     def _abandon(self) -> None:
         """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""

@@ -6,7 +6,7 @@ import contextlib
 import mmap
 from dataclasses import dataclass
 
-from ..._arguments import content, counted, flags, within
+from ..._arguments import content, counted, flags, index, within
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
@@ -61,6 +61,27 @@ class Exposure:
         allowed = ", ".join(access_names(self.access)) or "no"
         whose = "shared by all clients" if self.shared else "for each client"
         return f"{allowed} access to {counted(self.size, 'byte')} of memory {whose}"
+
+
+def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
+    """Return the place of some exposed bytes, their offset and length, as ints.
+
+    Args:
+        size: how many are exposed.
+        offset: from the start.
+        length: how many; None for all that follow.
+
+    Raises:
+        TypeError: an argument is not an integer.
+        ValueError: the bytes are not within those exposed.
+    """
+    offset = index("offset", offset)
+    if not 0 <= offset <= size:
+        raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+    length = size - offset if length is None else within("length", length, 0)
+    if offset + length > size:
+        raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
+    return offset, length
 
 
 def make_exposure(

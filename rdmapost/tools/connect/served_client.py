@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from ..._arguments import within
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import ClosedError, RdmaError
 from ...posting.wr import RecvWR
@@ -22,7 +23,7 @@ from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceStack
-from .exposure import EXPOSABLE, Exposure
+from .exposure import EXPOSABLE, Exposure, bytes_within
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
 from .server_events import Changed
@@ -289,8 +290,11 @@ class ServedClient:
             index: which receive, from 1.
 
         Raises:
-            RdmaError: the server no longer remembers it: too many have arrived since.
+            TypeError: index is not an integer.
+            ValueError: it is less than 1.
+            RdmaError: the server no longer remembers it: more than 1024 have arrived since.
         """
+        index = within("index", index, 1)
         if index > self.arrived:
             if self._failed is None:
                 return None
@@ -312,13 +316,13 @@ class ServedClient:
             offset, length: of the bytes.
 
         Raises:
-            RdmaError: they are not within the exposed memory.
+            TypeError: an argument is not an integer.
+            ValueError: the bytes are not within the exposed memory.
             ClosedError: the owner has closed its MR.
         """
-        if offset + length > self.mr.length:
-            raise RdmaError(
-                f"bytes {offset}..{offset + length} are not within the {self.mr.length} exposed"
-            )
+        return self._look(*bytes_within(self.mr.length, offset, length))
+
+    def _look(self, offset: int, length: int) -> Generator[None, None, Seen]:
         exposure, unseen = self._exposure, Seen(offset, length, "", b"")
         if (exposure.shared or exposure.data) and not self.offer.access & Access.REMOTE_READ:
             return unseen

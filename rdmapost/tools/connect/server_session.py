@@ -149,8 +149,12 @@ class ServerSession:
         """End the session: the connection is gone, with an error or without."""
         if not self.over:
             self.over = True
-            half = " in the middle of a message" if self._protocol.lines.partial else ""
-            self._reason = f"the connection ended{half} without a bye"
+            partial, what = self._protocol.lines.partial, "a message"
+            self._reason = "disconnected without saying goodbye"
+            if self._protocol.state is State.HELLO:
+                what, self._reason = "its hello", "disconnected before its hello"
+            if partial:
+                self._reason = f"disconnected in the middle of {what}"
             if error is not None:
                 self._reason = f"the connection broke: {reason(error)}"
 

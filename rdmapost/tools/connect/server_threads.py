@@ -142,7 +142,7 @@ class ServerThreads:
             if isinstance(why, OSError):
                 raise from_tcp(cannot_listen(self._name, why)) from why
             text = str(why) or type(why).__name__
-            raise RuntimeError(f"cannot start a thread for the server: {text}")
+            raise RdmaError(f"cannot start a thread for the server: {text}")
 
     def _start_threads(self, done: _thread.LockType, lifeline: list[socket.socket]) -> None:
         acceptor: Acceptor | None = None

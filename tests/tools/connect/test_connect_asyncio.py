@@ -190,7 +190,7 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
             await connect.aserve(context, port=0) as server,
             await connect.adial(context, *server.address[:2]) as peer,
         ):
-            with pytest.raises(RuntimeError, match="belongs to another event loop"):
+            with pytest.raises(rp.RdmaError, match="belongs to another event loop"):
                 await asyncio.to_thread(asyncio.run, asyncio.wait_for(_call(peer, method), 5))
             assert (await peer.look(0, 1)).data == b"\0"
 
@@ -210,11 +210,11 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
 
     with connect.serve(context, port=0, on_event=on_event) as server:
         peer = asyncio.run(connect.adial(context, *server.address[:2]))
-        with pytest.raises(RuntimeError, match="belongs to an event loop that is closed"):
+        with pytest.raises(rp.RdmaError, match="belongs to an event loop that is closed"):
             asyncio.run(asyncio.wait_for(_call(peer, method), 5))
         assert peer.qp.closed == (method == "close")
         if method != "close":
-            with pytest.raises(RuntimeError, match="is closed"):
+            with pytest.raises(rp.RdmaError, match="is closed"):
                 asyncio.run(peer.close())
         # The server notices that the client has gone.
         assert left.wait(LIMIT)

@@ -232,7 +232,7 @@ def test_a_look_outside_the_exposed_memory_is_refused(
     with raw_client(served, hello(context), Ready(), asked) as sock:
         code, text = one_error(sock)
     assert code == "failed"
-    assert "not within the 4096 exposed" in text
+    assert "not within the 4096 bytes exposed" in text
     with served.dial() as peer, pytest.raises(ValueError, match="not within the 4096 bytes"):
         peer.look(4000, 97)
 

@@ -319,6 +319,28 @@ def test_server_may_close_a_client_in_on_connect_or_later(
     served.works()
 
 
+def test_a_served_client_refuses_wrong_arguments_as_the_client_does(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(size=64)
+    with served.dial() as peer:
+        (client,) = served.server.clients
+        for offset, length in ((-1, 8), (0, -1), (60, 8), (65, 0)):
+            with pytest.raises(ValueError, match=r"exposed|is not in 0") as error:
+                client.look(offset, length)
+            assert not isinstance(error.value, rp.RdmaError)
+            with pytest.raises(ValueError, match=r"exposed|is not in 0"):
+                peer.look(offset, length)
+        with pytest.raises(TypeError, match="offset: expected int, got str"):
+            client.look("0", 8)  # type: ignore[arg-type]
+        for index in (0, -1):
+            with pytest.raises(ValueError, match=rf"index={index} is not in 1\.\."):
+                client.arrival(index)
+            with pytest.raises(ValueError, match=rf"index={index} is not in 1\.\."):
+                peer.report(index)
+        assert client.arrival(1) is None
+
+
 def test_on_connect_must_be_callable(context: rp.Context) -> None:
     with pytest.raises(TypeError, match="on_connect: expected a callable or None, got int"):
         connect.serve(context, port=0, on_connect=3)  # type: ignore[arg-type]

@@ -308,7 +308,7 @@ def test_serve_raises_where_no_thread_can_be_started(
     def make() -> None:
         try:
             connect.serve(context, port=0)
-        except RuntimeError as raised:
+        except rp.RdmaError as raised:
             messages.append(str(raised))
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
