@@ -211,7 +211,7 @@ def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Re
     with listener:
         echo(f"waiting for a client on {name_of(listener.getsockname())}", err=True)
         with _progress(out, side) as progress:
-            return side.run_server(listener, wait=wait, progress=progress)
+            return side.run_server(listener, timeout=wait, progress=progress)
 
 
 @contextmanager

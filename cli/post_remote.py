@@ -112,7 +112,8 @@ def _post(
         sent: the length of each message that takes a receive.
     """
     try:
-        wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, connection.wait)
+        wait = partial(connection.wait, timeout=connection.timeout)
+        wcs, shown = post_and_wait(out, connection.qp, connection.cq, wrs, wait)
     except WaitTimeout:
         raise WaitTimeout(
             f"the posted work requests did not complete within {connection.timeout:g} s"
@@ -130,7 +131,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
     """Ask the server what has arrived."""
     found = []
     for index in range(max(1, count - _REPORTED + 1), count + 1):
-        arrival = connection.report(index)
+        arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"
             raise WaitTimeout(

@@ -41,7 +41,7 @@ def library_server(context: rp.Context, qp_type: str = "rc", **options: Any) -> 
                 with Pingpong(
                     context, QPType[qp_type.upper()], events=True, timeout=20, **options
                 ) as side:
-                    found.append(side.run_server(listener, wait=20))
+                    found.append(side.run_server(listener, timeout=20))
             except rp.RdmaError as error:
                 found.append(error)
 
@@ -348,7 +348,7 @@ with rp.open_device("soft0") as context, listen("127.0.0.1", 0) as listener:
 
     def serve():
         with Pingpong(context, events=True, iters=3000, size=64, timeout=20) as side:
-            side.run_server(listener, wait=20)
+            side.run_server(listener, timeout=20)
 
     thread = threading.Thread(target=serve)
     thread.start()

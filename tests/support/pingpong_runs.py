@@ -48,7 +48,7 @@ def run_pair(
         def serve() -> None:
             try:
                 with Pingpong(context, qp_type, **{**options, **(server or {})}) as side:
-                    ends.server = side.run_server(listener, wait=20)
+                    ends.server = side.run_server(listener, timeout=20)
             except Exception as error:
                 ends.server = error
                 listener.close()

@@ -219,7 +219,7 @@ def test_a_server_reports_a_client_killed_in_the_handshake(peer, device, says, h
         argv = ["python", "-c", HALTING_CLIENT, str(port), str(says), str(hears)]
         with Remote(*argv) as other:
             with pytest.raises(PingpongError) as caught:
-                side.run_server(listener, wait=LIMIT)
+                side.run_server(listener, timeout=LIMIT)
             assert other.ended().status == -signal.SIGKILL
     who = rf"{re.escape(peer)}:\d+"
     assert re.match(f".*{why.format(who)}", one_line(caught.value)), caught.value
@@ -281,7 +281,7 @@ def test_a_server_reports_a_client_killed_in_the_middle_of_a_run(peer, device, q
         port = str(listener.getsockname()[1])
         argv = stock(qp_type, "-p", port, "-n", str(ENDLESS), own_address(peer))
         with Remote(*argv) as murder.other, pytest.raises(PingpongError) as caught:
-            side.run_server(listener, wait=LIMIT, progress=murder)
+            side.run_server(listener, timeout=LIMIT, progress=murder)
     assert 0 < time.monotonic() - murder.at < PATIENCE + 3
     who = rf"{re.escape(peer)}:\d+"
     assert re.match(GONE.replace("{}", who), one_line(caught.value)), caught.value

@@ -219,8 +219,8 @@ def test_a_client_reports_a_server_killed_after_connecting(
         start = time.monotonic()
         with pytest.raises(rp.RdmaError) as caught:  # noqa: PT012 - at which step is the device's
             connection.qp.post_send(rp.Send(connection.mr[:8], **connection.address))
-            connection.wait()[0].check()
-            connection.report()
+            connection.wait(timeout=float(PATIENCE))[0].check()
+            connection.report(timeout=float(PATIENCE))
         assert time.monotonic() - start < float(PATIENCE) + 3
     assert "\n" not in str(caught.value)
     # The next client cannot connect.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...enums import QPType
 from ...errors import RdmaError
-from ...resources.cq import CQ
+from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.srq import SRQ
@@ -112,8 +112,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     """A connection to a server; ``adial`` creates it.
 
     A request (report, look) that is cancelled, by asyncio.timeout() for instance,
-    leaves the connection usable: its late answer is dropped.  ``wait`` blocks the
-    event loop; await ``cq.completions`` there.  It belongs to the event loop that
+    leaves the connection usable: its late answer is dropped.  It belongs to the event loop that
     ``adial`` ran in: elsewhere report, look and close raise RdmaError.
 
     One that is dropped without close() releases everything, with a ResourceWarning.
@@ -233,7 +232,19 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             self._read_on()
         return data
 
-    async def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
+    async def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
+        """Wait for completions on this side (cq.completions): Connection.wait for asyncio.
+
+        Args:
+            count, timeout: as there.
+
+        Raises:
+            WaitTimeout, WaitCancelled, TypeError, ValueError, ClosedError, VerbsError: as there.
+            RdmaError: a thread or another event loop is already waiting on the same CQ.
+        """
+        return await self.cq.completions(count, timeout)
+
+    async def report(self, index: int = 1, timeout: float | None = 5.0) -> Arrival | None:
         """Ask the server what has arrived in one of its receives: Connection.report for asyncio.
 
         Args:
@@ -246,9 +257,11 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             TypeError, ValueError, ClosedError, ConnectError: as there.
             RdmaError: it belongs to another event loop, or its event loop is closed.
         """
-        request, wait = self._ask_report(index, timeout)
-        answer = await self._ask(request, wait + MARGIN_S)
-        return answer if isinstance(answer, Arrival) else None
+        for request, wait in self._report_requests(index, timeout):
+            answer = await self._ask(request, wait + MARGIN_S)
+            if isinstance(answer, Arrival):
+                return answer
+        return None
 
     async def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what its memory holds: Connection.look for asyncio.
@@ -257,7 +270,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             offset, length: as there.
 
         Returns:
-            A digest and the first bytes.
+            A digest of all of them, and the first 1024 bytes, as there.
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as there.

@@ -5,9 +5,12 @@ It does no I/O: the clients drive what ``client_session`` yields.
 
 from __future__ import annotations
 
+import math
 import os
+import time
 import types
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,7 +19,7 @@ from ..._arguments import expect, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
-from ...resources.cq import CQ, WC
+from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
 from ...resources.qp import QP
@@ -28,7 +31,7 @@ from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .exposure import bytes_within
 from .failures import ProtocolError
-from .protocol_messages import QP_TYPES, Hello, Look, Offer, Ready, Report
+from .protocol_messages import LONGEST_WAIT_S, QP_TYPES, Hello, Look, Offer, Ready, Report
 from .qp_options import QPOptions, check_given, private_bytes
 
 _SIZE = 4096
@@ -49,7 +52,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             private_data.
         address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
-        timeout: seconds for each step, and the default for waits.
+        timeout: seconds for each step of a request; a wait has its own.
     """
 
     def __init__(
@@ -177,23 +180,21 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         return self._used.add(MR(self.qp.pd, length, access))
 
-    def wait(self, count: int = 1, timeout: float | None = None) -> list[WC]:
-        """Wait for completions on this side (cq.wait).
+    def _report_requests(
+        self, number: int, timeout: float | None
+    ) -> Iterator[tuple[Report, float]]:
+        """Yield requests for one report, each with the seconds that the server may wait.
 
-        Args:
-            count: how many.
-            timeout: seconds; default: the connection's.
-
-        Raises:
-            WaitTimeout: fewer came.
+        Yield the next one if the last one's time has passed.
         """
-        return self.cq.wait(count, self.timeout if timeout is None else timeout)
-
-    def _ask_report(self, number: int, timeout: float | None) -> tuple[Report, float]:
         number = within("index", number, 1, (1 << 64) - 1)
-        given = seconds(timeout)
-        wait = min(max(0.0, self.timeout if given is None else given), 60.0)
-        return Report(number, int(wait * 1000)), wait
+        limit = seconds(timeout)
+        deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
+        left = math.inf
+        while left > LONGEST_WAIT_S:
+            left = max(0.0, deadline - time.monotonic())
+            wait = min(left, LONGEST_WAIT_S)
+            yield Report(number, int(wait * 1000)), wait
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
         return Look(*bytes_within(self.offer.size, offset, length))

@@ -17,7 +17,7 @@ from typing import Any
 from ..._binding import native
 from ...enums import QPType
 from ...errors import RdmaError
-from ...resources.cq import CQ
+from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.resource import ClosesOnExit
@@ -294,15 +294,31 @@ class Connection(BaseConnection, ClosesOnExit):
             except OSError as error:
                 return error
 
+    def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
+        """Wait for completions on this side (cq.wait).
+
+        Args:
+            count: how many.
+            timeout: seconds; None for no limit.
+
+        Raises:
+            WaitTimeout: fewer came; they stay for the next wait.
+            WaitCancelled: cq.cancel_waits() was called.
+            TypeError: an argument is not a number.
+            ValueError: count is negative, or timeout is NaN.
+            ClosedError: the connection is closed, or is closed during the wait.
+            VerbsError: the device failed.
+        """
+        return self.cq.wait(count, timeout)
+
     # ---- asking the server ----------------------------------------------------
 
-    def report(self, index: int = 1, timeout: float | None = None) -> Arrival | None:
+    def report(self, index: int = 1, timeout: float | None = 5.0) -> Arrival | None:
         """Ask the server what has arrived in one of its receives.
 
         Args:
             index: which, from 1, in order of use.
-            timeout: seconds to wait for it, at most 60; a negative one counts as 0; default:
-                the connection's.
+            timeout: seconds to wait for it; a negative one counts as 0; None for no limit.
 
         Returns:
             The arrival, or None if it did not come in time.
@@ -316,9 +332,11 @@ class Connection(BaseConnection, ClosesOnExit):
                 of this thread.
             ConnectTimeout: there was no answer in time, or other requests took too long.
         """
-        request, wait = self._ask_report(index, timeout)
-        answer = self._ask(request, wait + MARGIN_S)
-        return answer if isinstance(answer, Arrival) else None
+        for request, wait in self._report_requests(index, timeout):
+            answer = self._ask(request, wait + MARGIN_S)
+            if isinstance(answer, Arrival):
+                return answer
+        return None
 
     def look(self, offset: int = 0, length: int | None = None) -> Seen:
         """Ask the server what its memory holds.
@@ -328,8 +346,9 @@ class Connection(BaseConnection, ClosesOnExit):
             length: bytes; default: all that follow.
 
         Returns:
-            A digest and the first bytes; empty if the server does not reveal them, because the
-            memory also holds others' data and may not be read.
+            A digest of all of them, and the first 1024 bytes: compare digests, or look again,
+            for the rest.  Both are empty if the server does not reveal them, because the memory
+            also holds others' data and may not be read.
 
         Raises:
             TypeError: an argument is not an integer.

@@ -58,7 +58,8 @@ CODES = (
 )
 """What an error message can be about."""
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
-_LONGEST_WAIT_MS = 60_000
+LONGEST_WAIT_S = 60
+"""How long one report may wait."""
 _MAX_TEXT = 300
 _NAME = 128
 
@@ -254,7 +255,7 @@ class Report:
     """
 
     index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
-    timeout_ms: int = field(metadata=_with(_integer(_LONGEST_WAIT_MS)))
+    timeout_ms: int = field(metadata=_with(_integer(1000 * LONGEST_WAIT_S)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +268,9 @@ class Arrival:
         opcode: what completed, or None.
         byte_len: bytes of the message.
         imm_data: immediate data in host order, or None.
-        sha256: the message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
-        data: its first bytes; empty if it went elsewhere.
+        sha256: the whole message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
+        data: its first bytes, at most 1024: compare sha256 for the rest; empty if it went
+            elsewhere.
     """
 
     index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
@@ -311,8 +313,8 @@ class Seen:
 
     Attributes:
         offset, length: where.
-        sha256: those bytes' digest, in hex.
-        data: the first of them.
+        sha256: the digest of all those bytes, in hex.
+        data: the first of them, at most 1024: compare sha256 for the rest.
     """
 
     offset: int = field(metadata=_with(_U64))

@@ -47,7 +47,7 @@ class Changed:
 
     Attributes:
         offset, length: from the first changed byte to the last.
-        data: its first bytes.
+        data: its first bytes, at most 1024.
     """
 
     offset: int

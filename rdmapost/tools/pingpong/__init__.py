@@ -8,7 +8,7 @@ the data are those that it uses::
         result = side.run_client("10.0.0.2")
     print(result.latency.p99)
 
-On the other host it is ``side.run_server(listen())``, or ``ibv_rc_pingpong``.
+On the other host it is ``side.run_server(listen(), timeout=None)``, or ``ibv_rc_pingpong``.
 """
 
 from ..tcp import name_of

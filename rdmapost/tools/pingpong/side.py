@@ -183,14 +183,14 @@ class Pingpong(ResourceHolder):
         self,
         listener: socket.socket,
         *,
-        wait: float | None = None,
+        timeout: float | None = 5.0,
         progress: Callable[[int], None] | None = None,
     ) -> Result:
         """Wait for one client and run the test.
 
         Args:
             listener: a listening socket (``listen``); closed when a client has connected.
-            wait: seconds to wait for a client; None for no limit.
+            timeout: seconds to wait for a client; None for no limit.
             progress: called with 0 when the handshake is done, then occasionally with
                 the number of messages received.
 
@@ -200,11 +200,13 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: no client connected, it broke the handshake or is gone; or
                 the data is not that of a client that validates.
+            TypeError: timeout is not a number.
+            ValueError: it is NaN.
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=False)
-        with accept(listener, self.timeout, seconds(wait, "wait")) as line:
+        with accept(listener, self.timeout, seconds(timeout)) as line:
             self._peer = line.who
             remote = line.peer()
             # Before the client gets the answer, after which it may send.

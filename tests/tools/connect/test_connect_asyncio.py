@@ -9,6 +9,7 @@ import json
 import socket
 import threading
 import warnings
+from typing import Any
 
 import pytest
 from support import LIMIT, prints, run_python
@@ -17,6 +18,7 @@ from support.serving import STAGES, hello
 
 import rdmapost as rp
 from rdmapost import connect
+from rdmapost.tools.connect import base_connection
 from rdmapost.tools.connect.protocol_messages import encode
 
 
@@ -42,7 +44,7 @@ def test_asyncio_client_and_server_exchange_messages_and_memory(context: rp.Cont
                 assert arrival is not None
                 assert arrival.data == b"hello"
                 peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target(3)))
-                for wc in await asyncio.to_thread(peer.wait, 2):
+                for wc in await peer.wait(2):
                     wc.check()
                 assert (await peer.look(3, 5)).data == b"hello"
                 assert await peer.report(2, 0.05) is None
@@ -172,6 +174,57 @@ def test_asyncio_adial_names_what_answers_in_place_of_a_server(
 def test_asyncio_adial_is_refused_where_nothing_listens(context: rp.Context) -> None:
     with pytest.raises(connect.ConnectError, match="refused the connection"):
         asyncio.run(connect.adial(context, HOST, free_port()))
+
+
+# ---- waiting ------------------------------------------------------------------------
+
+
+def test_asyncio_wait_lets_the_event_loop_run(context: rp.Context) -> None:
+    async def main() -> None:
+        async with (
+            await connect.aserve(context, port=0) as server,
+            await connect.adial(context, *server.address[:2]) as peer,
+        ):
+            waiting = asyncio.create_task(peer.wait(2, timeout=None))
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **peer.target()))
+            assert (await peer.look(0, 8)).data == bytes(8)
+            assert not waiting.done()
+            peer.qp.post_send(rp.Send(peer.mr[:8]))
+            assert [wc.status for wc in await waiting] == [rp.WCStatus.SUCCESS] * 2
+            arrival = await peer.report(timeout=None)
+            assert arrival is not None
+            with pytest.raises(rp.WaitTimeout):
+                await peer.wait(timeout=0.01)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout", [None, LIMIT])
+def test_a_wait_has_its_own_limit_and_not_the_connections(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    """However many requests it takes: the server waits for one a limited time."""
+    monkeypatch.setattr(base_connection, "LONGEST_WAIT_S", 0.02)
+    asked = []
+    with (
+        connect.serve(context, port=0) as server,
+        connect.dial(context, *server.address, timeout=0.05) as peer,
+    ):
+        ask = peer._ask
+
+        def count(message: Any, more_time: float = 0.0) -> Any:
+            asked.append(message)
+            if len(asked) == 8:
+                peer.qp.post_send(rp.Send(peer.mr[:5]))
+            return ask(message, more_time)
+
+        monkeypatch.setattr(peer, "_ask", count)
+        arrival = peer.report(1, timeout)
+        assert arrival is not None
+        assert (arrival.byte_len, len(asked) >= 8) == (5, True)
+        assert peer.wait(1, timeout)[0].status is rp.WCStatus.SUCCESS
+        assert peer.report(2, 0.05) is None
+        monkeypatch.undo()
 
 
 # ---- another event loop -------------------------------------------------------------

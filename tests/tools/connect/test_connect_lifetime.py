@@ -393,7 +393,7 @@ def test_an_interrupted_request_leaves_the_connection_usable(
     with served.dial(timeout=LIMIT) as peer:
         alarm.set(0.05)
         with pytest.raises(error) as caught:
-            peer.look() if question == "look" else peer.report(1)
+            peer.look() if question == "look" else peer.report(1, LIMIT)
         assert type(caught.value) is error
         assert not peer.closed
         began = time.monotonic()
@@ -414,7 +414,7 @@ def test_a_late_answer_does_not_make_a_connection_look_closed(
     with served.dial(timeout=LIMIT) as peer:
         alarm.set(0.05)
         with pytest.raises(Interrupted):
-            peer.report(1)
+            peer.report(1, LIMIT)
         peer.qp.post_send(rp.Send(peer.mr[:7]))
         served.until(connect.Arrived)
         # Its answer comes now.
@@ -440,7 +440,7 @@ def test_asyncio_a_cancelled_request_leaves_the_connection_usable(
     async def main() -> None:
         address = served.server.address[:2]
         async with await connect.adial(served.context, *address, timeout=LIMIT) as peer:
-            asked = peer.look() if question == "look" else peer.report(1)
+            asked = peer.look() if question == "look" else peer.report(1, LIMIT)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asked, 0.05)
             assert not peer.closed

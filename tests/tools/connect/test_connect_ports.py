@@ -95,7 +95,7 @@ port = listener.getsockname()[1]
 fork_worker()
 with Pingpong(context) as side:
     try:
-        side.run_server(listener, wait=0.01)
+        side.run_server(listener, timeout=0.01)
     except PingpongError as error:
         print("no client connected" in str(error))
 print(refused(port))

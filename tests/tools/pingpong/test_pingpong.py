@@ -143,7 +143,7 @@ def test_round_trips_with_a_progress_report_are_left_out_of_the_figures(context,
 
         def serve() -> None:
             with Pingpong(context, **options) as side:
-                side.run_server(listener, wait=20)
+                side.run_server(listener, timeout=20)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -171,7 +171,7 @@ with rp.open_device("soft0") as context, Pingpong(context, timeout=20) as side:
         else:
             with listen("127.0.0.1", 0) as listener:
                 print(listener.getsockname()[1], flush=True)
-                side.run_server(listener, wait=20)
+                side.run_server(listener, timeout=20)
     except rp.RdmaError as error:
         print(error)
 """

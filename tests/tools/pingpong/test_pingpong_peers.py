@@ -97,7 +97,7 @@ def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
         else:
             sock.sendall(sent)
         with pytest.raises(PingpongError, match=why):
-            side.run_server(listener, wait=5)
+            side.run_server(listener, timeout=5)
 
 
 def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
@@ -131,7 +131,7 @@ def test_run_server_says_that_no_client_came_in_time(context):
         listen(HOST, 0) as listener,
         pytest.raises(PingpongError, match=why),
     ):
-        side.run_server(listener, wait=0.2)
+        side.run_server(listener, timeout=0.2)
 
 
 def test_listen_names_a_port_in_use_and_an_address_of_another_machine():
@@ -223,7 +223,7 @@ def test_an_interrupted_side_releases_everything_and_the_other_reports_that_it_d
         def serve() -> None:
             with Pingpong(context, **options) as side:
                 try:
-                    ends.server = side.run_server(listener, wait=20)
+                    ends.server = side.run_server(listener, timeout=20)
                 except PingpongError as error:
                     ends.server = error
 
