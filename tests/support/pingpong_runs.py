@@ -41,13 +41,13 @@ def run_pair(
 ) -> Ends:
     """Run each side in its own thread, and return both outcomes."""
     ends = Ends()
-    options = IN_ONE_PROCESS | both
+    options = {**IN_ONE_PROCESS, "qp_type": qp_type, **both}
     with listen(HOST, 0) as listener:
         port = listener.getsockname()[1]
 
         def serve() -> None:
             try:
-                with Pingpong(context, qp_type, **{**options, **(server or {})}) as side:
+                with Pingpong(context, **{**options, **(server or {})}) as side:
                     ends.server = side.run_server(listener, timeout=20)
             except Exception as error:
                 ends.server = error
@@ -56,7 +56,7 @@ def run_pair(
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            with Pingpong(context, qp_type, **{**options, **(client or {})}) as side:
+            with Pingpong(context, **{**options, **(client or {})}) as side:
                 ends.client = side.run_client(HOST, port)
         except Exception as error:
             ends.client = error

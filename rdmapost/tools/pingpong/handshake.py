@@ -2,7 +2,7 @@
 
 The client sends its address, 52 bytes; the server connects its queue pair and
 answers with its own; the client connects its own and says "done".  That is all,
-and the connection is closed.
+and the connection is closed.  Two rdmaposts then compare their settings (``settings``).
 
 ``Address`` and ``Handshake`` are the messages and their order, without a socket;
 ``HandshakeConnection`` carries them over one, with a time limit for each.
@@ -14,6 +14,7 @@ import errno
 import re
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..._arguments import within
@@ -22,10 +23,13 @@ from ...resources.resource import ClosesOnExit
 from .. import tcp
 from ..connect.failures import ConnectError
 from ..tcp import name_of, reason
+from .settings import MAX_LINE, Settings, decode
 
 PORT = 18515
 """The TCP port of the stock programs."""
 
+_SETTINGS_S = 1.0
+"""How long to wait for a peer's settings: one that is not rdmapost may keep the connection open."""
 DONE = b"done\0"
 _TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
@@ -235,6 +239,51 @@ class HandshakeConnection(ClosesOnExit):
     def done(self) -> None:
         """Wait for the client's "done"."""
         self._read(0)
+
+    def compare(self, mine: Settings) -> bool:
+        """Compare the settings of both sides, after "done".
+
+        Returns:
+            Whether that was possible: the stock programs do not say theirs.
+
+        Raises:
+            PingpongError: they differ; both sides raise it.
+        """
+        if not self._is_client:
+            self._say(mine)
+        theirs = decode(self._line())
+        if theirs is None:
+            return False
+        if self._is_client:
+            self._say(mine)
+        if different := mine.differences(theirs):
+            here, there = (
+                ", ".join(f"{name}={values[side]}" for name, values in different.items())
+                for side in (0, 1)
+            )
+            raise PingpongError(
+                f"{self.who} has {there}, and this side {here}: give both sides the same"
+            )
+        return True
+
+    def _say(self, settings: Settings) -> None:
+        # A stock client has gone.
+        with suppress(OSError):
+            self._sock.settimeout(self._timeout)
+            self._sock.sendall(settings.encode())
+
+    def _line(self) -> bytes:
+        """Receive one line, or what comes of it."""
+        line = b""
+        end = time.monotonic() + min(self._timeout, _SETTINGS_S)
+        with suppress(OSError):
+            while not line.endswith(b"\n") and len(line) < MAX_LINE:
+                self._sock.settimeout(max(0.001, end - time.monotonic()))
+                data = self._sock.recv(MAX_LINE - len(line))
+                if not data:
+                    break
+                line += data
+        return line
 
     def _read(self, leave: int) -> None:
         """Receive until only `leave` bytes are missing."""

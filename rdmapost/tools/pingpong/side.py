@@ -25,6 +25,7 @@ from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
 from .payload import FILL, payload, what_is_wrong
 from .result import Latency, Result
+from .settings import Settings
 
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 
@@ -122,7 +123,10 @@ class Pingpong(ResourceHolder):
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0
         self._peer = "the peer"
-        self._ran = False
+        self._ran = self._compared = False
+        self._settings = Settings(
+            qp_type, self.size, self.iters, None if self._ud else self._path_mtu
+        )
         self.remote: Address | None = None
         super().__init__()
         with self._stack.closed_on_error() as stack:
@@ -177,6 +181,7 @@ class Pingpong(ResourceHolder):
             remote = line.peer()
             self._connect(remote)
             line.send(DONE)
+            self._compared = line.compare(self._settings)
         return self._run("client", remote, progress)
 
     def run_server(
@@ -213,6 +218,7 @@ class Pingpong(ResourceHolder):
             self._connect(remote)
             line.send(self.local.encode())
             line.done()
+            self._compared = line.compare(self._settings)
         return self._run("server", remote, progress)
 
     # ---- before ---------------------------------------------------------------
@@ -385,6 +391,7 @@ class Pingpong(ResourceHolder):
         text = (
             f"no message from {self._peer} within {self.timeout:g} s, "
             f"{self._progress_of(received)}: it has died, or its link is down"
+            f"{self._unlike(received)}"
         )
         if received:
             text += ", or it was given fewer iterations"
@@ -397,7 +404,7 @@ class Pingpong(ResourceHolder):
             likely = (
                 "it has died, its link is down, or it was given fewer iterations"
                 if received
-                else "see that the GIDs of both sides are of one network, and the MTUs the same"
+                else "see that the GIDs of both sides are of one network" + self._unlike(received)
             )
             return PingpongError(
                 f"{self._peer} does not answer, {self._progress_of(received)} "
@@ -412,14 +419,30 @@ class Pingpong(ResourceHolder):
         too_long = wc.status in (WCStatus.LOC_LEN_ERR, WCStatus.REM_INV_REQ_ERR)
         # Soft-RoCE's status for a receive that is too small.
         if too_long or (wc.wr_id == _RECV_ID and wc.status is WCStatus.LOC_QP_OP_ERR):
+            if self._ud:
+                return PingpongError(
+                    f"a message did not fit into the receive ({wc.status.name}): give both sides "
+                    f"the same size; here it is {self.size}"
+                )
             return PingpongError(
-                f"a message did not fit into the receive ({wc.status.name}): give both sides "
-                f"the same size; here it is {self.size}"
+                f"a message did not fit into the receive, or has another path MTU "
+                f"({wc.status.name}): give both sides the same size and mtu; here they are "
+                f"{self.size} and {self._path_mtu.bytes}"
             )
         what = "receive" if wc.wr_id == _RECV_ID else "send"
         return PingpongError(
-            f"a {what} ended with {wc.status.name}, {self._progress_of(received)} with {self._peer}"
+            f"a {what} ended with {wc.status.name}, {self._progress_of(received)} with "
+            f"{self._peer}{self._unlike(received)}"
         )
+
+    def _unlike(self, received: int) -> str:
+        """Say what the sides may differ in, if nothing has come and they were not compared."""
+        if received or self._compared:
+            return ""
+        fields = self._settings.fields()
+        del fields["iters"]
+        here = ", ".join(f"{name}={value}" for name, value in fields.items())
+        return f"; if the sides differ, give both the same (here {here})"
 
     def _wrong_size(self, size: int) -> str:
         return f"{self._peer} sent {size} bytes and not {self.size}: give both sides the same size"

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+from support import LIMIT
 from support.pingpong_runs import MESSAGE, TYPES, Ends, run_pair
 from support.ports import HOST, free_port, impostor, read_to_end
 
 import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
-from rdmapost.tools.pingpong.handshake import DONE
+from rdmapost.tools.pingpong.handshake import DONE, HandshakeConnection
 from rdmapost.tools.pingpong.payload import payload, what_is_wrong
 
 
@@ -168,17 +169,76 @@ def test_each_changed_byte_of_the_data_is_found_and_named(is_server):
         assert f"1 of {size} bytes, the first at {at}: 0x7a" in wrong
 
 
-@pytest.mark.parametrize("sizes", [(64, 4096), (4096, 64)])
-def test_message_sizes_that_differ_are_reported(context, sizes):
-    client, server = sizes
-    ends = run_pair(context, iters=5, client={"size": client}, server={"size": server}, timeout=1.0)
-    assert isinstance(ends.server, PingpongError)
-    assert "the same size" in str(ends.server)
-    assert isinstance(ends.client, PingpongError)
+@pytest.fixture
+def stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handshake of the stock programs: nothing is compared."""
+    monkeypatch.setattr(HandshakeConnection, "compare", lambda self, mine: False)
+
+
+RC_UC = {"qp_type": QPType.RC}, {"qp_type": QPType.UC}
+UD_RC = {"qp_type": QPType.UD, "size": 64}, {"qp_type": QPType.RC, "size": 64}
+MTUS = {"mtu": rp.MTU.MTU_512}, {"mtu": rp.MTU.MTU_1024}
+SIZES = {"size": 64}, {"size": 4096}
+DIFFER = pytest.mark.parametrize(
+    ("here", "there"),
+    [(a, b) for pair in (RC_UC, UD_RC, MTUS, SIZES) for a, b in (pair, pair[::-1])],
+    ids=str,
+)
+
+
+def shown(options: dict[str, object], other: dict[str, object]) -> str:
+    """Name the options that differ, as the errors do."""
+    different = {name: value for name, value in options.items() if other[name] != value}
+    return ", ".join(
+        f"{name}={value.bytes if isinstance(value, rp.MTU) else getattr(value, 'name', value)}"
+        for name, value in different.items()
+    )
+
+
+@DIFFER
+def test_two_sides_whose_options_differ_name_them_before_they_begin(context, here, there):
+    began = time.monotonic()
+    ends = run_pair(context, iters=5, client=here, server=there, timeout=LIMIT)
+    mine, theirs = shown(here, there), shown(there, here)
+    for end, (its, others) in ((ends.client, (mine, theirs)), (ends.server, (theirs, mine))):
+        assert isinstance(end, PingpongError)
+        assert re.fullmatch(
+            rf"127.0.0.1:\d+ has {others}, and this side {its}: give both sides the same", str(end)
+        )
+    assert time.monotonic() - began < LIMIT / 2
+
+
+def test_different_numbers_of_messages_are_named(context):
+    ends = run_pair(context, client={"iters": 5}, server={"iters": 6})
+    assert "has iters=6, and this side iters=5" in str(ends.client)
+    assert "has iters=5, and this side iters=6" in str(ends.server)
+
+
+@DIFFER
+def test_options_that_differ_from_a_stock_programs_are_likely_causes(stock, here, there):
+    """On roce: soft0 has no packets, and so no path MTU."""
+    with rp.open_device("roce:lo") as context:
+        ends = run_pair(context, iters=5, client=here, server=there, timeout=1.0)
+    for end, options in ((ends.client, here), (ends.server, there)):
+        assert isinstance(end, PingpongError)
+        for option in shown(options, there if options is here else here).split(", "):
+            # "mtu=512", or "size and mtu; here they are 4096 and 512".
+            name, value = option.split("=")
+            assert name in str(end)
+            assert value in str(end)
+        assert re.search("give both (sides )?the same", str(end))
+        assert ("path MTU" in str(end)) <= (options.get("qp_type") is not QPType.UD)
+        assert "\n" not in str(end)
+
+
+def test_a_peer_that_is_alike_is_not_said_to_differ(context, stock):
+    """Nor one that has answered."""
+    ends = run_pair(context, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
+    assert "differ" not in str(ends.client)
 
 
 @TYPES
-def test_a_peer_that_leaves_in_the_middle_of_a_run_is_reported(context, qp_type):
+def test_a_peer_that_leaves_in_the_middle_of_a_run_is_reported(context, stock, qp_type):
     """It sends fewer messages, and leaves."""
     ends = run_pair(context, qp_type, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
     assert isinstance(ends.server, Result)

@@ -1,0 +1,66 @@
+"""What both sides of a ping-pong must have in common, and one line of text that says it.
+
+The stock programs do not exchange it, and their messages have no room for it. So rdmapost sends its
+line only where they are done with the connection: after "done", the server sends its own, and a
+client that reads one answers with its own. A stock client has closed the connection by then, and a
+stock server closes it without sending anything.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...enums import MTU, QPType
+
+MAX_LINE = 256
+"""Bytes in a line, including its newline."""
+_LINE = re.compile(rb"rdmapost((?: [a-z_]+=[A-Za-z0-9]+)+)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of one side that must match the other's.
+
+    Attributes:
+        qp_type: RC, UC or UD.
+        size: bytes per message.
+        iters: messages each way.
+        mtu: the path MTU; None on UD, which has none.
+    """
+
+    qp_type: QPType
+    size: int
+    iters: int
+    mtu: MTU | None
+
+    def fields(self) -> dict[str, str]:
+        """Return the settings by name, as text."""
+        found = {"qp_type": self.qp_type.name}
+        if self.mtu is not None:
+            found["mtu"] = str(self.mtu.bytes)
+        return {**found, "size": str(self.size), "iters": str(self.iters)}
+
+    def encode(self) -> bytes:
+        """Return the line that says them."""
+        fields = " ".join(f"{name}={value}" for name, value in self.fields().items())
+        return f"rdmapost {fields}\n".encode()
+
+    def differences(self, theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
+        """Return what differs from a peer's fields, by name: this side's value and the peer's.
+
+        What only one side has is not compared.
+        """
+        return {
+            name: (mine, theirs[name])
+            for name, mine in self.fields().items()
+            if name in theirs and theirs[name] != mine
+        }
+
+
+def decode(line: bytes) -> dict[str, str] | None:
+    """Return the fields of a peer's line, also unknown ones; None if it is not such a line."""
+    if (match := _LINE.fullmatch(line)) is None:
+        return None
+    pairs = (field.partition("=") for field in match[1].decode().split())
+    return {name: value for name, _, value in pairs}
