@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from support import LIMIT
@@ -175,6 +176,22 @@ def stock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HandshakeConnection, "compare", lambda self, mine: False)
 
 
+@pytest.fixture
+def packets(context: rp.Context) -> Iterator[rp.Context]:
+    """A device with packets, and so a path MTU: roce in place of soft0."""
+    if context.name != "soft0":
+        yield context
+        return
+    try:
+        roce = rp.open_device("roce:lo")
+    except rp.VerbsError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        pytest.skip(f"roce:lo cannot be opened: {error}")
+    with roce:
+        yield roce
+
+
 RC_UC = {"qp_type": QPType.RC}, {"qp_type": QPType.UC}
 UD_RC = {"qp_type": QPType.UD, "size": 64}, {"qp_type": QPType.RC, "size": 64}
 MTUS = {"mtu": rp.MTU.MTU_512}, {"mtu": rp.MTU.MTU_1024}
@@ -215,10 +232,8 @@ def test_different_numbers_of_messages_are_named(context):
 
 
 @DIFFER
-def test_options_that_differ_from_a_stock_programs_are_likely_causes(stock, here, there):
-    """On roce: soft0 has no packets, and so no path MTU."""
-    with rp.open_device("roce:lo") as context:
-        ends = run_pair(context, iters=5, client=here, server=there, timeout=1.0)
+def test_options_that_differ_from_a_stock_programs_are_likely_causes(packets, stock, here, there):
+    ends = run_pair(packets, iters=5, client=here, server=there, timeout=1.0)
     for end, options in ((ends.client, here), (ends.server, there)):
         assert isinstance(end, PingpongError)
         for option in shown(options, there if options is here else here).split(", "):
