@@ -8,8 +8,7 @@ import operator
 import os
 from typing import Any
 
-from .._arguments import expect, index, within
-from .._arguments import index as whole_number
+from .._arguments import expect, index, shown, within
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
@@ -30,7 +29,8 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
-_GIDS_AT_MOST = 1 << 16
+_TABLE_AT_MOST = 1 << 16
+"""The most entries of a GID or P_Key table."""
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
@@ -226,49 +226,48 @@ class Context(EventSource, struct="ibv_context"):
         speed = self._verb(self._provider.query_port, port_num, raw)
         return read_port_attr(port_num, raw, speed)
 
-    def query_gid(self, port_num: int = 1, index: int = 0) -> GID:
+    def query_gid(self, port_num: int = 1, gid_index: int = 0) -> GID:
         """Return an entry of a port's GID table.
 
         Args:
             port_num: the port, from 1.
-            index: which entry, from 0.
+            gid_index: which entry, from 0.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: the device has no such port.
+            ValueError: the device has no such port, or the port has no GID at gid_index.
             ClosedError: the device is closed.
-            VerbsError: there is no such entry, or the device failed.
+            VerbsError: the device failed.
 
         See ibv_query_gid(3).
         """
-        return self.query_gid_ex(port_num, index).gid
+        return self.query_gid_ex(port_num, gid_index).gid
 
-    def query_gid_ex(self, port_num: int = 1, index: int = 0) -> GIDTableEntry:
+    def query_gid_ex(self, port_num: int = 1, gid_index: int = 0) -> GIDTableEntry:
         """Return an entry of a port's GID table with its type and network device.
 
         Args:
             port_num: the port, from 1.
-            index: which entry, from 0.
+            gid_index: which entry, from 0.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: the device has no such port.
+            ValueError: the device has no such port, or the port has no GID at gid_index.
             ClosedError: the device is closed.
-            VerbsError: there is no such entry, or the device failed.
+            VerbsError: the device failed.
 
         See ibv_query_gid_ex(3).
         """
-        port_num, entry = self._check_port(port_num), whole_number("index", index)
-        try:
-            # No table is larger, and a larger index does not fit the call.
-            if not 0 <= entry < _GIDS_AT_MOST:
-                raise VerbsError("ibv_query_gid_ex", errno.EINVAL)
-            return _table_entry(self._verb(self._provider.query_gid_ex, port_num, entry))
-        except VerbsError as error:
-            error.hint = error.hint or no_such_gid(
-                self.name, port_num, entry, self.query_gid_table(port_num)
-            )
-            raise
+        port_num, gid_index = self._check_port(port_num), index("gid_index", gid_index)
+        # A larger index does not fit the call.
+        if 0 <= gid_index < _TABLE_AT_MOST:
+            try:
+                return _table_entry(self._verb(self._provider.query_gid_ex, port_num, gid_index))
+            except VerbsError:
+                if any(entry.index == gid_index for entry in self.query_gid_table(port_num)):
+                    raise
+        table = self.query_gid_table(port_num)
+        raise ValueError(no_such_gid(self.name, port_num, gid_index, table))
 
     def query_gid_table(self, port_num: int = 1) -> list[GIDTableEntry]:
         """Return the valid entries of a port's GID table.
@@ -287,24 +286,35 @@ class Context(EventSource, struct="ibv_context"):
         table = self._verb(self._provider.query_gid_table, port_num, length)
         return [_table_entry(entry) for entry in table]
 
-    def query_pkey(self, port_num: int = 1, index: int = 0) -> int:
+    def query_pkey(self, port_num: int = 1, pkey_index: int = 0) -> int:
         """Return an entry of a port's P_Key table, in host order.
 
         Args:
             port_num: the port, from 1.
-            index: which entry, from 0.
+            pkey_index: which entry, from 0; less than the port's pkey_tbl_len.
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: the device has no such port.
+            ValueError: the device has no such port, or pkey_index is out of range.
             ClosedError: the device is closed.
-            VerbsError: there is no such entry, or the device failed.
+            VerbsError: the device failed.
 
         See ibv_query_pkey(3).
         """
-        port_num, entry = self._check_port(port_num), whole_number("index", index)
-        pkey: int = self._verb(self._provider.query_pkey, port_num, entry)
-        return pkey
+        port_num, pkey_index = self._check_port(port_num), index("pkey_index", pkey_index)
+        # A larger index does not fit the call.
+        if 0 <= pkey_index < _TABLE_AT_MOST:
+            try:
+                pkey: int = self._verb(self._provider.query_pkey, port_num, pkey_index)
+                return pkey
+            except VerbsError:
+                if pkey_index < self.query_port(port_num).pkey_tbl_len:
+                    raise
+        last = self.query_port(port_num).pkey_tbl_len - 1
+        raise ValueError(
+            f"pkey_index={shown(pkey_index)} is not in 0..{last}, "
+            f"the P_Key table of {self.name} port {port_num}"
+        )
 
     def get_pkey_index(self, pkey: int, port_num: int = 1) -> int:
         """Return a P_Key's index in a port's table, for use as pkey_index.

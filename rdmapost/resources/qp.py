@@ -365,7 +365,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """The local GID in use, and why it was chosen (see choose_gid).
 
         Raises:
-            RdmaError: the port has no GID, or none at the QP's gid_index.
+            ValueError: the port has no GID at the QP's gid_index.
+            RdmaError: the port has no GID at all.
+            ClosedError: the device is closed.
+            VerbsError: the device could not be queried.
         """
         if self._gid is None:
             self._gid = self.context.choose_gid(self.port_num, self._gid_index)
@@ -380,7 +383,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """Return what the peer needs to connect to this queue pair.
 
         Raises:
-            RdmaError: the port has no GID.
+            ValueError: the port has no GID at the QP's gid_index.
+            RdmaError: the port has no GID at all.
             ClosedError: the QP is closed.
         """
         self._open_struct()

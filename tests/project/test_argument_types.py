@@ -116,7 +116,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     ),
     "P_Key by a float": (
         lambda context, pd, cq: context.query_pkey(1, 0.0),
-        "index: expected int, got float",
+        "pkey_index: expected int, got float",
     ),
     "serve on a PD": (
         lambda context, pd, cq: connect.serve(pd, port=0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 
 import pytest
 from support import needs, null_device
@@ -66,12 +67,14 @@ def test_library_without_the_extended_query_leaves_its_attributes_zero(on_null) 
         attr = context.attr
         print(attr.max_sge, attr.tm_caps.max_num_tags, attr.tso_caps.max_tso, attr.raw_packet_caps)
         print(context.query_gid_ex(1, 0).gid, context.query_gid_ex(1, 0).gid_type)
-        print(said(lambda: context.query_gid(1, 1)))
+        try:
+            context.query_gid(1, 1)
+        except ValueError as error:
+            print(error)
     """)
     assert said.splitlines() == [
         "32 0 0 0",
         "fe80::1 None",
-        "VerbsError: ibv_query_gid: ENODATA (61, No data available): "
         "null0 port 1 has no GID with index 1; the valid ones are: 0",
     ]
 
@@ -135,9 +138,18 @@ def test_one_gid_is_the_entry_of_the_table(context: rp.Context) -> None:
 @pytest.mark.parametrize("index", [-1, 255, 1 << 16, 1 << 40])
 def test_missing_gid_is_an_error_that_names_the_valid_ones(context: rp.Context, index: int) -> None:
     last = context.query_gid_table(1)[-1].index
-    for query in (context.query_gid, context.query_gid_ex):
-        with pytest.raises(rp.VerbsError, match=f"no GID with index {index}; .* {last}$"):
+    for query in (context.query_gid, context.query_gid_ex, context.choose_gid):
+        with pytest.raises(ValueError, match=f"no GID with index {index}; .* {last}$"):
             query(1, index)
+
+
+def test_gid_of_a_queue_pair_with_a_wrong_index_is_the_same_error(
+    context: rp.Context, pd: rp.PD, cq: rp.CQ
+) -> None:
+    with rp.QP(pd, QPType.RC, cq, gid_index=255) as qp:
+        for use in (lambda: qp.gid, qp.endpoint):
+            with pytest.raises(ValueError, match="port 1 has no GID with index 255"):
+                use()
 
 
 def test_gid_of_a_missing_port_is_an_error(context: rp.Context) -> None:
@@ -149,6 +161,19 @@ def test_index_of_a_pkey_leads_back_to_it(context: rp.Context) -> None:
     pkey = context.query_pkey(1, 0)
     index = context.get_pkey_index(pkey)
     assert context.query_pkey(1, index) == pkey
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1 << 16, 1 << 40])
+def test_pkey_index_outside_the_table_is_an_error_that_names_the_range(
+    context: rp.Context, beyond: int
+) -> None:
+    length = context.query_port(1).pkey_tbl_len
+    index = beyond or length
+    text = f"pkey_index={index} is not in 0..{length - 1}, the P_Key table of {context.name} port 1"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        context.query_pkey(1, index)
+    with pytest.raises(ValueError, match="has no port 9"):
+        context.query_pkey(9, 0)
 
 
 def test_missing_pkey_is_an_error_that_names_the_others(context: rp.Context) -> None:

@@ -31,8 +31,8 @@ def refused(caught: pytest.ExceptionInfo[rp.VerbsError], call: str, words: str =
     [
         ((16385, 1), "max_wr=16385 is more than the device's max_srq_wr=16384"),
         ((1, 33), "max_sge=33 is more than the device's max_srq_sge=32"),
-        ((0, 1), "max_wr is in 1..16384 and max_sge in 1..32"),
-        ((1, 0), "max_wr is in 1..16384 and max_sge in 1..32"),
+        ((0, 1), "max_wr=0 is not in 1..16384"),
+        ((1, 0), "max_sge=0 is not in 1..32"),
     ],
 )
 def test_srq_of_an_unsupported_size_is_refused(pd, sizes, words):
@@ -61,9 +61,8 @@ def test_address_handle_without_a_usable_path_is_refused(pd, context, attr):
 
 def test_pkey_table_has_exactly_one_entry(context):
     assert context.query_pkey(1, 0) == 0xFFFF
-    with pytest.raises(rp.VerbsError) as caught:
+    with pytest.raises(ValueError, match=r"^pkey_index=1 is not in 0\.\.0, "):
         context.query_pkey(1, 1)
-    refused(caught, "ibv_query_pkey")
 
 
 def test_comp_channel_without_a_free_descriptor_raises_emfile():
