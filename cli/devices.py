@@ -120,7 +120,7 @@ def _describe_port(context: Context, port: PortAttr, target: Target, out: Output
     chosen = None
     try:
         choice = context.choose_gid(port.port_num)
-        chosen = choice.index
+        chosen = choice.gid_index
         out.note(f"{context.name} port {port.port_num}: GID {choice}")
     except RdmaError as error:
         out.note(str(error))
@@ -134,13 +134,13 @@ def _describe_port(context: Context, port: PortAttr, target: Target, out: Output
         "gid_index": chosen,
         "gids": [
             {
-                "index": entry.index,
+                "gid_index": entry.gid_index,
                 "gid": str(entry.gid),
                 "type": None if entry.gid_type is None else entry.gid_type.name,
                 "netdev": entry.ndev or None,
             }
             for entry in table
-            if target.gid_index in (None, entry.index)
+            if target.gid_index in (None, entry.gid_index)
         ],
     }
 
@@ -182,8 +182,8 @@ def _gids(port: dict[str, Any]) -> str:
     return columns(
         [
             [
-                " *" if gid["index"] == port["gid_index"] else "",
-                f"GID {gid['index']}",
+                " *" if gid["gid_index"] == port["gid_index"] else "",
+                f"GID {gid['gid_index']}",
                 gid["gid"],
                 gid["type"] or "",
                 gid["netdev"] or "",

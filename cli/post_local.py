@@ -56,7 +56,7 @@ def loopback(
             timeout=settings.timeout,
             **options,
         ) as pair:
-            out.doc["gid_index"] = pair.local.qp.gid.index
+            out.doc["gid_index"] = pair.local.qp.gid.gid_index
             _note_queue_pairs(out, pair)
             yield pair
 

@@ -73,7 +73,7 @@ def _connected(
             port_num=port_num,
             gid_index=target.gid_index,
         ) as connection:
-            out.doc["gid_index"] = connection.qp.gid.index
+            out.doc["gid_index"] = connection.qp.gid.gid_index
             offer = connection.offer
             out.note(f"local    {connection.qp}: {connection.qp.endpoint()}")
             out.note(f"remote   client {offer.client} of {where}, {offer.device}: {offer.endpoint}")

@@ -466,33 +466,33 @@ class CQ(CompletionSource, struct="ibv_cq"):
         """
         raise NotImplementedError
 
-    def wait_into(self, buffer: Any, min: int = 1, timeout: float | None = 5.0) -> int:
+    def wait_into(self, buffer: Any, count: int = 1, timeout: float | None = 5.0) -> int:
         """Wait for completions, write them to a buffer, and return how many.
 
         It waits as ``wait`` does.
 
         Args:
             buffer: as for poll_into.
-            min: how many to wait for; others that are available are also written.
+            count: how many to wait for; others that are available are also written.
             timeout: seconds; None for no limit.
 
         Returns:
-            How many rows were written, at least min.
+            How many rows were written, at least count.
 
         Raises:
             WaitTimeout: fewer completions came; they stay for the next poll or wait.
             WaitCancelled: cancel_waits() was called.
             TypeError: an argument has the wrong type.
             BufferError: the buffer is read-only, or not contiguous.
-            ValueError: the buffer does not hold whole rows, or fewer than min; min is negative, or
-                timeout is NaN.
+            ValueError: the buffer does not hold whole rows, or fewer than count; count is negative,
+                or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
         """
         if self.channel is not None:
             raise RdmaError(_SHARED.format(self))
-        timeout, count = seconds(timeout), index("min", min)
+        timeout, count = seconds(timeout), index("count", count)
         with memoryview(buffer) as rows:
             available = self._poller.wait(self, count, 0, timeout, rows)
         assert available is not None

@@ -264,7 +264,7 @@ class Context(EventSource, struct="ibv_context"):
             try:
                 return _table_entry(self._verb(self._provider.query_gid_ex, port_num, gid_index))
             except VerbsError:
-                if any(entry.index == gid_index for entry in self.query_gid_table(port_num)):
+                if any(entry.gid_index == gid_index for entry in self.query_gid_table(port_num)):
                     raise
         table = self.query_gid_table(port_num)
         raise ValueError(no_such_gid(self.name, port_num, gid_index, table))
@@ -449,8 +449,8 @@ class Context(EventSource, struct="ibv_context"):
         table = self.query_gid_table(port_num)
         if gid_index is not None:
             for entry in table:
-                if entry.index == gid_index:
-                    return GIDChoice(entry.index, entry.gid, entry.gid_type, "asked for")
+                if entry.gid_index == gid_index:
+                    return GIDChoice(entry.gid_index, entry.gid, entry.gid_type, "asked for")
             raise ValueError(no_such_gid(self.name, port_num, gid_index, table))
         if not table:
             raise RdmaError(

@@ -84,13 +84,13 @@ class GIDTableEntry:
     """A valid entry of a port's GID table (ibv_query_gid_table(3)).
 
     Attributes:
-        index: its index in the table, for gid_index.
+        gid_index: its index in the table.
         gid: the GID.
         gid_type: its type, or None if libibverbs does not report it.
         ndev: name of the network device behind it, or "".
     """
 
-    index: int
+    gid_index: int
     gid: GID
     gid_type: GIDType | None
     ndev: str
@@ -101,26 +101,26 @@ class GIDChoice:
     """A GID and why it was chosen.
 
     Attributes:
-        index: the gid_index to give.
+        gid_index: its index in the table, to be passed as gid_index.
         gid: the GID.
         gid_type: its type, or None if libibverbs does not report it.
         reason: why this one, in a few words.
     """
 
-    index: int
+    gid_index: int
     gid: GID
     gid_type: GIDType | None
     reason: str
 
     def __str__(self) -> str:
         gid_type = "" if self.gid_type is None else f" ({self.gid_type.name})"
-        return f"{self.index}, {self.gid}{gid_type}: {self.reason}"
+        return f"{self.gid_index}, {self.gid}{gid_type}: {self.reason}"
 
 
 def preferred_gid(table: list[GIDTableEntry]) -> GIDChoice:
     """Choose an entry of a port's GID table that is not empty."""
-    best = max(table, key=lambda entry: (*_score(entry), -entry.index))
-    return GIDChoice(best.index, best.gid, best.gid_type, _reason(best, table))
+    best = max(table, key=lambda entry: (*_score(entry), -entry.gid_index))
+    return GIDChoice(best.gid_index, best.gid, best.gid_type, _reason(best, table))
 
 
 def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
@@ -141,7 +141,7 @@ def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
 
 def no_such_gid(device: str, port_num: int, gid_index: int, table: list[GIDTableEntry]) -> str:
     """Say that a port of a device lacks a GID index, and which it has."""
-    valid = ", ".join(str(entry.index) for entry in table) or "none"
+    valid = ", ".join(str(entry.gid_index) for entry in table) or "none"
     return (
         f"{device} port {port_num} has no GID with index {gid_index}; the valid ones are: {valid}"
     )

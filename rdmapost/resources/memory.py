@@ -673,6 +673,9 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         pd: the protection domain.
         mw_type: type 1 or type 2; see MWType.
 
+    Attributes:
+        mw_type: its type.
+
     Raises:
         TypeError: an argument has the wrong type.
         ClosedError: the PD is closed.
@@ -682,7 +685,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     See ibv_alloc_mw(3).
     """
 
-    __slots__ = ("type",)
+    __slots__ = ("mw_type",)
 
     _type_name = "MW"
     _rank = 0
@@ -690,9 +693,9 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
         expect("pd", pd, PD)
         self.pd = pd
-        self.type = member("mw_type", mw_type, MWType)
+        self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
-        self._make(provider.alloc_mw, (pd, self.type), provider.dealloc_mw, (pd,))
+        self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
 
     def __str__(self) -> str:
         # The text of the ClosedError that a verb would raise comes from here.

@@ -411,7 +411,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             dlid=remote.lid,
             sl=sl,
             dgid=None if by_lid else remote.gid,
-            sgid_index=0 if by_lid else self.gid.index,
+            sgid_index=0 if by_lid else self.gid.gid_index,
             traffic_class=traffic_class,
         )
 
@@ -927,8 +927,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 if reason := why_no_source(self.context, path):
                     return reason
                 return (
-                    f"{path.dgid} cannot be reached from GID {self.gid.index} ({self.gid.gid}); "
-                    "both sides need GIDs of one kind and one network (give gid_index=)"
+                    f"{path.dgid} cannot be reached from GID {self.gid.gid_index} "
+                    f"({self.gid.gid}); both sides need GIDs of one kind and one network (give gid_index=)"
                 )
         if state is QPState.SQD and code == errno.EINVAL:
             return (

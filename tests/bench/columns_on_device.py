@@ -90,7 +90,7 @@ def main() -> None:
         compiler = [os.environ.get("CC", "cc"), "-O2", "-std=gnu11", "-Wall", "-Wextra"]
         subprocess.run([*compiler, source, "-o", compiled, "-libverbs"], check=True)
         context = stack.enter_context(rp.open_device(options.device))
-        gid_index = context.choose_gid().index
+        gid_index = context.choose_gid().gid_index
         print(f"ns per row on {context.name}     C   columns   ratio")
         for rows in options.rows:
             of_python = OfPython(context, stack, rows)

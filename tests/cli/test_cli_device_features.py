@@ -32,7 +32,7 @@ def common(context: rp.Context, opcode: str, qp_type: str, byte_len: int) -> dic
         "status": "SUCCESS",
         "wr_id": 1,
         "byte_len": byte_len,
-        "gid_index": context.choose_gid().index,
+        "gid_index": context.choose_gid().gid_index,
     }
 
 

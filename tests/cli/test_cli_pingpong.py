@@ -139,7 +139,7 @@ def test_json_document_has_the_measurements(context):
         "qp_type": "RC",
         "size": 100,
         "iters": 20,
-        "gid_index": context.choose_gid().index,
+        "gid_index": context.choose_gid().gid_index,
         "round_trips": 20,
         "validated": True,
         "remote": {

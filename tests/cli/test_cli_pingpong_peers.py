@@ -43,7 +43,7 @@ LISTENS = r"^waiting for a client on \S+:\d+$"
 
 @pytest.fixture
 def device_gid(verbs_context: rp.Context) -> str:
-    return str(verbs_context.choose_gid().index)
+    return str(verbs_context.choose_gid().gid_index)
 
 
 @pytest.mark.parametrize(

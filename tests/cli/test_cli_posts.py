@@ -104,7 +104,7 @@ def test_devices_reports_ports_and_gids(context: rp.Context) -> None:
     assert port["state"] == "ACTIVE"
     assert port["link_layer"] == now.link_layer.name
     assert port["active_mtu"] == now.active_mtu.bytes
-    assert port["gid_index"] == context.choose_gid().index
+    assert port["gid_index"] == context.choose_gid().gid_index
     assert [gid["gid"] for gid in port["gids"]] == [
         str(entry.gid) for entry in context.query_gid_table(1)
     ]
@@ -116,7 +116,7 @@ def test_devices_prints_a_table(context: rp.Context) -> None:
     assert max(map(len, ran.out.splitlines())) <= 80
     (row,) = [line for line in ran.out.splitlines() if line.startswith(f"{context.name} ")]
     assert row.split()[1] == ("software" if context.kind == "soft" else "verbs")
-    assert f"*  GID {context.choose_gid().index} " in ran.out
+    assert f"*  GID {context.choose_gid().gid_index} " in ran.out
 
 
 def test_verbose_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
@@ -126,7 +126,7 @@ def test_verbose_devices_says_why_a_gid_was_chosen(context: rp.Context) -> None:
     assert verbose.out == quiet.out
     gid_type = "" if choice.gid_type is None else f" ({choice.gid_type.name})"
     assert verbose.err == (
-        f"{context.name} port 1: GID {choice.index}, {choice.gid}{gid_type}: {choice.reason}\n"
+        f"{context.name} port 1: GID {choice.gid_index}, {choice.gid}{gid_type}: {choice.reason}\n"
     )
 
 
@@ -136,9 +136,9 @@ def test_devices_lists_the_rdma_device_and_soft0(context: rp.Context) -> None:
 
 
 def test_devices_shows_only_the_gid_asked_for(context: rp.Context) -> None:
-    index = context.query_gid_table(1)[0].index
+    index = context.query_gid_table(1)[0].gid_index
     (device,) = done(context, "devices", "-p", "1", "-g", str(index))["devices"]
-    assert [gid["index"] for gid in device["ports"][0]["gids"]] == [index]
+    assert [gid["gid_index"] for gid in device["ports"][0]["gids"]] == [index]
 
 
 @pytest.mark.parametrize(("option", "says"), [("-p", "no port 99"), ("-g", "no GID")])
@@ -166,7 +166,7 @@ def test_send_reports_the_message_that_arrived(
         "status": "SUCCESS",
         "wr_id": 1,
         "byte_len": 6,
-        "gid_index": context.choose_gid().index,
+        "gid_index": context.choose_gid().gid_index,
         "data": "hällo",
         "encoding": "utf-8",
         "received": "hällo",
@@ -313,7 +313,7 @@ def test_verbose_shows_device_port_and_gid_and_why(context: rp.Context, qp_type:
     gid = context.choose_gid()
     assert ran.doc["status"] == "SUCCESS"
     assert f"{context.name} ({context.kind}), asked for" in ran.err
-    assert f"{gid.index}, {gid.gid}" in ran.err
+    assert f"{gid.gid_index}, {gid.gid}" in ran.err
     assert gid.reason in ran.err
     assert "state RTS" in ran.err
 
@@ -328,7 +328,7 @@ def test_verbose_names_rdmapost_device(
 
 
 def test_gid_index_option_selects_the_gid(context: rp.Context) -> None:
-    index = context.query_gid_table(1)[-1].index
+    index = context.query_gid_table(1)[-1].gid_index
     assert done(context, "send", "--gid-index", str(index))["gid_index"] == index
 
 

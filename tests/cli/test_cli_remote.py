@@ -52,7 +52,7 @@ def test_send_to_a_server_reports_what_arrived(
         "status": "SUCCESS",
         "wr_id": 1,
         "byte_len": 6,
-        "gid_index": context.choose_gid().index,
+        "gid_index": context.choose_gid().gid_index,
         "data": "h\u00e4llo",
         "encoding": "utf-8",
         "received": "h\u00e4llo",

@@ -49,7 +49,7 @@ class Bench:
                 self.gone = gone.lkey
             self.cq = stack.enter_context(rp.CQ(context, 1024))
             gid = context.choose_gid()
-            self.path = rp.AHAttr(dgid=gid.gid, sgid_index=gid.index)
+            self.path = rp.AHAttr(dgid=gid.gid, sgid_index=gid.gid_index)
             self.ah = stack.enter_context(rp.AH(self.pds[0], self.path))
             self._stack = stack.pop_all()
         self._attr = ffi.new("struct ibv_qp_attr *")

@@ -319,7 +319,7 @@ def test_rc_pingpong_works_with_the_c_program(c_is: str, verbs_context: rp.Conte
     stock = shutil.which("ibv_rc_pingpong")
     if stock is None:
         pytest.skip("ibv_rc_pingpong is not installed (ibverbs-utils)")
-    port, gid = free_port(), str(verbs_context.choose_gid().index)
+    port, gid = free_port(), str(verbs_context.choose_gid().gid_index)
     options = ("-d", verbs_context.name, "-g", gid, "-n", "100", "-p", str(port))
     ours = (sys.executable, "-P", "examples/rc_pingpong.py", *options)
     first, second = ((stock, *options), ours) if c_is == "the server" else (ours, (stock, *options))

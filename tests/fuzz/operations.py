@@ -216,7 +216,7 @@ def bind_right(world: World, draw: Draw) -> None:
     addr, size, rkey = region.addr, region.length, world.build(window.next_rkey)
     if rkey is None:
         return
-    if window.type is MWType.TYPE_1:
+    if window.mw_type is MWType.TYPE_1:
         world.call(qp.bind_mw, window, region, addr, size, 14)
     else:
         world.call(

@@ -132,6 +132,26 @@ def test_every_wait_gives_up_after_five_seconds_unless_told_otherwise() -> None:
     assert waits <= found.keys()
 
 
+# ---- names ------
+
+
+def test_argument_and_what_shows_it_have_one_name(
+    context: rp.Context, pd: rp.PD, cq: rp.CQ
+) -> None:
+    for wait in (rp.CQ.wait, rp.CQ.wait_into, rp.CQ.completions):
+        parameters = inspect.signature(wait).parameters
+        assert (parameters["count"].default, parameters["timeout"].default) == (1, 5.0)
+    for query in (rp.Context.query_gid, rp.Context.query_gid_ex, rp.Context.choose_gid):
+        assert "gid_index" in inspect.signature(query).parameters
+    for entry in (*context.query_gid_table(), context.choose_gid(), context.query_gid_ex()):
+        assert isinstance(entry.gid_index, int)
+    with rp.QP(pd, rp.QPType.UD, cq) as qp, rp.SRQ(pd) as srq:
+        assert (qp.qp_type, srq.srq_type) == (rp.QPType.UD, rp.SRQType.BASIC)
+    if context.attr.max_mw:
+        with rp.MW(pd, mw_type=rp.MWType.TYPE_1) as window:
+            assert window.mw_type is rp.MWType.TYPE_1
+
+
 # ---- exceptions ---------------------------------------------------------------
 
 

@@ -58,8 +58,8 @@ def test_gid_of_an_address_is_16_bytes_or_text_too(connect, context):
     pair = connect(QPType.UD)
     gid = pair.b.endpoint().gid
     for given in (bytes(gid), bytearray(gid), memoryview(gid), str(gid), gid):
-        attr = rp.AHAttr(dgid=given, sgid_index=pair.a.gid.index)
-        assert attr == rp.AHAttr(dgid=gid, sgid_index=pair.a.gid.index)
+        attr = rp.AHAttr(dgid=given, sgid_index=pair.a.gid.gid_index)
+        assert attr == rp.AHAttr(dgid=gid, sgid_index=pair.a.gid.gid_index)
         assert type(attr.dgid) is rp.GID
         with rp.AH(pair.a.pd, attr) as ah:
             assert str(ah) == f"AH to {gid}"
@@ -67,7 +67,7 @@ def test_gid_of_an_address_is_16_bytes_or_text_too(connect, context):
 
 def test_address_handle_names_its_peer(pd, context):
     gid = context.choose_gid()
-    with rp.AH(pd, rp.AHAttr(dgid=gid.gid, sgid_index=gid.index)) as ah:
+    with rp.AH(pd, rp.AHAttr(dgid=gid.gid, sgid_index=gid.gid_index)) as ah:
         assert str(ah) == f"AH to {gid.gid}"
 
 

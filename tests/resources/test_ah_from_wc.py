@@ -76,7 +76,7 @@ def test_every_gid_of_the_port_can_be_answered(
         if entry.gid_type is rp.GIDType.ROCE_V1:
             continue
         with contextlib.ExitStack() as own:
-            server = Server(Pair(own, pd, cq, QPType.UD, gid_index=entry.index))
+            server = Server(Pair(own, pd, cq, QPType.UD, gid_index=entry.gid_index))
             wc, datagram = server.request(b"question")
             with rp.AH.from_wc(pd, wc, datagram.grh) as ah:
                 assert context.query_gid(1, ah.attr.sgid_index) == entry.gid

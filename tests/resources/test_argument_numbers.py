@@ -71,7 +71,7 @@ def test_limits_are_numbers_of_any_type(context, pd):
         with rp.QP(pd, QPType.RC, cq, port_num=Narrow(1), gid_index=Narrow(0), **limits) as qp:
             assert qp.max_send_wr >= 2
             assert type(qp.port_num) is int
-            assert qp.gid.index == 0
+            assert qp.gid.gid_index == 0
     needs(context.attr.max_srq, "shared receive queues", context)
     with rp.SRQ(pd, Narrow(5)) as srq:
         srq.arm_limit(Narrow(3))

@@ -32,7 +32,7 @@ def test_gid_table_has_no_empty_entries(context):
     table = context.query_gid_table(1)
     assert table
     assert all(any(entry.gid) for entry in table)
-    assert len({entry.index for entry in table}) == len(table)
+    assert len({entry.gid_index for entry in table}) == len(table)
 
 
 def test_device_that_is_not_there_names_those_that_are(context):

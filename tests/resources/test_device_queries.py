@@ -131,13 +131,13 @@ def test_speed_beyond_the_older_field_is_read_where_the_library_has_it(on_null, 
 
 def test_one_gid_is_the_entry_of_the_table(context: rp.Context) -> None:
     for entry in context.query_gid_table(1):
-        assert context.query_gid(1, entry.index) == entry.gid
-        assert context.query_gid_ex(1, entry.index) == entry
+        assert context.query_gid(1, entry.gid_index) == entry.gid
+        assert context.query_gid_ex(1, entry.gid_index) == entry
 
 
 @pytest.mark.parametrize("index", [-1, 255, 1 << 16, 1 << 40])
 def test_missing_gid_is_an_error_that_names_the_valid_ones(context: rp.Context, index: int) -> None:
-    last = context.query_gid_table(1)[-1].index
+    last = context.query_gid_table(1)[-1].gid_index
     for query in (context.query_gid, context.query_gid_ex, context.choose_gid):
         with pytest.raises(ValueError, match=f"no GID with index {index}; .* {last}$"):
             query(1, index)

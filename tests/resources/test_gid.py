@@ -50,7 +50,7 @@ def test_gid_of_a_queue_pair_is_chosen_with_a_reason(connect, context):
     assert choice.reason
     assert choice == context.choose_gid()
     assert pair.a.endpoint().gid == choice.gid
-    assert context.choose_gid(gid_index=choice.index).reason == "asked for"
+    assert context.choose_gid(gid_index=choice.gid_index).reason == "asked for"
 
 
 def test_gid_index_that_is_not_there_is_named(pd, cq, context):
@@ -66,7 +66,7 @@ def test_gid_index_that_is_not_there_is_named(pd, cq, context):
 
 def test_queue_pairs_meet_over_every_gid(pd, cq, stack, context):
     for entry in context.query_gid_table():
-        pair = Pair(stack, pd, cq, gid_index=entry.index)
+        pair = Pair(stack, pd, cq, gid_index=entry.gid_index)
         assert pair.a.endpoint().gid == entry.gid
         pair.works()
 
@@ -103,7 +103,7 @@ def test_preferred_gid_is_roce_v2_then_not_link_local_then_ipv4(better, worse):
 def test_preferred_gid_of_equals_is_that_with_the_lower_index():
     pair = (V2, "::ffff:10.0.0.2", ""), (V2, "::ffff:10.0.0.1", "")
     worse = (V1, "::ffff:10.0.0.1", "")
-    assert preferred_gid(gid_table(worse, *pair)).index == 1
+    assert preferred_gid(gid_table(worse, *pair)).gid_index == 1
 
 
 def test_only_gid_of_a_port_is_preferred_whatever_it_is():
@@ -113,4 +113,4 @@ def test_only_gid_of_a_port_is_preferred_whatever_it_is():
 @pytest.mark.parametrize("gid_type", [None, GIDType.IB])
 def test_preferred_gid_without_roce_versions_is_global(gid_type):
     table = gid_table((gid_type, "fe80::1", ""), (gid_type, "2001:db8::1", ""))
-    assert preferred_gid(table).index == 1
+    assert preferred_gid(table).gid_index == 1

@@ -54,7 +54,7 @@ class Party:
             self.qp.post_recv(rp.RecvWR(self.mr[index * 256 : index * 256 + 256], wr_id=index))
 
     def say(self, group, text, **fields):
-        path = rp.AHAttr(dgid=group, sgid_index=self.qp.gid.index)
+        path = rp.AHAttr(dgid=group, sgid_index=self.qp.gid.gid_index)
         ah = self.stack.enter_context(rp.AH(self.qp.pd, path))
         self.mr.buffer[2048 : 2048 + len(text)] = text
         fields = {"remote_qpn": rp.MULTICAST_QPN, "remote_qkey": DEFAULT_QKEY, **fields}

@@ -130,9 +130,9 @@ def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error):
     write(rc, 1)
     with pytest.raises(error):
         rc.cq.poll_into(buffer)
-    for min in (1, 3):
+    for count in (1, 3):
         with pytest.raises(error):
-            rc.cq.wait_into(buffer, min, timeout=0.1)
+            rc.cq.wait_into(buffer, count, timeout=0.1)
     assert [wc.wr_id for wc in rc.wait(1)] == [0]
 
 
@@ -140,9 +140,9 @@ def test_wait_that_times_out_or_cannot_fit_leaves_what_is_there(rc):
     write(rc, 2)
     with pytest.raises(rp.WaitTimeout, match="2"):
         rc.cq.wait_into(rows(3), 3, timeout=0.05)
-    with pytest.raises(ValueError, match="min=3"):
+    with pytest.raises(ValueError, match="count=3"):
         rc.cq.wait_into(rows(2), 3)
-    with pytest.raises(ValueError, match="min=-1 is negative"):
+    with pytest.raises(ValueError, match="count=-1 is negative"):
         rc.cq.wait_into(rows(2), -1)
     assert rc.cq.wait_into(rows(3), 2) == 2
 

@@ -148,7 +148,7 @@ def test_header_says_where_to_answer(connect):
     wc = receive(pair, recv, b"question")
     grh = wc.datagram(recv).grh
     assert grh is not None
-    back = rp.AHAttr(dgid=grh.sgid, sgid_index=pair.b.gid.index)
+    back = rp.AHAttr(dgid=grh.sgid, sgid_index=pair.b.gid.gid_index)
     pair.theirs.buffer[100:106] = b"answer"
     with rp.AH(pair.pd, back) as ah:
         answer = rp.RecvWR(pair.mine[1000 : 1000 + GRH + 64], wr_id=2)

@@ -29,7 +29,7 @@ RXE_DESTROY = 60.0
 
 def bind(rig: Rig, mw: rp.MW, mr: rp.MR) -> None:
     """Bind a window to the whole region, on b's side."""
-    if mw.type is MWType.TYPE_1:
+    if mw.mw_type is MWType.TYPE_1:
         rig.b.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
     else:
         rig.b.post_send(

@@ -36,7 +36,7 @@ class Side:
     def __init__(self, device: str, gid: str) -> None:
         self._context = rp.open_device(device)
         (self._gid_index,) = (
-            entry.index
+            entry.gid_index
             for entry in self._context.query_gid_table()
             if entry.gid_type is rp.GIDType.ROCE_V2 and str(entry.gid) == gid
         )

@@ -1020,12 +1020,12 @@ METHOD(wait_for)
 		reserve = reserve_number();
 	}
 	if ((order.rows && !reserve) ||
-	    read_count(args[1], order.rows ? "min" : "count", &order.count) ||
+	    read_count(args[1], "count", &order.count) ||
 	    read_count(args[2], "promised", &order.promised) ||
 	    read_deadline(args[3], &deadline))
 		goto out;
 	if (order.rows && order.count > (uint64_t)view.len / sizeof(struct ibv_wc)) {
-		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than min=%S rows", args[1]);
+		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than count=%S rows", args[1]);
 		goto out;
 	}
 	me.count = order.count + order.promised;

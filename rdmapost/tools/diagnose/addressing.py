@@ -49,7 +49,7 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         return
     source = snap.source
     chosen = chosen_gid(qp)
-    if chosen is None or chosen.index != path.sgid_index:
+    if chosen is None or chosen.gid_index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid
         gid_type = None if source is None else source.gid_type
         chosen = GIDChoice(path.sgid_index, gid, gid_type, "its path's sgid_index")

@@ -61,11 +61,11 @@ def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Fin
 
 def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> Finding:
     """Check a chosen GID: is it still in the table, of the right type, and an address in use?"""
-    entry = next((entry for entry in table if entry.index == chosen.index), None)
-    name = f"GID {chosen.index} ({chosen.gid})"
+    entry = next((entry for entry in table if entry.gid_index == chosen.gid_index), None)
+    name = f"GID {chosen.gid_index} ({chosen.gid})"
     again = "choose again: create another queue pair, or give gid_index= ('rdmapost devices')"
     if entry is None:
-        there = ", ".join(str(entry.index) for entry in table) or "none"
+        there = ", ".join(str(entry.gid_index) for entry in table) or "none"
         return Finding(
             "gid-stale",
             "problem",
@@ -76,7 +76,7 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
         return Finding(
             "gid-stale",
             "problem",
-            f"GID {chosen.index} was {chosen.gid} when chosen, and is {entry.gid} now",
+            f"GID {chosen.gid_index} was {chosen.gid} when chosen, and is {entry.gid} now",
             again,
         )
     if entry.ndev and _address_is_gone(entry, system):
@@ -90,7 +90,7 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
     where = f" of {entry.ndev}" if entry.ndev else ""
     evidence = f"{name}{where}{gid_type}: {chosen.reason}"
     better = [
-        f"{other.index} ({other.gid})"
+        f"{other.gid_index} ({other.gid})"
         for other in table
         if other.gid_type is not GIDType.ROCE_V1 and not other.gid.is_link_local
     ]
@@ -140,7 +140,7 @@ def check_route(
         kind: "soft" for soft0, which only reaches itself.
         system: has the routes.
     """
-    here = f"GID {source.index} ({source.gid})"
+    here = f"GID {source.gid_index} ({source.gid})"
     both = "use GIDs of the same type and network on both sides: gid_index= ('rdmapost devices')"
 
     def wrong(why: str, remedy: str = both, severity: Severity = "problem") -> Finding:

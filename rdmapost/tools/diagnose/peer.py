@@ -218,4 +218,4 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
 
 def _gid_type(snap: Snapshot, attr: QPAttr) -> GIDType | None:
     index = attr.ah_attr.sgid_index
-    return next((entry.gid_type for entry in snap.table if entry.index == index), None)
+    return next((entry.gid_type for entry in snap.table if entry.gid_index == index), None)

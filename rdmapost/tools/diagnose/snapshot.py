@@ -84,7 +84,7 @@ class Snapshot:
     def source(self) -> GIDTableEntry | None:
         """The GID table entry that its packets come from, if it exists."""
         index = self.attr.ah_attr.sgid_index
-        return next((entry for entry in self.table if entry.index == index), None)
+        return next((entry for entry in self.table if entry.gid_index == index), None)
 
 
 def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:

@@ -151,7 +151,7 @@ class Pingpong(ResourceHolder):
             )
             by_gid = port.link_layer is LinkLayer.ETHERNET or gid_index is not None
             gid = self._qp.gid.gid if by_gid else _NO_GID
-            self.gid_index = self._qp.gid.index if by_gid else None
+            self.gid_index = self._qp.gid.gid_index if by_gid else None
             self._needs_gid = port.link_layer is LinkLayer.ETHERNET
             self.local = Address(port.lid, self._qp.qp_num, self._qp.psn, gid)
 
@@ -259,7 +259,7 @@ class Pingpong(ResourceHolder):
             dlid=remote.lid,
             sl=self._sl,
             dgid=remote.gid if by_gid else None,
-            sgid_index=qp.gid.index if by_gid else 0,
+            sgid_index=qp.gid.gid_index if by_gid else 0,
         )
         attrs: dict[str, Any] = {}
         if not self._ud:

@@ -349,7 +349,7 @@ def test_gid_of_no_device_is_found(context, unconnected):
 
 def test_link_local_gid_is_a_warning(context, stack, pd, cq):
     table = context.query_gid_table()
-    index = next((entry.index for entry in table if entry.gid.is_link_local), None)
+    index = next((entry.gid_index for entry in table if entry.gid.is_link_local), None)
     needs(index is not None, "link-local GID", context)
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=index))
     findings = qp.diagnose()

@@ -114,7 +114,7 @@ def test_address_that_was_taken_away_is_found(context, netdev, connect):
         gids_settle(context, gid, True)
         table = context.query_gid_table()
         index = next(
-            entry.index
+            entry.gid_index
             for entry in table
             if entry.gid == rp.GID(gid) and entry.gid_type is rp.GIDType.ROCE_V2
         )
@@ -135,7 +135,7 @@ def test_gid_of_another_network_is_found(context, netdev, connect):
     with undone(add):
         gids_settle(context, gid, True)
         table = context.query_gid_table()
-        index = next(entry.index for entry in table if entry.gid == rp.GID(gid))
+        index = next(entry.gid_index for entry in table if entry.gid == rp.GID(gid))
         pair = connect(to=QPState.RESET, gid_index=index)
         usual = context.choose_gid().gid
         pair.a.connect(dataclasses.replace(pair.b.endpoint(), gid=usual))

@@ -53,7 +53,7 @@ def entry(
 def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
     """Diagnose the first GID of a table, or its value when it was chosen."""
     first = table[0]
-    chosen = rp.GIDChoice(first.index, first.gid, first.gid_type, "the only one")
+    chosen = rp.GIDChoice(first.gid_index, first.gid, first.gid_type, "the only one")
     return check_gid(dataclasses.replace(chosen, **changed), list(table), system)
 
 
@@ -93,7 +93,7 @@ def test_gids_matter_only_on_roce(port):
 
 
 def test_gid_that_has_left_the_table_is_stale(system):
-    finding = about_gid(system, entry(V4, 3), index=1)
+    finding = about_gid(system, entry(V4, 3), gid_index=1)
     assert (finding.name, finding.severity) == ("gid-stale", "problem")
     assert finding.evidence.endswith("is no longer in the port's table; valid now: 3")
 
