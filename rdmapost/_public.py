@@ -103,9 +103,9 @@ from .tools.max_inline import max_inline
 
 
 def _diagnose(qp: QP, peer: QP | Endpoint | None) -> Any:
-    from .tools.diagnose import diagnose  # asked for rarely
+    from .tools.diagnose.checklist import run_checklist  # asked for rarely
 
-    return diagnose(qp, peer)
+    return run_checklist(qp, peer)
 
 
 # The core knows nothing of the tools.

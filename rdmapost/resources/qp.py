@@ -928,7 +928,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                     return reason
                 return (
                     f"{path.dgid} cannot be reached from GID {self.gid.gid_index} "
-                    f"({self.gid.gid}); both sides need GIDs of one kind and one network (give gid_index=)"
+                    f"({self.gid.gid}); both sides need GIDs of one kind and one network "
+                    "(give gid_index=)"
                 )
         if state is QPState.SQD and code == errno.EINVAL:
             return (
