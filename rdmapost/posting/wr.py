@@ -52,7 +52,7 @@ class SGE(NamedTuple):
     """A scatter/gather element: a range of local memory (``struct ibv_sge``).
 
     ``mr[64:128]`` makes one; ``SGE.from_buffer`` makes one for inline data. One made from numbers
-    is passed on unchanged.
+    is passed on unchanged. Of a subclass, the tuple's items are read, not its properties.
 
     Attributes:
         addr: address of the first byte, 0..2^64-1.

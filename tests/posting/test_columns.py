@@ -18,6 +18,7 @@ from support.posting_tap import tap
 
 import rdmapost as rp
 from rdmapost import SendFlags, WCStatus
+from rdmapost.posting.columns import Ranges
 
 __all__ = ["tap"]  # a fixture
 
@@ -597,13 +598,24 @@ def test_region_of_a_subclass_has_blocks_and_ranges(rc, pd):
             assert bytes(rc.theirs.buffer[:8]) == b"89abcdef"
 
 
-def test_blocks_of_a_subclass_are_not_sges(rc):
-    class Mine(rp.Blocks):
-        pass
+@pytest.mark.parametrize("base", [rp.Blocks, Ranges])
+def test_rows_of_a_subclass_are_read_as_the_tuple_that_they_are(rc, base):
+    class Mine(base):
+        def __getitem__(self, index):
+            raise AssertionError("an item is asked for")
 
-    rows = Mine(rc.mine, array.array("q", [0, 1]), 8)
-    with pytest.raises(rp.PostError, match="sg_list holds MR"):
-        rc.a.post_columns(rp.RdmaWrite, rows, wr_id=array.array("q", [0, 1]))
+    rc.mine.buffer[:16] = b"0123456789abcdef"
+    rows = Mine(rc.mine, array.array("q", [1, 0]), 8)
+    there = Mine(rc.theirs.addr, array.array("q", [0, 1]), 8) if base is rp.Blocks else None
+    remote = there or array.array("q", [rc.theirs.addr, rc.theirs.addr + 8])
+    assert rc.a.post_columns(rp.RdmaWrite, rows, remote_addr=remote, rkey=rc.theirs.rkey) == 2
+    rc.wait(1)
+    first = 8 if base is rp.Blocks else 1
+    data = bytes(rc.mine.buffer[:16])
+    assert bytes(rc.theirs.buffer[:16]) == data[first : first + 8] + data[:8]
+    short: Any = tuple.__new__(Mine, (rc.mine, 1))
+    with pytest.raises(TypeError, match=f"{base.__name__} has 3 fields, and this one 2"):
+        rc.a.post_columns(rp.RdmaWrite, short, rkey=0, remote_addr=0)
 
 
 def test_more_receives_than_an_srq_can_tell_apart_are_refused(pd, rc):

@@ -251,18 +251,64 @@ def test_sges_of_one_region_need_not_be_adjacent(watched, order):
         qp.to_reset()
 
 
+class Own(rp.SGE):
+    """A subclass that shows other fields than it holds."""
+
+    note = "mine"
+
+    @property
+    def addr(self) -> int:  # type: ignore[override]
+        return 8
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("an item is asked for")
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the items are asked for")
+
+    def __len__(self) -> int:
+        return 1 << 20
+
+
+def test_sge_of_a_subclass_is_read_as_the_tuple_that_it_is(watched):
+    mr = watched.mr
+    said = watched.refused(watched.write(sg_list=Own(mr.addr, 8, mr.lkey, "mr")))
+    assert said == "an SGE's owner: expected MR or a buffer, got str"
+    own = Own(mr.addr, 8, mr.lkey, mr)
+    for sges in (own, [own], [mr[8:16], own]):
+        watched.qp.post_send(watched.write(sg_list=sges))
+        [record] = watched.tap.last()
+        assert record.sges[-1] == (mr.addr, 8, mr.lkey)
+
+
+def test_sge_of_a_subclass_is_posted_by_every_verb(rc, pd, stack):
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    own = Own(mr.addr, 8, mr.lkey, mr)
+    srq = stack.enter_context(rp.SRQ(pd))
+    srq.post_srq_recv(rp.RecvWR(own))
+    rc.b.post_recv(rp.RecvWR(own))
+    sends = rc.a.prepare(rp.Send(rc.mine[:8]))
+    sends[0].sg_list = own
+    assert sends[0].sg_list == (mr[:8],)
+    assert type(sends[0].sg_list[0]) is rp.SGE
+    sends.post()
+    for wc in rc.wait(2):
+        wc.check()
+    with pytest.raises(rp.InUseError):
+        mr.close()
+    sends.close()
+
+
 def test_tuples_that_look_like_sges_are_none(watched):
     mr = watched.mr
-
-    class Like(rp.SGE):
-        """Of another class: its items may be anything."""
-
-    for like in (tuple(mr[:8]), (1, 2), (mr.addr, 8, mr.lkey, mr), Like(*mr[:8]), mr, None):
+    for like in (tuple(mr[:8]), (1, 2), (mr.addr, 8, mr.lkey, mr), mr, None):
         said = watched.refused(rp.Send([mr[:8], like]))
         hint = "use mr[:]" if like is mr else "mr[a:b] makes an SGE"
         assert said == f"sg_list holds {type(like).__name__}; {hint}"
     short: Any = tuple.__new__(rp.SGE, (1, 2))
     assert "sg_list holds SGE" in watched.refused(rp.Send([short]))
+    short = tuple.__new__(Own, (1, 2))
+    assert "sg_list holds Own" in watched.refused(rp.Send(short))
 
 
 def test_many_sges_take_as_long_for_each_as_few(watched):

@@ -248,8 +248,10 @@ static int read_one(const struct columns *c, PyObject *name, PyObject *given, ui
 /* Whether it is a Blocks, or Ranges: 1, 0, or -1 with an exception. */
 static int are_rows(PyObject *given, PyObject *type)
 {
-	if (!rp_has_type(given, type) || Py_SIZE(given) == 3)
-		return rp_has_type(given, type);
+	int are = rp_is_instance(given, type);
+
+	if (!are || Py_SIZE(given) == 3)
+		return are;
 	PyErr_Format(PyExc_TypeError, "%s has 3 fields, and this one %zd",
 		     type == rp_known.blocks ? "Blocks" : "Ranges", Py_SIZE(given));
 	return -1;

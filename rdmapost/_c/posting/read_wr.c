@@ -224,17 +224,20 @@ static int seal(struct post *post, struct request *r)
 
 /* ---- SGEs ---------------------------------------------------------------- */
 
-/* tuple.__new__() makes some that lack items. */
+/*
+ * Whether it is an SGE. A subclass may show other fields, but its items are those of a tuple, and
+ * these are read. tuple.__new__() makes some that lack items.
+ */
 static int is_sge(PyObject *object)
 {
-	return rp_has_type(object, rp_known.sge) && Py_SIZE(object) == 4;
+	return rp_is_instance(object, rp_known.sge) && Py_SIZE(object) == 4;
 }
 
 int rp_read_exact_sge(PyObject *from, struct ibv_sge *sge)
 {
 	uint64_t lkey, length;
 
-	if (!is_sge(from) ||
+	if (!rp_has_type(from, rp_known.sge) || !is_sge(from) ||
 	    !rp_has_type(rp_item(from, 3), rp_known.mr) ||
 	    !rp_read_int(rp_item(from, 0), UINT64_MAX, &sge->addr) ||
 	    !rp_read_int(rp_item(from, 1), UINT32_MAX, &length) ||
@@ -279,7 +282,7 @@ static int read_sge(struct post *post, PyObject *from, struct ibv_sge *sge)
 
 int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list)
 {
-	int one = rp_has_type(sg_list, rp_known.sge), read;
+	int one = rp_is_instance(sg_list, rp_known.sge), read;
 	PyObject *sges = one ? Py_NewRef(sg_list) : PySequence_Tuple(sg_list);
 	Py_ssize_t count;
 	size_t start = post->used;
@@ -546,7 +549,7 @@ void rp_begin_read(struct post *post, PyObject *one)
 
 static int read_list(struct work_queue *q, PyObject *wrs, struct post *post)
 {
-	int is_sges = rp_has_type(wrs, rp_known.sge) || rp_has_type(wrs, rp_known.blocks);
+	int is_sges = rp_is_instance(wrs, rp_known.sge) || rp_is_instance(wrs, rp_known.blocks);
 	Py_ssize_t count;
 	int read = 1;
 
