@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from .._arguments import member
 from .._binding import ffi
 from ..enums import (
     MTU,
@@ -108,9 +109,14 @@ class TSOCaps:
         """Whether queue pairs of a type can post TSO work requests.
 
         Args:
-            qp_type: the type.
+            qp_type: the type, a QPType or its number.
+
+        Raises:
+            TypeError: it is not an integer.
+            ValueError: it is not a QPType.
         """
-        return bool(self.max_tso and self.supported_qpts >> qp_type & 1)
+        bit = member("qp_type", qp_type, QPType)
+        return bool(self.max_tso and self.supported_qpts >> bit & 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType
+from rdmapost.explain import explain
 
 MODULES = ("check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong")
 ALL = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
@@ -41,6 +42,7 @@ def test_program_whose_numbers_are_all_numpys_works(context: rp.Context, which: 
     gid = context.choose_gid(n(1), n(0))
     assert gid == context.choose_gid(1, 0)
     assert context.query_gid(n(1), n(0)) == gid.gid
+    assert context.query_pkey(n(1), n(0)) == context.query_pkey(1, 0)
     with (
         rp.PD(context) as pd,
         rp.CQ(context, n(16), comp_vector=n(0)) as cq,
@@ -130,6 +132,20 @@ def test_every_wait_gives_up_after_five_seconds_unless_told_otherwise() -> None:
         "Context.async_event",
     }
     assert waits <= found.keys()
+
+
+def test_number_of_8_bits_is_not_computed_with_in_8_bits() -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    with rp.open_device("soft0") as context:
+        tso = context.attr.tso_caps
+        for qp_type in QPType:
+            for kind in (numpy.uint8, numpy.int64):
+                assert tso.supports(kind(qp_type)) == tso.supports(qp_type)
+        with pytest.raises(ValueError, match="qp_type=77 is not a valid QPType"):
+            tso.supports(77)  # type: ignore[arg-type]
+    for kind in (numpy.uint8, numpy.int8, numpy.int64):
+        assert explain(kind(12)) == explain(12)
+    assert explain(numpy.int8(-12)) == explain("ENOMEM")
 
 
 # ---- names ------

@@ -8,6 +8,7 @@ import os
 import re
 from enum import Enum
 
+from ..._arguments import index, shown
 from ...enums import EventType, WCStatus
 from ...errors import RdmaError, describe_errno
 from .access_flags import ACCESS_FLAGS, OPS_FLAGS
@@ -148,19 +149,19 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             flag or an event: a member of an enumeration; its name in Python
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
             what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
-            number of a status or errno (a negative one only of an errno).
+            number, of any integer type, of a status or errno (a negative one only of an errno).
 
     Returns:
         all with this name or number; 13 is a status and an errno, and SEND an
         opcode of work requests and of completions.
 
     Raises:
-        TypeError: what is neither text, nor a number, nor a member of an enumeration.
+        TypeError: what is neither text, nor an integer, nor a member of an enumeration.
         UnknownNameError: there is none.
     """
-    if not isinstance(what, str | int | Enum):
-        raise TypeError(f"expected a name or a number, got {type(what).__name__}")
-    text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else str(what).strip()
+    if not isinstance(what, str | Enum):
+        return _by_number(index("what", what, "a name or a number"))
+    text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else what.strip()
     if re.fullmatch(r"-?\d{1,9}|0[xX][0-9a-fA-F]{1,8}", text):
         return _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
     found = _BY_KEY.get(_key(text))
@@ -188,7 +189,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
         text = describe_errno(abs(number))
         raise UnknownNameError(f"{text} is not an error that verbs are known to return", ())
     raise UnknownNameError(
-        f"{number} is not the number of a status or an errno"
+        f"{shown(number)} is not the number of a status or an errno"
         + ("; only the device's driver knows what a vendor_err means" if number > 0 else ""),
         (),
     )

@@ -281,9 +281,14 @@ def test_text_that_is_nothing_like_a_name_has_no_suggestion(what: str | int) -> 
     assert len(str(caught.value)) < 200
 
 
+def test_number_too_long_to_print_is_shown_as_its_size() -> None:
+    with pytest.raises(UnknownNameError, match=r"^\(70001 bits\) is not the number of a status"):
+        explain(1 << 70_000)
+
+
 @pytest.mark.parametrize("what", [None, 1.0, b"EINVAL", ["EINVAL"]])
 def test_what_is_no_name_is_a_type_error(what: object) -> None:
-    with pytest.raises(TypeError, match="expected a name or a number, got"):
+    with pytest.raises(TypeError, match=r"^what: expected a name or a number, got"):
         explain(what)  # type: ignore[arg-type]
 
 
