@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._arguments import expect, index
+from .._arguments import expect, index, shown, within
 from ..errors import ClosedError
 from ..posting.wr import SGE, RecvWR
 from ..standard.wire import (
@@ -36,8 +35,9 @@ class GRH:
         sgid, dgid: where the datagram came from, and where it went.
         traffic_class: 0..255; for IPv4 the type of service.
         flow_label: 0..2^20-1; 0 for IPv4.
-        payload_length: as the header gives it: transport headers, message and ICRC, in bytes.
-        next_header: which header follows: 27 is InfiniBand's, 17 is UDP (RoCE v2).
+        payload_length: as the header gives it: transport headers, message and ICRC, in bytes,
+            0..65535; for IPv4 0..65515.
+        next_header: which header follows, 0..255: 27 is InfiniBand's, 17 is UDP (RoCE v2).
         hop_limit: 0..255; for IPv4 the time to live.
         version: 6, or 4.
     """
@@ -97,29 +97,36 @@ class GRH:
 
         Raises:
             TypeError: a field has the wrong type.
-            ValueError: a number does not fit its field.
+            ValueError: a number is out of its field's range, or a version 4 header has a GID that
+                is not an IPv4 one.
         """
-        numbers = ("traffic_class", "flow_label", "payload_length", "next_header", "hop_limit")
-        for name in numbers:
-            index(name, getattr(self, name))
+        version = index("version", self.version)
+        if version not in (4, 6):
+            raise ValueError(f"version={shown(version)} is not 4 or 6")
+        traffic_class = within("traffic_class", self.traffic_class, 0, 0xFF)
+        # An IPv4 header has no flow label, and its length includes the header.
+        flow_label = within("flow_label", self.flow_label, 0, 0xFFFFF if version == 6 else 0)
+        most = 0xFFFF if version == 6 else 0xFFFF - IPV4.size
+        payload_length = within("payload_length", self.payload_length, 0, most)
+        next_header = within("next_header", self.next_header, 0, 0xFF)
+        hop_limit = within("hop_limit", self.hop_limit, 0, 0xFF)
         for name in ("sgid", "dgid"):
-            expect(name, getattr(self, name), GID)
-        try:
-            if self.version == 4:
-                return bytes(_IPV4_AT) + ipv4_header(
-                    self.traffic_class,
-                    IPV4.size + self.payload_length,
-                    DONT_FRAGMENT,
-                    self.hop_limit,
-                    self.next_header,
-                    self.sgid[-4:],
-                    self.dgid[-4:],
-                )
-            first = 6 << 28 | self.traffic_class << 20 | self.flow_label
-            lengths = self.payload_length, self.next_header, self.hop_limit
-            return IPV6.pack(first, *lengths, self.sgid, self.dgid)
-        except struct.error as error:
-            raise ValueError(f"{self} cannot be packed: {error}") from None
+            gid = getattr(self, name)
+            expect(name, gid, GID)
+            if version == 4 and gid[:-4] != IPV4_MAPPED:
+                raise ValueError(f"{name}: {gid} is not an IPv4 GID, and version is 4")
+        if version == 4:
+            return bytes(_IPV4_AT) + ipv4_header(
+                traffic_class,
+                IPV4.size + payload_length,
+                DONT_FRAGMENT,
+                hop_limit,
+                next_header,
+                self.sgid[-4:],
+                self.dgid[-4:],
+            )
+        first = 6 << 28 | traffic_class << 20 | flow_label
+        return IPV6.pack(first, payload_length, next_header, hop_limit, self.sgid, self.dgid)
 
 
 class Datagram(NamedTuple):

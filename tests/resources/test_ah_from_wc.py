@@ -165,8 +165,16 @@ def test_completion_that_was_changed_is_checked(
         ("hop_limit", "x", TypeError, "hop_limit: expected int, got str"),
         ("flow_label", None, TypeError, "flow_label: expected int, got NoneType"),
         ("sgid", b"short", TypeError, "sgid: expected GID, got bytes"),
-        ("payload_length", 1 << 70, ValueError, "cannot be packed"),
-        ("traffic_class", -1, ValueError, "cannot be packed"),
+        ("payload_length", 1 << 70, ValueError, r"payload_length=\d+ is not in 0\.\.65"),
+        ("payload_length", 1 << 16, ValueError, r"payload_length=65536 is not in 0\.\.65"),
+        ("traffic_class", -1, ValueError, r"traffic_class=-1 is not in 0\.\.255"),
+        ("traffic_class", 999, ValueError, r"traffic_class=999 is not in 0\.\.255"),
+        ("flow_label", 0x1FFFFF, ValueError, r"flow_label=2097151 is not in 0\.\."),
+        ("next_header", 256, ValueError, r"next_header=256 is not in 0\.\.255"),
+        ("hop_limit", 256, ValueError, r"hop_limit=256 is not in 0\.\.255"),
+        ("version", 7, ValueError, "version=7 is not 4 or 6"),
+        ("version", "4", TypeError, "version: expected int, got str"),
+        ("version", None, TypeError, "version: expected int, got NoneType"),
     ],
 )
 @pytest.mark.parametrize("version", [4, 6])
@@ -189,5 +197,18 @@ def test_header_with_a_wrong_field_is_refused(
 def test_packed_header_is_read_back(grh: rp.GRH) -> None:
     assert rp.GRH.parse(grh.pack()) == grh
     assert len(grh.pack()) == GRH
-    with pytest.raises(ValueError, match="cannot be packed"):
-        rp.GRH(grh.sgid, grh.dgid, 0, 0, 1 << 16, 17, 64, grh.version).pack()
+    largest = 65535 if grh.version == 6 else 65515
+    longest = replace(grh, payload_length=largest, traffic_class=255, hop_limit=255)
+    assert rp.GRH.parse(longest.pack()) == longest
+    with pytest.raises(
+        ValueError, match=rf"payload_length={largest + 1} is not in 0\.\.{largest}$"
+    ):
+        replace(grh, payload_length=largest + 1).pack()
+
+
+def test_header_of_version_4_has_ipv4_addresses_and_no_flow_label() -> None:
+    gid = rp.GID("::ffff:10.0.0.1")
+    with pytest.raises(ValueError, match=r"flow_label=1 is not in 0\.\.0"):
+        rp.GRH(gid, gid, 0, 1, 8, 17, 64, 4).pack()
+    with pytest.raises(ValueError, match="dgid: fe80::1 is not an IPv4 GID, and version is 4"):
+        rp.GRH(gid, rp.GID("fe80::1"), 0, 0, 8, 17, 64, 4).pack()
