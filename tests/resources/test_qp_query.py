@@ -52,6 +52,28 @@ def test_alternate_path_is_read_from_its_own_fields() -> None:
     assert attr.path_mtu is None
 
 
+def test_rate_limit_is_shown_until_the_queue_pair_is_reset(soft: str) -> None:
+    """Devices of libibverbs report none."""
+    with (
+        rp.open_device(soft) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.QP(pd, QPType.RAW_PACKET, cq) as qp,
+    ):
+        qp.connect()
+        assert qp.query().rate_limit == 0
+        qp.modify(rate_limit=5000)
+        assert qp.query().rate_limit == 5000
+        qp.to_reset()
+        assert qp.query().rate_limit == 0
+
+
+def test_rate_limit_is_read_from_its_own_field() -> None:
+    raw, init = ffi.new("struct ibv_qp_attr *"), ffi.new("struct ibv_qp_init_attr *")
+    raw.rate_limit = 7
+    assert read_qp_attr(raw, init).rate_limit == 7
+
+
 @pytest.mark.parametrize("opcode", [rp.Opcode.RDMA_READ, rp.Opcode.RDMA_WRITE, rp.Opcode.SEND])
 def test_device_without_ordered_data_promises_no_order(rc: Pair, opcode: rp.Opcode) -> None:
     nothing = rp.QueryQPDataInOrderCaps(0)
