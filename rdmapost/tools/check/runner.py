@@ -6,6 +6,7 @@ import errno
 from collections.abc import Callable, Iterator
 from typing import Literal
 
+from ..._arguments import expect, time_limit
 from ...enums import DeviceCap, QPType
 from ...errors import RdmaError, VerbsError
 from ...resources.cq import CQ
@@ -43,10 +44,21 @@ def run_checks(
         An iterator over the results, row by row.
 
     Raises:
-        ValueError: the device has no such port.
+        TypeError: an argument has the wrong type.
+        ValueError: the device has no such port, the port has no GID at gid_index, or timeout is
+            not positive.
+        ClosedError: the device is closed.
         VerbsError: the port cannot be queried.
     """
-    trials = {t: Trial(context, t, port_num, gid_index, timeout) for t in QP_TYPES}
+    expect("context", context, Context)
+    timeout = time_limit(timeout)
+    if gid_index is not None:
+        gid_index = context.choose_gid(port_num, gid_index).gid_index
+    # Here, so that the caller gets what is raised now, and not with the first result.
+    return _results({t: Trial(context, t, port_num, gid_index, timeout) for t in QP_TYPES})
+
+
+def _results(trials: dict[QPType, Trial]) -> Iterator[Result]:
     missing = {t: _attempt(_require_type, trials[t]) for t in QP_TYPES}
     for row in ROWS:
         for qp_type in row.qp_types:

@@ -55,6 +55,20 @@ def test_all_checks_finish_within_4_seconds(soft: rp.Context) -> None:
     assert time.perf_counter() - start < 4
 
 
+def test_wrong_arguments_are_refused_before_the_first_result(soft: Any) -> None:
+    wrong: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (TypeError, "context: expected Context, got int", 5, {}),
+        (ValueError, "soft0 has no port 2", soft, {"port_num": 2}),
+        (ValueError, "soft0 port 1 has no GID with index 99", soft, {"gid_index": 99}),
+        (TypeError, "gid_index: expected int, got str", soft, {"gid_index": "0"}),
+        (TypeError, "timeout: expected seconds, got str", soft, {"timeout": "5"}),
+        (ValueError, "timeout=0: expected more than 0 s", soft, {"timeout": 0}),
+    ]
+    for error, text, context, options in wrong:
+        with pytest.raises(error, match=f"^{text}"):
+            run_checks(context, **options)
+
+
 @pytest.mark.parametrize("qp_type", ["RC", "UC"])
 def test_writes_outside_a_window_are_refused(
     results: dict[tuple[str, str], Result], qp_type: str
