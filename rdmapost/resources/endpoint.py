@@ -11,8 +11,8 @@ from ..enums import MTU
 from .gid import GID, GIDLike, gid_argument
 
 _LINE = re.compile(
-    r"qp_num=(0x[0-9a-f]{1,6}) psn=(0x[0-9a-f]{1,6}) gid=([0-9a-f:.]{2,45}) "
-    r"lid=(0x[0-9a-f]{1,4}) mtu=([0-9]{3,4})"
+    r"qp_num=(0x[0-9a-f]{1,16}) psn=(0x[0-9a-f]{1,16}) gid=([^\s%]{1,64}) "
+    r"lid=(0x[0-9a-f]{1,16}) mtu=([0-9]{1,9})"
 )
 
 
@@ -69,7 +69,8 @@ class Endpoint:
 
         Raises:
             TypeError: it is not a str.
-            ValueError: it is not the text of an endpoint.
+            ValueError: it is not the text of an endpoint, or a field is out of range; the text
+                names the field.
         """
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
@@ -79,4 +80,4 @@ class Endpoint:
         by_bytes = {m.bytes: m for m in MTU}
         if int(mtu) not in by_bytes:
             raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, by_bytes))}")
-        return cls(int(qpn, 16), int(psn, 16), GID(gid), int(lid, 16), by_bytes[int(mtu)])
+        return cls(int(qpn, 16), int(psn, 16), gid, int(lid, 16), by_bytes[int(mtu)])

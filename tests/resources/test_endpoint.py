@@ -53,18 +53,32 @@ def test_garbage_is_no_endpoint(text):
     "line",
     [
         "",
-        "qp_num=0x1 psn=0x2 gid=::1 lid=0x0 mtu=1000",
-        "qp_num=0x1000000 psn=0x2 gid=::1 lid=0x0 mtu=1024",
-        "qp_num=0x1 psn=0x2 gid=:::1 lid=0x0 mtu=1024",
-        "qp_num=0x1 psn=0x2 gid=::1 lid=0x10000 mtu=1024",
         "qp_num=1 psn=0x2 gid=::1 lid=0x0 mtu=1024",
         "qp_num=0x1 psn=0x2 gid=::1 lid=0x0 mtu=1024 x",
+        "qp_num=0x1 psn=0x2 gid=fe80::1%\u00e9 lid=0x0 mtu=1024",
         "qp_num=0x1 psn=0x2 gid=::1 lid=0x0 mtu=\u0661\u0660\u0662\u0664",
     ],
 )
 def test_line_that_is_nearly_right_is_refused(line):
-    with pytest.raises(ValueError):  # noqa: PT011 - which part is wrong decides the text
+    with pytest.raises(ValueError, match=r"^not an endpoint: "):
         Endpoint.parse(line)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"qp_num": "0x1000000"}, r"^qp_num=16777216 is not in 0\.\.2\^24-1$"),
+        ({"psn": "0x1000000"}, r"^psn=16777216 is not in 0\.\.2\^24-1$"),
+        ({"lid": "0x10000"}, r"^lid=65536 is not in 0\.\.65535$"),
+        ({"gid": ":::1"}, "^gid: ':::1' is not an IPv6 address$"),
+        ({"gid": "10.0.0.1"}, "^gid: '10.0.0.1' is an IPv4 address; its GID is '::ffff:10.0.0.1'$"),
+        ({"mtu": "1000"}, "^mtu=1000 is not one of 256, 512, 1024, 2048, 4096$"),
+    ],
+)
+def test_field_of_a_line_that_is_out_of_range_is_named(changed, text):
+    fields = {"qp_num": "0x1", "psn": "0x2", "gid": "::1", "lid": "0x0", "mtu": "1024", **changed}
+    with pytest.raises(ValueError, match=text):
+        Endpoint.parse(" ".join(f"{name}={value}" for name, value in fields.items()))
 
 
 def test_long_garbage_is_not_quoted_whole():
