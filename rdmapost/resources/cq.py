@@ -456,9 +456,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
             How many rows were written; the rest of the buffer is unchanged.
 
         Raises:
-            TypeError: it is not a buffer, or it holds pointers that Python follows.
-            BufferError: it is read-only, or not contiguous.
-            ValueError: it does not hold whole rows.
+            TypeError: it is not a buffer, is read-only, or holds pointers that Python follows.
+            ValueError: it is not contiguous, or does not hold whole rows.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
 
@@ -482,10 +481,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
         Raises:
             WaitTimeout: fewer completions came; they stay for the next poll or wait.
             WaitCancelled: cancel_waits() was called.
-            TypeError: an argument has the wrong type.
-            BufferError: the buffer is read-only, or not contiguous.
-            ValueError: the buffer does not hold whole rows, or fewer than count; count is negative,
-                or timeout is NaN.
+            TypeError: an argument has the wrong type, or buffer is read-only.
+            ValueError: the buffer is not contiguous, does not hold whole rows, or holds fewer than
+                count; count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
@@ -493,7 +491,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.channel is not None:
             raise RdmaError(_SHARED.format(self))
         timeout, count = seconds(timeout), index("count", count)
-        with memoryview(buffer) as rows:
+        # A view: the class's own code runs now, and not in the middle of the wait.
+        with _view_of(buffer) as rows:
             available = self._poller.wait(self, count, 0, timeout, rows)
         assert available is not None
         if available >= 0:
@@ -562,6 +561,16 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
 
 with_c_methods(CQ)
+
+
+def _view_of(buffer: Any) -> memoryview:
+    try:
+        return memoryview(buffer)
+    except TypeError as error:
+        found = type(buffer).__name__
+        raise TypeError(f"buffer: expected a writable buffer, got {found}") from error
+    except (BufferError, ValueError) as error:
+        raise ValueError(f"buffer: {error}") from None
 
 
 def _check_cqe(context: Context, cqe: int) -> int:

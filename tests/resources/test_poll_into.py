@@ -123,15 +123,23 @@ def test_any_writable_buffer_of_whole_rows_will_do(rc):
 
 
 @pytest.mark.parametrize(
-    ("buffer", "error"),
-    [(bytes(48), BufferError), (bytearray(50), ValueError), ([1], TypeError), (None, TypeError)],
+    ("buffer", "error", "text"),
+    [
+        (bytes(48), TypeError, "^buffer: expected a writable buffer, got .*, which is read-only$"),
+        (memoryview(bytearray(96))[::2], ValueError, "^buffer: expected a contiguous buffer, got "),
+        (np.zeros(96, "u1")[::2], ValueError, "^buffer: expected a contiguous buffer, got "),
+        (bytearray(50), ValueError, "whole rows of 48 bytes"),
+        ([1], TypeError, "^buffer: expected a writable buffer, got list$"),
+        (None, TypeError, "^buffer: expected a writable buffer, got NoneType$"),
+    ],
+    ids=["bytes", "memoryview with gaps", "array with gaps", "part of a row", "list", "None"],
 )
-def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error):
+def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error, text):
     write(rc, 1)
-    with pytest.raises(error):
+    with pytest.raises(error, match=text):
         rc.cq.poll_into(buffer)
     for count in (1, 3):
-        with pytest.raises(error):
+        with pytest.raises(error, match=text):
             rc.cq.wait_into(buffer, count, timeout=0.1)
     assert [wc.wr_id for wc in rc.wait(1)] == [0]
 

@@ -819,6 +819,37 @@ static const char WC_FORMAT[] =
 	"T{L:wr_id:I:status:I:opcode:I:vendor_err:I:byte_len:I:imm_data:I:qp_num:I:src_qp:"
 	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
 
+/*
+ * An export has failed: raise TypeError or ValueError, which name the argument, instead of what the
+ * exporter raised. Other exceptions stay.
+ */
+static void refuse_rows(PyObject *buffer)
+{
+	PyObject *raised, *name;
+	Py_buffer view;
+
+	if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
+	    !PyErr_ExceptionMatches(PyExc_BufferError))
+		return;
+	raised = rp_take_exception();
+	name = PyType_GetName(Py_TYPE(buffer));
+	if (!PyObject_CheckBuffer(buffer)) {
+		PyErr_Format(PyExc_TypeError, "buffer: expected a writable buffer, got %V", name, "?");
+	} else if (PyObject_GetBuffer(buffer, &view, PyBUF_FULL_RO)) {
+		PyErr_Format(PyExc_ValueError, "buffer: %S", raised);
+	} else {
+		if (view.readonly)
+			PyErr_Format(PyExc_TypeError, "buffer: expected a writable buffer, got %V, "
+				     "which is read-only", name, "?");
+		else
+			PyErr_Format(PyExc_ValueError, "buffer: expected a contiguous buffer, got "
+				     "%V, which is not", name, "?");
+		PyBuffer_Release(&view);
+	}
+	Py_XDECREF(name);
+	Py_DECREF(raised);
+}
+
 static int export_rows(PyObject *buffer, Py_buffer *view)
 {
 	int failed;
@@ -826,20 +857,10 @@ static int export_rows(PyObject *buffer, Py_buffer *view)
 	if (rp_enter_call())
 		return -1;
 	failed = PyObject_GetBuffer(buffer, view, PyBUF_CONTIG | PyBUF_FORMAT);
+	if (failed)
+		refuse_rows(buffer);
 	rp_leave_call();
-	if (!failed)
-		return 0;
-	/* numpy raises ValueError. */
-	if (PyErr_ExceptionMatches(PyExc_ValueError)) {
-		PyObject *type, *value, *traceback;
-
-		PyErr_Fetch(&type, &value, &traceback);
-		PyErr_Format(PyExc_BufferError, "%S", value ? value : type);
-		Py_XDECREF(type);
-		Py_XDECREF(value);
-		Py_XDECREF(traceback);
-	}
-	return -1;
+	return failed;
 }
 
 /* Check a memoryview: a class may return a different buffer at each call. */
