@@ -95,7 +95,7 @@ def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
         def append(self, item: Any) -> None:
             super().append(item)
             if len(self) == 1:
-                with pytest.raises(RuntimeError, match="in the middle of a post") as caught:
+                with pytest.raises(rp.RdmaError, match="in the middle of a post") as caught:
                     watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=2))
                 refused.append(caught.value)
 

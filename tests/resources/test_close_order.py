@@ -559,16 +559,16 @@ def test_constructor_that_makes_twice_is_refused():
             self._make(self.create, (), lambda _: closed.append("again"), ())
 
         def create(self) -> Any:
-            with pytest.raises(RuntimeError, match=r"^again is being made"):
+            with pytest.raises(rp.RdmaError, match=r"^again is being made"):
                 self._make(ffi.new, ("char *",), lambda _: None, ())
             return ffi.new("char *")
 
     thing = Again()
-    with pytest.raises(RuntimeError, match=r"^again has been made"):
+    with pytest.raises(rp.RdmaError, match=r"^again has been made"):
         thing._make(ffi.new, ("char *",), lambda _: None, ())
     thing.close()
     assert closed == ["again"]
-    with pytest.raises(RuntimeError, match=r"^again has been made"):
+    with pytest.raises(rp.RdmaError, match=r"^again has been made"):
         thing._make(ffi.new, ("char *",), lambda _: None, ())
 
 

@@ -83,7 +83,7 @@ def test_second_call_of_a_constructor_changes_nothing(made):
     missing = object()
     before = {name: getattr(thing, name, missing) for name in _slots(type(thing))}
     for again in (arguments, ()):
-        with pytest.raises(RuntimeError, match="has been made; __init__ is not called again"):
+        with pytest.raises(rp.RdmaError, match="has been made; __init__ is not called again"):
             thing.__init__(*again)
     assert {name: getattr(thing, name, missing) for name in before} == before
     assert not thing.closed
@@ -109,7 +109,7 @@ def test_constructor_that_runs_is_alone(name, context, pd):
     first.start()
     try:
         assert began.wait(20)
-        with pytest.raises(RuntimeError, match="is being made; __init__ is not called again"):
+        with pytest.raises(rp.RdmaError, match="is being made; __init__ is not called again"):
             thing.__init__(of, 4096)
         with pytest.raises(AttributeError, match="cannot be set"):
             setattr(thing, "pd" if name == "MR" else "context", None)
@@ -280,7 +280,7 @@ def test_closed_window_is_named_without_its_rkey(pd):
 
 
 def test_constructor_of_an_open_region_cannot_be_called_again(pd):
-    with rp.MR(pd, 64) as mr, pytest.raises(RuntimeError, match="has been made"):
+    with rp.MR(pd, 64) as mr, pytest.raises(rp.RdmaError, match="has been made"):
         mr.__init__(pd, 4096)  # type: ignore[misc]
 
 

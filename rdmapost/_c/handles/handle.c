@@ -485,6 +485,11 @@ void rp_raise_forked(void)
 			"the process was forked in the middle of a verb; open the device again");
 }
 
+void rp_raise_nested(void)
+{
+	PyErr_SetString(python.error, "this thread is in the middle of a post to the same queue");
+}
+
 /* ---- provider functions' results ------------------------------------------ */
 
 /* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
@@ -715,7 +720,7 @@ static int change_state(struct rp_handle *h, char from, char to)
 
 static void raise_made(PyObject *self)
 {
-	PyErr_Format(PyExc_RuntimeError, "%S %s made; __init__ is not called again", self,
+	PyErr_Format(python.error, "%S %s made; __init__ is not called again", self,
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 

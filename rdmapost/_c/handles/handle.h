@@ -153,6 +153,9 @@ void rp_raise_closed(struct rp_handle *handle);
 /* Raise ClosedError after a fork in the middle of a verb. */
 void rp_raise_forked(void);
 
+/* Raise RdmaError for a post in the middle of another to the same queue. */
+void rp_raise_nested(void);
+
 /* rp_begin_use() and rp_end_use() for callers that already have rp_thread(). */
 #define RP_SHUT (1ull << 63)
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);

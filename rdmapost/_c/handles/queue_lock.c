@@ -16,8 +16,7 @@ int rp_acquire(struct rp_lock *lock)
 	if (rp_try_acquire(lock, rp_thread()))
 		return 0;
 	if (rp_owns(lock)) {
-		PyErr_SetString(PyExc_RuntimeError,
-				"this thread is in the middle of a post to the same queue");
+		rp_raise_nested();
 		return -1;
 	}
 	/* Any release after this sees the waiter. */
