@@ -163,11 +163,11 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
     try:
         # Takes numbers of all types but, unlike float(), does not parse text.
         value = math.ldexp(given, 0)
-    except TypeError:
-        if hasattr(type(given), "__float__") or hasattr(type(given), "__index__"):
-            raise
+    except TypeError as error:
+        # numpy's arrays have __float__, and most refuse.
+        own = hasattr(type(given), "__float__") or hasattr(type(given), "__index__")
         found = type(given).__name__
-        raise TypeError(f"{name}: expected {expected}, got {found}") from None
+        raise TypeError(f"{name}: expected {expected}, got {found}") from (error if own else None)
     except OverflowError:
         raise ValueError(f"{name}: too many seconds for a float") from None
     if math.isnan(value):

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from .._arguments import index, shown
+from .._arguments import within
 from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
@@ -221,12 +221,9 @@ class PostQueue(native.Queue):
             wr=wrs[index],
         )
 
-    def _whole(self, name: str, value: Any) -> int:
+    def _whole(self, name: str, value: Any, least: int) -> int:
         """Return an integer that C does not read as one of 64 bits."""
-        number = index(name, value)
-        if not 0 <= number <= _UNLIMITED:
-            raise ValueError(f"{name}={shown(number)} is not in 0..2^64-1")
-        return number
+        return within(name, value, least, _UNLIMITED)
 
     def _row_refused(
         self,

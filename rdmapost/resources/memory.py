@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
-from .._arguments import counted, expect, index, member, within
+from .._arguments import counted, expect, index, member, shown, within
 from .._arguments import flags as flags_of
 from .._binding import ffi, start_of
 from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ReregFlags
@@ -749,11 +749,14 @@ def _size_of(memory: Any) -> int | None:
 
 def _allocate(size: int) -> mmap.mmap:
     if size < 1:
-        raise ValueError(f"a region needs at least 1 byte, got {size}")
+        raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
     try:
         return mmap.mmap(-1, size)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"cannot allocate {size} bytes for a region: {error}") from None
+    except OSError as error:
+        why = error.strerror
+    except OverflowError:
+        why = "no address space is so large"
+    raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
 
 
 def _source_of(memory: Any, access: Access) -> Source:
@@ -763,9 +766,11 @@ def _source_of(memory: Any, access: Access) -> Source:
     if size is not None:
         view = memoryview(_allocate(size))
         return Source(start_of(view), len(view), view, None, given=False)
+    or_else = ""
     try:
         exported = memoryview(memory)
         if writable and exported.readonly:
+            or_else = ", or an access without LOCAL_WRITE"
             raise TypeError("it is read-only")
     except (TypeError, ValueError, BufferError) as error:
         if str(error).startswith("cannot include dtype"):
@@ -778,7 +783,7 @@ def _source_of(memory: Any, access: Access) -> Source:
             return source_of(memory, writable)
         needed = "writable buffer" if writable else "buffer"
         raise TypeError(
-            f"a memory region needs a {needed}, not {type(memory).__name__} ({error})"
+            f"a memory region needs a {needed}, not {type(memory).__name__} ({error}){or_else}"
         ) from None
     view = _bytes_of(memory, exported, writable)
     return Source(start_of(view), len(view), view, None, mapped=is_mapped(exported))

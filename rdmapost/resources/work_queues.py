@@ -95,9 +95,10 @@ class UsedByWorkRequests(Resource):
         shown = ", ".join(str(wr_id) for wr_id, _ in using[:4]) + (
             ", ..." if len(using) > 4 else ""
         )
+        what = "its completion" if len(using) == 1 else "their completions"
         raise InUseError(
             f"{self} cannot be closed: in use by {counted(len(using), 'outstanding work request')} "
-            f"(wr_id {shown}); poll their completions, or close {holders} first"
+            f"(wr_id {shown}); poll {what}, or close {holders} first"
         )
 
 

@@ -369,17 +369,26 @@ def test_closed_queue_pair_and_region(rc, pd):
 @pytest.mark.parametrize(
     ("error", "match", "options"),
     [
-        (TypeError, "4 or 8 bytes .* not one of format 'd' and", {"wr_id": np.zeros(3)}),
-        (TypeError, "4 or 8 bytes .* not one of format 'h' and", {"wr_id": np.zeros(3, "i2")}),
+        (TypeError, "4 or 8 bytes .* not one of format 'd'$", {"wr_id": np.zeros(3)}),
+        (TypeError, "4 or 8 bytes .* not one of format 'h'$", {"wr_id": np.zeros(3, "i2")}),
         (
             TypeError,
-            "native byte order, not .* of 1 dimension",
+            "native byte order, not one of format '[<>][lq]'$",
             {"wr_id": np.zeros(3, np.dtype("i8").newbyteorder())},
         ),
-        (TypeError, "one dimension .* of 2 dimensions", {"wr_id": np.zeros((3, 1), "i8")}),
-        (TypeError, "'B' and of 1 dimension$", {"wr_id": b"123"}),
+        (
+            TypeError,
+            "native byte order, not one of 2 dimensions$",
+            {"wr_id": np.zeros((3, 1), "i8")},
+        ),
+        (TypeError, "not one of format 'd' and 2 dimensions$", {"wr_id": np.zeros((3, 1))}),
+        (TypeError, "not one of format 'B'$", {"wr_id": b"123"}),
         (ValueError, "remote_addr has 3 rows, wr_id has 4$", {"wr_id": np.zeros(4, "i8")}),
-        (ValueError, "signal_every=0", {"signal_every": 0}),
+        *(
+            (ValueError, rf"^signal_every={every} is not in 1\.\.2\^64-1$", {"signal_every": every})
+            for every in (0, -1, 1 << 64)
+        ),
+        (ValueError, r"^signal_every=0 is not in 1\.\.2", {"signal_every": np.int64(0)}),
         (TypeError, "signal_every: expected int, got str", {"signal_every": "2"}),
         (TypeError, "no field 'imm_data'", {"imm_data": 3}),
         (TypeError, "not an address", {"remote_srqn": rp.Blocks(0, np.zeros(3, "i8"), 4)}),
@@ -724,7 +733,7 @@ def test_region_registered_again_in_the_middle_refuses_rows_outside_it(context, 
     needs(context.kind == "soft", "ibv_rereg_mr", context)
     small, large = memoryview(bytearray(64)), memoryview(bytearray(4096))
     with rp.MR(pd, large, ALL) as lent:
-        with pytest.raises((rp.PostError, RuntimeError)):
+        with pytest.raises(rp.RdmaError):
             rc.a.post_columns(
                 rp.RdmaWrite,
                 lent.blocks(np.arange(64), Acting(lambda: lent.rereg(memory=small), 64)),
@@ -742,7 +751,7 @@ def test_row_that_is_refused_but_no_longer_there_when_python_looks_is_not_posted
     def mend() -> None:
         rkeys[1] = rc.theirs.rkey
 
-    with pytest.raises((RuntimeError, rp.PostError)):
+    with pytest.raises(rp.RdmaError):
         write_blocks_with(rc, 3, rkey=rkeys, wr_id=Acting(mend))
     assert rc.a.outstanding.send == 0
 

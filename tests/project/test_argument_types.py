@@ -110,6 +110,18 @@ WRONG: dict[str, tuple[Make, str]] = {
         lambda context, pd, cq: cq.wait(0.5),
         "count: expected int, got float",
     ),
+    "wait for an array of seconds": (
+        lambda context, pd, cq: cq.wait(timeout=pytest.importorskip("numpy").arange(2.0)),
+        "timeout: expected seconds or None, got ndarray",
+    ),
+    "poll into a number": (
+        lambda context, pd, cq: cq.poll_into(5),
+        "buffer: expected a writable buffer, got int",
+    ),
+    "wait into bytes": (
+        lambda context, pd, cq: cq.wait_into(bytes(48)),
+        "buffer: expected a writable buffer, got memoryview, which is read-only",
+    ),
     "poll half a completion": (
         lambda context, pd, cq: cq.poll(Fraction(1, 2)),
         "max_entries: expected int, got Fraction",

@@ -131,15 +131,19 @@ def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(
     assert set(whole) == {2}
 
 
+@pytest.mark.parametrize(
+    ("count", "note"),
+    [(1, "1 of 1 work request was posted"), (2, "2 of 2 work requests were posted")],
+)
 @isolated(silent=True, timeout=30)
-def test_interrupt_of_a_post_reports_how_many_were_posted(soft):
+def test_interrupt_of_a_post_reports_how_many_were_posted(soft, count, note):
     """While the device carries them out."""
     notes: list[object] = []
     wrong: list[object] = []
 
     def act(rig: Rig) -> None:
         try:
-            rig.a.post_send([rig.write(1), rig.write(2)])
+            rig.a.post_send([rig.write(i) for i in range(count)])
         except KeyboardInterrupt as error:
             if getattr(error, "posted", 0) != rig.a.outstanding.send:
                 wrong.append(rig.a.outstanding)
@@ -151,7 +155,7 @@ def test_interrupt_of_a_post_reports_how_many_were_posted(soft):
 
     interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/soft0/")
     assert not wrong
-    assert set(notes) == {"2 of 2 work requests were posted"}
+    assert set(notes) == {note}
 
 
 class Number:

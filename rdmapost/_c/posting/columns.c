@@ -112,8 +112,10 @@ static char format_of(const Py_buffer *view)
 	if (*format == '@' || *format == '=' || *format == (htobe16(1) == 1 ? '>' : '<'))
 		format++;
 	code = *format | 0x20;
-	return view->ndim == 1 && (view->itemsize == 4 || view->itemsize == 8) && !format[1] &&
-			       (code == 'l' || code == 'q' || code == 'i' || code == 'n') ? *format : 0;
+	return (view->itemsize == 4 || view->itemsize == 8) && !format[1] &&
+			       (code == 'l' || code == 'q' || code == 'i' || code == 'n') ?
+		       *format :
+		       0;
 }
 
 /* Allocate a column's numbers; 0, or -1 with an exception. */
@@ -147,6 +149,20 @@ static int no_column(PyObject *name, PyObject *given)
 	return -1;
 }
 
+/* Say what is wrong with a buffer: its format, its dimensions, or both. */
+static void no_integers(PyObject *name, const Py_buffer *view, char format)
+{
+	const char *given = view->format ? view->format : "B";
+
+	if (format)
+		PyErr_Format(PyExc_TypeError, COLUMN_IS "one of %d dimensions", name, view->ndim);
+	else if (view->ndim == 1)
+		PyErr_Format(PyExc_TypeError, COLUMN_IS "one of format '%.20s'", name, given);
+	else
+		PyErr_Format(PyExc_TypeError, COLUMN_IS "one of format '%.20s' and %d dimensions",
+			     name, given, view->ndim);
+}
+
 static void no_field(const struct wr_type *type, PyObject *name)
 {
 	PyObject *class_name = PyType_GetName((PyTypeObject *)type->class);
@@ -163,10 +179,8 @@ static int read_view(struct columns *c, struct column *col, const Py_buffer *vie
 	int is_signed = format >= 'a';
 	size_t good;
 
-	if (!format) {
-		PyErr_Format(PyExc_TypeError, COLUMN_IS "one of format '%.20s' and of %d dimension%s",
-			     col->name, view->format ? view->format : "B", view->ndim,
-			     view->ndim == 1 ? "" : "s");
+	if (!format || view->ndim != 1) {
+		no_integers(col->name, view, format);
 		return -1;
 	}
 	if (c->counted && c->count != (size_t)view->shape[0]) {
@@ -231,15 +245,16 @@ static int note_refusal(struct columns *c, int read)
 	return read < 0 ? -1 : 0;
 }
 
-/* Read a number that belongs to no field; 0, or -1 with an exception. */
-static int read_one(const struct columns *c, PyObject *name, PyObject *given, uint64_t *number)
+/* Read a number that belongs to no field, and its minimum; 0, or -1 with an exception. */
+static int read_one(const struct columns *c, PyObject *name, PyObject *given, int least,
+		    uint64_t *number)
 {
 	PyObject *value;
 
-	if (rp_read_int(given, UINT64_MAX, number))
+	if (rp_read_int(given, UINT64_MAX, number) && *number >= (uint64_t)least)
 		return 0;
 	PyErr_Clear();
-	value = PyObject_CallMethod((PyObject *)c->q, "_whole", "OO", name, given);
+	value = PyObject_CallMethod((PyObject *)c->q, "_whole", "OOi", name, given, least);
 	*number = value ? PyLong_AsUnsignedLong(value) : 0;
 	Py_XDECREF(value);
 	return PyErr_Occurred() ? -1 : 0;
@@ -270,8 +285,8 @@ static int read_numbers(struct columns *c, const struct field *field, PyObject *
 		if (field->size != 8 || rp_is_instance(rp_item(given, 0), rp_known.mr))
 			return PyErr_Format(PyExc_TypeError, "%U: not an address, which "
 					    "Blocks(base, index, size) is for", name), -1;
-		if (read_one(c, name, rp_item(given, 0), &col.base) ||
-		    read_one(c, size_name, rp_item(given, 2), &col.scale))
+		if (read_one(c, name, rp_item(given, 0), 0, &col.base) ||
+		    read_one(c, size_name, rp_item(given, 2), 0, &col.scale))
 			return -1;
 		given = rp_item(given, 1);
 	}
@@ -315,11 +330,7 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 		return c->wr_id ? 0 : -1;
 	}
 	if (name == signal_every && type->flags.name) {
-		if (read_one(c, name, given, &c->signal_every))
-			return -1;
-		if (!c->signal_every)
-			PyErr_SetString(PyExc_ValueError, "signal_every=0 is not positive");
-		return c->signal_every ? 0 : -1;
+		return read_one(c, name, given, 1, &c->signal_every);
 	}
 	if (name == type->flags.name)
 		return refuse_column(name, given) ? -1 : note_refusal(c, rp_read_number(&c->post, name, given, UINT32_MAX, &r->flags));
@@ -352,7 +363,7 @@ static int read_local(struct columns *c, struct request *r)
 	size = rp_item(c->sg_list, 2);
 	if (!rp_is_instance(mr, rp_known.mr) || !rp_start_of_region(mr, &sge))
 		return PyErr_Format(PyExc_TypeError, "%R is not a registered region", mr), -1;
-	if (blocks && read_one(c, size_name, size, &addr.scale))
+	if (blocks && read_one(c, size_name, size, 0, &addr.scale))
 		return -1;
 	addr.base = sge.addr;
 	addr.name = blocks ? index_name : offsets_name;

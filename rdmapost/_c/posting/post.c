@@ -288,9 +288,15 @@ static void add_posted_note(long long posted, Py_ssize_t count)
 	PyObject *error = rp_take_exception(), *notes, *text, *number;
 
 	number = posted < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(posted);
-	text = posted < 0 ? PyUnicode_FromFormat("some of %zd work requests may have been posted", count) :
-			    PyUnicode_FromFormat("%lld of %zd work requests were posted", posted,
-					 count);
+	if (posted < 0)
+		text = count == 1 ?
+			       PyUnicode_FromString("the work request may have been posted") :
+			       PyUnicode_FromFormat("some of %zd work requests may have been posted",
+						    count);
+	else
+		text = PyUnicode_FromFormat("%lld of %zd work request%s posted", posted, count,
+					    count == 1	? " was" :
+					    posted == 1 ? "s was" : "s were");
 	notes = PyObject_GetAttrString(error, "__notes__");
 	PyErr_Clear();
 	if (!notes)
