@@ -565,6 +565,10 @@ class WCExFlags(_Flags):
     """dlid_path_bits"""
     WITH_COMPLETION_TIMESTAMP = 1 << 7
     """completion_ts: when it completed, by the device's clock."""
+    WITH_CVLAN = 1 << 8
+    """cvlan: the packet's VLAN tag, on devices with RawPacketCap.CVLAN_STRIPPING."""
+    WITH_FLOW_TAG = 1 << 9
+    """flow_tag: the tag of the flow steering rule that the packet matched."""
     WITH_TM_INFO = 1 << 10
     """tm_tag and tm_priv, of tag matching."""
     WITH_COMPLETION_TIMESTAMP_WALLCLOCK = 1 << 11
@@ -788,6 +792,10 @@ class DeviceCap(_Flags):
     """Checksums on raw packets."""
     MANAGED_FLOW_STEERING = 1 << 29
     """Flow steering."""
+    RAW_SCATTER_FCS = 1 << 34
+    """Receives raw packets with their frame check sequence; only in device_cap_flags_ex."""
+    PCI_WRITE_END_PADDING = 1 << 36
+    """Pads writes to the end of a cache line; only in device_cap_flags_ex."""
     FLUSH_GLOBAL = 1 << 38
     """FLUSH to visibility; only in device_cap_flags_ex."""
     FLUSH_PERSISTENT = 1 << 39

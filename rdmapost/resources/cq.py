@@ -51,6 +51,10 @@ class WC(NamedTuple):
             WCExFlags.WITH_COMPLETION_TIMESTAMP.
         completion_wallclock_ns: when it completed, in ns since 1970; None unless the CQ was
             created with WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK.
+        cvlan: the VLAN tag that the device has stripped from the packet (RAW_PACKET); None unless
+            the CQ was created with WCExFlags.WITH_CVLAN.
+        flow_tag: the tag of the flow steering rule that the packet matched, 24 bits; None unless
+            the CQ was created with WCExFlags.WITH_FLOW_TAG.
     """
 
     wr_id: int
@@ -71,6 +75,8 @@ class WC(NamedTuple):
     tm_priv: int | None = None
     completion_ts: int | None = None
     completion_wallclock_ns: int | None = None
+    cvlan: int | None = None
+    flow_tag: int | None = None
 
     def check(self) -> WC:
         """Return the completion if its status is SUCCESS.
@@ -294,6 +300,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
             return f"{name} has no completion timestamps (its completion_timestamp_mask is 0)"
         if self.wc_flags & WCExFlags.WITH_TM_INFO and not attr.tm_caps.max_num_tags:
             return f"{name} has no tag matching"
+        if rarely := self.wc_flags & _RARELY_REPORTED:
+            return f"{name} does not report {rarely}"
         return None
 
     def __str__(self) -> str:
@@ -583,6 +591,7 @@ def _check_cqe(context: Context, cqe: int) -> int:
 
 _ALL_WC_EX = functools.reduce(operator.or_, WCExFlags)
 _TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
+_RARELY_REPORTED = WCExFlags.WITH_CVLAN | WCExFlags.WITH_FLOW_TAG
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 """The errnos of devices that do not support a flag."""
 _CQE = operator.attrgetter("cqe")

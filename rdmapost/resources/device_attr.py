@@ -180,7 +180,8 @@ class DeviceAttr:
         max_pkeys: P_Keys of a port.
         local_ca_ack_delay: the longest delay of its acknowledgements, 4.096 us * 2^delay.
         phys_port_cnt: ports.
-        device_cap_flags_ex: what it can do, bits of the man page.
+        device_cap_flags_ex: what it can do, with the flags that device_cap_flags has no room for;
+            flags without a name keep their bits.
         completion_timestamp_mask: which bits of a completion's timestamp are valid; 0 for none.
         hca_core_clock: frequency of the timestamps' clock, in kHz.
         odp_caps: on-demand paging.
@@ -224,7 +225,7 @@ class DeviceAttr:
     max_pkeys: int
     local_ca_ack_delay: int
     phys_port_cnt: int
-    device_cap_flags_ex: int
+    device_cap_flags_ex: DeviceCap
     completion_timestamp_mask: int
     hca_core_clock: int
     odp_caps: ODPCaps
@@ -250,7 +251,7 @@ def read_device_attr(raw: Any) -> DeviceAttr:
     tso, tm = raw.tso_caps, raw.tm_caps
     return DeviceAttr(
         **values,
-        device_cap_flags_ex=raw.device_cap_flags_ex,
+        device_cap_flags_ex=DeviceCap(raw.device_cap_flags_ex),
         completion_timestamp_mask=raw.completion_timestamp_mask,
         hca_core_clock=raw.hca_core_clock,
         odp_caps=ODPCaps(

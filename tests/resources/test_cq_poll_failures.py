@@ -262,10 +262,12 @@ def test_an_extended_cq_is_asked_for_what_its_completions_have(reports):
     assert {name: getattr(failed, name) for name in FIELDS} == dict.fromkeys(FIELDS, 0)
     assert (failed.qp_num, failed.vendor_err, failed.pkey_index) == (51, 21, 0)
     assert failed.status == rp.WCStatus.REM_OP_ERR
-    assert [
-        (more.tm.tag, more.tm.priv, more.completion_ts, more.completion_wallclock_ns)
+    names = ("completion_ts", "completion_wallclock_ns", "flow_tag", "cvlan")
+    found = [
+        (more.tm.tag, more.tm.priv, *(getattr(more, name) for name in names))
         for more in done.more[0:2]
-    ] == [(110, 120, 130, 140) if reports else (0, 0, 0, 0), (0, 0, 0, 0)]
+    ]
+    assert found == [(110, 120, 130, 140, 150, 160) if reports else (0,) * 6, (0,) * 6]
 
 
 def test_device_that_refuses_req_notify_is_a_verbs_error():

@@ -10,6 +10,7 @@ from support import Pair, ended, needs, null_device, waiting, write, writes
 
 import rdmapost as rp
 from rdmapost import WCExFlags
+from rdmapost._binding import native
 
 null = null_device.null
 on_null = null_device.on_null
@@ -131,6 +132,36 @@ def test_device_without_timestamps_says_so(context, wc_flags):
         context.query_rt_values()
 
 
+@pytest.mark.parametrize(
+    "wc_flags", [WCExFlags.WITH_CVLAN, WCExFlags.WITH_FLOW_TAG, WCExFlags.WITH_FLOW_TAG | TS]
+)
+def test_vlan_and_flow_tags_that_the_device_does_not_report_are_named(context, wc_flags):
+    needs(context.kind != "verbs" or context.name.startswith("rxe"), "virtual devices", context)
+    needs(not wc_flags & TS or context.attr.completion_timestamp_mask, "timestamps", context)
+    named = wc_flags & ~TS
+    with pytest.raises(rp.UnsupportedError, match=rf"{context.name} does not report {named}$"):
+        rp.CQ(context, wc_flags=wc_flags)
+
+
+@pytest.mark.parametrize("field", ["cvlan", "flow_tag"])
+def test_vlan_or_flow_tag_is_shown_if_the_cq_was_created_with_it(soft, stack, monkeypatch, field):
+    """No device of the tests reports one: soft0's, which are 0, are shown as if asked for."""
+    flag = WCExFlags[f"WITH_{field.upper()}"]
+    plain = native.Poller
+    monkeypatch.setattr(native, "Poller", lambda of, flags, *rest: plain(of, flags | flag, *rest))
+    context = stack.enter_context(rp.open_device(soft))
+    pd = stack.enter_context(rp.PD(context))
+    cq = stack.enter_context(rp.CQ(context, wc_flags=TS))
+    pair = Pair(stack, pd, cq)
+    pair.a.post_send(write(pair))
+    (wc,) = pair.wait()
+    assert {"cvlan": wc.cvlan, "flow_tag": wc.flow_tag} == {
+        "cvlan": None,
+        "flow_tag": None,
+        field: 0,
+    }
+
+
 def test_library_without_extended_cqs_says_so(on_null):
     text = on_null("""
     context, pd, cq = resources()
@@ -143,7 +174,7 @@ def test_library_without_extended_cqs_says_so(on_null):
 
 
 def test_flags_are_checked(context):
-    for wrong in (1 << 8, -1, 1 << 40):
+    for wrong in (1 << 12, -1, 1 << 40):
         with pytest.raises(ValueError, match=r"^wc_flags=.* is not made of WCExFlags$"):
             rp.CQ(context, wc_flags=wrong)
     with pytest.raises(TypeError, match=r"^wc_flags: expected int, got str$"):

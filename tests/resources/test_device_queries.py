@@ -11,6 +11,8 @@ from support import needs, null_device
 
 import rdmapost as rp
 from rdmapost import QPType
+from rdmapost._binding import ffi
+from rdmapost.resources.device_attr import read_device_attr
 
 null = null_device.null
 on_null = null_device.on_null
@@ -25,8 +27,18 @@ def test_device_attributes_include_the_extended_ones(context: rp.Context) -> Non
     assert isinstance(attr.odp_caps.rc_odp_caps, rp.ODPTransportCap)
     assert isinstance(attr.raw_packet_caps, rp.RawPacketCap)
     assert isinstance(attr.tm_caps.flags, rp.TMCap)
+    assert isinstance(attr.device_cap_flags_ex, rp.DeviceCap)
     # The lower half is the older field.
     assert attr.device_cap_flags_ex & 0xFFFF_FFFF in (0, attr.device_cap_flags)
+
+
+def test_capability_that_has_no_name_is_kept() -> None:
+    raw = ffi.new("struct ibv_device_attr_ex *")
+    raw.device_cap_flags_ex = 1 << 63 | rp.DeviceCap.ATOMIC_WRITE | rp.DeviceCap.XRC
+    caps = read_device_attr(raw).device_cap_flags_ex
+    assert caps == 1 << 63 | 1 << 40 | 1 << 20
+    assert rp.DeviceCap.ATOMIC_WRITE in caps
+    assert "ATOMIC_WRITE" in str(caps)
 
 
 def test_on_demand_regions_can_be_registered_where_the_device_says_so(

@@ -166,6 +166,8 @@ READ(unsigned int, wc_flags, 70)
 READ(uint32_t, slid, 80)
 READ(uint8_t, sl, 90)
 READ(uint8_t, dlid_path_bits, 100)
+READ(uint32_t, flow_tag, 150)
+READ(uint16_t, cvlan, 160)
 
 static void read_tm_info(struct ibv_cq_ex *cq, struct ibv_wc_tm_info *tm)
 {
@@ -212,6 +214,8 @@ void *tap_cq(int extended, int reports_more, const int *answers, int count)
 	ex.read_tm_info = reports_more ? read_tm_info : NULL;
 	ex.read_completion_ts = reports_more ? read_completion_ts : NULL;
 	ex.read_completion_wallclock_ns = reports_more ? read_completion_wallclock_ns : NULL;
+	ex.read_flow_tag = reports_more ? read_flow_tag : NULL;
+	ex.read_cvlan = reports_more ? read_cvlan : NULL;
 	return extended ? (void *)&ex : (void *)&cq;
 }
 

@@ -38,6 +38,10 @@ static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct rp_w
 		more->completion_ts = ibv_wc_read_completion_ts(cq);
 	if (cq->read_completion_wallclock_ns)
 		more->completion_wallclock_ns = ibv_wc_read_completion_wallclock_ns(cq);
+	if (cq->read_flow_tag)
+		more->flow_tag = ibv_wc_read_flow_tag(cq);
+	if (cq->read_cvlan)
+		more->cvlan = ibv_wc_read_cvlan(cq);
 }
 
 static int poll_once(struct any_cq from, int max, struct ibv_wc *wc, struct rp_wc_ex *more)

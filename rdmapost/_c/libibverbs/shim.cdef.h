@@ -77,11 +77,16 @@ struct rp_built_wr {
 int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 
-/* What an extended CQ reports besides: a message's tag and its sender's data, and when it completed. */
+/*
+ * What an extended CQ reports besides: a message's tag and its sender's data, when it completed, and
+ * a packet's VLAN tag and the flow steering rule that it matched.
+ */
 struct rp_wc_ex {
 	struct ibv_wc_tm_info tm;
 	uint64_t completion_ts;
 	uint64_t completion_wallclock_ns;
+	uint32_t flow_tag;
+	uint16_t cvlan;
 };
 
 /*

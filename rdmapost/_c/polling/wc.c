@@ -3,7 +3,7 @@
 
 #include <endian.h>
 
-enum { FIELDS = 18, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
+enum { FIELDS = 20, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
 /* Used to create WCs; provided by rdmapost/resources/cq.py. */
 static struct {
@@ -74,6 +74,8 @@ PyObject *rp_make_wc(const struct rp_completion *completion)
 		number_if(has & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, extra->completion_ts),
 		number_if(has & IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK,
 			  extra->completion_wallclock_ns),
+		number_if(has & IBV_WC_EX_WITH_CVLAN, extra->cvlan),
+		number_if(has & IBV_WC_EX_WITH_FLOW_TAG, extra->flow_tag),
 	};
 
 	return rp_make_tuple(made_of.type, fields, FIELDS);

@@ -44,6 +44,8 @@ VENDOR_ID = 0x50F700
 """An OUI that the IEEE has not assigned to any vendor."""
 MAX_CQE = 1 << 20
 _TM_CAP_RC = 1
+_NOT_REPORTED = WCExFlags.WITH_CVLAN | WCExFlags.WITH_FLOW_TAG
+"""Packets keep their VLAN tags, and no rule steers them."""
 _TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
 _CLOCK_KHZ = 1_000_000
 """The clock counts nanoseconds."""
@@ -321,6 +323,8 @@ class SoftwareProvider:
 
     @verb
     def create_cq_ex(context: Any, cqe: int, channel: Any, comp_vector: int, wc_flags: int) -> Any:
+        if wc_flags & _NOT_REPORTED:
+            raise VerbsError("ibv_create_cq_ex", errno.EOPNOTSUPP)
         whole = ffi.new("struct rp_soft_cq_ex *")
         lib.rp_soft_cq_ex_init(whole, wc_flags)
         cq = ffi.cast("struct ibv_cq *", ffi.addressof(whole, "cq"))

@@ -22,6 +22,8 @@ def success(wr_id: int, opcode: WCOpcode, qp: rp.QP, **fields: Any) -> rp.WC:
         "tm_priv": None,
         "completion_ts": None,
         "completion_wallclock_ns": None,
+        "cvlan": None,
+        "flow_tag": None,
     }
     said = {"wr_id": wr_id, "status": WCStatus.SUCCESS, "opcode": opcode, "qp_num": qp.qp_num}
     return rp.WC(**nothing | said | fields)
