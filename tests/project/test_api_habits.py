@@ -5,10 +5,12 @@ from __future__ import annotations
 import builtins
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support import ROOT
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType
@@ -186,6 +188,23 @@ def test_every_exception_is_an_rdma_error() -> None:
             LookupError,
             ConnectionError,
         }
+
+
+def test_reference_shows_the_tree_of_exceptions() -> None:
+    """Each below its base class, with the built-in exception that it is besides."""
+    text = (ROOT / "docs/reference/errors.rst").read_text(encoding="utf-8")
+    line = r"^   ([│├└─ ]*)((?:\w+\.)?[A-Z]\w+)(?: \((\w+)\))?(?:  |$)"
+    shown: dict[str, tuple[str, ...]] = {}
+    above: list[str] = []
+    for indent, name, builtin in re.findall(line, text, re.MULTILINE):
+        above = [*above[: len(indent) // 4], name.rpartition(".")[2]]
+        shown[name] = (*above[-2:-1], *([builtin] if builtin else []))
+    expected: dict[str, tuple[str, ...]] = {}
+    for place, thing in public():
+        if _is_exception(thing):
+            bases = [base.__name__ for base in thing.__bases__ if base is not Exception]
+            expected[place.removeprefix("rdmapost.").removeprefix("tools.")] = tuple(bases)
+    assert shown == expected
 
 
 def _is_exception(thing: Any) -> bool:
