@@ -79,8 +79,7 @@ class _Reported(_Named):
     """An enumeration of what a device reports; see ``reported``."""
 
     def __repr__(self) -> str:
-        known = self._name_ in type(self).__members__
-        return super().__repr__() if known else int.__repr__(self)
+        return super().__repr__() if is_known(self) else int.__repr__(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         # The class itself makes no member of an unknown value.
@@ -102,6 +101,11 @@ def reported(enum: type[_Enum], number: int) -> _Enum:
         unknown = int.__new__(enum, number)
         unknown._name_, unknown._value_ = str(number), number
         return unknown
+
+
+def is_known(member: _Reported) -> bool:
+    """Whether a reported value is a member of its enumeration."""
+    return member._name_ in type(member).__members__
 
 
 class Opcode(_Named):
@@ -592,7 +596,7 @@ class MTU(_Reported):
     @property
     def bytes(self) -> int:
         """The MTU in bytes; 0 for a value that is not known."""
-        return 128 << self.value if self in MTU.__members__.values() else 0
+        return 128 << self.value if is_known(self) else 0
 
 
 class PortState(_Reported):

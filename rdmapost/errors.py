@@ -10,6 +10,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
+    from .enums import WCStatus
     from .resources.cq import WC
 
 __all__ = [
@@ -191,7 +192,7 @@ class CompletionError(RdmaError):
     def __init__(self, wc: WC, text: str) -> None:
         super().__init__(text)
         self.wc = wc
-        self.add_note(where_explained(wc.status.name))
+        note_status(self, wc.status)
 
 
 class WaitTimeout(RdmaError, TimeoutError):
@@ -246,6 +247,12 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except Exception:
         return value
+
+
+def note_status(error: Exception, status: WCStatus) -> None:
+    """Note where a status is explained, unless only a newer libibverbs knows it."""
+    if not status.name.isdigit():
+        error.add_note(where_explained(status.name))
 
 
 def where_explained(what: str | int) -> str:

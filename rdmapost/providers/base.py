@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-from ..enums import MTU, TransportType
+from ..enums import MTU, NodeType, TransportType
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
@@ -51,17 +51,17 @@ class DeviceInfo(NamedTuple):
         name: the kernel's name for it, such as rxe0 or mlx5_0.
         kind: "verbs", "soft" or "roce".
         guid: node GUID, in host order.
-        node_type: a NodeType value.
+        node_type: its type, a NodeType.
         dev_path: its entry in sysfs, or "".
-        transport_type: a TransportType value.
+        transport_type: its transport, a TransportType.
     """
 
     name: str
     kind: str
     guid: int
-    node_type: int
+    node_type: NodeType
     dev_path: str
-    transport_type: int = TransportType.UNKNOWN
+    transport_type: TransportType = TransportType.UNKNOWN
 
     @property
     def pci_address(self) -> str | None:

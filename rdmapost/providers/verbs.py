@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._binding import address_of, ffi, lib, native
-from ..enums import EventType
+from ..enums import EventType, NodeType, TransportType, reported
 from ..errors import NoDeviceError, NoRdmaError, UnsupportedError, VerbsError, describe_errno
 from .base import DeviceInfo, GIDEntry
 
@@ -95,9 +95,9 @@ class VerbsProvider:
                     name=ffi.string(device.name).decode(),
                     kind=self.kind,
                     guid=_from_network(lib.ibv_get_device_guid(device), 8),
-                    node_type=device.node_type,
+                    node_type=reported(NodeType, device.node_type),
                     dev_path=ffi.string(device.ibdev_path).decode(),
-                    transport_type=device.transport_type,
+                    transport_type=reported(TransportType, device.transport_type),
                 )
                 for device in devices
             ]

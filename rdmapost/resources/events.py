@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..enums import EventType, reported
-from ..errors import ClosedError, RdmaError, WaitTimeout, where_explained
+from ..errors import ClosedError, RdmaError, WaitTimeout, note_status
 from .resource import Resource, resource_at
 from .waitable import CompletionSource
 
@@ -104,7 +104,7 @@ def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> Wai
             text += f"; {OVERRUN}"
     error = WaitTimeout(text, failed=failed)
     if failed is not None:
-        error.add_note(where_explained(failed.status.name))
+        note_status(error, failed.status)
     return error
 
 

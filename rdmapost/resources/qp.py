@@ -49,7 +49,7 @@ from ..standard.qp_states import FIELDS, missing_attributes, unchangeable_attrib
 from .ah import AH, AHAttr, why_no_source
 from .cq import CQ, keep_completions
 from .device import provider_of
-from .device_attr import PortAttr
+from .device_attr import PortAttr, usable_mtu
 from .endpoint import Endpoint
 from .gid import GIDChoice, GIDLike, gid_argument
 from .memory import MR, MW, PD, access_flags
@@ -294,7 +294,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 for opcode in OPCODES_BY_QP_TYPE[self.qp_type]
                 if opcode not in SEND_OPS or self.send_ops_flags & SEND_OPS[opcode]
             },
-            port.active_mtu.bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
+            usable_mtu(port).bytes if self.qp_type is QPType.UD else MAX_MSG_SIZE,
             self.max_tso_header,
             sq_sig_all=self.sq_sig_all,
         )
@@ -389,7 +389,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """
         self._open_struct()
         port = self.context.query_port(self.port_num)
-        return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, port.active_mtu)
+        return Endpoint(self.qp_num, self.psn, self.gid.gid, port.lid, usable_mtu(port))
 
     def path_to(self, remote: Endpoint, *, sl: int = 0, traffic_class: int = 0) -> AHAttr:
         """Return the path to a peer, for an AH or for ibv_modify_qp's ah_attr.
@@ -702,7 +702,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             port = self.context.query_port(self.port_num)
             attrs |= {
                 "ah_attr": self.path_to(remote, sl=sl, traffic_class=traffic_class),
-                "path_mtu": min(port.active_mtu, remote.mtu),
+                "path_mtu": min(usable_mtu(port), remote.mtu),
                 "dest_qp_num": remote.qp_num,
                 "rq_psn": remote.psn,
             }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..enums import QPAttrMask as M
 from ..enums import QPState as S
 from ..enums import QPType as T
+from ..enums import is_known
 
 _CONNECTION = M.AV | M.PATH_MTU | M.DEST_QPN | M.RQ_PSN
 _RESPONDER = M.MAX_DEST_RD_ATOMIC | M.MIN_RNR_TIMER
@@ -122,7 +123,12 @@ def _names(mask: int) -> str:
 
 
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
-    """Say why a transition cannot be made with these attributes, or return None."""
+    """Say why a transition cannot be made with these attributes, or return None.
+
+    A state that only a newer libibverbs or driver knows may have any transition.
+    """
+    if not is_known(state):
+        return None
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
         ends = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)

@@ -95,6 +95,14 @@ def test_transport_type_of_every_listed_device_is_known() -> None:
     assert {info.transport_type for info in rp.list_devices()} == {rp.TransportType.IB}
 
 
+def test_types_of_every_listed_device_have_names(on_null) -> None:
+    said = on_null("""
+        for info in rp.list_devices():
+            print(info.name, info.node_type.name, info.transport_type.name)
+    """)
+    assert said.splitlines() == ["null0 CA IB", "soft0 CA IB"]
+
+
 @pytest.mark.parametrize("node", ["1", "-1", None])
 def test_device_info_says_where_the_device_is_plugged(tmp_path: pathlib.Path, node) -> None:
     function = tmp_path / "devices/pci0000:3a/0000:3b:00.1"

@@ -11,6 +11,7 @@ from ...enums import DeviceCap, Opcode, OpsOpcode, QPType
 from ...errors import RdmaError
 from ...posting.rules import QP_TYPES_BY_OPCODE
 from ...resources.device import Context
+from ...resources.device_attr import usable_mtu
 from ..frames import ETHERNET_BYTES, ethernet
 from ..loopback import Loopback
 
@@ -88,7 +89,7 @@ class Trial:
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
-        mtu = self.context.query_port(self.port_num).active_mtu.bytes
+        mtu = usable_mtu(self.context.query_port(self.port_num)).bytes
         length = {QPType.UD: mtu, QPType.RAW_PACKET: ETHERNET_BYTES + _RAW_PAYLOAD}.get(
             self.qp_type, 3 * mtu + 5
         )

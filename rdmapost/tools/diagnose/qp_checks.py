@@ -38,6 +38,7 @@ _STATES: dict[QPState, tuple[Severity, str]] = {
     QPState.ERR: ("problem", "it has failed; everything posted completes with WR_FLUSH_ERR"),
     QPState.UNKNOWN: ("warning", "the device does not report it"),
 }
+_UNKNOWN: tuple[Severity, str] = ("warning", "this version of rdmapost does not know this state")
 
 
 def check_process(qp: QP) -> Iterable[Finding]:
@@ -56,7 +57,7 @@ def check_process(qp: QP) -> Iterable[Finding]:
 def check_state(snap: Snapshot) -> Iterable[Finding]:
     """Check the state."""
     qp, state = snap.qp, snap.attr.qp_state
-    severity, what = _STATES[state]
+    severity, what = _STATES.get(state, _UNKNOWN)
     if state is QPState.RTR and qp.qp_type is QPType.XRC_RECV:
         severity, what = "ok", "it receives, and has no sends"
     connect = "qp.connect(remote)" if qp.qp_type in CONNECTED else "qp.connect()"

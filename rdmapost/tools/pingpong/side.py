@@ -16,6 +16,7 @@ from ...posting.wr import RecvWR, Send
 from ...resources.ah import AH, AHAttr
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
+from ...resources.device_attr import usable_mtu
 from ...resources.gid import GID
 from ...resources.memory import MR, PD
 from ...resources.qp import DEFAULT_QKEY, QP
@@ -98,17 +99,16 @@ class Pingpong(ResourceHolder):
         if size is None:
             size = 1024 if self._ud else 4096
         self.size = index("size", size)
-        self._path_mtu = (
-            min(MTU.MTU_1024, port.active_mtu) if mtu is None else member("mtu", mtu, MTU)
-        )
-        if self._path_mtu > port.active_mtu:
+        active = usable_mtu(port)
+        self._path_mtu = min(MTU.MTU_1024, active) if mtu is None else member("mtu", mtu, MTU)
+        if self._path_mtu > active:
             raise ValueError(
                 f"mtu={self._path_mtu.bytes} is more than the active MTU of "
-                f"{context.name} port {port_num}, {port.active_mtu.bytes}"
+                f"{context.name} port {port_num}, {active.bytes}"
             )
         longest, why = port.max_msg_sz, ""
         if self._ud:
-            longest = port.active_mtu.bytes
+            longest = active.bytes
             why = f": a UD message is one packet, and {context.name} port {port_num} has this MTU"
         for name, value, minimum, maximum in (
             ("size", self.size, 1, longest),
