@@ -17,7 +17,15 @@ from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
 from .columns import local_row, row_of
 from .fields import TYPE_NUMBERS, Verb
-from .rules import OPCODES_BY_QP_TYPE, SEND_OPS, WRONG_TYPES, Limits, Refusal, too_long_a_list
+from .rules import (
+    OPCODES_BY_QP_TYPE,
+    QP_TYPES_BY_OPCODE,
+    SEND_OPS,
+    WRONG_TYPES,
+    Limits,
+    Refusal,
+    too_long_a_list,
+)
 from .wr import AtomicWrite, Flush, OpsWR, RecvWR, SendWR
 
 _COUNT_MASK = 0xFFFF_FFFF
@@ -201,6 +209,9 @@ class PostQueue(native.Queue):
     ) -> NoReturn:
         """Say why a work request, or with ``posted`` -1 a prepared one's new field, was refused."""
         code = errno.ENOMEM if rule == "full" else errno.EINVAL
+        if rule == "not_ready" and self._lacks(wrs[index]):
+            # No state would help.
+            rule = "wrong_opcode"
         if rule == "not_ready":
             reason = self._reasons.not_ready(owner)
         else:
@@ -220,6 +231,13 @@ class PostQueue(native.Queue):
             count=len(wrs),
             wr=wrs[index],
         )
+
+    def _lacks(self, wr: Any) -> bool:
+        """Whether it is a send whose opcode the queue pair's type does not have."""
+        if not (self.checked and issubclass(self.wr_type, SendWR)):
+            return False
+        opcode = getattr(type(wr), "opcode", None)
+        return opcode in QP_TYPES_BY_OPCODE and opcode not in self.limits.flags
 
     def _whole(self, name: str, value: Any, least: int) -> int:
         """Return an integer that C does not read as one of 64 bits."""

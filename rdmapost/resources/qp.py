@@ -219,8 +219,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         )
         if reason := unsuitable_argument(self.qp_type, context, srq, max_tso_header, ops):
             raise ValueError(reason)
-        self.checked = bool(checked)
-        self.sq_sig_all = bool(sq_sig_all)
+        for name, given_bool in (("sq_sig_all", sq_sig_all), ("checked", checked)):
+            expect(name, given_bool, bool)
+        self.sq_sig_all, self.checked = sq_sig_all, checked
         self.port_num = port_num = index("port_num", port_num)
         for parent in (pd, xrcd):
             if parent is not None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
+from enum import IntEnum
 from typing import Any
 
-from .._arguments import expect, index
-from ..enums import MTU, Access, DeviceCap, QPAttrMask, QPState, QPType
+from .._arguments import expect, index, member
+from ..enums import MTU, Access, DeviceCap, MigState, QPAttrMask, QPState, QPType
 from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
 from .ah import AHAttr, fill_ah_attr
 from .device_attr import DeviceAttr
@@ -50,6 +51,8 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
             expect(name, value, AHAttr)
             fill_ah_attr(value, getattr(raw, name))
             continue
+        if name in _MEMBERS:
+            value = member(name, value, _MEMBERS[name])
         attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))
         try:
             setattr(raw, name, number)
@@ -160,9 +163,9 @@ def _outside(attrs: dict[str, Any], ranges: dict[str, tuple[int, int]]) -> str |
     return None
 
 
-_ENUM_FIELDS = {
-    "qp_state": QPState.__name__,
-    "cur_qp_state": QPState.__name__,
-    "path_mtu": MTU.__name__,
-    "qp_access_flags": Access.__name__,
+_MEMBERS: dict[str, type[IntEnum]] = {
+    "qp_state": QPState,
+    "cur_qp_state": QPState,
+    "path_mig_state": MigState,
 }
+_ENUM_FIELDS = {"path_mtu": MTU.__name__, "qp_access_flags": Access.__name__}

@@ -113,6 +113,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         expect("pd", pd, PD)
         expect("xrcd", xrcd, XRCD, None)
         expect("cq", cq, CQ, None)
+        expect("checked", checked, bool)
         self.context = pd.context
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = member("srq_type", srq_type, SRQType)
@@ -138,11 +139,11 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         domain = address_of(struct_of(pd))
         limits = Limits(QPType.RC, domain, 0, self.max_sge, 0, {})
         self._recv = PostQueue(
-            Verb.ibv_post_srq_recv, limits, self.max_wr, _REASONS, checked=bool(checked)
+            Verb.ibv_post_srq_recv, limits, self.max_wr, _REASONS, checked=checked
         )
         limits = Limits(QPType.RC, domain, 0, tag_sge, 0, {}, max_num_tags=self.max_num_tags)
         self._ops = PostQueue(
-            Verb.ibv_post_srq_ops, limits, self.max_ops, _REASONS, checked=bool(checked) and tagged
+            Verb.ibv_post_srq_ops, limits, self.max_ops, _REASONS, checked=checked and tagged
         )
         assert self._ops.tagged is not None
         self._open_queues(self._recv.in_flight, self._ops.in_flight, self._ops.tagged)
@@ -342,6 +343,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             max_wr = self._max_wr
         elif reason := beyond(attr, ("max_wr", max_wr, "max_srq_wr")):
             return reason
+        elif not max_wr:
+            return f"max_wr=0 is not in 1..{attr.max_srq_wr}"
         elif max_wr < self.outstanding:
             return f"max_wr={max_wr} is less than the {self.outstanding} receives that are posted"
         elif not attr.device_cap_flags & DeviceCap.SRQ_RESIZE:

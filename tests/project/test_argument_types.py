@@ -50,6 +50,10 @@ WRONG: dict[str, tuple[Make, str]] = {
         lambda context, pd, cq: rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=128),
         "cq: expected CQ or None, got int",
     ),
+    "SRQ that is checked or not": (
+        lambda context, pd, cq: rp.SRQ(pd, checked=None),
+        "checked: expected bool, got NoneType",
+    ),
     "QP without a PD": (
         lambda context, pd, cq: rp.QP(None, QPType.RC, cq),
         "pd: expected PD, got NoneType",
@@ -320,17 +324,12 @@ def test_rkey_of_a_window_must_be_an_integer(context, pd) -> None:
         assert mw.rkey == before
 
 
-@pytest.mark.parametrize("truth", [1 << 31, -1, 1 << 200, Fraction(1, 100), Decimal("0.01"), "no"])
-def test_flag_takes_the_truth_value_of_any_object(context, pd, cq, truth: Any) -> None:
-    with rp.QP(pd, QPType.RC, cq, sq_sig_all=truth, checked=truth) as qp:
-        assert (qp.sq_sig_all, qp.checked) == (True, True)
-        qp.connect(qp.endpoint())
-        with rp.MR(pd, 64, 7) as mr:
-            wr = rp.RdmaWrite(mr[:8], wr_id=7, remote_addr=mr.addr + 8, rkey=mr.rkey, send_flags=0)
-            qp.post_send(wr)
-            assert [wc.wr_id for wc in cq.wait(1)] == [7]
-    with rp.QP(pd, QPType.RC, cq, sq_sig_all=Fraction(0), checked="") as qp:
-        assert (qp.sq_sig_all, qp.checked) == (False, False)
+@pytest.mark.parametrize("truth", [None, 0, 1, 1 << 200, Decimal("0.01"), "no", ""], ids=repr)
+@pytest.mark.parametrize("flag", ["sq_sig_all", "checked"])
+def test_flag_is_a_bool(pd, cq, flag: str, truth: Any) -> None:
+    """checked=None would turn the checks off."""
+    with pytest.raises(TypeError, match=f"^{flag}: expected bool, got {type(truth).__name__}$"):
+        rp.QP(pd, QPType.RC, cq, **{flag: truth})
 
 
 def test_empty_device_name_is_refused() -> None:

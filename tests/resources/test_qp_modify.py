@@ -43,7 +43,10 @@ def test_step_that_does_not_exist_is_refused(connect):
     ("attrs", "error", "words"),
     [
         ({"qp_color": 1}, TypeError, "unexpected keyword argument .qp_color"),
-        ({"qp_state": 99}, ValueError, "99"),
+        ({"qp_state": 99}, ValueError, "^qp_state=99 is not a valid QPState$"),
+        ({"qp_state": -1}, ValueError, "^qp_state=-1 is not a valid QPState$"),
+        ({"cur_qp_state": 1 << 40}, ValueError, "is not a valid QPState$"),
+        ({"path_mig_state": -1}, ValueError, "^path_mig_state=-1 is not a valid MigState$"),
         ({"qp_state": "RTS"}, TypeError, "qp_state: expected QPState, got str"),
         ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
         ({"timeout": 256}, ValueError, "timeout=256 is not in 0..31"),

@@ -77,6 +77,12 @@ def test_limit_of_the_device_is_named(context, srq):
     assert srq.query().max_wr == srq.max_wr
 
 
+def test_size_of_0_is_outside_the_range(context, srq):
+    with pytest.raises(rp.VerbsError, match=rf"max_wr=0 is not in 1..{context.attr.max_srq_wr}$"):
+        srq.modify(max_wr=0)
+    assert srq.query().max_wr == srq.max_wr
+
+
 def test_limit_and_size_go_together(srq):
     """One call changes both, and the limit is never more than the size."""
     srq.modify(max_wr=64, srq_limit=8)

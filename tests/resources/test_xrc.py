@@ -168,8 +168,11 @@ def test_write_that_the_xrc_target_does_not_allow_fails(xrc):
 
 
 def test_both_ends_say_what_they_cannot_do(xrc):
-    with pytest.raises(rp.PostError, match="SEND is not an opcode of XRC_RECV QPs"):
-        xrc.b.post_send(rp.Send())
+    for state in (QPState.RTS, QPState.RESET):
+        with pytest.raises(rp.PostError, match="SEND is not an opcode of XRC_RECV QPs"):
+            xrc.b.post_send(rp.Send())
+        assert xrc.b.state is state
+        xrc.b.to_reset()
     for qp in (xrc.a, xrc.b):
         with pytest.raises(rp.RdmaError, match=r"has no receive queue.*srq\.post_srq_recv"):
             qp.post_recv(rp.RecvWR(xrc.theirs[:8]))
