@@ -395,6 +395,12 @@ class Refusal(NamedTuple):
             f"{self.value} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
         )
 
+    def not_a_window_key(self) -> str:
+        return (
+            f"rkey={self.a:#x} is not a key of {self.value}: only its low 8 bits may change; "
+            "mw.next_rkey() gives one"
+        )
+
     def not_window_access(self) -> str:
         return (
             f"mw_access_flags={self.a:#x} has more than REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC "

@@ -301,7 +301,7 @@ class BindMW(SendWR):
 
     Attributes:
         mw: the window.
-        rkey: its new rkey; ``mw.next_rkey()`` gives one.
+        rkey: its new rkey: ``mw.rkey`` with other low 8 bits; ``mw.next_rkey()`` gives one.
         mr: the region, registered with Access.MW_BIND.
         addr: address of the first byte of the range.
         length: bytes, not 0: a LocalInv unbinds the window.

@@ -704,14 +704,15 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
 
     @property
     def rkey(self) -> int:
-        """Its key; posting a bind changes it at once.
+        """Its key; posting a bind changes its low 8 bits at once.
 
         If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): the
         driver reads the key that the next bind replaces from here.
 
         Raises:
             TypeError: the new key is not an integer.
-            ValueError: it is not in 0..2^32-1.
+            ValueError: it is not in 0..2^32-1, or not a key of this window: only the low 8 bits
+                change.
             ClosedError: the window is closed.
         """
         rkey: int = self._verb(_RKEY)
@@ -719,7 +720,10 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
 
     @rkey.setter
     def rkey(self, rkey: int) -> None:
-        self._verb(setattr, "rkey", within("rkey", rkey, 0, (1 << 32) - 1))
+        rkey = within("rkey", rkey, 0, (1 << 32) - 1)
+        if (rkey ^ self.rkey) & ~0xFF:
+            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only its low 8 bits change")
+        self._verb(setattr, "rkey", rkey)
 
     def next_rkey(self) -> int:
         """Return the rkey for the next bind: its low byte incremented (ibv_inc_rkey(3))."""

@@ -643,6 +643,24 @@ CASES = [
     ),
     *(
         Case(
+            "not_a_window_key",
+            RC,
+            lambda s, change=change: s.bind(mw=(mw := s.window()), rkey=change(mw.rkey)),
+            lambda s, wr: (
+                f"rkey={wr.rkey:#x} is not a key of {wr.mw}: only its low 8 bits may change; "
+                "mw.next_rkey() gives one"
+            ),
+            lambda s: [s.bind(mw=(mw := s.window()), rkey=mw.rkey ^ n) for n in (0, 1, 0xFF)],
+        )
+        for change in (
+            lambda rkey: rkey ^ 1 << 8,
+            lambda rkey: rkey ^ 1 << 31,
+            lambda rkey: 0,
+            lambda rkey: U32,
+        )
+    ),
+    *(
+        Case(
             "not_window_access",
             RC,
             lambda s, flags=flags: s.bind(mw_access_flags=flags),

@@ -193,6 +193,63 @@ def test_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
     rc.works()
 
 
+def test_window_is_not_bound_with_the_key_of_another(rc, window, stack):
+    """A device would take only the low byte, and open this window to whoever has its new key."""
+    mw, region = window
+    other = stack.enter_context(rp.MW(rc.pd))
+    before = mw.rkey
+    for wrong in (other.rkey, region.rkey, 0, (1 << 32) - 1):
+        with pytest.raises(rp.PostError, match=f"rkey={wrong:#x} is not a key of MW") as caught:
+            rc.b.post_send(rp.BindMW(mw=mw, rkey=wrong, mr=region, addr=region.addr, length=64))
+        assert (caught.value.posted, mw.rkey) == (0, before)
+    rc.works()
+
+
+def test_bind_is_judged_by_the_windows_key_while_another_is_in_flight(rc, window):
+    mw, region = window
+    first = mw.rkey
+    keys = [first & ~0xFF | (first + n) & 0xFF for n in (1, 2)]
+
+    def to(rkey: int, **fields: Any) -> rp.BindMW:
+        return rp.BindMW(mw=mw, rkey=rkey, mr=region, addr=region.addr, length=64, **fields)
+
+    with pytest.raises(rp.PostError, match=r"\(index 1\): rkey=.* is not a key of MW") as caught:
+        rc.b.post_send([to(keys[0]), to(keys[1] ^ 0x100)])
+    assert (caught.value.posted, mw.rkey) == (1, keys[0])
+    with pytest.raises(rp.PostError, match="is not a key of MW"):
+        rc.b.post_send(to(keys[1] ^ 0x100))
+    rc.wait(1)
+    assert mw.rkey == keys[0]
+
+
+def test_unchecked_bind_changes_only_the_low_byte_of_the_key(connect, window):
+    """The device ignores the other bits, and so must the window's key."""
+    mw, region = window
+    pair = connect(checked=False)
+    key = mw.next_rkey()
+    access = rp.Access.REMOTE_WRITE
+    wrong = rp.BindMW(
+        mw=mw, rkey=key ^ 0xA5A500, mr=region, addr=region.addr, length=64, mw_access_flags=access
+    )
+    pair.b.post_send(wrong)
+    [done] = pair.wait(1)
+    assert (done.status, mw.rkey) == (WCStatus.SUCCESS, key)
+    pair.a.post_send(rp.RdmaWrite(pair.mine[:8], remote_addr=region.addr, rkey=mw.rkey))
+    [done] = pair.wait(1)
+    assert done.status is WCStatus.SUCCESS
+
+
+def test_key_of_a_window_keeps_its_upper_bits(window):
+    mw, _ = window
+    before = mw.rkey
+    mw.rkey = mw.next_rkey()
+    mw.rkey = before
+    for wrong in (before ^ 0x100, 0, (1 << 32) - 1):
+        with pytest.raises(ValueError, match=f"^rkey={wrong:#x} is not a key of MW"):
+            mw.rkey = wrong
+    assert mw.rkey == before
+
+
 @pytest.mark.parametrize("name", ["mw", "mr"])
 def test_bind_without_a_pointer_is_refused_unchecked_too(connect, context, name):
     """A driver would follow the NULL."""

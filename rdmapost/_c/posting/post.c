@@ -268,7 +268,7 @@ static void put_keys(const struct post *post, size_t count)
 		const struct ibv_send_wr *wr = (void *)(post->structs + r->at);
 
 		if (r->mw && r->mw->address)
-			((struct ibv_mw *)r->mw->address)->rkey = wr->bind_mw.rkey;
+			rp_put_key(r->mw->address, wr->bind_mw.rkey);
 	}
 }
 

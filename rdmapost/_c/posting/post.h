@@ -77,6 +77,17 @@ struct request {
 	uint64_t hdr_len;
 };
 
+/*
+ * The bits of a window's key that a bind chooses. The others are the device's; drivers ignore them
+ * in a bind, without an error.
+ */
+#define RP_KEY_BYTE 0xffu
+
+static inline void rp_put_key(struct ibv_mw *mw, uint32_t rkey)
+{
+	mw->rkey = (mw->rkey & ~RP_KEY_BYTE) | (rkey & RP_KEY_BYTE);
+}
+
 /* Why a work request is refused: a rule, and what its text needs. */
 struct refusal {
 	const char *rule; /* a name in rdmapost/posting/rules.py, or NULL */

@@ -189,6 +189,7 @@ static int check_datagram(const struct work_queue *q, struct post *post, const s
 static int check_bind(const struct work_queue *q, struct post *post, const struct request *r)
 {
 	const struct ibv_mw_bind_info *info = &send_wr(post, r)->bind_mw.bind_info;
+	uint32_t rkey = send_wr(post, r)->bind_mw.rkey;
 	int type_1 = post->type_1;
 	struct ibv_mw *mw;
 
@@ -201,6 +202,11 @@ static int check_bind(const struct work_queue *q, struct post *post, const struc
 		return refuse_for(post, "resource_of_other_pd", r->mw);
 	if (mr_of((PyObject *)r->mr)->pd != q->pd)
 		return refuse_for(post, "resource_of_other_pd", r->mr);
+	if (!type_1 && (rkey ^ mw->rkey) & ~RP_KEY_BYTE) {
+		refuse_for(post, "not_a_window_key", r->mw);
+		post->refusal.a = rkey;
+		return 0;
+	}
 	if (info->mw_access_flags & ~WINDOW_ACCESS)
 		return refuse_with(post, "not_window_access", info->mw_access_flags, 0);
 	/* Length 0 unbinds a type 1 window; some drivers still read mr, so it must be given. */
