@@ -117,6 +117,9 @@ class VerbsProvider:
     open_device = lib.ibv_open_device
     close_device = lib.ibv_close_device
 
+    def lacks(self, call: str) -> bool:
+        return not lib.rp_has_symbol(call.encode())
+
     def query_device_ex(self, context: Any, attr: Any) -> None:
         _zero("ibv_query_device_ex", lib.ibv_query_device_ex(context, ffi.NULL, attr))
 

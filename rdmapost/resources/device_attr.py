@@ -10,6 +10,7 @@ from .._arguments import member
 from .._binding import ffi
 from ..enums import (
     MTU,
+    Access,
     AtomicCap,
     DeviceCap,
     LinkLayer,
@@ -284,6 +285,12 @@ def beyond(attr: DeviceAttr, *asked: tuple[str, int, str]) -> str | None:
             return f"{name}={value} is more than the device's {limit_name}={limit}"
     return None
 
+
+FLUSH_CAPS = {
+    Access.FLUSH_GLOBAL: DeviceCap.FLUSH_GLOBAL,
+    Access.FLUSH_PERSISTENT: DeviceCap.FLUSH_PERSISTENT,
+}
+"""The capability that each kind of FLUSH needs."""
 
 _EXTENDED = frozenset(
     {

@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Self
 from .._arguments import counted, expect, index, member, shown, within
 from .._arguments import flags as flags_of
 from .._binding import ffi, start_of
-from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ReregFlags
+from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ODPGeneralCap, ReregFlags
 from ..errors import InUseError, UnsupportedError, VerbsError
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from .buffers import pointers_in
 from .device import Context, provider_of
+from .device_attr import FLUSH_CAPS
 from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
 from .resource import Resource, open_handles
 from .work_queues import UsedByWorkRequests
@@ -98,7 +99,11 @@ class PD(Resource, struct="ibv_pd"):
             entry.length = within("length", sge.length, 0, _MAX_U32)
             entry.lkey = within("lkey", sge.lkey, 0, _MAX_U32)
         provider = provider_of(self.context)
-        self._verb(provider.advise_mr, int(kind), int(bits), array, len(sges))
+        try:
+            self._verb(provider.advise_mr, int(kind), int(bits), array, len(sges))
+        except UnsupportedError as error:
+            error.hint = error.hint or f"{self.context.name} or the installed libibverbs lacks it"
+            raise
 
 
 if TYPE_CHECKING:
@@ -260,7 +265,13 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             in Access, or mutually exclusive flags.
         MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
-        VerbsError: the device refused; the text says what to try.
+        UnsupportedError: the device does not support one of the access flags.
+        VerbsError: the device refused; the text says what to try, or which access flag the device
+            does not support.
+
+    No capability says whether a device supports ZERO_BASED. Most drivers, and Soft-RoCE in Linux
+    6.1, accept the flag and ignore it: addresses are then those in this process, from buffer_addr
+    on, and work requests that use addr fail with LOC_PROT_ERR or REM_ACCESS_ERR.
     """
 
     __slots__ = (
@@ -305,9 +316,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 form.unreadable,
             )
         except VerbsError as error:
-            error.hint = error.hint or _why_not_registered(
-                error.errno, form.length, form.unreadable
-            )
+            error.hint = error.hint or _why_not_registered(error, pd.context, form)
             raise
         self._describe(form)
 
@@ -609,7 +618,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 )
             except BaseException as error:
                 if isinstance(error, VerbsError) and not error.hint:
-                    error.hint = _why_not_registered(error.errno, form.length, form.unreadable)
+                    error.hint = _why_not_registered(error, self.pd.context, form)
                 if source is not None and self._form is not form and not self._spoiled:
                     # The traceback may keep the form alive for long.
                     form.give_back()
@@ -820,7 +829,37 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
     return PickleBuffer(view).raw()
 
 
-def _why_not_registered(code: int | None, length: int, unreadable: bool = False) -> str:
+_EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
+"""The calls that a library or a driver may lack; every one has ibv_reg_mr."""
+
+
+def _refused_flags(code: int | None, context: Context, access: Access) -> str:
+    """Say which access flag the device may have refused; return "" if none is unusual."""
+    device, attr = context.name, context.attr
+    if access & Access.ON_DEMAND and not attr.odp_caps.general_caps & ODPGeneralCap.SUPPORT:
+        return f"{device} does not support Access.ON_DEMAND (see its attr.odp_caps)"
+    for flag, cap in FLUSH_CAPS.items():
+        if access & flag and not attr.device_cap_flags_ex & cap:
+            return f"{device} does not support Access.{flag} (see its attr.device_cap_flags_ex)"
+    if code == errno.EINVAL and access & Access.FLUSH_PERSISTENT:
+        return f"{device} may require persistent memory for Access.FLUSH_PERSISTENT"
+    # No attribute says whether a device supports these.
+    if unsaid := access & (Access.ZERO_BASED | Access.HUGETLB):
+        return f"{device} may not support Access.{unsaid}"
+    return ""
+
+
+def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str:
+    code, length, unreadable = error.errno, form.length, form.unreadable
+    unsupported = isinstance(error, UnsupportedError)
+    if (unsupported or code == errno.EINVAL) and (
+        reason := _refused_flags(code, context, form.access)
+    ):
+        return reason
+    if unsupported and error.call in _EXPORTED:
+        if provider_of(context).lacks(error.call):
+            return "the installed libibverbs does not have it"
+        return f"the driver of {context.name} does not have it, or not for these arguments"
     if code in (errno.ENOMEM, errno.EAGAIN):
         soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != resource.RLIM_INFINITY:

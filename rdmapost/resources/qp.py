@@ -143,7 +143,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ValueError: port_num or gid_index is out of range, a CQ belongs to another open device, or
             the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
-        UnsupportedError: the device or libibverbs lacks one of send_ops_flags.
+        UnsupportedError: the device or libibverbs lacks one of send_ops_flags. With
+            checked=False, the driver decides.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
 
@@ -262,7 +263,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         init.sq_sig_all = self.sq_sig_all
         given = (pd, send_cq, recv_cq, srq, xrcd)
         parents = {id(p): p for p in given if p is not None}
-        create, args = create_call(context, pd, xrcd, init, max_tso_header, ops)
+        create, args = create_call(
+            context, pd, xrcd, init, max_tso_header, ops, checked=self.checked
+        )
         try:
             handle = self._make(
                 create, args, provider_of(context).destroy_qp, tuple(parents.values())

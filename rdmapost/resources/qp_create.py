@@ -8,7 +8,8 @@ from typing import Any
 
 from .._arguments import expect
 from .._binding import ffi, lib
-from ..enums import Opcode, QPType, SendOps, SRQType
+from ..enums import DeviceCap, Opcode, QPType, SendOps, SRQType
+from ..errors import UnsupportedError
 from ..posting.rules import QP_TYPES_BY_OPCODE
 from .cq import CQ
 from .device import Context, provider_of
@@ -23,6 +24,13 @@ NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
 
 XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 """The types whose receives come from the SRQ that a message names."""
+
+
+_SEND_OPS_CAPS = {
+    SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
+    SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
+}
+"""The capabilities of which an operation needs one."""
 
 
 def device_of(
@@ -86,6 +94,8 @@ def create_call(
     init: Any,
     max_tso_header: int,
     send_ops_flags: SendOps,
+    *,
+    checked: bool,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the call that can create a queue pair's type, and its arguments.
 
@@ -97,9 +107,11 @@ def create_call(
             set, and the capabilities become what was granted.
         max_tso_header: bytes of a TSO's header, 0 for no TSO.
         send_ops_flags: what ibv_wr_*() is to post, 0 for nothing.
+        checked: refuse what the device says it cannot do.
 
     Raises:
         ClosedError: the PD or the XRC domain is closed.
+        UnsupportedError: the device has no capability for one of send_ops_flags.
     """
     provider = provider_of(context)
     if xrcd is not None:
@@ -112,12 +124,30 @@ def create_call(
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
         if send_ops_flags:
+            if checked:
+                _refuse_incapable(context, send_ops_flags)
             init.send_ops_flags = send_ops_flags
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS
         return provider.create_qp_ex, (context, init)
     # The extended struct begins with the older one. The cast does not keep the struct alive; the
     # caller does.
     return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
+
+
+def _refuse_incapable(context: Context, send_ops_flags: SendOps) -> None:
+    """Raise UnsupportedError for an operation that the device cannot carry out.
+
+    A driver may create the queue pair all the same: Soft-RoCE in Linux 6.1 then ends every
+    ATOMIC_WRITE with LOC_QP_OP_ERR.
+    """
+    for op, caps in _SEND_OPS_CAPS.items():
+        if op & send_ops_flags and not caps & context.attr.device_cap_flags_ex:
+            raise UnsupportedError(
+                "ibv_create_qp_ex",
+                errno.EOPNOTSUPP,
+                f"send_ops_flags={op}: {context.name} has no {op} (see its "
+                "attr.device_cap_flags_ex); checked=False leaves it to the driver",
+            )
 
 
 def why_not_created(

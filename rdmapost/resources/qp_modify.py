@@ -12,10 +12,10 @@ from enum import IntEnum
 from typing import Any
 
 from .._arguments import expect, index, member
-from ..enums import MTU, Access, DeviceCap, MigState, QPAttrMask, QPState, QPType
+from ..enums import MTU, Access, MigState, QPAttrMask, QPState, QPType
 from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
 from .ah import AHAttr, fill_ah_attr
-from .device_attr import DeviceAttr
+from .device_attr import FLUSH_CAPS, DeviceAttr
 from .endpoint import Endpoint
 from .qp_query import QPAttr
 
@@ -28,12 +28,6 @@ _PATH_OPTIONS = {"sl", "traffic_class"}
 _ATTRIBUTES = {"access": "qp_access_flags", "sl": "ah_attr", "traffic_class": "ah_attr"}
 """The attribute that an option sets, where its name is another."""
 _CLIMB = (QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS)
-
-
-_FLUSH_CAPS = {
-    Access.FLUSH_GLOBAL: DeviceCap.FLUSH_GLOBAL,
-    Access.FLUSH_PERSISTENT: DeviceCap.FLUSH_PERSISTENT,
-}
 
 
 def mask_of(attrs: Iterable[str]) -> QPAttrMask:
@@ -65,10 +59,10 @@ def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
     """Return the requested access flags that the queue pair's type and the device support."""
     if qp_type is QPType.UC:
         # UC has no reads, atomics and flushes, and drivers refuse their flags.
-        return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC | sum(_FLUSH_CAPS))
+        return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC | sum(FLUSH_CAPS))
     if not device.atomic_cap:
         access &= ~Access.REMOTE_ATOMIC
-    for flag, cap in _FLUSH_CAPS.items():
+    for flag, cap in FLUSH_CAPS.items():
         if not device.device_cap_flags_ex & cap:
             access &= ~flag
     return access

@@ -19,9 +19,15 @@ FLUSHES = Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
 VALUE = 0x1122334455667788
 
 
+CAPS = {
+    SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
+    SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
+}
+
+
 def have(context: rp.Context, op: SendOps) -> None:
     """Skip where the kernel or libibverbs lacks an opcode."""
-    cap = {SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL, SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE}[op]
+    cap = CAPS[op]
     needs(context.attr.device_cap_flags_ex & cap, op.name or "", context)
     made = False
     with contextlib.suppress(rp.UnsupportedError), rp.PD(context) as pd, rp.CQ(context) as cq:
@@ -73,6 +79,65 @@ def at(mr: rp.MR, offset: int) -> int:
 
 def there(pair: Pair, offset: int = 0) -> dict[str, int]:
     return {"remote_addr": pair.theirs.addr + offset, "rkey": pair.theirs.rkey}
+
+
+# ---- what the device lacks -----------------------------------------------------------
+
+
+def refuses_what_it_lacks(context: rp.Context, op: SendOps) -> bool:
+    """Whether the device lacks an operation, and a queue pair for it is refused."""
+    lacking = [one for one in op if not context.attr.device_cap_flags_ex & CAPS[one]]
+    if not lacking:
+        return False
+    refused = pytest.raises(rp.UnsupportedError)
+    with rp.PD(context) as pd, rp.CQ(context) as cq, refused as caught:
+        rp.QP(pd, QPType.RC, cq, send_ops_flags=op)
+    assert str(caught.value) == (
+        f"ibv_create_qp_ex is not supported: send_ops_flags={lacking[0]}: {context.name} has no "
+        f"{lacking[0]} (see its attr.device_cap_flags_ex); checked=False leaves it to the driver"
+    )
+    return True
+
+
+@pytest.mark.parametrize("op", [SendOps.FLUSH, SendOps.ATOMIC_WRITE, BOTH])
+def test_queue_pair_for_what_the_device_lacks_is_refused(context, pd, cq, op):
+    """A driver may create it, and then fail every work request."""
+    if not refuses_what_it_lacks(context, op):
+        with contextlib.suppress(rp.UnsupportedError):
+            # The installed libibverbs may lack it, too.
+            rp.QP(pd, QPType.RC, cq, send_ops_flags=op).close()
+
+
+@pytest.mark.parametrize("op", [SendOps.FLUSH, SendOps.ATOMIC_WRITE, BOTH])
+def test_software_device_without_the_capabilities_refuses_too(monkeypatch, op):
+    from rdmapost.providers.soft0.provider import SoftProvider
+
+    query = SoftProvider.query_device_ex
+
+    def query_device_ex(provider: Any, context: Any, attr: Any) -> None:
+        query(provider, context, attr)
+        attr.device_cap_flags_ex = attr.orig_attr.device_cap_flags
+
+    monkeypatch.setattr(SoftProvider, "query_device_ex", query_device_ex)
+    with rp.open_device("soft0") as context:
+        assert refuses_what_it_lacks(context, op)
+        with rp.PD(context) as pd, rp.CQ(context) as cq:
+            rp.QP(pd, QPType.RC, cq, send_ops_flags=op, checked=False).close()
+
+
+def test_unchecked_queue_pair_for_what_the_device_lacks_is_the_drivers_matter(connect, context):
+    refused = None
+    try:
+        pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE, checked=False)
+    except rp.UnsupportedError as error:
+        refused = str(error)
+    if refused is not None:
+        assert "ATOMIC_WRITE needs libibverbs 44 or later" in refused
+        return
+    pair.a.post_send(rp.AtomicWrite(atomic_wr=VALUE, **there(pair)))
+    [done] = pair.cq.wait(1, 10)
+    has_it = bool(context.attr.device_cap_flags_ex & DeviceCap.ATOMIC_WRITE)
+    assert (done.status is WCStatus.SUCCESS) is has_it
 
 
 # ---- ATOMIC_WRITE ------------------------------------------------------------------

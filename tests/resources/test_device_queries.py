@@ -51,6 +51,37 @@ def test_on_demand_regions_can_be_registered_where_the_device_says_so(
         assert odp.rc_odp_caps
     else:
         assert (odp.rc_odp_caps, odp.uc_odp_caps, odp.ud_odp_caps, odp.xrc_odp_caps) == (0,) * 4
+        words = rf"{context.name} does not support Access\.ON_DEMAND \(see its attr\.odp_caps\)$"
+        with pytest.raises(rp.VerbsError, match=words):
+            rp.MR(pd, 4096, flags)
+
+
+@pytest.mark.parametrize(
+    ("flag", "cap"),
+    [
+        (rp.Access.FLUSH_GLOBAL, rp.DeviceCap.FLUSH_GLOBAL),
+        (rp.Access.FLUSH_PERSISTENT, rp.DeviceCap.FLUSH_PERSISTENT),
+    ],
+)
+def test_regions_can_be_flushed_where_the_device_says_so(context, pd, flag, cap) -> None:
+    flags = rp.Access.LOCAL_WRITE | flag
+    if not context.attr.device_cap_flags_ex & cap:
+        words = (
+            rf"{context.name} does not support Access\.{flag} \(see its attr\.device_cap_flags_ex"
+        )
+        with pytest.raises(rp.VerbsError, match=words):
+            rp.MR(pd, 4096, flags)
+        return
+    refused = ""
+    try:
+        rp.MR(pd, 4096, flags).close()
+    except rp.VerbsError as error:
+        refused = str(error)
+    if context.kind == "soft" or flag is rp.Access.FLUSH_GLOBAL:
+        assert not refused
+    else:
+        # Anonymous memory is not persistent, and Soft-RoCE checks that.
+        assert refused.endswith("may require persistent memory for Access.FLUSH_PERSISTENT")
 
 
 def test_tso_caps_say_which_queue_pairs_can_be_made_for_it(

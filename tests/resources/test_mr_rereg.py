@@ -11,20 +11,29 @@ import os
 import typing
 
 import pytest
-from support import ALL, needs, prints
+from support import ALL, needs, null_device, prints
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
+
+null = null_device.null
+on_null = null_device.on_null
 
 
 @contextlib.contextmanager
 def _or_unsupported(context):
     """Skip a test where the device cannot do this; then the region is as it was."""
+    refused = ""
     try:
         yield
     except rp.UnsupportedError as error:
+        refused = str(error)
+    if refused:
         assert context.name != "soft0"
-        pytest.skip(f"{context.name}: {error}")
+        assert refused.startswith(
+            f"ibv_rereg_mr is not supported: the driver of {context.name} does not have it"
+        )
+        pytest.skip(f"{context.name}: {refused}")
 
 
 def _write(rc, mr, data=b"8 bytes!"):
@@ -249,9 +258,28 @@ def test_device_that_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
 def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
     _refuse(monkeypatch, rc.pd.context, -4, errno.EOPNOTSUPP)
     with rp.MR(rc.pd, 64, ALL) as mr:
-        with pytest.raises(rp.UnsupportedError, match="ibv_rereg_mr is not supported"):
+        name = rc.pd.context.name
+        words = f"^ibv_rereg_mr is not supported: the driver of {name} does not have it, or not for"
+        with pytest.raises(rp.UnsupportedError, match=words):
             mr.rereg(memory=64)
         assert _write(rc, mr) is WCStatus.SUCCESS
+
+
+def test_library_without_the_verb_is_named(on_null):
+    said = on_null("""
+        context, pd, cq = resources()
+        mr = rp.MR(pd, 64)
+        print(said(lambda: mr.rereg(access=1)))
+        print(said(lambda: rp.MR.from_dmabuf(pd, 0, 0, 64, 0)))
+        print(said(lambda: pd.advise_mr(0, mr[:])))
+    """)
+    lacks = "is not supported: the installed libibverbs does not have it"
+    assert said.splitlines() == [
+        f"UnsupportedError: ibv_rereg_mr {lacks}",
+        f"UnsupportedError: ibv_reg_dmabuf_mr {lacks}",
+        "UnsupportedError: ibv_advise_mr is not supported: null0 or the installed libibverbs "
+        "lacks it",
+    ]
 
 
 @pytest.mark.parametrize("code", [-4, -5, 22])

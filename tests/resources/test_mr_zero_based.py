@@ -9,6 +9,23 @@ import rdmapost as rp
 from rdmapost import Access, SendFlags, WCStatus
 
 
+def test_refusal_names_the_flag_and_the_device(verbs_context, stack):
+    pd = stack.enter_context(rp.PD(verbs_context))
+    refused = ""
+    try:
+        mr = stack.enter_context(rp.MR(pd, 4096, ALL | Access.ZERO_BASED))
+    except rp.UnsupportedError as error:
+        refused = str(error)
+    if refused:
+        assert refused == (
+            f"ibv_reg_mr is not supported: {verbs_context.name} may not support Access.ZERO_BASED"
+        )
+    else:
+        # Soft-RoCE in Linux 6.1 ignores the flag, and no capability says so.
+        assert mr.addr == 0
+        assert mr.buffer_addr > 0
+
+
 @pytest.fixture
 def region(context, rc, stack) -> rp.MR:
     needs(context.kind == "soft", "ZERO_BASED regions", context)

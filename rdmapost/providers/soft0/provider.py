@@ -26,7 +26,7 @@ from ...enums import (
     TransportType,
     WCExFlags,
 )
-from ...errors import VerbsError
+from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
 from . import addressing, queue_verbs
@@ -147,6 +147,9 @@ class SoftwareProvider:
         opened.faults.wr_id_of = wr_id_of
         return opened.plan
 
+    def lacks(self, call: str) -> bool:
+        return False
+
     def query_device_ex(self, context: Any, attr: Any) -> None:
         device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr
         for name, value in _LIMITS.items():
@@ -229,6 +232,7 @@ class SoftwareProvider:
     @verb
     def reg_dmabuf_mr(pd: Any, offset: int, length: int, iova: int, fd: int, access: int) -> Any:
         domain = bound(pd, "ibv_reg_dmabuf_mr")
+        _refuse_on_demand("ibv_reg_dmabuf_mr", access)
         memory = map_dmabuf(fd, offset, length, iova, access)
         keys = device_of(pd, "ibv_reg_dmabuf_mr").memory
         region = keys.register(domain, iova, memory, access, start_of(memory))
@@ -437,8 +441,15 @@ def _of_file(name: str, start: int, length: int, access: int) -> int | None:
     return start if may_shrink(start, length) else None
 
 
+def _refuse_on_demand(name: str, access: int) -> None:
+    """Refuse on-demand paging, which odp_caps does not report either."""
+    if access & Access.ON_DEMAND:
+        raise UnsupportedError(name, errno.EOPNOTSUPP)
+
+
 def _register(pd: Any, addr: Any, length: int, access: int, unsure: _Unsure) -> Any:
     domain = bound(pd, "ibv_reg_mr")
+    _refuse_on_demand("ibv_reg_mr", access)
     at = unsure("ibv_reg_mr", address_of(addr), length, access)
     start = 0 if access & Access.ZERO_BASED else address_of(addr)
     keys = device_of(pd, "ibv_reg_mr").memory
@@ -467,6 +478,7 @@ def _reregister(
         raise VerbsError(name, errno.EBUSY, "a memory window is bound to it")
     changed: dict[str, Any] = {}
     if flags & ReregFlags.CHANGE_ACCESS:
+        _refuse_on_demand(name, access)
         region.access = access
     if flags & ReregFlags.CHANGE_TRANSLATION:
         start = address_of(addr)
