@@ -15,7 +15,7 @@ from ..enums import WCExFlags, WCFlags, WCOpcode, WCStatus
 from ..errors import ClosedError, CompletionError, RdmaError, UnsupportedError, VerbsError
 from ..posting.columns import with_c_methods
 from .channel import CompChannel, OwnChannel, announce_on
-from .device import NO_MORE, Context, in_flight_of, no_more, provider_of
+from .device import NO_MORE, Context, in_flight_of, invalidated_of, no_more, provider_of
 from .events import timed_out
 from .grh import Datagram, read_datagram
 from .resource import close_quietly, struct_of
@@ -274,6 +274,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         self._drop_event = functools.partial(provider.get_cq_event, reports, {})
         self._poller = native.Poller(
             in_flight_of(context),
+            invalidated_of(context),
             int(self.wc_flags),
             provider.spin_ns,
             announces.fileno(),

@@ -137,7 +137,16 @@ class Context(EventSource, struct="ibv_context"):
         attr: its attributes, a DeviceAttr.
     """
 
-    __slots__ = ("_provider", "_queues", "attr", "guid", "kind", "name", "node_type")
+    __slots__ = (
+        "_invalidated",
+        "_provider",
+        "_queues",
+        "attr",
+        "guid",
+        "kind",
+        "name",
+        "node_type",
+    )
 
     _type_name = "device"
     _rank = 9
@@ -145,8 +154,9 @@ class Context(EventSource, struct="ibv_context"):
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, Any] = {}
+        self._invalidated: dict[int, int] = {}
         self._events = {}
-        self._poller = native.Poller({}, 0, 0, -1, None)
+        self._poller = native.Poller({}, {}, 0, 0, -1, None)
         self.name = info.name
         self.kind = provider.kind
         self.guid = info.guid
@@ -497,6 +507,11 @@ def provider_of(context: Context) -> Provider:
 def in_flight_of(context: Context) -> dict[int, Any]:
     """Return where a device's completions find their queue, by its number."""
     return context._queues
+
+
+def invalidated_of(context: Context) -> dict[int, int]:
+    """Return which keys of a device were invalidated last, and when (native.InFlight.enroll)."""
+    return context._invalidated
 
 
 _ASYNC_FD = operator.attrgetter("async_fd")

@@ -26,7 +26,7 @@ from ..errors import InUseError, UnsupportedError, VerbsError
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from .buffers import pointers_in
-from .device import Context, provider_of
+from .device import Context, invalidated_of, provider_of
 from .device_attr import FLUSH_CAPS
 from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
 from .resource import Resource, open_handles
@@ -564,7 +564,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ValueError: as for MR; or no argument is given; or ZERO_BASED would change, or the
                 memory of a ZERO_BASED region.
             InUseError: an outstanding or prepared work request names the region, a memory
-                window is bound to it, or this thread is in the middle of a verb.
+                window is bound to it (one whose key was invalidated is not, once the completion
+                that says so is polled), or this thread is in the middle of a verb.
             ClosedError: the region or the PD is closed.
             UnsupportedError: the device does not support this verb or this change, or the region
                 is a dma-buf's.
@@ -625,7 +626,12 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 raise
 
     def _refuse_change(self) -> None:
-        """Raise InUseError if the region is in use and cannot be registered again."""
+        """Raise InUseError if the region is in use and cannot be registered again.
+
+        If it is not, it was in use when this was called.
+        """
+        if any(window._unbind_if_invalidated() for window in self._bound_windows()):
+            return
         windows = self._windows()
         if windows:
             raise InUseError(
@@ -651,8 +657,11 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _windows(self) -> list[str]:
         """Return the windows that are, or may be, bound to the region."""
+        return [str(window) for window in self._bound_windows()]
+
+    def _bound_windows(self) -> list[MW]:
         return [
-            str(window)
+            window
             for window in open_handles()
             if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
         ]
@@ -694,7 +703,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     See ibv_alloc_mw(3).
     """
 
-    __slots__ = ("mw_type",)
+    __slots__ = ("_index", "mw_type")
 
     _type_name = "MW"
     _rank = 0
@@ -705,6 +714,20 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
         self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
+        self._index = self.rkey >> 8
+
+    def _unbind_if_invalidated(self) -> bool:
+        """Release its regions if a completion says that its key was invalidated.
+
+        Returns:
+            whether it released any.
+        """
+        number, low = divmod(invalidated_of(self.pd.context).get(self._index, 0), 1 << 8)
+        return self._peek("rkey") == self._index << 8 | low and self._unbind_before(number)
+
+    def _forget(self) -> None:
+        if hasattr(self, "_index"):
+            invalidated_of(self.pd.context).pop(self._index, None)
 
     def __str__(self) -> str:
         # The text of the ClosedError that a verb would raise comes from here.

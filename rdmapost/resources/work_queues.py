@@ -12,7 +12,7 @@ from .._arguments import counted
 from .._binding import native
 from ..errors import InUseError
 from ..posting.prepared import OpenBatches
-from .device import in_flight_of
+from .device import in_flight_of, invalidated_of
 from .resource import Resource, close_dropped, open_handles
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class HasWorkQueues(Resource):
         self._batches = OpenBatches()
         native.own_queues(self, *queues)
         for queue in queues:
-            queue.enroll(in_flight_of(self.context))
+            queue.enroll(in_flight_of(self.context), invalidated_of(self.context))
 
     def _keep_completions(self) -> None:
         """Poll what has completed, before the device drops it."""

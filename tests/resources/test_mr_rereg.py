@@ -15,6 +15,7 @@ from support import ALL, needs, null_device, prints
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
+from rdmapost.resources.device import invalidated_of
 
 null = null_device.null
 on_null = null_device.on_null
@@ -253,6 +254,112 @@ def test_device_that_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
         new.append(1)
         assert _write(rc, mr) is WCStatus.SUCCESS
         assert memory[:8] == b"8 bytes!"
+
+
+@pytest.fixture
+def windowed(rc, context, stack):
+    """A window of type 2 that b has bound to a region."""
+    needs(context.kind == "soft", "ibv_rereg_mr and WITH_INV in completions", context)
+    region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    mw = stack.enter_context(rp.MW(rc.pd))
+    _bind(rc, mw, region)
+    return mw, region
+
+
+def _bind(rc, mw, region, rkey=None, **fields):
+    rkey = mw.next_rkey() if rkey is None else rkey
+    wr = rp.BindMW(mw=mw, rkey=rkey, mr=region, addr=region.addr, length=64, **fields)
+    rc.b.post_send(wr)
+    rc.wait(1)
+
+
+def _refused(mw, region):
+    """Whether the region cannot be registered again, because of the window."""
+    try:
+        region.rereg(access=ALL | Access.MW_BIND)
+    except rp.InUseError as error:
+        refused = str(error)
+    else:
+        return False
+    assert f"{mw} bound to it; unbind or close it first" in refused
+    return True
+
+
+def _by_peer(rc, mw):
+    rc.b.post_recv(rp.RecvWR(rc.theirs[:8]))
+    rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=mw.rkey))
+
+
+def _by_itself(rc, mw):
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
+
+
+@pytest.mark.parametrize(("invalidate", "completions"), [(_by_peer, 2), (_by_itself, 1)])
+@pytest.mark.parametrize("into", [False, True], ids=["wait", "wait_into"])
+def test_region_of_an_invalidated_window_is_registered_again(
+    rc, windowed, invalidate, completions, into
+):
+    """Whoever invalidated its key; once that completion is polled."""
+    mw, region = windowed
+    assert _refused(mw, region)
+    invalidate(rc, mw)
+    assert _refused(mw, region)
+    if into:
+        assert rc.cq.wait_into(bytearray(48 * completions), completions, 10) == completions
+    else:
+        rc.wait(completions)
+    assert not _refused(mw, region)
+    # The same key, with a low byte that the window has had before, opens it again.
+    _bind(rc, mw, region, mw.rkey)
+    assert _refused(mw, region)
+
+
+def test_window_bound_again_with_the_same_key_before_the_completion_is_bound(rc, windowed):
+    mw, region = windowed
+    key = mw.rkey
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=key, send_flags=0))
+    _bind(rc, mw, region, key)
+    assert _refused(mw, region)
+
+
+def test_unsignaled_invalidation_counts_when_a_later_work_request_completes(rc, windowed):
+    mw, region = windowed
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey, send_flags=0))
+    assert _refused(mw, region)
+    rc.b.post_send(rp.RdmaWrite(rc.theirs[:8], remote_addr=rc.mine.addr, rkey=rc.mine.rkey))
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
+def test_invalidation_that_fails_leaves_the_window_bound(rc, windowed):
+    mw, region = windowed
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey ^ 1))
+    assert rc.cq.wait()[0].status is not WCStatus.SUCCESS
+    assert _refused(mw, region)
+
+
+def test_invalidation_of_another_key_leaves_the_window_bound(rc, windowed, stack):
+    mw, region = windowed
+    other = stack.enter_context(rp.MW(rc.pd))
+    _bind(rc, other, region)
+    _by_itself(rc, other)
+    rc.wait(1)
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
+def test_closed_windows_leave_no_record(rc, context, stack):
+    needs(context.kind == "soft", "WITH_INV in completions", context)
+    region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    for _ in range(3):
+        with rp.MW(rc.pd) as mw:
+            _bind(rc, mw, region)
+            _by_itself(rc, mw)
+            rc.wait(1)
+            assert invalidated_of(context)
+        assert not invalidated_of(context)
 
 
 def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):

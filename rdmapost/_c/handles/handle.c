@@ -463,6 +463,35 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 	unbind(old);
 }
 
+/*
+ * _unbind_before(serial): the window's key has been invalidated; release the regions that binds with
+ * a lower number bound it to.  Returns whether there were any.
+ */
+static PyObject *handle_unbind_before(PyObject *self, PyObject *arg)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	unsigned long long serial = PyLong_AsUnsignedLongLong(arg);
+	struct rp_bound *old = NULL;
+	int found;
+
+	if (serial == (unsigned long long)-1 && PyErr_Occurred())
+		return NULL;
+	RP_BEGIN(h);
+	for (struct rp_bound *b, **at = &h->bound; (b = *at);) {
+		if (b->serial < serial) {
+			*at = b->next;
+			b->next = old;
+			old = b;
+		} else {
+			at = &b->next;
+		}
+	}
+	RP_END();
+	found = old != NULL;
+	unbind(old);
+	return PyBool_FromLong(found);
+}
+
 void rp_raise_closed(struct rp_handle *h)
 {
 	if (h->process && h->process != process)
@@ -1568,6 +1597,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },
+	{ "_unbind_before", handle_unbind_before, METH_O, NULL },
 	{ "_open_struct", open_struct, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "close($self, /)\n--\n\nRelease the resource.  Calling it again does nothing.\n\n"

@@ -53,6 +53,7 @@ struct poller {
 	unsigned int claims;  /* number of successful claim() calls */
 	PyObject *tasks; /* has the leading event loop poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
+	PyObject *invalidated; /* see rp_note_invalidated() */
 	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
 	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is pending */
 	int channel; /* that channel's descriptor, or -1 */
@@ -513,6 +514,9 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 			if (queue != p->last)
 				p->last = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
 		}
+		if (good && wc[i].wc_flags & IBV_WC_WITH_INV && wc[i].opcode & IBV_WC_RECV)
+			rp_note_invalidated(p->invalidated, wc[i].invalidated_rkey,
+					    rp_count_bind());
 		if (touched->rows && rp_complete_row(queue, wc[i].wr_id, &number_of_row)) {
 			put_row(&touched->rows, &wc[i], number_of_row);
 			continue;
@@ -1196,24 +1200,28 @@ static PyObject *first_failed(PyObject *self, PyObject *unused)
 
 /* ---- the type ----------------------------------------------------------- */
 
-/* Poller(queues, wc_flags, spin_ns, channel, drop_event): without a channel, -1 and None. */
+/*
+ * Poller(queues, invalidated, wc_flags, spin_ns, channel, drop_event): without a channel, -1 and
+ * None.
+ */
 static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	PyObject *queues, *drop_event;
+	PyObject *queues, *invalidated, *drop_event;
 	unsigned int wc_flags;
 	int channel;
 	long long spin_ns;
 	struct poller *p;
 
 	(void)kwargs;
-	if (!PyArg_ParseTuple(args, "O!ILiO", &PyDict_Type, &queues, &wc_flags, &spin_ns, &channel,
-			      &drop_event))
+	if (!PyArg_ParseTuple(args, "O!O!ILiO", &PyDict_Type, &queues, &PyDict_Type, &invalidated,
+			      &wc_flags, &spin_ns, &channel, &drop_event))
 		return NULL;
 	p = (struct poller *)PyType_GenericAlloc(type, 0);
 	if (!p)
 		return NULL;
 	p->end = &p->backlog;
 	p->queues = Py_NewRef(queues);
+	p->invalidated = Py_NewRef(invalidated);
 	p->drop_event = Py_NewRef(drop_event);
 	p->wc_flags = wc_flags;
 	p->channel = channel;
@@ -1230,6 +1238,7 @@ static int poller_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT(p->tasks);
 	Py_VISIT(p->queues);
+	Py_VISIT(p->invalidated);
 	Py_VISIT((PyObject *)p->last);
 	Py_VISIT(p->drop_event);
 	for (struct rp_completion *s = p->backlog; s; s = s->next) {
@@ -1256,6 +1265,7 @@ static void poller_dealloc(PyObject *self)
 		p->spare = free_completion(p->spare);
 	Py_XDECREF(p->tasks);
 	Py_XDECREF(p->queues);
+	Py_XDECREF(p->invalidated);
 	Py_XDECREF((PyObject *)p->last);
 	Py_XDECREF(p->drop_event);
 	rp_free_lock(&p->lock);

@@ -168,6 +168,21 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 	return wr_id ? wr_id : PyLong_FromUnsignedLongLong(number);
 }
 
+void rp_note_invalidated(PyObject *invalidated, uint32_t rkey, uint64_t serial)
+{
+	PyObject *type, *value, *traceback, *index, *when;
+
+	PyErr_Fetch(&type, &value, &traceback);
+	index = PyLong_FromUnsignedLong(rkey >> 8);
+	when = PyLong_FromUnsignedLongLong(serial << 8 | (rkey & RP_KEY_BYTE));
+	/* If memory runs out, the window counts as bound. */
+	if (!index || !when || PyDict_SetItem(invalidated, index, when))
+		PyErr_Clear();
+	Py_XDECREF(index);
+	Py_XDECREF(when);
+	PyErr_Restore(type, value, traceback);
+}
+
 /* A TAG_DEL has succeeded: retire the receive it removed, unless a message matched that first. */
 static void release(struct rp_in_flight *tagged, uint32_t cookie, uint64_t serial)
 {
@@ -218,6 +233,8 @@ static int complete_in_order(struct rp_in_flight *q, uint64_t cookie, int status
 		ahead -= found ? ahead : left;
 		if (entry->state >= RP_BIND)
 			note_bind(entry, found, status);
+		else if (entry->state == RP_LOCAL_INV && status == IBV_WC_SUCCESS)
+			entry->state = RP_INVALIDATED;
 		/* An error status belongs to the last entry: that TAG_DEL removed nothing. */
 		if (entry->removes && q->tagged && (!found || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes, entry->serial);
@@ -316,6 +333,8 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
 				entry->state != RP_BIND, q->binder, entry->serial);
 	}
+	if (entry->state == RP_INVALIDATED && q->invalidated)
+		rp_note_invalidated(q->invalidated, entry->removes, entry->serial);
 	rp_unpin_all(entry->refs);
 	Py_XDECREF(entry->refs);
 	Py_XDECREF(entry->wr_id);
@@ -435,13 +454,15 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	return found;
 }
 
-/* enroll(queues): let rp_find_queue() find it there. */
-static PyObject *in_flight_enroll(PyObject *self, PyObject *queues)
+/* enroll(queues, invalidated): let rp_find_queue() find it; note there which keys it invalidates. */
+static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
-	PyObject *key, *value;
+	PyObject *key, *value, *queues, *invalidated;
 
-	if (!PyDict_CheckExact(queues) || q->queues) {
+	if (!PyArg_ParseTuple(args, "OO", &queues, &invalidated))
+		return NULL;
+	if (!PyDict_CheckExact(queues) || !PyDict_CheckExact(invalidated) || q->queues) {
 		PyErr_SetString(PyExc_TypeError, "not a dict, or enrolled already");
 		return NULL;
 	}
@@ -450,6 +471,7 @@ static PyObject *in_flight_enroll(PyObject *self, PyObject *queues)
 	if (key && value && !PyDict_SetItem(queues, key, value)) {
 		q->queues = Py_NewRef(queues);
 		q->key = Py_NewRef(key);
+		q->invalidated = Py_NewRef(invalidated);
 	}
 	Py_XDECREF(key);
 	Py_XDECREF(value);
@@ -553,6 +575,7 @@ static int in_flight_traverse(PyObject *self, visitproc visit, void *arg)
 	}
 	Py_VISIT(q->tagged);
 	Py_VISIT(q->queues);
+	Py_VISIT(q->invalidated);
 	return 0;
 }
 
@@ -571,6 +594,7 @@ static void in_flight_dealloc(PyObject *self)
 	clear(q, UINT64_MAX);
 	rp_drop_binder(q->binder);
 	PyMem_Free(q->entries);
+	Py_XDECREF(q->invalidated);
 	Py_XDECREF((PyObject *)q->tagged);
 	rp_free(self);
 }
@@ -698,7 +722,7 @@ static PyObject *in_flight_number(PyObject *self, void *unused)
 }
 
 static PyMethodDef in_flight_methods[] = {
-	{ "enroll", in_flight_enroll, METH_O, NULL },
+	{ "enroll", in_flight_enroll, METH_VARARGS, NULL },
 	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
 	{ "clear_until", in_flight_clear_until, METH_O,

@@ -14,7 +14,7 @@
 
 /* An entry's state; a bind of unknown outcome stays RP_BIND or RP_UNBIND. */
 enum {
-	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY, RP_ROWS,
+	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY, RP_ROWS, RP_LOCAL_INV, RP_INVALIDATED,
 	RP_BIND, RP_UNBIND, RP_BOUND, RP_UNBOUND,
 };
 
@@ -23,12 +23,15 @@ struct rp_entry {
 	PyObject *wr_id; /* an int, bytes (a uint64_t for each row), or a struct rp_sent */
 	PyObject *refs; /* one object, a tuple of them (for a bind: window, region), or NULL */
 	uint32_t count; /* work requests; in a free or done slot, the next one */
-	/* Low half of the cookie of the receive that a TAG_DEL removes, or 0; on an SRQ, the row. */
+	/*
+	 * Low half of the cookie of the receive that a TAG_DEL removes, or 0; on an SRQ, the row;
+	 * for a LOCAL_INV, the key.
+	 */
 	uint32_t removes;
 	/*
 	 * In a queue that completes in any order, a number that is never reused. In one that
-	 * completes in order: for a TAG_DEL, the serial of the receive that it removes; for a bind,
-	 * its place among all binds; for RP_ROWS, the address of the wr_ids.
+	 * completes in order: for a TAG_DEL, the serial of the receive that it removes; for a bind
+	 * or a LOCAL_INV, its place among all of these; for RP_ROWS, the address of the wr_ids.
 	 */
 	uint64_t serial;
 	unsigned char generation, state;
@@ -43,6 +46,7 @@ struct rp_in_flight {
 	struct rp_binder *binder;
 	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
 	PyObject *queues, *key; /* the dict for rp_find_queue(), and its key there; or NULL */
+	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */
 	/*
@@ -63,6 +67,13 @@ extern PyObject *rp_in_flight_type;
  * hold memory whose owner refers to the queue pair: the collector would find none of them.
  */
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
+
+/*
+ * The key of a window, or of something else, has been invalidated, after the binds whose number is
+ * lower than `serial` (rp_count_bind()). `invalidated` is the dict of the device for it
+ * (Context._invalidated): for each index of a key, the latest serial and the low byte.
+ */
+void rp_note_invalidated(PyObject *invalidated, uint32_t rkey, uint64_t serial);
 
 /* Make room for `count` more entries; 0, or -1 with an exception. */
 int rp_grow(struct rp_in_flight *q, size_t count);

@@ -159,6 +159,11 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
+	if (q->verb == SEND && r->type->opcode == IBV_WR_LOCAL_INV) {
+		state = RP_LOCAL_INV;
+		removes = wr->invalidate_rkey;
+		serial = rp_count_bind();
+	}
 	if (q->in_flight->tagged)
 		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &refs, &serial);
 	/* Every work request begins with its wr_id. */
