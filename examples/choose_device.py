@@ -59,10 +59,10 @@ def describe(info: rp.DeviceInfo, near: set[int]) -> list[Candidate]:
             )
             print(f"    P_Keys: {pkeys(context, port)}")
             table = context.query_gid_table(port_num)
-            chosen = context.choose_gid(port_num).index if table else None
+            chosen = context.choose_gid(port_num).gid_index if table else None
             for entry in table:
-                mark = "*" if entry.index == chosen else " "
-                print(f"   {mark}GID {entry.index}: {entry.gid} {entry.gid_type or ''}".rstrip())
+                mark = "*" if entry.gid_index == chosen else " "
+                print(f"   {mark}GID {entry.gid_index}: {entry.gid} {entry.gid_type or ''}".rstrip())
             if port.state is rp.PortState.ACTIVE and table:
                 is_hardware, is_near = info.kind == "verbs", numa is None or numa in near
                 found.append(
