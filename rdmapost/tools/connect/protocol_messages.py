@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, get_args
 
-from ...enums import Access, QPType, WCOpcode, WCStatus
+from ...enums import Access, QPType, WCOpcode, WCStatus, reported
 from ...resources.endpoint import Endpoint
 from .failures import ProtocolError
 
@@ -118,6 +118,20 @@ def _member(names: dict[str, Any]) -> _Codec:
     return _Codec(
         lambda member: next(n for n, m in names.items() if m == member), read, f"one of {listed}"
     )
+
+
+def _reported(enum: Any) -> _Codec:
+    """Return the codec of what a device reported: a name, or the number of an unknown value."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return _invalid()
+        if value in enum.__members__:
+            return enum[value]
+        is_number = value.isascii() and value.isdigit() and len(value) < 11
+        return reported(enum, int(value)) if is_number else _invalid()
+
+    return _Codec(lambda member: member.name, read, "a known name, or a number")
 
 
 def _optional(codec: _Codec) -> _Codec:
@@ -274,10 +288,8 @@ class Arrival:
     """
 
     index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
-    status: WCStatus = field(metadata=_with(_member({status.name: status for status in WCStatus})))
-    opcode: WCOpcode | None = field(
-        metadata=_with(_optional(_member({opcode.name: opcode for opcode in WCOpcode})))
-    )
+    status: WCStatus = field(metadata=_with(_reported(WCStatus)))
+    opcode: WCOpcode | None = field(metadata=_with(_optional(_reported(WCOpcode))))
     byte_len: int = field(metadata=_with(_U32))
     imm_data: int | None = field(metadata=_with(_optional(_U32)))
     sha256: str = field(metadata=_with(_DIGEST))

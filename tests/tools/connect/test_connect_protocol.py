@@ -14,6 +14,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
+from rdmapost.enums import reported
 from rdmapost.tools.connect.host_port import is_loopback
 from rdmapost.tools.connect.protocol import (
     ClientProtocol,
@@ -78,6 +79,8 @@ MESSAGES: list[Message] = [
     Seen(0, 4096, "ff" * 32, bytes(HEAD_BYTES)),
     Bye(),
     Error("busy", "try again later"),
+    # Of a server whose device reports what this version does not know.
+    Arrival(2, reported(rp.WCStatus, 99), reported(rp.WCOpcode, 250), 0, None, "", b""),
 ]
 
 
