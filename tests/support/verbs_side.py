@@ -42,6 +42,10 @@ class Side:
         )
         self._stack = contextlib.ExitStack()
 
+    def gid_index(self) -> int:
+        """Return the index of the device's GID."""
+        return self._gid_index
+
     def make(self, qp_type: str, *, checked: bool = True) -> dict[str, Any]:
         """Replace the queue pair and all that it uses; return what the peer needs to know."""
         self._stack.close()

@@ -7,15 +7,17 @@ import fcntl
 import functools
 import socket
 import struct
+from array import array
 from typing import NamedTuple
 
 from ...enums import MTU
 from ...standard.wire import IPPROTO_UDP, IPV4_MAPPED, ROCE_V2_BYTES, ROCE_V2_PORT
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF = 0x8912
 _SIOCGIFMTU = 0x8921
 """ioctls of netdevice(7)."""
 _IFREQ = struct.Struct("16s24s")
+_IFCONF = struct.Struct("@iP")
 _LOOPBACK = "lo"
 _LOOPBACK_ADDRESSES = 254
 _IPV6_MORE = 20
@@ -92,12 +94,10 @@ def _addresses() -> list[LocalAddress]:
     """List the addresses of the network devices, IPv4 before IPv6."""
     # Not a generator: one that is dropped without memory reports that it could not be closed.
     found = []
-    names = dict(socket.if_nameindex())
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for name in names.values():
-            with contextlib.suppress(OSError):
-                reply = fcntl.ioctl(any_socket, _SIOCGIFADDR, _IFREQ.pack(name.encode(), b""))
-                found.append(LocalAddress(socket.inet_ntoa(reply[20:24]), name, socket.AF_INET))
+    for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
+        # Of a second address, "eth0:1".
+        name = label.rstrip(b"\0").decode().partition(":")[0]
+        found.append(LocalAddress(socket.inet_ntoa(sockaddr_in[4:8]), name, socket.AF_INET))
     with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
         for line in lines:
             raw, index, _, scope, _, name = line.split()
@@ -105,6 +105,20 @@ def _addresses() -> list[LocalAddress]:
             number = int(index, 16) if scope == "20" else 0
             found.append(LocalAddress(host, name, socket.AF_INET6, number))
     return found
+
+
+def _ipv4_table() -> bytes:
+    """Return an ifreq for each IPv4 address, a network device's second ones included."""
+    size = 64 * _IFREQ.size
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        while True:
+            table = array("B", bytes(size))
+            request = _IFCONF.pack(size, table.buffer_info()[0])
+            used, _ = _IFCONF.unpack(fcntl.ioctl(any_socket, _SIOCGIFCONF, request))
+            # A full table may have been cut off.
+            if used < size:
+                return table[:used].tobytes()
+            size *= 2
 
 
 def mtu_of(netdev: str) -> int:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from support import LIMIT, verbs_side
 from support.agents import Remote, local_agent
+from support.ports import wait_for_port
 
 import rdmapost as rp
 
@@ -72,11 +73,17 @@ ASKED = {
 
 
 class Cable(NamedTuple):
-    """The sides, and the path MTU between them."""
+    """The sides, the path MTU between them, and the agents that run commands at each end."""
 
     rxe: Side
     roce: Side
     mtu: int
+    theirs: tuple[str, int]
+    ours: tuple[str, int]
+    device: str
+    """The name of a roce device on another address, for commands."""
+    gid_index: str
+    """The index of Soft-RoCE's GID on the cable."""
 
 
 class Ends(NamedTuple):
@@ -120,7 +127,9 @@ def cable(request: pytest.FixtureRequest, verbs_context: rp.Context) -> Iterator
                 f"ip -n {NAMESPACE} {command}"
                 for command in (
                     f"addr add 10.9.0.2/24 dev {FAR}",
+                    f"addr add 10.9.0.3/24 dev {FAR}",
                     f"-6 addr add fd00:9::2/64 dev {FAR} nodad",
+                    f"-6 addr add fd00:9::3/64 dev {FAR} nodad",
                     f"link set {FAR} up",
                     "link set lo up",
                 )
@@ -130,10 +139,16 @@ def cable(request: pytest.FixtureRequest, verbs_context: rp.Context) -> Iterator
         ours = stack.enter_context(local_agent("10.9.0.2", (*IN_NAMESPACE, *WITHOUT_RIGHTS)))
         theirs = stack.enter_context(local_agent())
         near_gid, far_gid = GIDS[version]
+        device = f"roce:{far_gid.removeprefix('::ffff:')}"
+        rxe = Side(stack, theirs, RXE, near_gid)
         yield Cable(
-            Side(stack, theirs, RXE, near_gid),
-            Side(stack, ours, f"roce:{far_gid.removeprefix('::ffff:')}", far_gid),
-            1024 if mtu == 1500 else 4096,
+            rxe=rxe,
+            roce=Side(stack, ours, device, far_gid),
+            mtu=1024 if mtu == 1500 else 4096,
+            theirs=theirs,
+            ours=ours,
+            device=f"{device[:-1]}3",
+            gid_index=str(rxe.gid_index()),
         )
 
 
@@ -326,3 +341,48 @@ def test_send_longer_than_the_receive_fails_on_both_sides(ends: Ends):
     assert status in ("REM_INV_REQ_ERR", "REM_OP_ERR")
     (wc,) = ends.far.wait(1, LIMIT)
     assert wc["status"] == ("LOC_QP_OP_ERR" if ends.far is ends.cable.rxe else "LOC_LEN_ERR")
+
+
+# ---- ping-pong, with the stock programs on Soft-RoCE ---------------------------------------------
+
+ITERS = "50"
+PINGPONG_PORT = 18515
+QP_TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
+
+
+def stock(cable: Cable, qp_type: str, *more: str) -> list[str]:
+    command = [f"ibv_{qp_type}_pingpong", "-d", RXE, "-g", cable.gid_index, "-n", ITERS]
+    return [*command, "-e", "-c", *more]
+
+
+def ours(cable: Cable, qp_type: str, *more: str) -> list[str]:
+    command = ["rdmapost", "pingpong", "-d", cable.device, "--qp-type", qp_type, "-n", ITERS]
+    return [*command, "-c", "-e", "--timeout", "60", "--json", *more]
+
+
+@QP_TYPES
+def test_pingpong_client_on_roce_with_the_stock_server(cable: Cable, qp_type: str):
+    with Remote(cable.theirs, *stock(cable, qp_type)) as server:
+        wait_for_port(PINGPONG_PORT)
+        with Remote(cable.ours, *ours(cable, qp_type, "10.9.0.1")) as client:
+            ran = client.ended()
+        assert ran.status == 0, ran
+        ended = server.ended()
+    doc = json.loads(ran.out)
+    assert (doc["validated"], doc["round_trips"]) == (True, int(ITERS))
+    assert ended.status == 0, ended
+    assert f"{ITERS} iters in" in ended.out
+    assert "invalid data" not in ended.out + ended.err
+
+
+@QP_TYPES
+def test_pingpong_server_on_roce_with_the_stock_client(cable: Cable, qp_type: str):
+    with Remote(cable.ours, *ours(cable, qp_type, "--wait", "60")) as server:
+        server.until("err", "waiting for a client")
+        with Remote(cable.theirs, *stock(cable, qp_type, "10.9.0.2")) as client:
+            ended = client.ended()
+        assert ended.status == 0, ended
+        ran = server.ended()
+    assert f"{ITERS} iters in" in ended.out
+    assert ran.status == 0, ran
+    assert json.loads(ran.out)["validated"] is True
