@@ -62,7 +62,9 @@ def describe(info: rp.DeviceInfo, near: set[int]) -> list[Candidate]:
             chosen = context.choose_gid(port_num).gid_index if table else None
             for entry in table:
                 mark = "*" if entry.gid_index == chosen else " "
-                print(f"   {mark}GID {entry.gid_index}: {entry.gid} {entry.gid_type or ''}".rstrip())
+                print(
+                    f"   {mark}GID {entry.gid_index}: {entry.gid} {entry.gid_type or ''}".rstrip()
+                )
             if port.state is rp.PortState.ACTIVE and table:
                 is_hardware, is_near = info.kind == "verbs", numa is None or numa in near
                 found.append(

@@ -715,6 +715,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         provider = provider_of(pd.context)
         self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
         self._index = self.rkey >> 8
+        invalidated_of(pd.context)[self._index] = 0
 
     def _unbind_if_invalidated(self) -> bool:
         """Release its regions if a completion says that its key was invalidated.

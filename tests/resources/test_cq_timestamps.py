@@ -148,7 +148,9 @@ def test_vlan_or_flow_tag_is_shown_if_the_cq_was_created_with_it(soft, stack, mo
     """No device of the tests reports one: soft0's, which are 0, are shown as if asked for."""
     flag = WCExFlags[f"WITH_{field.upper()}"]
     plain = native.Poller
-    monkeypatch.setattr(native, "Poller", lambda of, flags, *rest: plain(of, flags | flag, *rest))
+    monkeypatch.setattr(
+        native, "Poller", lambda of, keys, flags, *rest: plain(of, keys, flags | flag, *rest)
+    )
     context = stack.enter_context(rp.open_device(soft))
     pd = stack.enter_context(rp.PD(context))
     cq = stack.enter_context(rp.CQ(context, wc_flags=TS))

@@ -175,8 +175,9 @@ void rp_note_invalidated(PyObject *invalidated, uint32_t rkey, uint64_t serial)
 	PyErr_Fetch(&type, &value, &traceback);
 	index = PyLong_FromUnsignedLong(rkey >> 8);
 	when = PyLong_FromUnsignedLongLong(serial << 8 | (rkey & RP_KEY_BYTE));
-	/* If memory runs out, the window counts as bound. */
-	if (!index || !when || PyDict_SetItem(invalidated, index, when))
+	/* A window that is closed has no entry. If memory runs out, the window counts as bound. */
+	if (!index || !when || (PyDict_Contains(invalidated, index) > 0 &&
+				PyDict_SetItem(invalidated, index, when)))
 		PyErr_Clear();
 	Py_XDECREF(index);
 	Py_XDECREF(when);
