@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from support import ALL, prints, resident
+from support import ALL, LOSES_MEMORY, prints, resident
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -384,6 +384,43 @@ def test_what_could_not_be_closed_without_memory_can_be_closed_later():
     """soft0 does not half destroy it."""
     pytest.importorskip("_testcapi")
     assert prints(CLOSED_WITHOUT_MEMORY).endswith("all can be closed")
+
+
+MEMORY_KEYS_WITHOUT_MEMORY = """
+import sys, _testcapi, rdmapost as rp
+verb = sys.argv[1]
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context)
+ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+qp = rp.QP(pd, rp.QPType.RC, cq)
+qp.connect(qp.endpoint())
+mine = rp.MR(pd, 64, ALL)
+memory, other = bytearray(64), bytearray(64)
+unknown = []
+# At one of these numbers the table of keys is full: to add to it takes memory.
+for count in (42, 43, 85, 86, 170, 171):
+    made = [rp.MR(pd, memory, ALL) for _ in range(count - 1)]
+    for at in range(130):
+        mr = made[at % len(made)]
+        _testcapi.set_nomemory(at, at + 1000)
+        try: mr.close() if verb == "close" else mr.rereg(memory=other)
+        except (MemoryError, rp.VerbsError): pass
+        finally: _testcapi.remove_mem_hooks()
+        if mr.closed: break
+        qp.post_send(rp.RdmaWrite(mine[:8], remote_addr=mr.addr, rkey=mr.rkey))
+        if cq.wait()[0].status:
+            unknown.append((count, at))
+            qp.to_reset()
+            qp.connect(qp.endpoint())
+    for mr in made: mr.close()
+print(unknown)
+"""
+
+
+@pytest.mark.parametrize("verb", ["close", "rereg"])
+def test_region_that_could_not_be_closed_or_moved_without_memory_keeps_its_keys(verb):
+    pytest.importorskip("_testcapi")
+    assert prints(MEMORY_KEYS_WITHOUT_MEMORY, verb, **LOSES_MEMORY) == "[]"
 
 
 ONE_FAILED_ALLOCATION = """

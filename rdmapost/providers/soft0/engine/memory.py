@@ -128,8 +128,8 @@ class Memory(native.Record):
     """A device's memory keys, and the region or window that each one identifies."""
 
     def __init__(self) -> None:
-        self.regions_by_lkey: dict[int, Region] = JournaledDict()
-        self._by_rkey: dict[int, Region | Window] = JournaledDict()
+        self.regions_by_lkey = JournaledDict()
+        self._by_rkey = JournaledDict()
         self._next = 0x10
         self._tag = 0
 
@@ -181,8 +181,8 @@ class Memory(native.Record):
 
     def deregister(self, region: Region) -> None:
         """Forget a region; its keys become unknown."""
-        self.regions_by_lkey.pop(region.lkey, None)
-        self._by_rkey.pop(region.rkey, None)
+        self.regions_by_lkey.discard(region.lkey)
+        self._by_rkey.discard(region.rkey)
         region.valid = False
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
@@ -193,14 +193,16 @@ class Memory(native.Record):
 
     def deallocate_window(self, window: Window) -> None:
         """Forget a window."""
-        self._by_rkey.pop(window.rkey, None)
+        self._by_rkey.discard(window.rkey)
         window.unbind()
 
     def rekey(self, window: Window, rkey: int) -> None:
         """Give a window a new key, whose low byte the caller chooses."""
-        self._by_rkey.pop(window.rkey, None)
-        window.rkey = window.rkey & ~0xFF | rkey & 0xFF
-        self._by_rkey[window.rkey] = window
+        rkey = window.rkey & ~0xFF | rkey & 0xFF
+        if rkey != window.rkey:
+            self._by_rkey.discard(window.rkey)
+            self._by_rkey[rkey] = window
+            window.rkey = rkey
 
     # ---- checking -----------------------------------------------------------
 
