@@ -48,17 +48,29 @@ class Handle:
     def _make(
         self, create: Callable[..., Any], args: tuple[Any, ...], destroy: Callable[..., Any],
         parents: tuple[Any, ...], keeps: Any = None, access: int = 0, start: int = 0,
-        unreadable: bool = False,
+        unreadable: bool = False, form: Any = None,
     ) -> Any: ...  # fmt: skip
 
     # Register a memory region again by function(struct, *args[1:]), and be a child of the parents;
-    # then call _settle(settled).  Raises while anything uses the region; returns False if its
-    # parents are not `before`.
+    # set `form` and `attributes`, (slot, object, value) each, at the moment it has changed; then
+    # call _settle().  Raises while anything uses the region; returns False if its parents are not
+    # `before`.
     def _remake(
         self, function: Callable[..., Any], args: tuple[Any, ...], before: tuple[Any, ...],
         parents: tuple[Any, ...], keeps: Any, access: int, start: int, unreadable: bool,
-        settled: Any, /,
+        form: Any, attributes: tuple[tuple[Any, Any, Any], ...], /,
     ) -> bool: ...  # fmt: skip
+
+    # What a region is made of, for the device; and the form before that, until it is released.
+    @property
+    def _form(self) -> Any: ...
+    @property
+    def _replaced(self) -> Any: ...
+    # A region's keys.
+    @property
+    def _lkey(self) -> int: ...
+    @property
+    def _rkey(self) -> int: ...
 
     # It can only be closed: _remake() has failed.
     @property

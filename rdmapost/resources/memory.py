@@ -38,7 +38,6 @@ _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 _RETRIES = 4
 """How often to retry a close that the device refuses although no window is bound."""
 _RKEY = operator.attrgetter("rkey")
-_KEYS = operator.attrgetter("rkey", "lkey")
 _NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
 
@@ -137,8 +136,8 @@ class _Form:
         "length",
         "pd",
         "read_only",
-        "replaces",
         "source",
+        "taken",
         "unreadable",
         "view",
     )
@@ -154,8 +153,8 @@ class _Form:
         # Share the memory that `same` holds: another thread may be releasing it.
         self.pd, self.access, self.source = pd, access, source
         self.read_only = False
-        self.replaces: _Form | None = None
-        """The form that this one replaces, until that form's memory is released."""
+        self.taken = False
+        """Whether the device has begun to use the memory, when a region is registered again."""
         self.view: memoryview | None = None
         self.held: memoryview | None = None
         self.buffer_addr: int | None = None
@@ -274,18 +273,15 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     on, and work requests that use addr fail with LOC_PROT_ERR or REM_ACCESS_ERR.
     """
 
-    __slots__ = (
-        "_access",
-        "_addr",
-        "_buffer",
-        "_buffer_addr",
-        "_end",
-        "_form",
-        "_length",
-        "_lkey",
-        "_rkey",
-        "_writable",
-    )
+    __slots__ = ("_access", "_addr", "_buffer", "_buffer_addr", "_end", "_length", "_writable")
+
+    _access: Access
+    _addr: int
+    _buffer: memoryview | None
+    _buffer_addr: int | None
+    _end: int
+    _length: int
+    _writable: bool
 
     def __init__(self, pd: PD, memory: Any, access: int = Access.LOCAL_WRITE) -> None:
         expect("pd", pd, PD)
@@ -301,9 +297,6 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             form = _Form(pd, allowed, source, None)
             given = (ffi.cast("char *", source.start), source.length)
             create = form.one_of(provider.reg_mr, provider.reg_mr_at, provider.reg_mr_mmap)
-        # Set first: _forget() may run before the region is registered.
-        self._form: _Form | None = form
-        self._buffer = form.view
         try:
             self._make(
                 create,
@@ -314,11 +307,13 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 allowed,
                 form.addr,
                 form.unreadable,
+                form,
             )
         except VerbsError as error:
             error.hint = error.hint or _why_not_registered(error, pd.context, form)
             raise
-        self._describe(form)
+        for attribute, owner, value in self._attributes(form):
+            attribute.__set__(owner, value)
 
     @classmethod
     def at(
@@ -379,17 +374,19 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 
-    def _describe(self, form: _Form) -> None:
-        """Set the attributes that are known once the region is registered."""
-        # A verb, so that another thread's close cannot free the struct meanwhile.
-        rkey, lkey = self._verb(_KEYS)
-        self._access = form.access
-        self._writable = bool(form.access & Access.LOCAL_WRITE)
-        self._addr, self._length = form.addr, form.length
-        self._end = form.addr + form.length
-        self._buffer_addr = form.buffer_addr
-        self._rkey: int = rkey
-        self._lkey: int = lkey
+    def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
+        """Return what to set once the device has a form: (slot, object, value) each."""
+        values = {
+            "_access": form.access,
+            "_addr": form.addr,
+            "_buffer": form.view,
+            "_buffer_addr": form.buffer_addr,
+            "_end": form.addr + form.length,
+            "_length": form.length,
+            "_writable": bool(form.access & Access.LOCAL_WRITE),
+        }
+        slots = ((_slots[name], self, value) for name, value in values.items())
+        return (_taken, form, True), (_pd, self, form.pd), *slots
 
     # Read-only: peers use them, and SGEs are made from them.
     @_fixed
@@ -459,7 +456,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     _rank = 4
 
     def _made(self) -> bool:
-        return hasattr(self, "_lkey")
+        return hasattr(self, "_writable")
 
     def __len__(self) -> int:
         return self.length
@@ -552,7 +549,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         If the device refuses, the region is unchanged. If the device fails halfway, the region can
         only be closed: any other use raises an error that says so, and the old and the new memory
-        are held until then.
+        are held until then. If a signal handler raises, or memory runs out, once the device has
+        changed the region, the attributes are the new ones; the old memory may be held until the
+        next rereg or close.
 
         Args:
             memory: as for MR; None for the same memory.
@@ -616,11 +615,12 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                     form.addr,
                     form.unreadable,
                     form,
+                    self._attributes(form),
                 )
             except BaseException as error:
                 if isinstance(error, VerbsError) and not error.hint:
                     error.hint = _why_not_registered(error, self.pd.context, form)
-                if source is not None and self._form is not form and not self._spoiled:
+                if source is not None and not form.taken and not self._spoiled:
                     # The traceback may keep the form alive for long.
                     form.give_back()
                 raise
@@ -645,15 +645,10 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 str(error).replace("cannot be closed", "cannot be registered again", 1)
             ) from None
 
-    def _settle(self, form: _Form) -> None:
-        """Adopt the registered form; called again if an interrupt cut it short."""
-        old = form.replaces = form.replaces or self._form
-        _pd.__set__(self, form.pd)
-        self._form, self._buffer = form, form.view
-        self._describe(form)
-        if old is not None and old.held is not form.held:
-            old.give_back()
-        form.replaces = None
+    def _settle(self) -> None:
+        """Release the memory of the form that was replaced; called again if it is interrupted."""
+        if self._replaced is not None and self._replaced.held is not self._form.held:
+            self._replaced.give_back()
 
     def _windows(self) -> list[str]:
         """Return the windows that are, or may be, bound to the region."""
@@ -667,18 +662,18 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         ]
 
     def _forget(self) -> None:
-        # The garbage collector may have cleared the attribute.
-        form = getattr(self, "_form", None)
-        if form is not None:
-            form.give_back()
-            self._form = None
+        for form in (self._replaced, self._form):
+            if form is not None:
+                form.give_back()
 
 
 with_c_methods(MR)
 
 
+_slots: dict[str, Any] = dict(MR.__dict__)
 _pd: Any = UsedByWorkRequests.__dict__["pd"]
-"""The slot, for setting the attribute, which is read-only."""
+_taken: Any = _Form.__dict__["taken"]
+"""Slots: C sets them at the moment when the device has another form."""
 
 
 class MW(UsedByWorkRequests, struct="ibv_mw"):

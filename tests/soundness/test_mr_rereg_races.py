@@ -10,9 +10,10 @@ import random
 import threading
 import time
 
+import pytest
 from connected_pair import LIMIT, Rig, thread
 from isolated import TIMES, isolated
-from support import prints
+from support import LOSES_MEMORY, prints
 
 import rdmapost as rp
 from rdmapost import Access
@@ -304,3 +305,61 @@ print(at > 40, seen <= {0, 1}, 1 in seen)
 
 def test_child_of_a_fork_in_the_middle_of_a_rereg_is_told_that_its_region_is_closed():
     assert prints(FORKS_DURING_REREG) == "True True True"
+
+
+REREG_WITHOUT_MEMORY = """
+import sys, _testcapi, rdmapost as rp
+ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+pd = rp.PD(rp.open_device("soft0"))
+cq = rp.CQ(pd.context)
+qp = rp.QP(pd, rp.QPType.RC, cq)
+qp.connect(qp.endpoint())
+mine = rp.MR(pd, 64, ALL)
+
+def exported(memory):
+    try: memory.append(0)
+    except BufferError: return True
+    return False
+
+one = sys.argv[1] == "1"
+moved = stayed = 0
+wrong = []
+for at in range(400):
+    old, new = bytearray(8192), bytearray(4096)
+    mr = rp.MR(pd, old, ALL)
+    before = mr.addr
+    _testcapi.set_nomemory(at, at + int(sys.argv[1]))
+    try: mr.rereg(memory=new)
+    except MemoryError: done = False
+    else: done = True
+    finally: _testcapi.remove_mem_hooks()
+    qp.post_send(rp.RdmaWrite(mine[:8], remote_addr=mr.addr, rkey=mr.rkey))
+    wc, = cq.wait()
+    if mr.addr == before:
+        stayed += 1
+        # In the middle of a burst, what would release the new memory at once may fail, too.
+        if wc.status or mr.length != 8192 or not exported(old) or one and exported(new):
+            wrong.append((at, "stayed", wc.status))
+    else:
+        moved += 1
+        if wc.status or mr.length != 4096 or not exported(new):
+            wrong.append((at, "moved", wc.status))
+        # The old memory is released then, at the latest.
+        mr.rereg(access=ALL)
+        if exported(old):
+            wrong.append((at, "old"))
+    if wc.status:
+        qp.to_reset()
+        qp.connect(qp.endpoint())
+    mr.close()
+    if exported(old) or one and exported(new): wrong.append((at, "closed"))
+    if done: break
+print(done, stayed > 0, moved > 0, wrong)
+"""
+
+
+@pytest.mark.parametrize("burst", [1, 16, 200])
+def test_rereg_without_memory_moves_the_region_or_leaves_it(burst):
+    """The device never uses memory that has been given back, and the attributes are its own."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(REREG_WITHOUT_MEMORY, str(burst), **LOSES_MEMORY) == "True True True []"

@@ -665,6 +665,17 @@ static void unmake(struct rp_handle *h, PyObject *made)
 	restore_error(error);
 }
 
+/* Read a memory region's keys; they are kept here because to make ints of them takes memory. */
+static void read_keys(struct rp_handle *h)
+{
+	const struct ibv_mr *mr = h->form ? h->address : NULL;
+
+	if (mr) {
+		RP_STORE(&h->lkey, mr->lkey);
+		RP_STORE(&h->rkey, mr->rkey);
+	}
+}
+
 /* Take ownership of a new struct, or destroy it on failure; 0, or -1 with an exception. */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
@@ -683,6 +694,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
+	read_keys(h);
 	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	/* From here on the handle can be closed. */
 	set_state(h, OPEN);
@@ -694,7 +706,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 /* Release every reference that a handle holds, but remain its parents' child. */
 static void drop_held(struct rp_handle *h, char state)
 {
-	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps };
+	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps, h->form, h->replaced };
 	struct error error = save_error();
 	struct rp_use use;
 	struct rp_bound *bound;
@@ -702,7 +714,7 @@ static void drop_held(struct rp_handle *h, char state)
 	RP_BEGIN(h);
 	bound = h->bound;
 	h->bound = NULL;
-	h->cdata = h->destroy = h->parents = h->keeps = NULL;
+	h->cdata = h->destroy = h->parents = h->keeps = h->form = h->replaced = NULL;
 	RP_END();
 	set_state(h, state);
 	/* Handles that this leaves unreferenced are closed when the use is popped. */
@@ -780,23 +792,25 @@ static PyObject *handle_end(PyObject *self, PyObject *well)
 }
 
 /*
- * _make(create, args, destroy, parents, keeps=None, access=0, start=0, unreadable=False): call
- * create with args and take ownership of the struct it returns, as a child of each parent.
+ * _make(create, args, destroy, parents, keeps=None, access=0, start=0, unreadable=False, form=None):
+ * call create with args and take ownership of the struct it returns, as a child of each parent. Only
+ * a memory region has a form.
  */
 static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "create", "args",   "destroy", "parents",    "keeps",
-				 "access", "start", "unreadable", NULL };
+				 "access", "start", "unreadable", "form", NULL };
 	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *made;
+	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *form = NULL, *made;
 	unsigned long long start = 0;
 	unsigned int access = 0;
 	int unreadable = 0;
 	char before;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OIKp", names, &create,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OIKpO", names, &create,
 					 &PyTuple_Type, &values, &destroy, &PyTuple_Type,
-					 &parents, &keeps, &access, &start, &unreadable))
+					 &parents, &keeps, &access, &start, &unreadable,
+					 &form))
 		return NULL;
 	if (rp_exiting == RP_CLOSED_ALL) {
 		PyErr_SetString(python.closed, "nothing can be opened: the interpreter is exiting");
@@ -813,6 +827,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->start = start;
 	h->unreadable = (char)unreadable;
 	h->keeps = Py_XNewRef(keeps);
+	h->form = Py_XNewRef(form);
 	h->destroy = Py_NewRef(destroy);
 	h->parents = Py_NewRef(parents);
 	made = make(h, create, values);
@@ -916,17 +931,51 @@ static PyObject *get_making(PyObject *self, void *unused)
 			       state_of((struct rp_handle *)self) == NEW);
 }
 
+/* A new reference to what a member of a handle is now, or NULL (no exception). */
+static PyObject *get_now(PyObject *self, PyObject *const *member)
+{
+	PyObject *value;
+
+	RP_BEGIN(self);
+	value = Py_XNewRef(*member);
+	RP_END();
+	return value;
+}
+
 static PyObject *get_parents(PyObject *self, void *unused)
 {
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *parents;
+	/* Also of one that is being registered again, which the device still has. */
+	PyObject *parents = get_now(self, &((struct rp_handle *)self)->parents);
 
 	(void)unused;
-	/* Also of one that is being registered again, which the device still has. */
-	RP_BEGIN(h);
-	parents = Py_XNewRef(h->parents);
-	RP_END();
 	return parents ? parents : PyTuple_New(0);
+}
+
+/* A memory region's key, which it also has once it is closed; `at` is where. */
+static PyObject *get_key(PyObject *self, void *at)
+{
+	const uint32_t *key = (const void *)((const char *)self + (size_t)at);
+
+	if (state_of((struct rp_handle *)self) >= OPEN)
+		return PyLong_FromUnsignedLong(RP_LOAD(key));
+	PyErr_SetString(PyExc_AttributeError, "it has no keys yet");
+	return NULL;
+}
+
+static PyObject *get_form(PyObject *self, void *unused)
+{
+	PyObject *form = get_now(self, &((struct rp_handle *)self)->form);
+
+	(void)unused;
+	return form ? form : Py_NewRef(Py_None);
+}
+
+static PyObject *get_replaced(PyObject *self, void *unused)
+{
+	PyObject *form = get_now(self, &((struct rp_handle *)self)->replaced);
+
+	(void)unused;
+	return form ? form : Py_NewRef(Py_None);
 }
 
 /* ---- closing -------------------------------------------------------------- */
@@ -1092,17 +1141,17 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call a method, perhaps with an argument, until it completes: the device has already done its part.
- * Returns the first exception, and leaves none set.
+ * Call a method until it completes: the device has already done its part. Returns whether it has, and
+ * the first exception; leaves none set.
  */
-static struct error insist(struct rp_handle *h, const char *method, PyObject *argument)
+static int insist(struct rp_handle *h, const char *method, struct error *raised)
 {
 	struct error first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
 	/* It may be impossible in the child of a fork that a signal handler has made. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == process); i++) {
-		done = PyObject_CallMethod((PyObject *)h, method, argument ? "(O)" : NULL, argument);
+		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)
 			first = save_error();
 		PyErr_Clear();
@@ -1113,14 +1162,17 @@ static struct error insist(struct rp_handle *h, const char *method, PyObject *ar
 		PyErr_Clear();
 		first = save_error();
 	}
+	*raised = first;
 	Py_XDECREF(done);
-	return first;
+	return done != NULL;
 }
 
 /* Call _forget(), then release every reference. An exception does not stop this, and stays set. */
 static void finish(struct rp_handle *h)
 {
-	struct error first = insist(h, "_forget", NULL);
+	struct error first;
+
+	insist(h, "_forget", &first);
 
 	if (h->queues)
 		h->forget(h->queues);
@@ -1346,7 +1398,8 @@ struct form {
 	unsigned int access;
 	unsigned long long start;
 	int unreadable;
-	PyObject *settled; /* for _settle() */
+	PyObject *form;
+	PyObject *attributes; /* to set: a tuple of (member descriptor, object, value) */
 };
 
 enum { UNCHANGED, CHANGED, SPOILED };
@@ -1378,6 +1431,53 @@ static int outcome(PyObject *result, long *code)
 	return SPOILED;
 }
 
+/* Check the attributes to set; 0, or -1 with an exception. */
+static int check_attributes(PyObject *attributes)
+{
+	for (Py_ssize_t i = 0; i < PyTuple_Size(attributes); i++) {
+		PyObject *each = PyTuple_GetItem(attributes, i);
+
+		if (PyTuple_CheckExact(each) && PyTuple_Size(each) == 3 &&
+		    Py_IS_TYPE(PyTuple_GetItem(each, 0), &PyMemberDescr_Type))
+			continue;
+		PyErr_SetString(PyExc_TypeError, "not an attribute in __slots__ to set");
+		return -1;
+	}
+	return 0;
+}
+
+/* Set them, which takes no memory and runs no Python code: what they were before is also in a form. */
+static void set_attributes(PyObject *attributes)
+{
+	descrsetfunc set = (descrsetfunc)PyType_GetSlot(&PyMemberDescr_Type, Py_tp_descr_set);
+
+	for (Py_ssize_t i = 0; i < PyTuple_Size(attributes); i++) {
+		PyObject *each = PyTuple_GetItem(attributes, i);
+
+		if (set(PyTuple_GetItem(each, 0), PyTuple_GetItem(each, 1), PyTuple_GetItem(each, 2)))
+			PyErr_Clear(); /* it is not that object's */
+	}
+}
+
+/*
+ * Have Python release the memory of the form that was replaced; that is tried again before the next
+ * change, and when the region is closed. Returns what insist() does.
+ */
+static struct error settle(struct rp_handle *h)
+{
+	struct error error = { NULL, NULL, NULL };
+	PyObject *replaced = NULL;
+
+	if (!h->replaced || !insist(h, "_settle", &error))
+		return error;
+	RP_BEGIN(h);
+	replaced = h->replaced;
+	h->replaced = NULL;
+	RP_END();
+	Py_XDECREF(replaced);
+	return error;
+}
+
 /*
  * Call the verb, once nothing uses the region. Release what the old region was made of only if the
  * device has the new one; if it may have either, keep both. 0, or -1 with an exception.
@@ -1392,7 +1492,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	int used, now;
 	long code;
 
-	if (!both_parents || !both || join_parents(new->parents)) {
+	if (!both_parents || !both || check_attributes(new->attributes) || join_parents(new->parents)) {
 		Py_XDECREF(both_parents);
 		Py_XDECREF(both);
 		return -1;
@@ -1402,6 +1502,9 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	now = outcome(result, &code);
 	RP_BEGIN(h);
 	if (now == CHANGED) {
+		h->replaced = h->form;
+		h->form = Py_NewRef(new->form);
+		read_keys(h);
 		h->parents = Py_NewRef(new->parents);
 		h->keeps = Py_NewRef(new->keeps);
 		h->access = new->access;
@@ -1413,11 +1516,13 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 		h->spoiled = 1;
 	}
 	RP_END();
+	if (now == CHANGED)
+		set_attributes(new->attributes);
 	end_uses(uses, used);
 	if (code)
 		raise_failed(function, code);
 	if (now == CHANGED) {
-		restore_error(insist(h, "_settle", new->settled));
+		restore_error(settle(h));
 		leave_parents(parents, PyTuple_Size(parents));
 	} else if (now == UNCHANGED) {
 		leave_parents(new->parents, PyTuple_Size(new->parents));
@@ -1460,11 +1565,12 @@ static int wait_until_unused(struct rp_handle *h, struct pause *pause)
 }
 
 /*
- * _remake(function, args, before, parents, keeps, access, start, unreadable, settled): register a
- * memory region again, by calling function with the struct and args, and make it a child of the new
- * parents. This waits until other threads' verbs on the region end, and refuses new ones; it raises
- * if work in flight or a window uses the region. Once the region has changed, it calls
- * _settle(settled). Returns False, without calling function, if the parents are no longer the tuple
+ * _remake(function, args, before, parents, keeps, access, start, unreadable, form, attributes):
+ * register a memory region again, by calling function with the struct and args, and make it a child
+ * of the new parents. This waits until other threads' verbs on the region end, and refuses new ones;
+ * it raises if work in flight or a window uses the region. At the moment the region has changed, it
+ * has the new form and attributes, whatever is raised after that; then _settle() is called.
+ * Returns False, without calling function, if the parents are no longer the tuple
  * `before`, because another thread has changed the region meanwhile.
  */
 static PyObject *handle_remake(PyObject *self, PyObject *args)
@@ -1476,9 +1582,9 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 	PyObject *function, *values, *before;
 	int failed, claimed, stale = 0;
 
-	if (!PyArg_ParseTuple(args, "OO!OO!OIKpO", &function, &PyTuple_Type, &values, &before,
-			      &PyTuple_Type, &new.parents, &new.keeps, &new.access, &new.start, &new.unreadable,
-			      &new.settled))
+	if (!PyArg_ParseTuple(args, "OO!OO!OIKpOO!", &function, &PyTuple_Type, &values, &before,
+			      &PyTuple_Type, &new.parents, &new.keeps, &new.access, &new.start,
+			      &new.unreadable, &new.form, &PyTuple_Type, &new.attributes))
 		return NULL;
 	if (rp_in_verb()) {
 		PyErr_Format(python.in_use,
@@ -1498,6 +1604,9 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 		h->remaking = 1;
 		failed = wait_until_unused(h, &pause);
 		stale = h->parents != before;
+		if (!failed && !stale)
+			restore_error(settle(h));
+		failed = failed || PyErr_Occurred();
 		if (!failed && !stale)
 			failed = change(h, function, values, &new);
 	} else if (claimed) {
@@ -1546,6 +1655,8 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(h->parents);
 	Py_VISIT(h->keeps);
 	Py_VISIT(h->queues);
+	Py_VISIT(h->form);
+	Py_VISIT(h->replaced);
 	for (struct rp_bound *b = h->bound; b; b = b->next)
 		Py_VISIT((PyObject *)b->mr);
 	return 0;
@@ -1583,6 +1694,8 @@ static void handle_dealloc(PyObject *self)
 		Py_XDECREF(h->parents);
 		Py_XDECREF(h->keeps);
 		Py_XDECREF(h->queues);
+		Py_XDECREF(h->form);
+		Py_XDECREF(h->replaced);
 		unbind(h->bound);
 		rp_drop_binder(h->binder);
 	}
@@ -1618,6 +1731,10 @@ static PyMethodDef handle_methods[] = {
 static PyGetSetDef handle_getset[] = {
 	{ "_handle", get_struct, NULL, NULL, NULL },
 	{ "_parents", get_parents, NULL, NULL, NULL },
+	{ "_lkey", get_key, NULL, NULL, (void *)offsetof(struct rp_handle, lkey) },
+	{ "_rkey", get_key, NULL, NULL, (void *)offsetof(struct rp_handle, rkey) },
+	{ "_form", get_form, NULL, NULL, NULL },
+	{ "_replaced", get_replaced, NULL, NULL, NULL },
 	{ "_unfinished", get_unfinished, NULL, NULL, NULL },
 	{ "_making", get_making, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },

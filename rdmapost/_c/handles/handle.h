@@ -41,6 +41,9 @@ struct rp_handle {
 	int pid; /* that process's */
 	unsigned int access; /* a memory region's flags */
 	uint64_t start; /* a memory region's first address, as SGEs give it */
+	uint32_t lkey, rkey; /* a memory region's */
+	PyObject *form; /* what a memory region is made of, for the device; or NULL */
+	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
 	char spoiled; /* _remake() failed: it can only be closed, and stays SHUT */

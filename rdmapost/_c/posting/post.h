@@ -159,7 +159,7 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *
 
 /* Where an MR has the numbers that its SGEs are made of. */
 extern struct rp_mr_slots {
-	struct rp_slot addr, length, lkey;
+	struct rp_slot addr, length;
 } rp_mr_slots;
 
 PyObject *rp_make_buffer(PyObject *of);

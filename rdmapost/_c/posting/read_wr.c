@@ -659,8 +659,7 @@ static PyObject *describe_resource(PyObject *self, PyObject *args)
 			continue;
 		if (known[i].at == &rp_known.mr &&
 		    (rp_find_slot(type, "_addr", &rp_mr_slots.addr) ||
-		     rp_find_slot(type, "_length", &rp_mr_slots.length) ||
-		     rp_find_slot(type, "_lkey", &rp_mr_slots.lkey)))
+		     rp_find_slot(type, "_length", &rp_mr_slots.length)))
 			return NULL;
 		*known[i].at = Py_NewRef(type); /* held for ever */
 		Py_RETURN_NONE;

@@ -59,11 +59,9 @@ static int get_number(PyObject *self, const struct rp_slot *slot, uint64_t *numb
 
 int rp_start_of_region(PyObject *mr, struct ibv_sge *sge)
 {
-	uint64_t lkey;
-	int found = get_number(mr, &rp_mr_slots.addr, &sge->addr) &&
-		    get_number(mr, &rp_mr_slots.lkey, &lkey);
+	int found = get_number(mr, &rp_mr_slots.addr, &sge->addr);
 
-	sge->lkey = found ? (uint32_t)lkey : 0;
+	sge->lkey = found ? RP_LOAD(&((struct rp_handle *)mr)->lkey) : 0;
 	return found;
 }
 
@@ -78,7 +76,7 @@ PyObject *rp_mr_getitem(PyObject *self, PyObject *bounds)
 		return PyObject_CallMethod(self, "_slice", "(O)", bounds);
 	}
 	return rp_make_sge(addr + (uint64_t)start, (uint64_t)(stop - start),
-			   get(self, &rp_mr_slots.lkey), self);
+			   PyLong_FromUnsignedLong(RP_LOAD(&((struct rp_handle *)self)->lkey)), self);
 }
 
 int rp_add_sge(PyObject *module)
