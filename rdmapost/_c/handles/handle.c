@@ -585,29 +585,33 @@ static int join_parents(PyObject *parents)
 static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct rp_use *uses,
 		      int *used)
 {
-	Py_ssize_t nargs = PyTuple_Size(args);
-	PyObject *given, *result;
+	Py_ssize_t nargs = PyTuple_Size(args), n = 0;
+	PyObject *given[MAX_ARGS], *tuple = NULL, *result;
 
 	*used = 0;
 	if (nargs > MAX_ARGS) {
 		PyErr_SetString(PyExc_TypeError, "too many arguments");
 		return NULL;
 	}
-	given = PyTuple_New(nargs);
-	for (Py_ssize_t i = 0; given && i < nargs; i++) {
-		PyObject *arg = self && !i ? self : PyTuple_GetItem(args, i);
+	for (; n < nargs; n++) {
+		PyObject *arg = self && !n ? self : PyTuple_GetItem(args, n);
 		struct rp_handle *h = rp_is_handle(arg) ? (struct rp_handle *)arg : NULL;
 
 		if (h && rp_begin_use(h, &uses[*used])) {
+			/* This may run any Python code, to which the collector shows every tuple. */
 			rp_raise_closed(h);
-			Py_CLEAR(given);
-		} else {
-			*used += h != NULL;
-			PyTuple_SetItem(given, i, Py_NewRef(h ? h->cdata : arg));
+			break;
 		}
+		*used += h != NULL;
+		given[n] = Py_NewRef(h ? h->cdata : arg);
 	}
-	result = given ? PyObject_Call(function, given, NULL) : NULL;
-	Py_XDECREF(given);
+	if (n == nargs)
+		tuple = rp_make_tuple((PyObject *)&PyTuple_Type, given, nargs);
+	else
+		while (n)
+			Py_DECREF(given[--n]);
+	result = tuple ? PyObject_Call(function, tuple, NULL) : NULL;
+	Py_XDECREF(tuple);
 	return result;
 }
 

@@ -42,14 +42,14 @@ enum { READ_ONLY = 1, MAJOR = 1 };
 
 static PyObject *numbers(const int64_t *at, int count)
 {
-	PyObject *tuple = PyTuple_New(count);
+	PyObject *list = PyList_New(0), *tuple;
+	int failed = !list;
 
-	for (int i = 0; tuple && i < count; i++) {
-		PyObject *number = PyLong_FromLongLong(at[i]);
-
-		if (!number || PyTuple_SetItem(tuple, i, number))
-			Py_CLEAR(tuple);
-	}
+	/* No tuple is shown while it is incomplete. */
+	for (int i = 0; !failed && i < count; i++)
+		failed = rp_append_new(list, PyLong_FromLongLong(at[i]));
+	tuple = failed ? NULL : PyList_AsTuple(list);
+	Py_XDECREF(list);
 	return tuple;
 }
 
