@@ -9,7 +9,7 @@ import mmap
 import warnings
 
 import pytest
-from support import ALL, needs, null_device, prints
+from support import ALL, LOSES_MEMORY, needs, null_device, prints
 
 import rdmapost as rp
 from rdmapost import Access
@@ -229,3 +229,36 @@ def test_region_that_cannot_be_deregistered_keeps_its_memory(connect, context):
     for left in open_children(pair.pd):
         if isinstance(left, rp.MR) and left not in (pair.mine, pair.theirs):
             left.close()
+
+
+CLOSE_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+pd = rp.PD(rp.open_device("soft0"))
+
+def exported(memory):
+    try: memory.append(0)
+    except BufferError: return True
+    return False
+
+unfinished, wrong = 0, []
+for burst in (1, 16, 200):
+    for at in range(80):
+        memory = bytearray(64)
+        mr = rp.MR(pd, memory)
+        _testcapi.set_nomemory(at, at + burst)
+        try: mr.close()
+        except (MemoryError, rp.VerbsError): pass
+        finally: _testcapi.remove_mem_hooks()
+        held = exported(memory)
+        if not mr.closed and not held: wrong.append((burst, at, "open"))
+        unfinished += mr.closed and held
+        mr.close()
+        if exported(memory): wrong.append((burst, at, "closed"))
+pd.close()
+print(unfinished > 0, wrong)
+"""
+
+
+def test_region_closed_without_memory_is_released_by_closing_it_again():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(CLOSE_WITHOUT_MEMORY, **LOSES_MEMORY) == "True []"

@@ -21,8 +21,8 @@ enum {
 enum { NOBODY, BY_CALLER, BY_FINALIZER };
 
 /*
- * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). DESTROYED: its
- * closer has yet to call _forget().
+ * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). DESTROYED: the
+ * struct is gone, but _forget() has not succeeded yet; the next close() calls it again.
  */
 enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
 
@@ -707,10 +707,13 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 	return 0;
 }
 
-/* Release every reference that a handle holds, but remain its parents' child. */
+/*
+ * Release every reference that a handle holds, except what _forget() needs while it is DESTROYED;
+ * but remain its parents' child.
+ */
 static void drop_held(struct rp_handle *h, char state)
 {
-	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps, h->form, h->replaced };
+	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps, NULL, NULL };
 	struct error error = save_error();
 	struct rp_use use;
 	struct rp_bound *bound;
@@ -718,7 +721,12 @@ static void drop_held(struct rp_handle *h, char state)
 	RP_BEGIN(h);
 	bound = h->bound;
 	h->bound = NULL;
-	h->cdata = h->destroy = h->parents = h->keeps = h->form = h->replaced = NULL;
+	h->cdata = h->destroy = h->parents = h->keeps = NULL;
+	if (state != DESTROYED) {
+		held[4] = h->form;
+		held[5] = h->replaced;
+		h->form = h->replaced = NULL;
+	}
 	RP_END();
 	set_state(h, state);
 	/* Handles that this leaves unreferenced are closed when the use is popped. */
@@ -1171,17 +1179,20 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 	return done != NULL;
 }
 
-/* Call _forget(), then release every reference. An exception does not stop this, and stays set. */
+/*
+ * Call _forget(), then release every reference. An exception does not stop this, and stays set; if
+ * _forget() did not succeed, the next close() does this again.
+ */
 static void finish(struct rp_handle *h)
 {
 	struct error first;
-
-	insist(h, "_forget", &first);
+	int forgotten = insist(h, "_forget", &first);
 
 	if (h->queues)
 		h->forget(h->queues);
-	leave_parents(h->parents, PyTuple_Size(h->parents));
-	drop_held(h, GONE);
+	if (h->parents)
+		leave_parents(h->parents, PyTuple_Size(h->parents));
+	drop_held(h, forgotten ? GONE : DESTROYED);
 	restore_error(first);
 }
 
