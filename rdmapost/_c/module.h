@@ -121,6 +121,9 @@ struct rp_completion {
 /* Return a new WC, or NULL with an exception. */
 PyObject *rp_make_wc(const struct rp_completion *completion);
 
+/* Whether an object is a WC with all its fields, whatever these are. */
+int rp_is_wc(PyObject *object);
+
 /* Raise VerbsError; returns NULL. */
 PyObject *rp_raise_verbs(const char *verb, int code);
 

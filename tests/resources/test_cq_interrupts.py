@@ -229,6 +229,50 @@ def test_close_without_memory_loses_no_completion():
     assert run_python(program, **LOSES_MEMORY).stdout == "True []\n"
 
 
+WAITS_WITHOUT_MEMORY = """
+import _testcapi, asyncio, sys, rdmapost as rp
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context, 256)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+qp = rp.QP(pd, rp.QPType.RC, cq, max_send_wr=128)
+qp.connect(qp.endpoint())
+to = {"remote_addr": mr.addr, "rkey": mr.rkey}
+# One more than there may be spare records for, and more in the same call.
+wrs = [rp.RdmaWrite(mr[:8], wr_id=1000 + i, **to) for i in range(70)]
+
+def wait(at):
+    _testcapi.set_nomemory(at, at + 3)
+    try: return cq.wait(65, 1.0, max_entries=69)
+    finally: _testcapi.remove_mem_hooks()
+
+async def wait_in_task(at):
+    _testcapi.set_nomemory(at, at + 3)
+    try: return await cq.completions(65, 1.0, max_entries=69)
+    finally: _testcapi.remove_mem_hooks()
+
+failed, lost = 0, []
+with asyncio.Runner() as runner:
+    runner.run(asyncio.sleep(0))
+    for at in range(400):
+        qp.post_send(wrs)
+        found = []
+        try: found = wait(at) if sys.argv[1] == "wait" else runner.run(wait_in_task(at))
+        except MemoryError: failed += 1
+        taken = len(found)
+        found += cq.poll(100)
+        if [wc.wr_id for wc in found] != list(range(1000, 1070)):
+            lost.append((at, taken, len(found)))
+print(failed > 0, lost)
+"""
+
+
+@pytest.mark.parametrize("how", ["wait", "completions"])
+def test_wait_for_more_without_memory_loses_no_completion(how):
+    """The first are taken before the others, for which there may be no memory."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(WAITS_WITHOUT_MEMORY, how, **LOSES_MEMORY) == "True []"
+
+
 CLOSES = """
 lost, failed = [], 0
 for at in range(80):

@@ -61,22 +61,28 @@ struct poller {
 	int64_t spin_ns;
 	struct rp_completion *backlog, **end; /* matched completions, and where the next goes */
 	size_t there; /* completions in the backlog */
-	struct rp_completion *spare; /* for the next poll */
+	struct rp_completion *spare; /* for the next poll, and to put back what was delivered */
 	size_t spares;
+	size_t lent; /* completions delivered last, together with those that were in the same list */
 };
 
-/* Take the lock. Threads that waited before a fork are gone, and so are their stacks. */
-static void lock_poller(struct poller *p)
+/*
+ * Take the lock; 0, or -1 with an exception if this thread has it. Threads that waited before a fork
+ * are gone, and so are their stacks.
+ */
+static int lock_poller(struct poller *p)
 {
 	unsigned int process;
 
-	rp_acquire(&p->lock);
+	if (rp_acquire(&p->lock))
+		return -1;
 	process = (unsigned int)(p->lock.owner >> 32);
 	if (p->process != process) {
 		p->process = process;
 		p->first = p->leader = NULL;
 		p->waiting = 0;
 	}
+	return 0;
 }
 
 static void unlock_poller(struct poller *p)
@@ -85,12 +91,28 @@ static void unlock_poller(struct poller *p)
 }
 
 /*
+ * Take the lock, unless this thread has it, for what must be done in any case; for unlock_if(). An
+ * exception that is set stays set.
+ */
+static int lock_if_free(struct poller *p)
+{
+	return !rp_owns(&p->lock) && !lock_poller(p);
+}
+
+static void unlock_if(struct poller *p, int locked)
+{
+	if (locked)
+		unlock_poller(p);
+}
+
+/*
  * Take the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if Python
  * code has forked meanwhile and this is the child.
  */
 static int lock_in_verb(struct poller *p, struct rp_handle *handle)
 {
-	lock_poller(p);
+	if (lock_poller(p))
+		return -1;
 	if (handle->process == p->process)
 		return 0;
 	unlock_poller(p);
@@ -158,8 +180,8 @@ static void join(struct poller *p, struct waiter *me)
 static void part(struct poller *p, struct waiter *me)
 {
 	struct waiter **at = &p->first;
+	int locked = lock_if_free(p);
 
-	lock_poller(p);
 	while (*at && *at != me)
 		at = &(*at)->next;
 	if (*at) {
@@ -171,7 +193,7 @@ static void part(struct poller *p, struct waiter *me)
 	if (me->fd >= 0)
 		close(me->fd);
 	wake_waiters(p);
-	unlock_poller(p);
+	unlock_if(p, locked);
 }
 
 /*
@@ -185,7 +207,8 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	eventfd_t counted;
 	int n;
 
-	lock_poller(p);
+	if (lock_poller(p))
+		return -1;
 	if (me->fd < 0)
 		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
 	n = errno;
@@ -201,7 +224,8 @@ static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadlin
 	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
 	if (n > 0 && fds[1].revents) {
-		lock_poller(p);
+		if (lock_poller(p))
+			return -1;
 		eventfd_read(me->fd, &counted);
 		me->woken = 0;
 		unlock_poller(p);
@@ -226,7 +250,8 @@ static int notify_tasks(struct poller *p)
 	PyObject *tasks;
 	int failed;
 
-	lock_poller(p);
+	if (lock_poller(p))
+		return -1;
 	tasks = Py_XNewRef(p->tasks);
 	unlock_poller(p);
 	failed = call_optional(tasks);
@@ -301,7 +326,8 @@ METHOD(until)
 	/* An event loop whose tasks are gone gives up the lead. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && notify_tasks(p))
 		goto out;
-	lock_poller(p);
+	if (lock_poller(p))
+		goto out;
 	claimed = p->tasks && args[4] != Py_True;
 	if (!claimed)
 		join(p, &me);
@@ -329,7 +355,8 @@ static PyObject *release(PyObject *self, PyObject *unused)
 	struct poller *p = POLLER(self);
 
 	(void)unused;
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	for (struct waiter *w = p->first; w; w = w->next)
 		wake(w);
 	unlock_poller(p);
@@ -341,7 +368,8 @@ static PyObject *cancel(PyObject *self, PyObject *for_good)
 {
 	struct poller *p = POLLER(self);
 
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	if (for_good == Py_True)
 		RP_STORE(&p->refuses, 1);
 	RP_ADD(&p->cancels, 1);
@@ -360,7 +388,8 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 
 	if (RP_LOAD(&p->tasks) != tasks && notify_tasks(p))
 		return NULL;
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	if (!p->tasks && !p->first)
 		p->tasks = Py_NewRef(tasks);
 	leads = p->tasks == tasks;
@@ -384,7 +413,8 @@ METHOD(unclaim)
 		PyErr_SetString(PyExc_TypeError, "wrong arguments");
 		return NULL;
 	}
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	led = p->tasks == tasks;
 	ends = led && p->claims == claims;
 	if (ends) {
@@ -552,7 +582,8 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 
 /*
  * Poll for up to `max` completions, with the lock held, spinning up to `spin_ns` until there are
- * that many. Returns how many were polled, or a negative errno.
+ * that many. What was delivered last can still be put back after that. Returns how many were
+ * polled, or a negative errno.
  */
 static int poll_batch(struct poller *p, const struct rp_handle *handle, int max, int64_t spin_ns,
 		      struct touched *touched)
@@ -562,7 +593,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 	int min = spin_ns ? max : 0, n;
 	PyThreadState *thread;
 
-	if (!touched->rows && reserve(p, (size_t)max))
+	if (!touched->rows && reserve(p, (size_t)max + p->lent))
 		return -ENOMEM;
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
@@ -658,20 +689,24 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 }
 
 /*
- * Turn a delivered list into spares, as many as it takes to put it back without memory; free the
+ * Turn a delivered list into spares, as many as it takes to put back without memory all `lent`
+ * completions that the caller has now, and those lent before, which another thread may have; free the
  * excess.
  */
-static void recycle(struct poller *p, struct rp_completion *list, size_t delivered)
+static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {
-	lock_poller(p);
-	for (; list && p->spares < (delivered < BATCH ? BATCH : delivered); p->spares++) {
+	int locked = lock_if_free(p);
+	size_t most = p->lent + lent < BATCH ? BATCH : p->lent + lent;
+
+	p->lent = list ? lent : p->lent;
+	for (; list && p->spares < most; p->spares++) {
 		struct rp_completion *s = list;
 
 		list = s->next;
 		s->next = p->spare;
 		p->spare = s;
 	}
-	unlock_poller(p);
+	unlock_if(p, locked);
 	while (list)
 		list = free_completion(list);
 }
@@ -683,14 +718,14 @@ static void recycle(struct poller *p, struct rp_completion *list, size_t deliver
 static struct rp_completion *take_spare(struct poller *p)
 {
 	struct rp_completion *s;
+	int locked = lock_if_free(p);
 
-	lock_poller(p);
 	s = p->spare;
 	if (s) {
 		p->spare = s->next;
 		p->spares--;
 	}
-	unlock_poller(p);
+	unlock_if(p, locked);
 	return s ? s : PyMem_Calloc(1, sizeof(*s));
 }
 
@@ -698,10 +733,11 @@ static struct rp_completion *take_spare(struct poller *p)
 static void put_back(struct poller *p, struct rp_completion *list)
 {
 	struct rp_completion **last = &list;
+	int locked;
 
 	if (!list)
 		return;
-	lock_poller(p);
+	locked = lock_if_free(p);
 	for (; *last; last = &(*last)->next)
 		p->there++;
 	if (!p->backlog)
@@ -709,7 +745,7 @@ static void put_back(struct poller *p, struct rp_completion *list)
 	*last = p->backlog;
 	p->backlog = list;
 	wake_waiters(p);
-	unlock_poller(p);
+	unlock_if(p, locked);
 	announce_to_tasks(p);
 }
 
@@ -757,7 +793,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 		s->next = done;
 		done = s;
 	}
-	recycle(p, done, (size_t)n);
+	recycle(p, done, order->rows ? 0 : (size_t)PyList_Size(wcs));
 	return list ? -1 : n;
 }
 
@@ -774,7 +810,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 	return -1;
 }
 
-/* poll(handle, max_entries, wcs): append what is available now to an empty list. */
+/* poll(handle, max_entries, wcs): append what is available now to a list. */
 METHOD(poll_now)
 {
 	struct order order = { .fewer = 1 };
@@ -783,7 +819,9 @@ METHOD(poll_now)
 
 	if (begin(args, nargs, 3, &use))
 		return NULL;
-	if (!read_count(args[1], "max_entries", &order.count))
+	if (!PyList_Check(args[2]))
+		PyErr_SetString(PyExc_TypeError, "poll() takes a list");
+	else if (!read_count(args[1], "max_entries", &order.count))
 		n = get(POLLER(self), use.handle, &order, args[2]);
 	rp_end_use(&use);
 	return n < 0 ? NULL : Py_NewRef(Py_None);
@@ -1084,7 +1122,8 @@ METHOD(wait_for)
 				break;
 		} else if (!joined) {
 			/* A close from now on wakes this thread. */
-			lock_poller(p);
+			if (lock_poller(p))
+				break;
 			join(p, &me);
 			unlock_poller(p);
 			joined = 1;
@@ -1151,12 +1190,14 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	struct rp_completion *list = NULL;
 	int failed = 0;
 
+	if (!PyList_Check(wcs))
+		return PyErr_Format(PyExc_TypeError, "put_back() takes a list");
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
 		PyObject *wc = PyList_GetItem(wcs, i);
 		struct rp_completion *s;
 
-		/* Code that has found the list by gc.get_objects() may have shortened it. */
-		if (!wc) {
+		/* Code that has found the list by gc.get_objects() may have changed it. */
+		if (!wc || !rp_is_wc(wc)) {
 			PyErr_Clear();
 			continue;
 		}
@@ -1172,6 +1213,14 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
+/* Whether a WC says so; runs no Python code, which its status may have if the caller made it. */
+static int has_failed(PyObject *wc)
+{
+	PyObject *status = PyTuple_GetItem(wc, 1);
+
+	return PyLong_Check(status) && PyLong_AsLong(status) != IBV_WC_SUCCESS;
+}
+
 /* first_failed(): the first failed completion in the backlog, where it stays; or None. */
 static PyObject *first_failed(PyObject *self, PyObject *unused)
 {
@@ -1180,10 +1229,10 @@ static PyObject *first_failed(PyObject *self, PyObject *unused)
 	int found = 0;
 
 	(void)unused;
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	for (const struct rp_completion *s = p->backlog; s && !found; s = s->next) {
-		found = s->made ? PyLong_AsLong(PyTuple_GetItem(s->made, 1)) != IBV_WC_SUCCESS :
-				  s->wc.status != IBV_WC_SUCCESS;
+		found = s->made ? has_failed(s->made) : s->wc.status != IBV_WC_SUCCESS;
 		copy = *s;
 	}
 	/* Whether or not it has failed, it is in the backlog until the lock is released. */
@@ -1293,7 +1342,8 @@ static PyObject *get_tasks(PyObject *self, void *unused)
 	PyObject *tasks;
 
 	(void)unused;
-	lock_poller(p);
+	if (lock_poller(p))
+		return NULL;
 	tasks = Py_NewRef(p->tasks ? p->tasks : Py_None);
 	unlock_poller(p);
 	return tasks;

@@ -81,6 +81,11 @@ PyObject *rp_make_wc(const struct rp_completion *completion)
 	return rp_make_tuple(made_of.type, fields, FIELDS);
 }
 
+int rp_is_wc(PyObject *object)
+{
+	return rp_has_type(object, made_of.type) && PyTuple_Size(object) == FIELDS;
+}
+
 PyObject *rp_raise_verbs(const char *verb, int code)
 {
 	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb, code);
