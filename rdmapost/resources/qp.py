@@ -8,7 +8,7 @@ import functools
 import itertools
 import operator
 import os
-import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,6 +107,12 @@ class Outstanding(NamedTuple):
     recv: int
 
 
+class _Reset:
+    """A reset in progress; only the call that makes it refers to it."""
+
+    __slots__ = ("__weakref__",)
+
+
 class QP(HasWorkQueues, struct="ibv_qp"):
     """A queue pair (ibv_create_qp(3)).
 
@@ -159,6 +165,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_resets",
         "_send",
         "_state",
+        "_was_reset",
         "checked",
         "max_inline_data",
         "max_recv_sge",
@@ -237,8 +244,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._changes = itertools.count(1)
         # Each change of state sets this to a new number when it begins, and when it ends.
         self._latest_change = 0
-        # The threads that are about to reset it: nothing is posted until they have.
-        self._resets: dict[int, int] = {}
+        # The resets whose verb has not returned: nothing is posted until all have.
+        self._resets: dict[int, weakref.ref[_Reset]] = {}
+        # Whether a reset, or the creation, has returned since it last left RESET.
+        self._was_reset = True
         self._psn = int.from_bytes(os.urandom(3))
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
@@ -348,15 +357,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _note_state(self, state: QPState) -> None:
         self._state = state
         # Without checks the device decides; but a reset would drop what it has just accepted.
-        kept, any_state = not self._resets, not self.checked
+        resets, any_state = self._resets, not self.checked
+        for change, reset in list(resets.items()):
+            if reset() is None:
+                # An interrupt has ended it, and another what follows.
+                resets.pop(change, None)
         receives = self.srq is None and self.qp_type not in XRC
-        self._send.set_ready(kept and (any_state or state >= QPState.RTS))
-        self._recv.set_ready(kept and receives and (any_state or state is not QPState.RESET))
+        self._send.set_ready(any_state or state >= QPState.RTS, resets)
+        self._recv.set_ready(receives and (any_state or state is not QPState.RESET), resets)
 
     def _read_state(self) -> None:
         """Note the state that the device reports; if another thread changes it meanwhile, again."""
-        # An interrupt may have ended a reset early.
-        self._resets.pop(threading.get_ident(), None)
         latest = None
         while latest != self._latest_change:
             latest = self._latest_change
@@ -583,21 +594,21 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
-        before, change, thread = self._state, next(self._changes), threading.get_ident()
+        before, change, reset = self._state, next(self._changes), _Reset()
         posted: list[tuple[native.InFlight, int]] = []
         self._latest_change = change
         try:
             if to is QPState.RESET:
                 self._keep_completions()
                 # From here on posts are refused, so `posted` counts all that the reset drops.
-                self._resets[thread] = change
+                self._resets[change] = weakref.ref(reset)
                 self._note_state(to)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             self._psn = attrs.get("sq_psn", self._psn)
             self._note_modified(to, change, posted)
         except VerbsError as error:
-            self._resets.pop(thread, None)
+            self._resets.pop(change, None)
             self._note_state(before)
             with contextlib.suppress(RdmaError):
                 self._read_state()
@@ -605,12 +616,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             raise
         except BaseException:
             # An interrupt came before or after the device made the transition.
+            self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if self.state is to:
                     self._note_modified(to, change, posted)
             raise
         finally:
-            self._resets.pop(thread, None)
+            self._resets.pop(change, None)
             self._latest_change = next(self._changes)
 
     def _note_modified(
@@ -624,14 +636,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             posted: for a reset, how much each queue had posted before it.
         """
         if to is QPState.RESET:
-            self._resets.pop(threading.get_ident(), None)
+            self._was_reset |= change in self._resets
+            self._resets.pop(change, None)
             # A reset drops what is posted, without completions.
             self._keep_completions()
             for queue, count in posted:
                 queue.clear_until(count)
         elif to is QPState.INIT:
-            # The device has reset it, so what is posted now stays.
-            self._resets.clear()
+            if not self._was_reset and len(self._resets) == 1:
+                # Its thread has not returned, but the device has reset it: posts stay from now on.
+                self._resets.clear()
+            self._was_reset = False
         if self._latest_change == change:
             self._note_state(to)
         if self._latest_change != change:

@@ -474,6 +474,44 @@ def test_what_is_posted_after_a_reset_stays_although_its_thread_has_not_returned
     assert pair.a.outstanding == (0, 0)
 
 
+def test_what_a_reset_drops_is_not_outstanding_although_another_thread_has_reset_it_too(
+    connect, monkeypatch
+):
+    """Between the two, that thread has connected it again; until both are done it cannot post."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    begun, connected = threading.Event(), threading.Event()
+    thread = threading.Thread(target=pair.a.to_reset)
+
+    def modify_qp(*args: Any) -> Any:
+        if threading.current_thread() is thread:
+            begun.set()
+            assert connected.wait(60)
+        return modify(*args)
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    thread.start()
+    try:
+        assert begun.wait(60)
+        pair.a.to_reset()
+        pair.a.connect(pair.b.endpoint(), rnr_retry=7)
+        for post in (
+            lambda: pair.a.post_recv(rp.RecvWR(pair.mine[:8])),
+            lambda: pair.a.post_send(rp.Send(pair.mine[:8])),
+        ):
+            with pytest.raises(rp.PostError, match="another thread"):
+                post()
+    finally:
+        connected.set()
+        thread.join()
+    assert pair.a.outstanding == (0, 0)
+    assert pair.a.state is QPState.RESET
+    pair.b.to_reset()
+    pair.connect()
+    pair.works()
+
+
 def test_states_that_two_threads_set_are_those_of_the_device(connect):
     """Whichever comes last: the library would refuse to post otherwise, or allow what is lost."""
     pair = connect(to=QPState.RESET)

@@ -60,8 +60,8 @@ def test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock(soft)
             raise KeyError
 
     rig.a.post_send(rig.write(1))
+    sys.setprofile(profile)
     with pytest.raises(KeyError):
-        sys.setprofile(profile)
         rig.cq.poll()
     with pytest.raises(rp.WaitTimeout):
         rig.cq.wait(900, 0.0)

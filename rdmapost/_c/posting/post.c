@@ -667,14 +667,22 @@ static void queue_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* set_ready(ready): whether the queue's state accepts work requests. */
-static PyObject *queue_set_ready(PyObject *self, PyObject *ready)
+/*
+ * set_ready(ready, resets={}): whether the queue's state accepts work requests. It accepts none while
+ * the dict has a reset, which would drop them.
+ */
+static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 {
-	int now = PyObject_IsTrue(ready);
+	PyObject *ready, *resets = NULL;
+	int now;
 
+	if (!PyArg_ParseTuple(args, "O|O!", &ready, &PyDict_Type, &resets))
+		return NULL;
+	now = PyObject_IsTrue(ready);
 	if (now < 0)
 		return NULL;
-	((struct work_queue *)self)->ready = now;
+	/* No other thread's reset begins between the two. */
+	((struct work_queue *)self)->ready = now && !(resets && PyDict_Size(resets));
 	Py_RETURN_NONE;
 }
 
@@ -691,7 +699,7 @@ static PyObject *queue_set_room(PyObject *self, PyObject *room)
 
 static PyMethodDef queue_methods[] = {
 	{ "bind_mw", queue_bind_mw, METH_VARARGS, NULL },
-	{ "set_ready", queue_set_ready, METH_O, NULL },
+	{ "set_ready", queue_set_ready, METH_VARARGS, NULL },
 	{ "set_room", queue_set_room, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
