@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -68,3 +69,51 @@ def test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock(soft)
     assert outcomes == []
     assert [wc.wr_id for wc in rig.cq.poll()] == [1, 1]
     rig.close()
+
+
+SPOILERS: dict[str, object] = {"None": None, "an empty tuple": (), "no entry": (b"", None, 0)}
+
+
+@pytest.mark.parametrize("spoiler", SPOILERS)
+@pytest.mark.parametrize("how", ["append", "appendleft"])
+@isolated(warnings="ignore")
+def test_device_queues_with_anything_in_them_do_not_end_the_process(how, spoiler, soft):
+    known = {id(each) for each in gc.get_objects()}
+    rig = Rig(soft)
+    rig.b.post_recv(rig.receive(1))
+    found = [each for each in gc.get_objects() if type(each) is deque and id(each) not in known]
+    assert found
+    for each in found:
+        getattr(each, how)(SPOILERS[spoiler])
+    for number in range(2):
+        with contextlib.suppress(rp.PostError, rp.VerbsError):
+            rig.a.post_send(rp.Send(rig.mr[:8], wr_id=number))
+        for _ in range(4):
+            rig.cq.poll()
+            rig.cq.poll_into(bytearray(48))
+    with contextlib.suppress(AttributeError):
+        rig.a.to_reset()
+
+
+@isolated(silent=True)
+def test_table_of_queues_with_anything_in_it_finds_no_other_queue(soft):
+    rig = Rig(soft)
+    tables = [
+        each
+        for poller in gc.get_objects()
+        if type(poller).__name__ == "Poller"
+        for each in gc.get_referents(poller)
+        if type(each) is dict and each
+    ]
+    assert tables
+    spare = rig.queue_pair()
+    kept = [value for table in tables for value in table.values()]
+    spare.close()
+    del spare
+    gc.collect()
+    for value in (0x1000, None, *kept, "", 2**100):
+        for table in tables:
+            table.update(dict.fromkeys([*table, *range(20)], value))
+        with contextlib.suppress(rp.PostError):
+            rig.a.post_send(rig.write(1))
+        rig.cq.poll()

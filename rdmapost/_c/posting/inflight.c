@@ -407,50 +407,66 @@ static void clear(struct rp_in_flight *q, uint64_t posted)
 /* ---- finding a queue by its number -------------------------------------- */
 
 /*
- * A queue's value in the dict is its address; its dealloc removes that first, in the same call, so
- * the address of one that has no references is never found. Without a GIL another thread could
- * find it in between: there the value is the queue.
+ * A queue's value in the dict is a capsule of its address; its dealloc first makes that invalid, in
+ * the same call, so the address of one that has no references is never found. Without a GIL another
+ * thread could find it in between: there the value is the queue.
  */
+#ifndef Py_GIL_DISABLED
+static const char CAPSULE[] = "rdmapost._verbs.InFlight";
+#endif
+
 static PyObject *value_of(struct rp_in_flight *q)
 {
 #ifdef Py_GIL_DISABLED
 	return Py_NewRef((PyObject *)q);
 #else
-	return PyLong_FromVoidPtr(q);
+	return PyCapsule_New(q, CAPSULE, NULL);
 #endif
 }
 
-static struct rp_in_flight *queue_of(PyObject *value)
+static void invalidate(PyObject *value)
 {
 #ifdef Py_GIL_DISABLED
-	return (struct rp_in_flight *)value;
+	(void)value;
 #else
-	return PyLong_AsVoidPtr(value);
+	PyCapsule_SetName(value, NULL);
 #endif
+}
+
+/* The queue with the cookie, borrowed; NULL if it is another: code may have changed the dict. */
+static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
+{
+	struct rp_in_flight *q = NULL;
+
+#ifdef Py_GIL_DISABLED
+	if (PyObject_TypeCheck(value, (PyTypeObject *)rp_in_flight_type))
+		q = (struct rp_in_flight *)value;
+#else
+	if (PyCapsule_IsValid(value, CAPSULE))
+		q = PyCapsule_GetPointer(value, CAPSULE);
+#endif
+	return q && q->base >> 32 == cookie >> 32 ? q : NULL;
 }
 
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 {
 	PyObject *number = PyLong_FromUnsignedLong(cookie >> 32), *value;
-	struct rp_in_flight *found = NULL, *queue;
+	struct rp_in_flight *found = NULL;
 	Py_ssize_t at = 0;
 
 	if (number) {
 		value = rp_dict_get(queues, number);
 		Py_DECREF(number);
 		if (value)
-			found = (struct rp_in_flight *)Py_NewRef((PyObject *)queue_of(value));
+			found = (struct rp_in_flight *)Py_XNewRef((PyObject *)queue_of(value, cookie));
 		Py_XDECREF(value);
 		return found;
 	}
 	/* There was no memory for the key, but a completion must not be lost: search. */
 	PyErr_Clear();
 	RP_BEGIN(queues);
-	while (!found && PyDict_Next(queues, &at, NULL, &value)) {
-		queue = queue_of(value);
-		if (queue->base >> 32 == cookie >> 32)
-			found = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
-	}
+	while (!found && PyDict_Next(queues, &at, NULL, &value))
+		found = (struct rp_in_flight *)Py_XNewRef((PyObject *)queue_of(value, cookie));
 	RP_END();
 	return found;
 }
@@ -473,6 +489,9 @@ static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 		q->queues = Py_NewRef(queues);
 		q->key = Py_NewRef(key);
 		q->invalidated = Py_NewRef(invalidated);
+#ifndef Py_GIL_DISABLED
+		q->value = Py_NewRef(value);
+#endif
 	}
 	Py_XDECREF(key);
 	Py_XDECREF(value);
@@ -481,17 +500,20 @@ static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 
 static void leave(struct rp_in_flight *q)
 {
-	PyObject *queues = q->queues, *key = q->key, *type, *value, *traceback;
+	PyObject *queues = q->queues, *key = q->key, *capsule = q->value, *type, *value, *traceback;
 
 	if (!queues)
 		return;
-	q->queues = q->key = NULL;
+	q->queues = q->key = q->value = NULL;
+	if (capsule)
+		invalidate(capsule);
 	PyErr_Fetch(&type, &value, &traceback);
 	if (PyDict_DelItem(queues, key))
 		PyErr_Clear();
 	PyErr_Restore(type, value, traceback);
 	Py_DECREF(queues);
 	Py_DECREF(key);
+	Py_XDECREF(capsule);
 }
 
 /* ---- the owner ---------------------------------------------------------- */

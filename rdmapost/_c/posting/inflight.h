@@ -45,7 +45,7 @@ struct rp_in_flight {
 	uint64_t begun; /* work requests done in the first entry */
 	struct rp_binder *binder;
 	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
-	PyObject *queues, *key; /* the dict for rp_find_queue(), and its key there; or NULL */
+	PyObject *queues, *key, *value; /* the dict for rp_find_queue(), and its item there; or NULL */
 	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */

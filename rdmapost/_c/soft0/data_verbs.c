@@ -422,6 +422,8 @@ static int read_op(struct wqe *wqe, const struct device_queue *queue, struct ibv
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
+	if (!list || !PyObject_TypeCheck((PyObject *)list, (PyTypeObject *)queue_type))
+		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
 	if (op->opcode == IBV_WR_TAG_DEL ? !op->tm.handle || op->tm.handle > list->last_handle :
@@ -621,6 +623,22 @@ static void read_entry(PyObject *bytes, struct ibv_wc *wc, struct rp_wc_ex *more
 		memcpy(more, data + sizeof(*wc), (size_t)PyBytes_Size(bytes) - sizeof(*wc));
 }
 
+/* Whether an object is an entry: code that the collector shows the deque to may put others there. */
+static int is_entry(PyObject *object)
+{
+	PyObject *bytes;
+	size_t size;
+
+	if (!PyTuple_CheckExact(object) || PyTuple_Size(object) != 3 ||
+	    !PyObject_TypeCheck(PyTuple_GetItem(object, 1), (PyTypeObject *)queue_type) ||
+	    !PyLong_CheckExact(PyTuple_GetItem(object, 2)))
+		return 0;
+	bytes = PyTuple_GetItem(object, 0);
+	size = PyBytes_CheckExact(bytes) ? (size_t)PyBytes_Size(bytes) : 0;
+	return size >= sizeof(struct ibv_wc) &&
+	       size <= sizeof(struct ibv_wc) + sizeof(struct rp_wc_ex);
+}
+
 /* Count the completions that no verb in progress may still roll back. */
 static Py_ssize_t count_entries(const struct device_queue *cq)
 {
@@ -639,19 +657,24 @@ static int poll(uint32_t handle, int max, struct ibv_wc *wc, struct rp_wc_ex *mo
 
 	if (!cq)
 		max = 0;
-	for (; count < max; count++) {
+	while (count < max) {
 		PyObject *taken = NULL;
+		int valid;
 
 		rp_data_lock();
 		if (count_entries(cq) > 0)
 			taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
-		if (taken)
+		valid = taken && is_entry(taken);
+		if (valid)
 			use_slots((struct device_queue *)PyTuple_GetItem(taken, 1),
 				  -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
 		rp_data_unlock();
 		if (!taken)
 			break;
-		read_entry(PyTuple_GetItem(taken, 0), wc + count, more ? more + count : NULL);
+		if (valid) {
+			read_entry(PyTuple_GetItem(taken, 0), wc + count, more ? more + count : NULL);
+			count++;
+		}
 		Py_DECREF(taken);
 	}
 	PyErr_Clear();

@@ -348,7 +348,8 @@ static PyObject *forget(PyObject *self, PyObject *args)
 	rp_data_lock();
 	for (Py_ssize_t left = PyObject_Size(entries); entry && left > 0; left--) {
 		entry = PyObject_CallMethodObjArgs(entries, rp_names[POPLEFT], NULL);
-		if (entry && PyTuple_GetItem(entry, 1) != queue)
+		if (entry && !(PyTuple_Check(entry) && PyTuple_Size(entry) > 1 &&
+			       PyTuple_GetItem(entry, 1) == queue))
 			rp_append(entries, entry);
 		Py_XDECREF(entry);
 	}
