@@ -124,6 +124,8 @@ def _of_cuda(memory: Any, writable: bool) -> Source:
         raise _no(memory, f"its __cuda_array_interface__ is not one: {error!r}") from None
     if typestr[1:2] == "O" or _has_objects(fields):
         raise _no(memory, f"its typestr {typestr!r} declares references to Python objects")
+    if any(extent < 0 for extent in shape):
+        raise _no(memory, f"its shape {shape} has a negative extent")
     if described.get("mask") is not None:
         raise _no(memory, "it has a mask")
     if read_only and writable:

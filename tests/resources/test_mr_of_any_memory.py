@@ -354,6 +354,42 @@ def test_array_that_dlpack_cannot_describe_is_refused_with_the_reason(pd):
         rp.MR(pd, DLPack(_numpy().zeros(8, object)))
 
 
+class Tensor(ctypes.Structure):
+    """A DLManagedTensor (dlpack.h of the DLPack project) of bytes."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+def test_dlpack_tensor_of_negative_extents_is_refused(pd):
+    memory, name = mmap.mmap(-1, 4096), b"dltensor"
+    shape = (ctypes.c_int64 * 2)(-4, -4)
+    tensor = Tensor(data=_address(memory), device_type=1, ndim=2, code=1, bits=8, lanes=1)
+    tensor.shape = shape
+    make = ctypes.pythonapi.PyCapsule_New
+    make.restype = ctypes.py_object
+    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+    class Array:
+        def __dlpack__(self, **_):
+            return make(ctypes.addressof(tensor), name, None)
+
+    with pytest.raises(TypeError, match="a negative extent"):
+        rp.MR(pd, Array())
+
+
 @pytest.mark.parametrize("capsule", [None, 1, "a capsule"])
 def test_what_is_no_dlpack_capsule_is_refused(pd, capsule):
     class Liar:
@@ -429,6 +465,7 @@ def test_array_on_a_gpu_lives_as_long_as_its_region(pd):
         ({"mask": CUDA}, TypeError, "it has a mask"),
         ({"data": (4096, True)}, TypeError, "it is read-only, and access has LOCAL_WRITE"),
         ({"shape": (8, 0)}, ValueError, "a region needs at least 1 byte, got 0"),
+        ({"shape": (-4, -4)}, TypeError, "a negative extent"),
         ({"strides": (32, 4)}, ValueError, "this array has gaps"),
         ({"strides": (-16, 4)}, ValueError, "this array has gaps"),
         ({"data": None}, TypeError, "its __cuda_array_interface__ is not one"),

@@ -152,8 +152,10 @@ int rp_refuse_call(void)
 
 int rp_lacks_room(PyObject *exception)
 {
+	/* CPython 3.11 raises SystemError where it has no memory for a frame. */
 	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
-	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError);
+	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError) ||
+	       PyErr_GivenExceptionMatches(exception, PyExc_SystemError);
 }
 
 void rp_handler_raised(void)

@@ -117,10 +117,16 @@ static const struct tensor *tensor_of(PyObject *keeper, int *read_only)
 		*read_only = 0;
 		t = &((struct unversioned *)PyCapsule_GetPointer(keeper, USED_UNVERSIONED))->tensor;
 	}
-	if (t->ndim >= 0 && (!t->ndim || t->shape))
-		return t;
-	PyErr_SetString(PyExc_TypeError, "its DLPack tensor has no shape");
-	return NULL;
+	if (t->ndim < 0 || (t->ndim && !t->shape)) {
+		PyErr_SetString(PyExc_TypeError, "its DLPack tensor has no shape");
+		return NULL;
+	}
+	for (int i = 0; i < t->ndim; i++)
+		if (t->shape[i] < 0) {
+			PyErr_SetString(PyExc_TypeError, "its DLPack tensor has a negative extent");
+			return NULL;
+		}
+	return t;
 }
 
 /*

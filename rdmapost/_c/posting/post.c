@@ -284,15 +284,29 @@ static PyObject *wrs_of(const struct post *post)
 	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
 }
 
+static PyObject *posted_name, *notes_name;
+
 /*
  * Add how many were posted, or -1 if that is unknown, to an exception that is not a PostError: a
- * RecursionError, or a signal handler's.  Calls no function: there may be no stack left.
+ * MemoryError, a RecursionError, or a signal handler's.  Calls no function: there may be no stack
+ * left.
  */
 static void add_posted_note(long long posted, Py_ssize_t count)
 {
 	PyObject *error = rp_take_exception(), *notes, *text, *number;
+	int failed = 1;
 
-	number = posted < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(posted);
+	if (PyObject_HasAttr(error, posted_name)) {
+		rp_raise(error);
+		return;
+	}
+	/* Memory may be short for a moment only. */
+	for (int i = 0; failed && i < MAX_INTERRUPTS; i++) {
+		number = posted < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(posted);
+		failed = !number || PyObject_SetAttr(error, posted_name, number);
+		Py_XDECREF(number);
+		PyErr_Clear();
+	}
 	if (posted < 0)
 		text = count == 1 ?
 			       PyUnicode_FromString("the work request may have been posted") :
@@ -302,19 +316,15 @@ static void add_posted_note(long long posted, Py_ssize_t count)
 		text = PyUnicode_FromFormat("%lld of %zd work request%s posted", posted, count,
 					    count == 1	? " was" :
 					    posted == 1 ? "s was" : "s were");
-	notes = PyObject_GetAttrString(error, "__notes__");
+	notes = text ? PyObject_GetAttr(error, notes_name) : NULL;
 	PyErr_Clear();
-	if (!notes)
+	if (text && !notes)
 		notes = PyList_New(0);
-	if (number && text && notes && !PyObject_HasAttrString(error, "posted")) {
-		PyObject_SetAttrString(error, "posted", number);
-		if (PyList_Check(notes) && !PyList_Append(notes, text))
-			PyObject_SetAttrString(error, "__notes__", notes);
-	}
+	if (notes && PyList_Check(notes) && !PyList_Append(notes, text))
+		PyObject_SetAttr(error, notes_name, notes);
 	PyErr_Clear();
 	Py_XDECREF(notes);
 	Py_XDECREF(text);
-	Py_XDECREF(number);
 	rp_raise(error);
 }
 
@@ -716,6 +726,10 @@ PyObject *rp_queue_type;
 
 int rp_add_queue(PyObject *module)
 {
-	return rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct work_queue),
-			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type);
+	posted_name = PyUnicode_InternFromString("posted"); /* never released */
+	notes_name = PyUnicode_InternFromString("__notes__"); /* never released */
+	return !posted_name || !notes_name ||
+	       rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct work_queue),
+			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type) ?
+		       -1 : 0;
 }

@@ -199,7 +199,9 @@ class SoftwareProvider:
     def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            native.on_commit(events.__setitem__, object(), event)
+            # Not on commit: that may lack the memory to add to the dict.
+            native.undo(events.pop, key := object(), None)
+            events[key] = event
 
     def read_async_event(self, event: tuple[int, Any]) -> tuple[int, Any]:
         return event
@@ -368,7 +370,10 @@ class SoftwareProvider:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        native.on_commit(events.__setitem__, address_of(made.handle), None)
+        # Not on commit: that may lack the memory to add to the dict.
+        if (address := address_of(made.handle)) not in events:
+            native.undo(events.pop, address, None)
+            events[address] = None
         return True
 
     # ---- queues -------------------------------------------------------------

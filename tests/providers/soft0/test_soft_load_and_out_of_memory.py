@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-from support import ALL, LOSES_MEMORY, prints, resident
+from support import ALL, LOSES_MEMORY, prints, resident, run_python
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -563,3 +563,62 @@ print(seen)
 def test_a_channel_with_many_events_loses_none_without_memory():
     pytest.importorskip("_testcapi")
     assert prints(MANY_EVENTS) == "40"
+
+
+EVENTS_WITHOUT_MEMORY = """
+import sys, _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd = rp.PD(context)
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+burst, lost, failed = int(sys.argv[1]), [], 0
+
+def starved(take):
+    global failed
+    _testcapi.set_nomemory(at, at + burst)
+    try: found = take(0)
+    except MemoryError: found, failed = None, failed + 1
+    finally: _testcapi.remove_mem_hooks()
+    return found or take(0.05)
+
+for at in range(60):
+    channel = rp.CompChannel(context)
+    cq = rp.CQ(context, channel=channel)
+    qp = rp.QP(pd, rp.QPType.RC, cq)
+    qp.connect(qp.endpoint())
+    cq.req_notify()
+    qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+    if starved(channel.get_cq_event) is not cq: lost.append(("cq", at))
+    qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=0, rkey=0))
+    if starved(context.get_async_event) is None: lost.append(("async", at))
+    while context.get_async_event(0): pass
+    qp.close(), cq.close(), channel.close()
+print(failed > 0, lost)
+"""
+
+
+@pytest.mark.parametrize("burst", [1, 18, 40])
+def test_no_event_is_lost_without_memory(burst):
+    pytest.importorskip("_testcapi")
+    done = run_python(EVENTS_WITHOUT_MEMORY, str(burst), **LOSES_MEMORY)
+    assert done.stdout.strip() == "True []", done.stderr
+
+
+TSO_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+from rdmapost.loopback import Loopback
+errors = set()
+for at in range(60):
+    with Loopback(rp.open_device("soft0"), qp_type=rp.QPType.UD, max_tso_header=64) as pair:
+        wr = rp.TSO(pair.local.mr[:64], hdr=bytes(54), mss=32, wr_id=1 << 40, **pair.address)
+        _testcapi.set_nomemory(at, at + 1)
+        try: pair.local.qp.post_send(wr)
+        except BaseException as error: errors.add(type(error))
+        finally: _testcapi.remove_mem_hooks()
+print(errors <= {MemoryError, rp.PostError})
+"""
+
+
+def test_work_request_that_is_carried_out_on_another_attempt_raises_no_error():
+    """Python 3.11 raises SystemError if there is no memory to call a function."""
+    pytest.importorskip("_testcapi")
+    assert prints(TSO_WITHOUT_MEMORY, **LOSES_MEMORY) == "True"
