@@ -82,7 +82,7 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import DeviceInfo
+from .providers import Capture, DeviceInfo
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
@@ -140,6 +140,7 @@ __all__ = [
     "Batch",
     "BindMW",
     "Blocks",
+    "Capture",
     "CloseError",
     "ClosedError",
     "CompChannel",

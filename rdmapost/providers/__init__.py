@@ -14,12 +14,14 @@ from threading import RLock
 from typing import TYPE_CHECKING, cast
 
 from .base import ROCE, DeviceInfo, GIDEntry, Provider
+from .roce.capture import Capture
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider
 
 __all__ = [
     "ROCE",
+    "Capture",
     "DeviceInfo",
     "GIDEntry",
     "Provider",

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from ..enums import TransportType
+from .roce.capture import Capture
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
@@ -127,6 +128,17 @@ class Provider(Protocol):
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         """Return the device's fault injection plan."""
+        ...
+
+    def capture(
+        self, context: Any, path: str | bytes | os.PathLike[Any], wr_id_of: Callable[[int], Any]
+    ) -> Capture:
+        """Begin to write the device's packets to a file.
+
+        Args:
+            path: the file.
+            wr_id_of: returns the caller's wr_id for the device's, or None.
+        """
         ...
 
     def alloc_pd(self, context: Any) -> Any: ...

@@ -198,6 +198,14 @@ class VerbsProvider:
             "fault injection", errno.EOPNOTSUPP, "only the software device soft0 supports it"
         )
 
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
+        raise UnsupportedError(
+            "capture",
+            errno.EOPNOTSUPP,
+            "only roce devices see their packets; use 'tcpdump -i NETDEV udp port 4791' for "
+            "Soft-RoCE, and 'ibdump' or a mirror port of the switch for a NIC",
+        )
+
     # ---- memory -------------------------------------------------------------
 
     alloc_pd = lib.ibv_alloc_pd

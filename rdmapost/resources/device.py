@@ -15,6 +15,7 @@ from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
 from ..providers import (
     ROCE,
+    Capture,
     DeviceInfo,
     GIDEntry,
     Provider,
@@ -351,6 +352,31 @@ class Context(EventSource, struct="ibv_context"):
         return self._verb(
             self._provider.faults, functools.partial(native.peek_queues, self._queues)
         )
+
+    def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
+        """Begin to write what the device sends and receives to a file, which Wireshark opens.
+
+        The file is a pcapng; it is created, or replaced.  Its packets begin with their IP header,
+        have the direction, and comments that name their work request where it is known, with its
+        wr_id.  Packets that the kernel has joined, or will split, are those of the wire.  The
+        UDP checksum is computed: the device does not see it.
+
+        Close what this returns, or use it in a with statement, to end the capture.  The end of the
+        device ends it, too, and so does an error of the file, which does not affect the device.
+
+        Args:
+            path: the file's path.
+
+        Returns:
+            The capture.
+
+        Raises:
+            UnsupportedError: this is not a roce device; the text says what to use instead.
+            OSError: the file cannot be created, or no thread can be started.
+            ClosedError: the device is closed.
+        """
+        wr_id_of = functools.partial(native.peek_queues, self._queues)
+        return self._verb(self._provider.capture, path, wr_id_of)  # type: ignore[no-any-return]
 
     def get_async_event(self, timeout: float | None = 5.0) -> AsyncEvent | None:
         """Return the next asynchronous event of the device, and acknowledge it.

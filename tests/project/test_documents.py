@@ -153,11 +153,15 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
-def test_python_example_runs(example: Block, names: dict[str, Any]) -> None:
+def test_python_example_runs(example: Block, names: dict[str, Any], tmp_path: Path) -> None:
     text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
     if "import rdmapost as rp\n" in text:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=120
+            [sys.executable, "-P", "-c", text],
+            cwd=tmp_path,  # for the files that it makes
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert (done.returncode, done.stderr) == (0, "")
         printed = done.stdout

@@ -41,8 +41,9 @@ from ..soft0.engine.device import Device, wires
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
 from ..soft0.engine.transport_messages import Segments, size_of
-from . import engine, packets
+from . import engine, packets, trace
 from .addresses import PORT, LocalAddress, candidates, flow, peer_of, sockaddr
+from .capture import Recording, end_all
 from .packets import Path
 from .qp import RoceQueuePair
 
@@ -85,6 +86,10 @@ _OPTIONS = {
 """With PROBE, an unconnected socket sends IPv4 packets with identification 0 and "don't fragment",
 which the ICRC covers."""
 
+_TTL = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS),
+}
 
 _shared: list[Any] = []
 """The sockets that the child of a fork closes at once."""
@@ -168,6 +173,9 @@ class RoceDevice(Device):
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
         counters: its counters.
+        recordings: the captures in progress.
+        ttl: the time to live, or the hop limit, of what it sends.
+        buffer: what has been received, while it is processed.
     """
 
     queue_pair = RoceQueuePair
@@ -177,6 +185,8 @@ class RoceDevice(Device):
         self.guid = guid_of(name)
         self.memory = RandomKeys()
         self.counters = Counters()
+        self.recordings: tuple[Recording, ...] = ()
+        self.ttl = 0
         self.gids = ()
         self.address: LocalAddress | None = None
         self.socket: Any = None
@@ -192,7 +202,7 @@ class RoceDevice(Device):
         self._batch: Any = None
         """What was received and is being processed: its place in the buffer and its addresses."""
         self._at = 0
-        self._buffer = bytearray(_BUFFER)
+        self.buffer = bytearray(_BUFFER)
         self._looks_left = _AT_ONCE
 
     # ---- opening and closing ------------------------------------------------
@@ -262,6 +272,7 @@ class RoceDevice(Device):
             self.address, self.socket = address, made
             self.gids, self.netdev = (address.gid,), address.netdev
             self.port_mtu = address.path_mtu
+            self.ttl = made.getsockopt(*_TTL[address.family])
             native.undo(list.remove, wires, self)
             wires.append(self)
             return
@@ -272,6 +283,8 @@ class RoceDevice(Device):
         super().close()
         if self._times_open:
             return
+        end_all(self.recordings)
+        self.recordings = ()
         native.undo(list.append, wires, self)
         wires.remove(self)
         native.on_commit(self._stop.shutdown, socket.SHUT_RDWR)
@@ -293,11 +306,17 @@ class RoceDevice(Device):
     # ---- what the engine calls ----------------------------------------------
 
     def send(
-        self, path: Path, headers: list[bytes], payload: Segments | tuple[()] = (), mtu: int = 0
+        self,
+        qp: RoceQueuePair,
+        path: Path,
+        headers: list[bytes],
+        payload: Segments | tuple[()] = (),
+        mtu: int = 0,
     ) -> None:
         """Send packets, when the step is committed.
 
         Args:
+            qp: the queue pair that sends them.
             path: where to.
             headers: the headers of each packet, without those of IP and UDP. All packets but the
                 last one are of the same size.
@@ -305,42 +324,42 @@ class RoceDevice(Device):
             mtu: payload bytes in each packet but the last.
         """
         self.counters.sent += len(headers)
-        source = self.gids[0]
-        covered = flow(source, path.dgid, PORT)
-        assert self.address is not None
+        covered = flow(self.gids[0], path.dgid, PORT)
         if covered is None:
             return
-        where = sockaddr(path.dgid, self.address.scope)
         if self._gso or len(headers) == 1:
-            self._send(where, covered, path.traffic_class, headers, payload, mtu)
+            self._send(qp, path, covered, headers, payload, mtu)
             return
         whole = b"".join(payload)
         for n, header in enumerate(headers):
             part = whole[n * mtu : (n + 1) * mtu]
-            self._send(where, covered, path.traffic_class, [header], [part], mtu)
+            self._send(qp, path, covered, [header], [part], mtu)
 
     def _send(
         self,
-        where: bytes,
+        qp: RoceQueuePair,
+        path: Path,
         covered: bytes,
-        traffic_class: int,
         headers: list[bytes],
         payload: Any,
         mtu: int,
     ) -> None:
+        assert self.address is not None
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
+        if self.recordings:
+            trace.sent(self, qp, path.dgid, path.traffic_class, data, size, segment)
         native.on_commit(
             native.roce_send,
             self.socket.fileno(),
-            where,
+            sockaddr(path.dgid, self.address.scope),
             data,
             size,
             segment,
-            traffic_class,
+            path.traffic_class,
             self._errors,
         )
 
@@ -431,7 +450,7 @@ class RoceDevice(Device):
         else:
             # Back to the inbox if a signal handler raises before it is processed.
             fd = self.socket.fileno()
-            got = native.made(self._inbox.append, native.roce_receive, fd, self._buffer)
+            got = native.made(self._inbox.append, native.roce_receive, fd, self.buffer)
         if got is None:
             return False
         size, segment, sender, tos, ttl = got
@@ -439,8 +458,11 @@ class RoceDevice(Device):
         covered = flow(gid, self.gids[0], port)
         if covered is None:
             size = 0
-        elif bad := native.roce_check(self._buffer, size, segment, covered):
-            self.counters.icrc_errors += bad
+        else:
+            if self.recordings:
+                # First: the check marks the packets that are damaged.
+                trace.received(self, gid, port, covered, tos, ttl, size, segment)
+            self.counters.icrc_errors += native.roce_check(self.buffer, size, segment, covered)
         self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
         return True
 
@@ -453,10 +475,10 @@ class RoceDevice(Device):
         at = self._at
         if at < size:
             length, count = min(segment, size - at), 1
-            if self._buffer[at] in packets.MIDDLE:
-                count = native.roce_run(self._buffer, size, segment, at)
+            if self.buffer[at] in packets.MIDDLE:
+                count = native.roce_run(self.buffer, size, segment, at)
             grh = functools.partial(self._grh, gid, at, length, covered, tos, ttl)
-            packet = packets.parse(memoryview(self._buffer), at, length, count, gid, grh)
+            packet = packets.parse(memoryview(self.buffer), at, length, count, gid, grh)
             self.counters.received += count
             self._at = at + segment * count
             qp: Any = None if packet is None else self.qps.get(packet.qpn)
@@ -472,7 +494,7 @@ class RoceDevice(Device):
         target = self.gids[0]
         if not source.startswith(IPV4_MAPPED):
             return IPV6.pack(6 << 28 | tos << 20, length + 8, IPPROTO_UDP, ttl, source, target)
-        number = native.roce_id(self._buffer, at, length, covered)
+        number = native.roce_id(self.buffer, at, length, covered)
         total = IPV4.size + 8 + length
         header = ipv4_header(tos, total, 0x4000, ttl, IPPROTO_UDP, source[12:], target[12:], number)
         return bytes(GRH_BYTES - IPV4.size) + header

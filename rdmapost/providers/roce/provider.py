@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any
 
 from ...enums import DeviceCap, QPType
@@ -11,8 +12,9 @@ from ..base import ROCE, DeviceInfo
 from ..soft0 import queue_verbs
 from ..soft0.engine.device import open_devices
 from ..soft0.provider import SoftwareProvider, open_context
-from ..soft0.state import verb
+from ..soft0.state import context_of, verb
 from .addresses import PORT, candidates
+from .capture import Capture
 from .device import RoceDevice, guid_of
 from .survey import RoceCandidate, holder, survey
 
@@ -73,6 +75,11 @@ class RoceProvider(SoftwareProvider):
             address = candidates(name.removeprefix(ROCE))[0]
             reason = f"UDP port {PORT} of {address.host} is taken by {holder(address)}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
+
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Capture:
+        opened = context_of(context, "capture")
+        opened.wr_id_of = wr_id_of
+        return Capture(path, opened.device)
 
     @verb
     def create_srq_ex(context: Any, init: Any) -> Any:

@@ -36,8 +36,11 @@ if TYPE_CHECKING:
         now: float
         counters: Any
 
-        def send(self, path: Path, headers: list[bytes], payload: Segments, mtu: int) -> None:
-            """Send packets of one size, but the last; each takes up to mtu bytes of payload."""
+        def send(
+            self, qp: RoceQueuePair, path: Path, headers: list[bytes], payload: Segments, mtu: int
+        ) -> None:
+            """Send a queue pair's packets, of one size, but the last; each takes up to mtu bytes
+            of payload."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
             """Have on_timer called at a time, instead of what was set before."""

@@ -118,7 +118,7 @@ def send(qp: RoceQueuePair) -> None:
     count = 0
     for burst in bursts:
         count += len(burst.headers)
-        device.send(burst.path, burst.headers, burst.payload, burst.unit)
+        device.send(qp, burst.path, burst.headers, burst.payload, burst.unit)
     if qp.top > begin:
         device.counters.retransmitted += min(qp.top - begin, count)
     qp.psn = psn

@@ -360,7 +360,7 @@ def _header(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> bytes:
 
 
 def _send(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> None:
-    qp.device.send(qp.path, [_header(qp, row, psn, *extensions)], [], 0)
+    qp.device.send(qp, qp.path, [_header(qp, row, psn, *extensions)], [], 0)
 
 
 def _send_ack(qp: RoceQueuePair) -> None:
@@ -414,7 +414,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
             pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
             for each in range(psn + n, psn + stop)
         ]
-        qp.device.send(qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
+        qp.device.send(qp, qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
     if end < count:
         _respond(qp, packets.READ_RESPONSE_LAST, psn + end, source[end * mtu :])
     if not is_last:
@@ -438,4 +438,4 @@ def _end_reading(qp: RoceQueuePair) -> None:
 
 def _respond(qp: RoceQueuePair, row: Row, psn: int, payload: Any) -> None:
     header = _header(qp, row, psn, _aeth(qp))
-    qp.device.send(qp.path, [header], [payload] if payload else [], len(payload))
+    qp.device.send(qp, qp.path, [header], [payload] if payload else [], len(payload))

@@ -26,7 +26,7 @@ from ...enums import (
     TransportType,
     WCExFlags,
 )
-from ...errors import VerbsError
+from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
 from . import addressing, queue_verbs
@@ -144,6 +144,11 @@ class SoftwareProvider:
         opened = context_of(context, "faults")
         opened.faults.wr_id_of = wr_id_of
         return opened.plan
+
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
+        raise UnsupportedError(
+            "capture", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
+        )
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
         device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr

@@ -131,7 +131,12 @@ class Device:
         return self.network.now
 
     def send(
-        self, path: packets.Path, headers: list[bytes], payload: Any = (), mtu: int = 0
+        self,
+        qp: RoceQueuePair,
+        path: packets.Path,
+        headers: list[bytes],
+        payload: Any = (),
+        mtu: int = 0,
     ) -> None:
         size = sum([len(piece) for piece in payload])
         assert size <= mtu * len(headers)

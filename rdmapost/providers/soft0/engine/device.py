@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ...._binding import ffi, lib, native
@@ -47,6 +48,10 @@ def _schedule() -> None:
     native.on_commit(native.schedule_at, min(due, default=-1.0))
 
 
+def _unknown(cookie: int) -> None:
+    """Return the caller's wr_id: not known."""
+
+
 class OpenDevice(native.Record):
     """One open context of the device."""
 
@@ -58,6 +63,8 @@ class OpenDevice(native.Record):
         self.faults = PlannedFaults()
         self.plan = FaultPlan(self.faults)
         """The users' interface to the faults."""
+        self.wr_id_of: Callable[[int], int | None] = _unknown
+        """Returns the caller's wr_id for the device's, or None."""
 
 
 class Device(native.Record):
