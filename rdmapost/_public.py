@@ -82,7 +82,7 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import Capture, DeviceInfo
+from .providers import Capture, Counters, DeviceInfo
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
@@ -146,6 +146,7 @@ __all__ = [
     "CompChannel",
     "CompletionError",
     "Context",
+    "Counters",
     "Datagram",
     "DeviceAttr",
     "DeviceCap",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
-from .base import ROCE, DeviceInfo, GIDEntry, Provider
+from .base import ROCE, Counters, DeviceInfo, GIDEntry, Provider
 from .roce.capture import Capture
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROCE",
     "Capture",
+    "Counters",
     "DeviceInfo",
     "GIDEntry",
     "Provider",

@@ -206,6 +206,13 @@ class VerbsProvider:
             "Soft-RoCE, and 'ibdump' or a mirror port of the switch for a NIC",
         )
 
+    def counters(self, context: Any) -> Any:
+        raise UnsupportedError(
+            "counters",
+            errno.EOPNOTSUPP,
+            "only roce devices count here; read /sys/class/infiniband/NAME/ports/PORT/hw_counters",
+        )
+
     # ---- memory -------------------------------------------------------------
 
     alloc_pd = lib.ibv_alloc_pd

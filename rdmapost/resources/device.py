@@ -16,6 +16,7 @@ from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsErr
 from ..providers import (
     ROCE,
     Capture,
+    Counters,
     DeviceInfo,
     GIDEntry,
     Provider,
@@ -377,6 +378,15 @@ class Context(EventSource, struct="ibv_context"):
         """
         wr_id_of = functools.partial(native.peek_queues, self._queues)
         return self._verb(self._provider.capture, path, wr_id_of)  # type: ignore[no-any-return]
+
+    def counters(self) -> Counters:
+        """Return what the device has counted since it was opened: packets, NAKs, errors.
+
+        Raises:
+            UnsupportedError: this is not a roce device; the text says where to look instead.
+            ClosedError: the device is closed.
+        """
+        return self._verb(self._provider.counters)  # type: ignore[no-any-return]
 
     def get_async_event(self, timeout: float | None = 5.0) -> AsyncEvent | None:
         """Return the next asynchronous event of the device, and acknowledge it.

@@ -36,7 +36,7 @@ from ...standard.wire import (
     IPV6,
     ipv4_header,
 )
-from ..base import ROCE
+from ..base import ROCE, Counters
 from ..soft0.engine.device import Device, wires
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
@@ -147,22 +147,11 @@ class RandomKeys(Memory):
         return self._new_key() if taken else key
 
 
-class Counters(native.Record):
-    """What a device has counted since it was opened.
-
-    Attributes:
-        sent, received: packets.
-        retransmitted: packets sent again.
-        naks_sent, naks_received: negative acknowledgements, those for a missing receive included.
-        icrc_errors: packets dropped because they were damaged.
-        dropped: packets dropped because they fit no queue pair.
-        send_errors: datagrams that the kernel refused.
-    """
+class Counted(native.Record):
+    """Counters, which a step that is undone leaves as they were."""
 
     def __init__(self) -> None:
-        self.sent = self.received = self.retransmitted = 0
-        self.naks_sent = self.naks_received = 0
-        self.icrc_errors = self.dropped = self.send_errors = 0
+        self.__dict__.update(dict.fromkeys(Counters._fields, 0))
 
 
 class RoceDevice(Device):
@@ -172,7 +161,7 @@ class RoceDevice(Device):
         address: the address of this machine that it uses.
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
-        counters: its counters.
+        counters: what it has counted: the fields of Counters.
         recordings: the captures in progress.
         ttl: the time to live, or the hop limit, of what it sends.
         buffer: what has been received, while it is processed.
@@ -184,7 +173,7 @@ class RoceDevice(Device):
         super().__init__(name)
         self.guid = guid_of(name)
         self.memory = RandomKeys()
-        self.counters = Counters()
+        self.counters: Any = Counted()
         self.recordings: tuple[Recording, ...] = ()
         self.ttl = 0
         self.gids = ()
@@ -323,7 +312,6 @@ class RoceDevice(Device):
             payload: what follows the headers, `mtu` bytes in each packet.
             mtu: payload bytes in each packet but the last.
         """
-        self.counters.sent += len(headers)
         covered = flow(self.gids[0], path.dgid, PORT)
         if covered is None:
             return
@@ -348,6 +336,8 @@ class RoceDevice(Device):
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
+        self.counters.packets_sent += len(headers)
+        self.counters.bytes_sent += size
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
         if self.recordings:
@@ -479,7 +469,8 @@ class RoceDevice(Device):
                 count = native.roce_run(self.buffer, size, segment, at)
             grh = functools.partial(self._grh, gid, at, length, covered, tos, ttl)
             packet = packets.parse(memoryview(self.buffer), at, length, count, gid, grh)
-            self.counters.received += count
+            self.counters.packets_received += count
+            self.counters.bytes_received += length * count
             self._at = at + segment * count
             qp: Any = None if packet is None else self.qps.get(packet.qpn)
             if qp is None or packet is None or not engine.receive(qp, packet):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
-from ..base import ROCE, DeviceInfo
+from ..base import ROCE, Counters, DeviceInfo
 from ..soft0 import queue_verbs
 from ..soft0.engine.device import open_devices
 from ..soft0.provider import SoftwareProvider, open_context
@@ -80,6 +80,11 @@ class RoceProvider(SoftwareProvider):
         opened = context_of(context, "capture")
         opened.wr_id_of = wr_id_of
         return Capture(path, opened.device)
+
+    @verb
+    def counters(context: Any) -> Counters:
+        device: Any = context_of(context, "counters").device
+        return Counters(**vars(device.counters))
 
     @verb
     def create_srq_ex(context: Any, init: Any) -> Any:

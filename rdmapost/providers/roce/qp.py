@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
-            counters: counts of packets: retransmitted, naks_sent, naks_received.
+            counters: counts of packets: retransmitted, and NAKs.
         """
 
         now: float

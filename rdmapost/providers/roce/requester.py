@@ -404,7 +404,10 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
         return
     if kind not in (packets.RNR_NAK, packets.NAK):
         return
-    qp.device.counters.naks_received += 1
+    if kind == packets.NAK:
+        qp.device.counters.naks_received += 1
+    else:
+        qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
     if psn != qp.una or not qp.requests or qp.rnr_until:
         # Responses are missing before; or it is known.

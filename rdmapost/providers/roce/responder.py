@@ -370,7 +370,10 @@ def _send_ack(qp: RoceQueuePair) -> None:
 
 def _send_nak(qp: RoceQueuePair, kind: int, value: int, psn: int) -> None:
     qp.nak_sent = True
-    qp.device.counters.naks_sent += 1
+    if kind == packets.NAK:
+        qp.device.counters.naks_sent += 1
+    else:
+        qp.device.counters.rnr_naks_sent += 1
     _send(qp, packets.ACKNOWLEDGE, psn, aeth(kind, value, qp.msn))
 
 

@@ -89,7 +89,8 @@ class Context:
 
 class Counters(native.Record):
     def __init__(self) -> None:
-        self.sent = self.received = self.retransmitted = self.naks_sent = self.naks_received = 0
+        self.sent = self.received = self.retransmitted = 0
+        self.naks_sent = self.naks_received = self.rnr_naks_sent = self.rnr_naks_received = 0
 
 
 class Buffer:
