@@ -63,6 +63,9 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
             usage_error(str(error))
         out.note(f"GID      {gid}")
         yield context, port.port_num
+        if out.verbose and context.kind == "roce":
+            counted = {name: n for name, n in context.counters()._asdict().items() if n}
+            out.note(f"counters {', '.join(f'{name} {n}' for name, n in counted.items())}")
     if capture is not None:
         out.note(f"capture  {capture.packets} packets in {target.pcap}")
 
