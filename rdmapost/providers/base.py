@@ -99,6 +99,7 @@ class Counters(NamedTuple):
         dropped: packets that were dropped, those with ICRC errors included: there is no such queue
             pair, they come from another peer, or they do not fit its state.
         send_errors: packets, or batches of them, that the kernel refused to send.
+        faults: packets to which the fault plan has done something.
     """
 
     packets_sent: int
@@ -113,6 +114,7 @@ class Counters(NamedTuple):
     icrc_errors: int
     dropped: int
     send_errors: int
+    faults: int
 
 
 class Provider(Protocol):

@@ -195,7 +195,7 @@ class VerbsProvider:
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(
-            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 supports it"
+            "fault injection", errno.EOPNOTSUPP, "only soft0 and roce devices support it"
         )
 
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:

@@ -62,6 +62,7 @@ ELSEWHERE = {
     "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",
+    "tshark -r write.pcapng": "needs tshark: tests/providers/roce/test_roce_capture.py",
     ".venv/bin/python examples/": "tests/examples runs it",
     ".venv/bin/python tests/bench/": "measures, for minutes",
     'eval "$(rdmapost completion': "changes the shell: tests/cli/test_cli_completion.py",

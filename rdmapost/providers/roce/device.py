@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..._binding import native
@@ -38,12 +39,14 @@ from ...standard.wire import (
 )
 from ..base import ROCE, Counters
 from ..soft0.engine.device import Device, wires
+from ..soft0.engine.faults import PacketFaults
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
 from ..soft0.engine.transport_messages import Segments, size_of
 from . import engine, packets, trace
 from .addresses import PORT, LocalAddress, candidates, flow, peer_of, sockaddr
 from .capture import Recording, end_all
+from .faults import Way, damage
 from .packets import Path
 from .qp import RoceQueuePair
 
@@ -163,6 +166,7 @@ class RoceDevice(Device):
         now: the time of the step in progress, by the monotonic clock.
         counters: what it has counted: the fields of Counters.
         recordings: the captures in progress.
+        outgoing, incoming: what the fault plan does to packets.
         ttl: the time to live, or the hop limit, of what it sends.
         buffer: what has been received, while it is processed.
     """
@@ -175,6 +179,9 @@ class RoceDevice(Device):
         self.memory = RandomKeys()
         self.counters: Any = Counted()
         self.recordings: tuple[Recording, ...] = ()
+        self.outgoing, self.incoming = Way(1), Way(2)
+        self._arrived: deque[Any] = deque()
+        """Packets that the fault plan has let through."""
         self.ttl = 0
         self.gids = ()
         self.address: LocalAddress | None = None
@@ -182,7 +189,7 @@ class RoceDevice(Device):
         self._stop: Any = None
         """Tells the thread to end. The other end is the thread's: no number is shared."""
         self.now = 0.0
-        self.timers: dict[RoceQueuePair, float] = JournaledDict()
+        self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
         self._gso = True
         self._errors: list[int] = []
         """The errnos of sends, which happen when a step is committed."""
@@ -315,7 +322,7 @@ class RoceDevice(Device):
         covered = flow(self.gids[0], path.dgid, PORT)
         if covered is None:
             return
-        if self._gso or len(headers) == 1:
+        if len(headers) == 1 or (self._gso and self.outgoing.is_straight):
             self._send(qp, path, covered, headers, payload, mtu)
             return
         whole = b"".join(payload)
@@ -332,7 +339,6 @@ class RoceDevice(Device):
         payload: Any,
         mtu: int,
     ) -> None:
-        assert self.address is not None
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
@@ -340,8 +346,37 @@ class RoceDevice(Device):
         self.counters.bytes_sent += size
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
-        if self.recordings:
-            trace.sent(self, qp, path.dgid, path.traffic_class, data, size, segment)
+        about: Any = functools.partial(trace.about_sent, qp) if self.recordings else None
+        if self.outgoing.is_straight:
+            self._transmit(path, about, data, size, segment)
+            return
+        packet = bytes(data[:size])
+        if about is not None:
+            # By the time that it goes, it may be damaged, and its work request gone.
+            about = functools.partial(trace.said, about(packet))
+
+        def damaged(item: Any, number: int) -> Any:
+            note = about
+            if about is not None:
+                note = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+            return path, note, damage(packet, covered, number)
+
+        for each in self._pass(self.outgoing, (path, about, packet), damaged):
+            self._transmit_held(each)
+
+    def _pass(self, way: Way, item: Any, damaged: Any) -> list[Any]:
+        """Have the fault plan take a packet on its way; return those that arrive now."""
+        arrived, is_faulty = way.admit(item, self.now, damaged)
+        self.counters.faults += is_faulty
+        self._wait_for_held()
+        return arrived
+
+    def _transmit(
+        self, path: Path, about: Callable[[bytes], str] | None, data: Any, size: int, segment: int
+    ) -> None:
+        assert self.address is not None
+        if about is not None:
+            trace.sent(self, about, path.dgid, path.traffic_class, data, size, segment)
         native.on_commit(
             native.roce_send,
             self.socket.fileno(),
@@ -353,8 +388,38 @@ class RoceDevice(Device):
             self._errors,
         )
 
-    def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None."""
+    def _transmit_held(self, item: Any) -> None:
+        path, about, packet = item
+        self._transmit(path, about, packet, len(packet), len(packet))
+
+    # ---- faults ---------------------------------------------------------------
+
+    def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
+        for way, is_meant in ((self.outgoing, sent), (self.incoming, received)):
+            if is_meant:
+                native.verb(way.begin, plan)
+
+    def _wait_for_held(self) -> None:
+        """Have _let_go called when a packet has waited long enough."""
+        due = [way.due for way in (self.outgoing, self.incoming) if way.due is not None]
+        if due:
+            self.set_timer(self, min(due))
+
+    def _let_go(self) -> None:
+        """Let the packets pass that have waited long enough."""
+        if self.socket is None:
+            return
+        for item in self.outgoing.release(self.now):
+            self._transmit_held(item)
+        for item in self.incoming.release(self.now):
+            native.put(self._arrived, item)
+        self._wait_for_held()
+
+    def set_timer(self, qp: RoceQueuePair | RoceDevice, when: float | None) -> None:
+        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None.
+
+        For the device itself, it is _let_go.
+        """
         if when is None:
             self.timers.pop(qp, None)
             return
@@ -377,7 +442,7 @@ class RoceDevice(Device):
         for qp, when in list(self.timers.items()):
             if when <= now:
                 # Each in a step of its own, by execute_next.
-                self.start(qp)
+                self.start(qp)  # type: ignore[arg-type]
             else:
                 left = when if left < 0 else min(left, when)
         self.set_due(left)
@@ -391,6 +456,10 @@ class RoceDevice(Device):
     def execute_next(self, worker: Any) -> bool:
         self.now = time.monotonic()
         if worker is self:
+            if self.timers.get(self, math.inf) <= self.now:
+                self.timers.pop(self)
+                self._let_go()
+                return True
             return bool(self._look())
         if isinstance(worker, RoceQueuePair):
             if self.timers.get(worker, math.inf) <= self.now:
@@ -406,8 +475,8 @@ class RoceDevice(Device):
         if worker is not self:
             return bool(super().give_up(worker))
         # The engine could not process these packets: they are lost, as the network may lose any.
-        if self._batch is None and self._inbox:
-            native.take(self._inbox)
+        if self._batch is None and (lost := self._inbox or self._arrived):
+            native.take(lost)
         self._batch = None
         return False
 
@@ -421,8 +490,9 @@ class RoceDevice(Device):
         if self._batch is None and not self._receive():
             self._looks_left = _AT_ONCE
             return False
-        self._process_next()
         if self._batch is not None:
+            self._process_next()
+        if self._batch is not None or self._arrived:
             return True
         self._looks_left = (self._looks_left or _AT_ONCE) - 1
         return self._looks_left > 0
@@ -437,6 +507,11 @@ class RoceDevice(Device):
         """Receive datagrams, which the kernel may have joined; return whether there were any."""
         if self._inbox:
             got = native.take(self._inbox)
+        elif self._arrived:
+            packet, *rest = native.take(self._arrived)
+            self.buffer[: len(packet)] = packet
+            self._begin(len(packet), len(packet), *rest)
+            return True
         else:
             # Back to the inbox if a signal handler raises before it is processed.
             fd = self.socket.fileno()
@@ -447,14 +522,29 @@ class RoceDevice(Device):
         gid, port = peer_of(sender)
         covered = flow(gid, self.gids[0], port)
         if covered is None:
-            size = 0
-        else:
-            if self.recordings:
-                # First: the check marks the packets that are damaged.
-                trace.received(self, gid, port, covered, tos, ttl, size, segment)
-            self.counters.icrc_errors += native.roce_check(self.buffer, size, segment, covered)
-        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
+            return True
+        if self.recordings:
+            # First: the check marks the packets that are damaged.
+            trace.received(self, gid, port, covered, tos, ttl, size, segment)
+        if self.incoming.is_straight:
+            self._begin(size, segment, gid, covered, tos, ttl)
+            return True
+
+        def damaged(item: Any, number: int) -> Any:
+            return damage(item[0], covered, number), *item[1:]
+
+        for at in range(0, size, segment or 1):
+            item = bytes(self.buffer[at : min(at + segment, size)]), gid, covered, tos, ttl
+            for each in self._pass(self.incoming, item, damaged):
+                native.put(self._arrived, each)
         return True
+
+    def _begin(
+        self, size: int, segment: int, gid: bytes, covered: bytes, tos: int, ttl: int
+    ) -> None:
+        """Begin to process what is in the buffer."""
+        self.counters.icrc_errors += native.roce_check(self.buffer, size, segment, covered)
+        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
 
     def _process_next(self) -> None:
         """Process the next packet or run of what was received.

@@ -64,13 +64,19 @@ def frame(
 
 
 def sent(
-    device: Any, qp: RoceQueuePair, target: bytes, tos: int, data: Any, size: int, each: int
+    device: Any,
+    about: Callable[[bytes], str],
+    target: bytes,
+    tos: int,
+    data: Any,
+    size: int,
+    each: int,
 ) -> None:
     """Give captures the packets that are about to be sent.
 
     Args:
         device: the device.
-        qp: the queue pair that sends them.
+        about: returns the comment on a packet.
         target: the GID that they go to.
         tos: the type of service, or the traffic class.
         data: the packets; the first `size` bytes count.
@@ -81,7 +87,7 @@ def sent(
 
     def block(number: int, packet: bytes) -> bytes:
         whole = frame(source, target, PORT, tos, device.ttl, number, packet)
-        return pcapng.packet(whole, now, True, _about_sent(qp, packet))
+        return pcapng.packet(whole, now, True, about(packet))
 
     _put(device, block, data, size, each)
 
@@ -133,7 +139,8 @@ def _put(
 # ---- comments -----------------------------------------------------------------------
 
 
-def _about_sent(qp: RoceQueuePair, packet: bytes) -> str:
+def about_sent(qp: RoceQueuePair, packet: bytes) -> str:
+    """Return the comment on a packet that a queue pair sends."""
     row, psn = ROWS[packet[0]], _psn_of(qp, packet)
     way = _way(qp.number, int.from_bytes(packet[5:8]))
     if row.operation < 0:
@@ -143,6 +150,11 @@ def _about_sent(qp: RoceQueuePair, packet: bytes) -> str:
         return way
     again = ", again" if psn < qp.top else ""
     return f"{_about(qp, request)}, {way}{again}"
+
+
+def said(comment: str, packet: bytes) -> str:
+    """Return the comment on a packet, which is known already."""
+    return comment
 
 
 def _about_received(device: Any, packet: bytes) -> str:
