@@ -18,6 +18,7 @@ from .options import (
     device_options,
     flag_options,
     given,
+    pcap_option,
     peer_options,
     read_options,
 )
@@ -58,6 +59,7 @@ def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
 @flag_options("fence")
 @read_options
 @peer_options(offset=True)
+@pcap_option
 @device_options
 def compare_and_swap(
     out: Output,
@@ -93,6 +95,7 @@ def compare_and_swap(
 @flag_options("fence")
 @read_options
 @peer_options(offset=True)
+@pcap_option
 @device_options
 def fetch_and_add(
     out: Output, target: Target, settings: PostSettings, peer: Peer | None, initial: int, add: int

@@ -24,6 +24,8 @@ def devices(out: Output, target: Target, name: str | None) -> None:
 
     A star marks the GID used by default.  soft0, the software device, exists in
     every process.  Below are the devices that can be opened on a UDP socket.
+    With -v, also show the counters of roce devices, which begin when a process
+    opens the device.
     """
     from rdmapost import (
         NoDeviceError,
@@ -96,6 +98,7 @@ def _describe(
     context: Context, info: DeviceInfo | None, target: Target, out: Output
 ) -> dict[str, Any]:
     attr = context.attr
+    counters = context.counters()._asdict() if out.verbose and context.kind == "roce" else None
     wanted = range(1, attr.phys_port_cnt + 1) if target.port is None else [target.port]
     return {
         "name": context.name,
@@ -105,6 +108,7 @@ def _describe(
         "node_guid": f"{attr.node_guid:016x}",
         "pci_address": None if info is None else info.pci_address,
         "numa_node": None if info is None else info.numa_node,
+        **({} if counters is None else {"counters": counters}),
         "ports": [
             _describe_port(context, context.query_port(number), target, out)
             for number in wanted
@@ -163,7 +167,7 @@ def _text(found: list[dict[str, Any]]) -> str:
                     str(port["lid"]) if port["lid"] else "-",
                 ]
             )
-            below.append("\n".join([*_place(device), _gids(port)]))
+            below.append("\n".join([*_place(device), _gids(port), *_counters(device)]))
     lines = columns(rows).splitlines()
     return "\n".join(
         line if not gids else f"{line}\n{gids}" for line, gids in zip(lines, below, strict=True)
@@ -176,6 +180,15 @@ def _place(device: dict[str, Any]) -> list[str]:
     where = [] if address is None else [f"PCI {address}"]
     where += [] if node is None else [f"NUMA node {node}"]
     return [f"   {', '.join(where)}"] if where else []
+
+
+def _counters(device: dict[str, Any]) -> list[str]:
+    counted = device.get("counters", {})
+    return (
+        columns([["  ", name, str(n)] for name, n in counted.items()]).splitlines()
+        if counted
+        else []
+    )
 
 
 def _gids(port: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from .options import (
     device_options,
     flag_options,
     payload_options,
+    pcap_option,
     post_options_for,
 )
 from .output import Output, usage_error
@@ -24,6 +25,7 @@ _WRITE_BYTES = 16
 @payload_options
 @flag_options("fence")
 @post_options_for("rc", "uc", "xrc")
+@pcap_option
 @device_options
 def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
@@ -80,6 +82,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 @click.command()
 @flag_options("fence")
 @post_options_for("rc", "uc", "xrc")
+@pcap_option
 @device_options
 def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).

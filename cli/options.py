@@ -92,11 +92,13 @@ class Target:
         device: its name, or None to choose.
         port: the port, or None for the first active one.
         gid_index: the GID, or None to choose.
+        pcap: the file to write the device's packets to, or None.
     """
 
     device: str | None
     port: int | None
     gid_index: int | None
+    pcap: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +213,24 @@ def device_options(function: Command) -> Command:
         gid_index: int | None,
         as_json: bool,
         verbose: bool,
+        pcap: str | None = None,
         **options: Any,
     ) -> Any:
         out = click.get_current_context().find_object(Output)
         assert out is not None, "App.main() makes it"
         out.json, out.verbose = as_json, verbose
-        return function(out=out, target=Target(device, port, gid_index), **options)
+        return function(out=out, target=Target(device, port, gid_index, pcap), **options)
 
     return command
+
+
+pcap_option = click.option(
+    "--pcap",
+    type=click.Path(dir_okay=False),
+    metavar="FILE",
+    help="Write the packets to a file for Wireshark (roce devices).",
+)
+"""For commands with device_options, which gives it to them in ``target``."""
 
 
 def timeout_option(function: Command) -> Command:

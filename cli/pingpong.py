@@ -15,6 +15,7 @@ from .options import (
     given,
     integer,
     not_empty,
+    pcap_option,
     seconds,
     size_in_bytes,
     timeout_option,
@@ -98,6 +99,7 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     help="Wait this long for a client.  [default: no limit]",
 )
 @timeout_option
+@pcap_option
 @device_options
 @click.pass_context
 def pingpong(

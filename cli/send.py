@@ -14,6 +14,7 @@ from .options import (
     device_options,
     flag_options,
     large_payload_options,
+    pcap_option,
     peer_options,
     send_options,
 )
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 @flag_options("inline", "fence", "solicited")
 @send_options
 @peer_options(offset=False)
+@pcap_option
 @device_options
 def send(
     out: Output,

@@ -22,6 +22,7 @@ from .options import (
     integer,
     not_empty,
     payload_of,
+    pcap_option,
     seconds,
     size_in_bytes,
     token_option,
@@ -132,6 +133,7 @@ def _access(value: str) -> str:
     metavar="SECONDS",
     help="Disconnect a client after this time without a request or message.  [default: never]",
 )
+@pcap_option
 @device_options
 def serve(
     out: Output,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from rdmapost import (
+    Capture,
     Context,
     NoDeviceError,
     NoRdmaError,
@@ -36,12 +37,13 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         the device and the port number.
 
     Raises:
-        click.UsageError: the device has no such port or no such GID.
+        click.UsageError: the device has no such port or no such GID, or the file for its packets
+            cannot be created.
         RdmaError: the port carries no traffic, or has no GID.
         NoRdmaError, NoDeviceError, VerbsError: as in open_device.
     """
     context, why = _open(out, target)
-    with context:
+    with context, _capture(context, target) as capture:
         out.doc.update(device=context.name, kind=context.kind)
         ports = _ports(context, target)
         port = next((port for port in ports if port.state in _CARRIES_TRAFFIC), ports[0])
@@ -61,6 +63,23 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
             usage_error(str(error))
         out.note(f"GID      {gid}")
         yield context, port.port_num
+        if out.verbose and context.kind == "roce":
+            counted = {name: n for name, n in context.counters()._asdict().items() if n}
+            out.note(f"counters {', '.join(f'{name} {n}' for name, n in counted.items())}")
+    if capture is not None:
+        out.note(f"capture  {capture.packets} packets in {target.pcap}")
+
+
+def _capture(context: Context, target: Target) -> AbstractContextManager[Capture | None]:
+    """Begin to capture the device's packets, if asked to."""
+    if target.pcap is None:
+        return nullcontext()
+    try:
+        return context.capture(target.pcap)
+    except RdmaError:
+        raise
+    except OSError as error:
+        usage_error(f"--pcap {target.pcap}: {error.strerror}")
 
 
 def _ports(context: Context, target: Target) -> list[PortAttr]:

@@ -16,6 +16,7 @@ from .options import (
     flag_options,
     given,
     large_payload_options,
+    pcap_option,
     peer_options,
     read_options,
     write_options,
@@ -30,6 +31,7 @@ from .payload import Payload, Progress
 @flag_options("inline", "fence", "solicited")
 @write_options
 @peer_options(offset=True)
+@pcap_option
 @device_options
 def write(
     out: Output,
@@ -98,6 +100,7 @@ def write(
 @flag_options("fence")
 @read_options
 @peer_options(offset=True)
+@pcap_option
 @device_options
 def read(
     out: Output, target: Target, settings: PostSettings, peer: Peer | None, payload: Payload

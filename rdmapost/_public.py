@@ -82,7 +82,7 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import DeviceInfo, RoceInterface
+from .providers import Capture, Counters, DeviceInfo, RoceInterface
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
@@ -140,11 +140,13 @@ __all__ = [
     "Batch",
     "BindMW",
     "Blocks",
+    "Capture",
     "CloseError",
     "ClosedError",
     "CompChannel",
     "CompletionError",
     "Context",
+    "Counters",
     "Datagram",
     "DeviceAttr",
     "DeviceCap",

@@ -13,13 +13,16 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
-from .base import ROCE, DeviceInfo, GIDEntry, Provider, RoceInterface
+from .base import ROCE, Counters, DeviceInfo, GIDEntry, Provider, RoceInterface
+from .roce.capture import Capture
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider
 
 __all__ = [
     "ROCE",
+    "Capture",
+    "Counters",
     "DeviceInfo",
     "GIDEntry",
     "Provider",

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from ..enums import MTU, NodeType, TransportType
+from .roce.capture import Capture
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
@@ -101,6 +102,37 @@ class GIDEntry(NamedTuple):
     ndev: str
 
 
+class Counters(NamedTuple):
+    """What a device has counted since it was opened.
+
+    Attributes:
+        packets_sent, packets_received: packets, those that were dropped included.
+        bytes_sent, bytes_received: their bytes, without the headers of IP and UDP.
+        retransmitted: packets of requests that were sent again.
+        naks_sent, naks_received: NAKs, other than RNR NAKs.
+        rnr_naks_sent, rnr_naks_received: RNR NAKs: no receive was posted.
+        icrc_errors: packets that were dropped because they were damaged.
+        dropped: packets that were dropped, those with ICRC errors included: there is no such queue
+            pair, they come from another peer, or they do not fit its state.
+        send_errors: packets, or batches of them, that the kernel refused to send.
+        faults: packets to which the fault plan has done something.
+    """
+
+    packets_sent: int
+    packets_received: int
+    bytes_sent: int
+    bytes_received: int
+    retransmitted: int
+    naks_sent: int
+    naks_received: int
+    rnr_naks_sent: int
+    rnr_naks_received: int
+    icrc_errors: int
+    dropped: int
+    send_errors: int
+    faults: int
+
+
 class Provider(Protocol):
     """Executes the control verbs for one family of devices."""
 
@@ -147,6 +179,21 @@ class Provider(Protocol):
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         """Return the device's fault injection plan."""
+        ...
+
+    def capture(
+        self, context: Any, path: str | bytes | os.PathLike[Any], wr_id_of: Callable[[int], Any]
+    ) -> Capture:
+        """Begin to write the device's packets to a file.
+
+        Args:
+            path: the file.
+            wr_id_of: returns the caller's wr_id for the device's, or None.
+        """
+        ...
+
+    def counters(self, context: Any) -> Counters:
+        """Return what the device has counted."""
         ...
 
     def alloc_pd(self, context: Any) -> Any: ...

@@ -198,7 +198,22 @@ class VerbsProvider:
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
         raise UnsupportedError(
-            "fault injection", errno.EOPNOTSUPP, "only the software device soft0 supports it"
+            "fault injection", errno.EOPNOTSUPP, "only soft0 and roce devices support it"
+        )
+
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
+        raise UnsupportedError(
+            "capture",
+            errno.EOPNOTSUPP,
+            "only roce devices see their packets; use 'tcpdump -i NETDEV udp port 4791' for "
+            "Soft-RoCE, and 'ibdump' or a mirror port of the switch for a NIC",
+        )
+
+    def counters(self, context: Any) -> Any:
+        raise UnsupportedError(
+            "counters",
+            errno.EOPNOTSUPP,
+            "only roce devices count here; read /sys/class/infiniband/NAME/ports/PORT/hw_counters",
         )
 
     # ---- memory -------------------------------------------------------------

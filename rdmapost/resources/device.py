@@ -14,6 +14,8 @@ from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
 from ..providers import (
     ROCE,
+    Capture,
+    Counters,
     DeviceInfo,
     GIDEntry,
     Provider,
@@ -378,7 +380,9 @@ class Context(EventSource, struct="ibv_context"):
 
     @property
     def faults(self) -> Any:
-        """The faults to inject, on soft0 only (rdmapost.providers.soft0.engine.faults.FaultPlan).
+        """The faults to inject (rdmapost.providers.soft0.engine.faults.FaultPlan).
+
+        soft0 and roce devices have them; only roce devices have faults of packets.
 
         Raises:
             UnsupportedError: this is a real device.
@@ -388,6 +392,40 @@ class Context(EventSource, struct="ibv_context"):
         return self._verb(
             self._provider.faults, functools.partial(native.peek_queues, self._queues)
         )
+
+    def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
+        """Begin to write what the device sends and receives to a file, which Wireshark opens.
+
+        The file is a pcapng; it is created, or replaced.  Its packets begin with their IP header,
+        have the direction, and comments that name their work request where it is known, with its
+        wr_id.  Packets that the kernel has joined, or will split, are those of the wire.  The
+        UDP checksum is computed: the device does not see it.
+
+        Close what this returns, or use it in a with statement, to end the capture.  The end of the
+        device ends it, too, and so does an error of the file, which does not affect the device.
+
+        Args:
+            path: the file's path.
+
+        Returns:
+            The capture.
+
+        Raises:
+            UnsupportedError: this is not a roce device; the text says what to use instead.
+            OSError: the file cannot be created, or no thread can be started.
+            ClosedError: the device is closed.
+        """
+        wr_id_of = functools.partial(native.peek_queues, self._queues)
+        return self._verb(self._provider.capture, path, wr_id_of)  # type: ignore[no-any-return]
+
+    def counters(self) -> Counters:
+        """Return what the device has counted since it was opened: packets, NAKs, errors.
+
+        Raises:
+            UnsupportedError: this is not a roce device; the text says where to look instead.
+            ClosedError: the device is closed.
+        """
+        return self._verb(self._provider.counters)  # type: ignore[no-any-return]
 
     def get_async_event(self, timeout: float | None = 5.0) -> AsyncEvent | None:
         """Return the next asynchronous event of the device, and acknowledge it.

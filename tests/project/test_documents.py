@@ -62,6 +62,7 @@ ELSEWHERE = {
     "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",
+    "tshark -r write.pcapng": "needs tshark: tests/providers/roce/test_roce_capture.py",
     ".venv/bin/python examples/": "tests/examples runs it",
     ".venv/bin/python tests/bench/": "measures, for minutes",
     'eval "$(rdmapost completion': "changes the shell: tests/cli/test_cli_completion.py",
@@ -153,11 +154,15 @@ def names() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
-def test_python_example_runs(example: Block, names: dict[str, Any]) -> None:
+def test_python_example_runs(example: Block, names: dict[str, Any], tmp_path: Path) -> None:
     text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
     if "import rdmapost as rp\n" in text:
         done = subprocess.run(
-            [sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=120
+            [sys.executable, "-P", "-c", text],
+            cwd=tmp_path,  # for the files that it makes
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert (done.returncode, done.stderr) == (0, "")
         printed = done.stdout

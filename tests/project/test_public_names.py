@@ -20,16 +20,17 @@ MODULES = ("check", "connect", "diagnose", "explain", "frames", "loopback", "pin
 PUBLIC = ["rdmapost", *(f"rdmapost.{name}" for name in MODULES)]
 NAMES = """
 AH AHAttr Access AdviseMRAdvice AdviseMRFlags AsyncEvent AtomicCap AtomicCmpAndSwp AtomicFetchAndAdd
-AtomicWrite Batch BindMW Blocks CQ CloseError ClosedError CompChannel CompletionError Context
-Datagram DeviceAttr DeviceCap DeviceInfo Endpoint EventType Flush FlushLevel FlushType GID GIDChoice
-GIDTableEntry GIDType GRH InUseError LinkLayer LocalInv MR MTU MULTICAST_QPN MW MWType MigState
-NoDeviceError NoRdmaError NodeType ODPCaps ODPGeneralCap ODPTransportCap Opcode OpsFlags OpsOpcode
-OpsWR Outstanding PD PortAttr PortCap PortState PostError PreparedWR QP QPAttr QPAttrMask QPInitAttr
-QPState QPType QueryQPDataInOrderCaps QueryQPDataInOrderFlags RawPacketCap RdmaError RdmaRead
-RdmaWrite RdmaWriteWithImm RecvWR RoceInterface SGE SRQ SRQAttr SRQAttrMask SRQType Send SendFlags
-SendOps SendWR SendWithImm SendWithInv TMCap TMCaps TSO TSOCaps TagAdd TagDel TagHandle TagSync
-TransportType UnsupportedError VerbsError WC WCExFlags WCFlags WCOpcode WCStatus WC_DTYPE
-WaitCancelled WaitTimeout XRCD __version__ list_devices list_roce_interfaces max_inline open_device
+AtomicWrite Batch BindMW Blocks CQ Capture CloseError ClosedError CompChannel CompletionError
+Context Counters Datagram DeviceAttr DeviceCap DeviceInfo Endpoint EventType Flush FlushLevel
+FlushType GID GIDChoice GIDTableEntry GIDType GRH InUseError LinkLayer LocalInv MR MTU MULTICAST_QPN
+MW MWType MigState NoDeviceError NoRdmaError NodeType ODPCaps ODPGeneralCap ODPTransportCap Opcode
+OpsFlags OpsOpcode OpsWR Outstanding PD PortAttr PortCap PortState PostError PreparedWR QP QPAttr
+QPAttrMask QPInitAttr QPState QPType QueryQPDataInOrderCaps QueryQPDataInOrderFlags RawPacketCap
+RdmaError RdmaRead RdmaWrite RdmaWriteWithImm RecvWR RoceInterface SGE SRQ SRQAttr SRQAttrMask
+SRQType Send SendFlags SendOps SendWR SendWithImm SendWithInv TMCap TMCaps TSO TSOCaps TagAdd TagDel
+TagHandle TagSync TransportType UnsupportedError VerbsError WC WCExFlags WCFlags WCOpcode WCStatus
+WC_DTYPE WaitCancelled WaitTimeout XRCD __version__ list_devices list_roce_interfaces max_inline
+open_device
 """
 CLASSES = [name for name in rp.__all__ if inspect.isclass(getattr(rp, name))]
 

@@ -24,6 +24,7 @@ import threading
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..._binding import native
@@ -37,13 +38,16 @@ from ...standard.wire import (
     ROCE_V2_PORT,
     ipv4_header,
 )
-from ..base import ROCE
+from ..base import ROCE, Counters
 from ..soft0.engine.device import Device, wires
+from ..soft0.engine.faults import PacketFaults
 from ..soft0.engine.journaled_dict import JournaledDict
 from ..soft0.engine.memory import Memory
 from ..soft0.engine.transport_messages import Segments, size_of
-from . import engine, packets
+from . import engine, packets, trace
 from .addresses import LocalAddress, candidates, flow, peer_of, sockaddr
+from .capture import Recording, end_all
+from .faults import Way, damage
 from .packets import Path
 from .qp import RoceQueuePair
 
@@ -86,6 +90,10 @@ _OPTIONS = {
 """With PROBE, an unconnected socket sends IPv4 packets with identification 0 and "don't fragment",
 which the ICRC covers."""
 
+_TTL = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS),
+}
 
 _shared: list[Any] = []
 """The sockets that the child of a fork closes at once."""
@@ -143,22 +151,11 @@ class RandomKeys(Memory):
         return self._new_key() if taken else key
 
 
-class Counters(native.Record):
-    """What a device has counted since it was opened.
-
-    Attributes:
-        sent, received: packets.
-        retransmitted: packets sent again.
-        naks_sent, naks_received: negative acknowledgements, those for a missing receive included.
-        icrc_errors: packets dropped because they were damaged.
-        dropped: packets dropped because they fit no queue pair.
-        send_errors: datagrams that the kernel refused.
-    """
+class Counted(native.Record):
+    """Counters, which a step that is undone leaves as they were."""
 
     def __init__(self) -> None:
-        self.sent = self.received = self.retransmitted = 0
-        self.naks_sent = self.naks_received = 0
-        self.icrc_errors = self.dropped = self.send_errors = 0
+        self.__dict__.update(dict.fromkeys(Counters._fields, 0))
 
 
 class RoceDevice(Device):
@@ -168,7 +165,11 @@ class RoceDevice(Device):
         address: the address of this machine that it uses.
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
-        counters: its counters.
+        counters: what it has counted: the fields of Counters.
+        recordings: the captures in progress.
+        outgoing, incoming: what the fault plan does to packets.
+        ttl: the time to live, or the hop limit, of what it sends.
+        buffer: what has been received, while it is processed.
     """
 
     queue_pair = RoceQueuePair
@@ -177,14 +178,19 @@ class RoceDevice(Device):
         super().__init__(name)
         self.guid = guid_of(name)
         self.memory = RandomKeys()
-        self.counters = Counters()
+        self.counters: Any = Counted()
+        self.recordings: tuple[Recording, ...] = ()
+        self.outgoing, self.incoming = Way(1), Way(2)
+        self._arrived: deque[Any] = deque()
+        """Packets that the fault plan has let through."""
+        self.ttl = 0
         self.gids = ()
         self.address: LocalAddress | None = None
         self.socket: Any = None
         self._stop: Any = None
         """Tells the thread to end. The other end is the thread's: no number is shared."""
         self.now = 0.0
-        self.timers: dict[RoceQueuePair, float] = JournaledDict()
+        self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
         self._gso = True
         self._errors: list[int] = []
         """The errnos of sends, which happen when a step is committed."""
@@ -193,7 +199,7 @@ class RoceDevice(Device):
         self._batch: Any = None
         """What was received and is being processed: its place in the buffer and its addresses."""
         self._at = 0
-        self._buffer = bytearray(_BUFFER)
+        self.buffer = bytearray(_BUFFER)
         self._looks_left = _AT_ONCE
 
     # ---- opening and closing ------------------------------------------------
@@ -263,6 +269,7 @@ class RoceDevice(Device):
             self.address, self.socket = address, made
             self.gids, self.netdev = (address.gid,), address.netdev
             self.port_mtu = address.path_mtu
+            self.ttl = made.getsockopt(*_TTL[address.family])
             native.undo(list.remove, wires, self)
             wires.append(self)
             return
@@ -273,6 +280,8 @@ class RoceDevice(Device):
         super().close()
         if self._times_open:
             return
+        end_all(self.recordings)
+        self.recordings = ()
         native.undo(list.append, wires, self)
         wires.remove(self)
         native.on_commit(self._stop.shutdown, socket.SHUT_RDWR)
@@ -294,37 +303,39 @@ class RoceDevice(Device):
     # ---- what the engine calls ----------------------------------------------
 
     def send(
-        self, path: Path, headers: list[bytes], payload: Segments | tuple[()] = (), mtu: int = 0
+        self,
+        qp: RoceQueuePair,
+        path: Path,
+        headers: list[bytes],
+        payload: Segments | tuple[()] = (),
+        mtu: int = 0,
     ) -> None:
         """Send packets, when the step is committed.
 
         Args:
+            qp: the queue pair that sends them.
             path: where to.
             headers: the headers of each packet, without those of IP and UDP. All packets but the
                 last one are of the same size.
             payload: what follows the headers, `mtu` bytes in each packet.
             mtu: payload bytes in each packet but the last.
         """
-        self.counters.sent += len(headers)
-        source = self.gids[0]
-        covered = flow(source, path.dgid, ROCE_V2_PORT)
-        assert self.address is not None
+        covered = flow(self.gids[0], path.dgid, ROCE_V2_PORT)
         if covered is None:
             return
-        where = sockaddr(path.dgid, self.address.scope)
-        if self._gso or len(headers) == 1:
-            self._send(where, covered, path.traffic_class, headers, payload, mtu)
+        if len(headers) == 1 or (self._gso and self.outgoing.is_straight):
+            self._send(qp, path, covered, headers, payload, mtu)
             return
         whole = b"".join(payload)
         for n, header in enumerate(headers):
             part = whole[n * mtu : (n + 1) * mtu]
-            self._send(where, covered, path.traffic_class, [header], [part], mtu)
+            self._send(qp, path, covered, [header], [part], mtu)
 
     def _send(
         self,
-        where: bytes,
+        qp: RoceQueuePair,
+        path: Path,
         covered: bytes,
-        traffic_class: int,
         headers: list[bytes],
         payload: Any,
         mtu: int,
@@ -332,21 +343,84 @@ class RoceDevice(Device):
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
+        self.counters.packets_sent += len(headers)
+        self.counters.bytes_sent += size
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
+        about: Any = functools.partial(trace.about_sent, qp) if self.recordings else None
+        if self.outgoing.is_straight:
+            self._transmit(path, about, data, size, segment)
+            return
+        packet = bytes(data[:size])
+        if about is not None:
+            # By the time that it goes, it may be damaged, and its work request gone.
+            about = functools.partial(trace.said, about(packet))
+
+        def damaged(item: Any, number: int) -> Any:
+            note = about
+            if about is not None:
+                note = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+            return path, note, damage(packet, covered, number)
+
+        for each in self._pass(self.outgoing, (path, about, packet), damaged):
+            self._transmit_held(each)
+
+    def _pass(self, way: Way, item: Any, damaged: Any) -> list[Any]:
+        """Have the fault plan take a packet on its way; return those that arrive now."""
+        arrived, is_faulty = way.admit(item, self.now, damaged)
+        self.counters.faults += is_faulty
+        self._wait_for_held()
+        return arrived
+
+    def _transmit(
+        self, path: Path, about: Callable[[bytes], str] | None, data: Any, size: int, segment: int
+    ) -> None:
+        assert self.address is not None
+        if about is not None:
+            trace.sent(self, about, path.dgid, path.traffic_class, data, size, segment)
         native.on_commit(
             native.roce_send,
             self.socket.fileno(),
-            where,
+            sockaddr(path.dgid, self.address.scope),
             data,
             size,
             segment,
-            traffic_class,
+            path.traffic_class,
             self._errors,
         )
 
-    def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None."""
+    def _transmit_held(self, item: Any) -> None:
+        path, about, packet = item
+        self._transmit(path, about, packet, len(packet), len(packet))
+
+    # ---- faults ---------------------------------------------------------------
+
+    def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
+        for way, is_meant in ((self.outgoing, sent), (self.incoming, received)):
+            if is_meant:
+                native.verb(way.begin, plan)
+
+    def _wait_for_held(self) -> None:
+        """Have _let_go called when a packet has waited long enough."""
+        due = [way.due for way in (self.outgoing, self.incoming) if way.due is not None]
+        if due:
+            self.set_timer(self, min(due))
+
+    def _let_go(self) -> None:
+        """Let the packets pass that have waited long enough."""
+        if self.socket is None:
+            return
+        for item in self.outgoing.release(self.now):
+            self._transmit_held(item)
+        for item in self.incoming.release(self.now):
+            native.put(self._arrived, item)
+        self._wait_for_held()
+
+    def set_timer(self, qp: RoceQueuePair | RoceDevice, when: float | None) -> None:
+        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None.
+
+        For the device itself, it is _let_go.
+        """
         if when is None:
             self.timers.pop(qp, None)
             return
@@ -369,7 +443,7 @@ class RoceDevice(Device):
         for qp, when in list(self.timers.items()):
             if when <= now:
                 # Each in a step of its own, by execute_next.
-                self.start(qp)
+                self.start(qp)  # type: ignore[arg-type]
             else:
                 left = when if left < 0 else min(left, when)
         self.set_due(left)
@@ -383,6 +457,10 @@ class RoceDevice(Device):
     def execute_next(self, worker: Any) -> bool:
         self.now = time.monotonic()
         if worker is self:
+            if self.timers.get(self, math.inf) <= self.now:
+                self.timers.pop(self)
+                self._let_go()
+                return True
             return bool(self._look())
         if isinstance(worker, RoceQueuePair):
             if self.timers.get(worker, math.inf) <= self.now:
@@ -398,8 +476,8 @@ class RoceDevice(Device):
         if worker is not self:
             return bool(super().give_up(worker))
         # The engine could not process these packets: they are lost, as the network may lose any.
-        if self._batch is None and self._inbox:
-            native.take(self._inbox)
+        if self._batch is None and (lost := self._inbox or self._arrived):
+            native.take(lost)
         self._batch = None
         return False
 
@@ -413,8 +491,9 @@ class RoceDevice(Device):
         if self._batch is None and not self._receive():
             self._looks_left = _AT_ONCE
             return False
-        self._process_next()
         if self._batch is not None:
+            self._process_next()
+        if self._batch is not None or self._arrived:
             return True
         self._looks_left = (self._looks_left or _AT_ONCE) - 1
         return self._looks_left > 0
@@ -429,21 +508,44 @@ class RoceDevice(Device):
         """Receive datagrams, which the kernel may have joined; return whether there were any."""
         if self._inbox:
             got = native.take(self._inbox)
+        elif self._arrived:
+            packet, *rest = native.take(self._arrived)
+            self.buffer[: len(packet)] = packet
+            self._begin(len(packet), len(packet), *rest)
+            return True
         else:
             # Back to the inbox if a signal handler raises before it is processed.
             fd = self.socket.fileno()
-            got = native.made(self._inbox.append, native.roce_receive, fd, self._buffer)
+            got = native.made(self._inbox.append, native.roce_receive, fd, self.buffer)
         if got is None:
             return False
         size, segment, sender, tos, ttl = got
         gid, port = peer_of(sender)
         covered = flow(gid, self.gids[0], port)
         if covered is None:
-            size = 0
-        elif bad := native.roce_check(self._buffer, size, segment, covered):
-            self.counters.icrc_errors += bad
-        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
+            return True
+        if self.recordings:
+            # First: the check marks the packets that are damaged.
+            trace.received(self, gid, port, covered, tos, ttl, size, segment)
+        if self.incoming.is_straight:
+            self._begin(size, segment, gid, covered, tos, ttl)
+            return True
+
+        def damaged(item: Any, number: int) -> Any:
+            return damage(item[0], covered, number), *item[1:]
+
+        for at in range(0, size, segment or 1):
+            item = bytes(self.buffer[at : min(at + segment, size)]), gid, covered, tos, ttl
+            for each in self._pass(self.incoming, item, damaged):
+                native.put(self._arrived, each)
         return True
+
+    def _begin(
+        self, size: int, segment: int, gid: bytes, covered: bytes, tos: int, ttl: int
+    ) -> None:
+        """Begin to process what is in the buffer."""
+        self.counters.icrc_errors += native.roce_check(self.buffer, size, segment, covered)
+        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
 
     def _process_next(self) -> None:
         """Process the next packet or run of what was received.
@@ -454,11 +556,12 @@ class RoceDevice(Device):
         at = self._at
         if at < size:
             length, count = min(segment, size - at), 1
-            if self._buffer[at] in packets.MIDDLE:
-                count = native.roce_run(self._buffer, size, segment, at)
+            if self.buffer[at] in packets.MIDDLE:
+                count = native.roce_run(self.buffer, size, segment, at)
             grh = functools.partial(self._grh, gid, at, length, covered, tos, ttl)
-            packet = packets.parse(memoryview(self._buffer), at, length, count, gid, grh)
-            self.counters.received += count
+            packet = packets.parse(memoryview(self.buffer), at, length, count, gid, grh)
+            self.counters.packets_received += count
+            self.counters.bytes_received += length * count
             self._at = at + segment * count
             qp: Any = None if packet is None else self.qps.get(packet.qpn)
             if qp is None or packet is None or not engine.receive(qp, packet):
@@ -473,7 +576,7 @@ class RoceDevice(Device):
         target = self.gids[0]
         if not source.startswith(IPV4_MAPPED):
             return IPV6.pack(6 << 28 | tos << 20, length + 8, IPPROTO_UDP, ttl, source, target)
-        number = native.roce_id(self._buffer, at, length, covered)
+        number = native.roce_id(self.buffer, at, length, covered)
         total = IPV4.size + 8 + length
         header = ipv4_header(tos, total, 0x4000, ttl, IPPROTO_UDP, source[12:], target[12:], number)
         return bytes(GRH_BYTES - IPV4.size) + header

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any
 
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
 from ...standard.wire import ROCE_V2_PORT
-from ..base import ROCE, DeviceInfo, RoceInterface
+from ..base import ROCE, Counters, DeviceInfo, RoceInterface
 from ..soft0 import queue_verbs
 from ..soft0.engine.device import open_devices
 from ..soft0.provider import SoftwareProvider, open_context
-from ..soft0.state import verb
+from ..soft0.state import context_of, verb
 from .addresses import candidates
+from .capture import Capture
 from .device import RoceDevice, guid_of
 from .survey import holder, survey
 
@@ -74,6 +76,16 @@ class RoceProvider(SoftwareProvider):
             address = candidates(name.removeprefix(ROCE))[0]
             reason = f"UDP port {ROCE_V2_PORT} of {address.host} is taken by {holder(address)}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
+
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Capture:
+        opened = context_of(context, "capture")
+        opened.wr_id_of = wr_id_of
+        return Capture(path, opened.device)
+
+    @verb
+    def counters(context: Any) -> Counters:
+        device: Any = context_of(context, "counters").device
+        return Counters(**vars(device.counters))
 
     @verb
     def create_srq_ex(context: Any, init: Any) -> Any:

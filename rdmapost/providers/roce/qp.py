@@ -30,14 +30,17 @@ if TYPE_CHECKING:
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
-            counters: counts of packets: retransmitted, naks_sent, naks_received.
+            counters: counts of packets: retransmitted, and NAKs.
         """
 
         now: float
         counters: Any
 
-        def send(self, path: Path, headers: list[bytes], payload: Segments, mtu: int) -> None:
-            """Send packets of one size, but the last; each takes up to mtu bytes of payload."""
+        def send(
+            self, qp: RoceQueuePair, path: Path, headers: list[bytes], payload: Segments, mtu: int
+        ) -> None:
+            """Send a queue pair's packets, of one size, but the last; each takes up to mtu bytes
+            of payload."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
             """Have on_timer called at a time, instead of what was set before."""

@@ -118,7 +118,7 @@ def send(qp: RoceQueuePair) -> None:
     count = 0
     for burst in bursts:
         count += len(burst.headers)
-        device.send(burst.path, burst.headers, burst.payload, burst.unit)
+        device.send(qp, burst.path, burst.headers, burst.payload, burst.unit)
     if qp.top > begin:
         device.counters.retransmitted += min(qp.top - begin, count)
     qp.psn = psn
@@ -404,7 +404,10 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
         return
     if kind not in (packets.RNR_NAK, packets.NAK):
         return
-    qp.device.counters.naks_received += 1
+    if kind == packets.NAK:
+        qp.device.counters.naks_received += 1
+    else:
+        qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
     if psn != qp.una or not qp.requests or qp.rnr_until:
         # Responses are missing before; or it is known.

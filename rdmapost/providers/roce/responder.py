@@ -360,7 +360,7 @@ def _header(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> bytes:
 
 
 def _send(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> None:
-    qp.device.send(qp.path, [_header(qp, row, psn, *extensions)], [], 0)
+    qp.device.send(qp, qp.path, [_header(qp, row, psn, *extensions)], [], 0)
 
 
 def _send_ack(qp: RoceQueuePair) -> None:
@@ -370,7 +370,10 @@ def _send_ack(qp: RoceQueuePair) -> None:
 
 def _send_nak(qp: RoceQueuePair, kind: int, value: int, psn: int) -> None:
     qp.nak_sent = True
-    qp.device.counters.naks_sent += 1
+    if kind == packets.NAK:
+        qp.device.counters.naks_sent += 1
+    else:
+        qp.device.counters.rnr_naks_sent += 1
     _send(qp, packets.ACKNOWLEDGE, psn, aeth(kind, value, qp.msn))
 
 
@@ -414,7 +417,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
             pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
             for each in range(psn + n, psn + stop)
         ]
-        qp.device.send(qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
+        qp.device.send(qp, qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
     if end < count:
         _respond(qp, packets.READ_RESPONSE_LAST, psn + end, source[end * mtu :])
     if not is_last:
@@ -438,4 +441,4 @@ def _end_reading(qp: RoceQueuePair) -> None:
 
 def _respond(qp: RoceQueuePair, row: Row, psn: int, payload: Any) -> None:
     header = _header(qp, row, psn, _aeth(qp))
-    qp.device.send(qp.path, [header], [payload] if payload else [], len(payload))
+    qp.device.send(qp, qp.path, [header], [payload] if payload else [], len(payload))

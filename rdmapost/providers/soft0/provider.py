@@ -28,7 +28,7 @@ from ...enums import (
 )
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import MAX_MSG_SIZE
-from ..base import DeviceInfo, GIDEntry
+from ..base import Counters, DeviceInfo, GIDEntry
 from . import addressing, queue_verbs
 from .engine import completion, tags
 from .engine.completion import Channel, CompletionQueue
@@ -149,6 +149,17 @@ class SoftwareProvider:
 
     def lacks(self, call: str) -> bool:
         return False
+
+    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
+        raise UnsupportedError(
+            "capture", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
+        )
+
+    @verb
+    def counters(context: Any) -> Counters:
+        raise UnsupportedError(
+            "counters", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
+        )
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
         device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr

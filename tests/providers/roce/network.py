@@ -89,7 +89,8 @@ class Context:
 
 class Counters(native.Record):
     def __init__(self) -> None:
-        self.sent = self.received = self.retransmitted = self.naks_sent = self.naks_received = 0
+        self.sent = self.received = self.retransmitted = 0
+        self.naks_sent = self.naks_received = self.rnr_naks_sent = self.rnr_naks_received = 0
 
 
 class Buffer:
@@ -131,7 +132,12 @@ class Device:
         return self.network.now
 
     def send(
-        self, path: packets.Path, headers: list[bytes], payload: Any = (), mtu: int = 0
+        self,
+        qp: RoceQueuePair,
+        path: packets.Path,
+        headers: list[bytes],
+        payload: Any = (),
+        mtu: int = 0,
     ) -> None:
         size = sum([len(piece) for piece in payload])
         assert size <= mtu * len(headers)

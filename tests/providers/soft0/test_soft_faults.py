@@ -174,7 +174,7 @@ def test_fault_plan_has_no_settable_attributes() -> None:
     with rp.open_device("soft0") as context:
         plan = context.faults
         names = [name for name in dir(plan) if not name.startswith("_")]
-        assert names == ["clear", "complete_with", "fail_post", "not_ready"]
+        assert names == ["clear", "complete_with", "fail_post", "not_ready", "packets"]
         for name in (*names, "posts", "posted"):
             with pytest.raises(AttributeError):
                 setattr(plan, name, {})

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from ...._binding import ffi, lib, native
 from ....enums import MTU
+from ....errors import UnsupportedError
 from . import requester, responder
 from .completion import EventQueue
 from .device_queues import SharedReceiveQueue
-from .faults import FaultPlan, PlannedFaults
+from .faults import FaultPlan, PacketFaults, PlannedFaults
 from .journaled_dict import JournaledDict
 from .memory import Memory
 from .qp import QueuePair
@@ -47,6 +50,10 @@ def _schedule() -> None:
     native.on_commit(native.schedule_at, min(due, default=-1.0))
 
 
+def _unknown(cookie: int) -> None:
+    """Return the caller's wr_id: not known."""
+
+
 class OpenDevice(native.Record):
     """One open context of the device."""
 
@@ -56,8 +63,10 @@ class OpenDevice(native.Record):
         """The struct around the context; a pointer to a part does not keep the whole."""
         self.events = EventQueue(device)
         self.faults = PlannedFaults()
-        self.plan = FaultPlan(self.faults)
+        self.plan = FaultPlan(self.faults, device)
         """The users' interface to the faults."""
+        self.wr_id_of: Callable[[int], int | None] = _unknown
+        """Returns the caller's wr_id for the device's, or None."""
 
 
 class Device(native.Record):
@@ -127,6 +136,19 @@ class Device(native.Record):
         return next(self._numbers) & 0xFFFFFF
 
     # ---- the wire -----------------------------------------------------------
+
+    def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
+        """Begin a plan for packets, or end it.
+
+        Raises:
+            UnsupportedError: the device has none.
+        """
+        if plan is not None:
+            raise UnsupportedError(
+                "faults.packets",
+                errno.EOPNOTSUPP,
+                "soft0 has no packets; use a roce device, such as roce:lo",
+            )
 
     def transmit(self, request: Request, dgid: bytes | None) -> Ack | None:
         """Deliver a request to its queue pair and return the acknowledgement, if any."""

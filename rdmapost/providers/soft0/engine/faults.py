@@ -1,11 +1,11 @@
-"""Fault injection for your own tests. Each fault fires once."""
+"""Fault injection for your own tests: the ``faults`` of an open soft0 or roce device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
-from ...._arguments import member, within
+from ...._arguments import member, seconds, time_limit, within
 from ...._binding import native
 from ....enums import WCStatus
 from .journaled_dict import JournaledDict
@@ -48,17 +48,33 @@ class PlannedFaults(native.Record):
         return left > 0
 
 
+class PacketFaults(NamedTuple):
+    """What happens to packets, by rates of 0..1; the names are those of FaultPlan.packets."""
+
+    drop: float
+    duplicate: float
+    delay: float
+    reorder: float
+    corrupt: float
+    delay_by: float
+    seed: int
+
+
 class FaultPlan:
     """The faults planned for an open device: its ``faults``.
 
+    Those of ``fail_post``, ``complete_with`` and ``not_ready`` fire once each.
+
     Args:
         planned: the faults, as the device reads them.
+        device: the device.
     """
 
-    __slots__ = ("_planned",)
+    __slots__ = ("_device", "_planned")
 
-    def __init__(self, planned: Any) -> None:
+    def __init__(self, planned: Any, device: Any) -> None:
         self._planned = planned
+        self._device = device
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("cannot copy or pickle 'FaultPlan' object: it belongs to an open device")
@@ -67,6 +83,7 @@ class FaultPlan:
         """Cancel all planned faults."""
         for faults in (self._planned.posts, self._planned.statuses, self._planned.refusals):
             faults.clear()
+        self._device.plan_packets(None, True, True)
 
     def fail_post(self, errno: int, *, after: int = 0) -> None:
         """Refuse a send work request with an errno.
@@ -109,3 +126,65 @@ class FaultPlan:
         """
         qp_num = within("qp_num", qp_num, 0, (1 << 24) - 1)
         self._planned.refusals[qp_num] = within("times", times, 0)
+
+    def packets(
+        self,
+        *,
+        drop: float = 0.0,
+        duplicate: float = 0.0,
+        delay: float = 0.0,
+        reorder: float = 0.0,
+        corrupt: float = 0.0,
+        delay_by: float = 0.005,
+        seed: int = 0,
+        sent: bool = True,
+        received: bool = True,
+    ) -> None:
+        """Make a bad network of the device's packets, from now on (roce devices only).
+
+        Each rate is the probability, 0..1, with which something happens to a packet, whatever else
+        happens to it.  What happens to the nth packet depends only on the seed and the rates.  The
+        plan replaces an earlier one; without rates nothing happens any more.  It covers all queue
+        pairs of the device, in all its open contexts.
+
+        Args:
+            drop: rate of packets that are lost.
+            duplicate: rate of packets that arrive twice.
+            delay: rate of packets that arrive ``delay_by`` later.
+            reorder: rate of packets that the next packet overtakes; without a next one they arrive
+                2 ms later.
+            corrupt: rate of packets in which a bit is flipped.  The ICRC shows it, so the receiver
+                drops them.
+            delay_by: seconds, more than 0.
+            seed: chooses the packets, 0..2^64-1.
+            sent: whether it is for packets that the device sends.  If not, an earlier plan for
+                them stays.
+            received: whether it is for packets that it receives, likewise.
+
+        Raises:
+            TypeError: an argument is not a number.
+            ValueError: an argument is out of range.
+            UnsupportedError: the device is soft0, which has no packets.
+        """
+        rates = {
+            "drop": drop,
+            "duplicate": duplicate,
+            "delay": delay,
+            "reorder": reorder,
+            "corrupt": corrupt,
+        }
+        plan = PacketFaults(
+            **{name: _rate(name, rate) for name, rate in rates.items()},
+            delay_by=time_limit(delay_by, "delay_by"),
+            seed=within("seed", seed, 0, (1 << 64) - 1),
+        )
+        self._device.plan_packets(plan, bool(sent), bool(received))
+
+
+def _rate(name: str, given: Any) -> float:
+    rate = seconds(given, name, "number")
+    if rate is None:
+        raise TypeError(f"{name}: expected number, got NoneType")
+    if not 0 <= rate <= 1:
+        raise ValueError(f"{name}={given} is not in 0..1")
+    return rate

@@ -1,0 +1,183 @@
+"""What a fault plan does to packets on their way.
+
+It has no clock and no sockets: packets and times go in, packets come out. What happens to a packet
+depends on the seed and on how many went the same way before it, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..._binding import native
+from ..soft0.engine.faults import PacketFaults
+
+_OVERTAKEN_SECONDS = 0.002
+"""How long a packet waits for another one to overtake it."""
+_HELD = 1024
+"""Packets that wait at most; others pass."""
+
+_MASK = (1 << 64) - 1
+_DRAWS = 8
+"""Random numbers for each packet, some of them unused."""
+
+
+class Fate(NamedTuple):
+    """What happens to a packet.
+
+    Attributes:
+        drop, duplicate, delay, reorder: whether it does.
+        damage: a number that chooses the bit to flip, or -1.
+    """
+
+    drop: bool
+    duplicate: bool
+    delay: bool
+    reorder: bool
+    damage: int
+
+
+def _draw(seed: int, number: int) -> int:
+    """Return one of a sequence of random 64-bit numbers (SplitMix64)."""
+    mixed = seed + number * 0x9E3779B97F4A7C15 & _MASK
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+    return mixed ^ mixed >> 31
+
+
+def fate_of(plan: PacketFaults, way: int, number: int) -> Fate:
+    """Return what a plan does to a packet.
+
+    Args:
+        plan: the plan.
+        way: a number for the direction: what happens in one says nothing of the other.
+        number: how many packets have gone that way before.
+    """
+    seed = _draw(plan.seed, way)
+    draws = [_draw(seed, number * _DRAWS + n) for n in range(1, 7)]
+
+    def happens(n: int, rate: float) -> bool:
+        return draws[n] < rate * 2**64
+
+    damage = draws[5] if happens(4, plan.corrupt) else -1
+    return Fate(
+        happens(0, plan.drop),
+        happens(1, plan.duplicate),
+        happens(2, plan.delay),
+        happens(3, plan.reorder),
+        damage,
+    )
+
+
+class Held(NamedTuple):
+    """A packet that waits.
+
+    Attributes:
+        when: until this time.
+        until: or until a packet with this number has passed, if it is not negative.
+        item: the packet.
+    """
+
+    when: float
+    until: int
+    item: Any
+
+
+class Way(native.Record):
+    """A device's packets in one direction.
+
+    Attributes:
+        number: a number for the direction.
+        plan: what happens to them; None is nothing.
+        count: how many have gone this way under the plan.
+        held: those that wait.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.plan: PacketFaults | None = None
+        self.count = 0
+        self.held: tuple[Held, ...] = ()
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether packets pass as they are."""
+        return self.plan is None and not self.held
+
+    @property
+    def due(self) -> float | None:
+        """When `release` has something to do, or None."""
+        return min([each.when for each in self.held], default=None)
+
+    def begin(self, plan: PacketFaults | None) -> None:
+        """Begin a plan, from its first packet on; what waits goes on waiting."""
+        self.plan = plan
+        self.count = 0
+        self.held = tuple([each._replace(until=-1) for each in self.held])
+
+    def admit(
+        self, item: Any, now: float, damaged: Callable[[Any, int], Any]
+    ) -> tuple[list[Any], bool]:
+        """Take a packet on its way.
+
+        Args:
+            item: the packet.
+            now: the time.
+            damaged: returns the packet with a bit flipped, which a number chooses.
+
+        Returns:
+            The packets that arrive now, in order; and whether anything happened to this one.
+        """
+        if self.plan is None:
+            return [item], False
+        number = self.count
+        self.count = number + 1
+        fate = fate_of(self.plan, self.number, number)
+        arrived = []
+        if not fate.drop:
+            if fate.damage >= 0:
+                item = damaged(item, fate.damage)
+            waits = (fate.delay or fate.reorder) and len(self.held) < _HELD
+            if waits:
+                time = self.plan.delay_by if fate.delay else _OVERTAKEN_SECONDS
+                until = -1 if fate.delay else number + 1
+                self.held = (*self.held, Held(now + time, until, item))
+            else:
+                arrived.append(item)
+            if fate.duplicate:
+                arrived.append(item)
+        arrived += self._take(lambda each: 0 <= each.until <= number)
+        return arrived, any(fate[:4]) or fate.damage >= 0
+
+    def release(self, now: float) -> list[Any]:
+        """Return the packets that have waited long enough, in the order of their times."""
+        return self._take(lambda each: each.when <= now)
+
+    def _take(self, may_go: Callable[[Held], bool]) -> list[Any]:
+        gone = [each for each in self.held if may_go(each)]
+        if gone:
+            self.held = tuple([each for each in self.held if not may_go(each)])
+            gone.sort(key=lambda each: each.when)
+        return [each.item for each in gone]
+
+
+def damage(packet: bytes, covered: bytes, number: int) -> bytes:
+    """Return a packet with a bit flipped, of those that make its ICRC wrong.
+
+    Some do not: of a field that the ICRC does not cover, and those that are taken for another
+    IPv4 identification.
+
+    Args:
+        packet: the packet, from its BTH to its ICRC.
+        covered: its IP and UDP headers as the ICRC covers them.
+        number: chooses the bit.
+    """
+    flipped = bytearray(packet)
+    bits = 8 * len(packet)
+    for bit in range(number, number + bits):
+        at, mask = bit % bits // 8, 1 << bit % 8
+        flipped[at] ^= mask
+        if native.roce_id(flipped, 0, len(flipped), covered) < 0:
+            break
+        flipped[at] ^= mask
+    return bytes(flipped)

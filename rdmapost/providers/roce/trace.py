@@ -1,0 +1,198 @@
+"""What captures get: packets as they go over the wire, and which work request each belongs to."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..._binding import native
+from ...enums import Opcode, QPType
+from ...standard.wire import (
+    BTH_BYTES,
+    DONT_FRAGMENT,
+    IPPROTO_UDP,
+    IPV4,
+    IPV4_MAPPED,
+    IPV6,
+    ROCE_V2_PORT,
+    UDP_BYTES,
+    checksum_residue,
+    ipv4_header,
+)
+from ..soft0.engine import requester
+from . import pcapng
+from .capture import put
+from .packets import PSN_MASK, ROWS, distance
+
+if TYPE_CHECKING:
+    from .qp import RoceQueuePair, SendRequest
+
+_READ = int(Opcode.RDMA_READ)
+_NAMES = {int(each): each.name for each in Opcode}
+_UDP = struct.Struct("!HHHH")
+_DETH_QPN = BTH_BYTES + 5
+"""Where a datagram says which queue pair sent it."""
+
+
+def frame(
+    source: bytes, target: bytes, port: int, tos: int, ttl: int, number: int, packet: bytes
+) -> bytes:
+    """Return a packet with its IP and UDP headers.
+
+    Args:
+        source, target: GIDs.
+        port: the UDP port that it comes from.
+        tos: the type of service, or the traffic class.
+        ttl: the time to live, or the hop limit.
+        number: the IPv4 identification.
+        packet: from its BTH to its ICRC.
+    """
+    size = UDP_BYTES + len(packet)
+    if source.startswith(IPV4_MAPPED):
+        source, target = source[12:], target[12:]
+        header = ipv4_header(
+            tos, IPV4.size + size, DONT_FRAGMENT, ttl, IPPROTO_UDP, source, target, number
+        )
+    else:
+        header = IPV6.pack(6 << 28 | tos << 20, size, IPPROTO_UDP, ttl, source, target)
+    # What UDP's checksum covers, in any order: the addresses, the protocol, the size twice.
+    words = struct.pack("!HHHH", IPPROTO_UDP, size, port, ROCE_V2_PORT) + size.to_bytes(2)
+    checksum = -checksum_residue(source + target + words + packet) % 0xFFFF
+    return header + _UDP.pack(port, ROCE_V2_PORT, size, checksum or 0xFFFF) + packet
+
+
+def sent(
+    device: Any,
+    about: Callable[[bytes], str],
+    target: bytes,
+    tos: int,
+    data: Any,
+    size: int,
+    each: int,
+) -> None:
+    """Give captures the packets that are about to be sent.
+
+    Args:
+        device: the device.
+        about: returns the comment on a packet.
+        target: the GID that they go to.
+        tos: the type of service, or the traffic class.
+        data: the packets; the first `size` bytes count.
+        size: their bytes.
+        each: the bytes of each packet but the last one.
+    """
+    now, source = time.time_ns(), device.gids[0]
+
+    def block(number: int, packet: bytes) -> bytes:
+        whole = frame(source, target, ROCE_V2_PORT, tos, device.ttl, number, packet)
+        return pcapng.packet(whole, now, True, about(packet))
+
+    _put(device, block, data, size, each)
+
+
+def received(
+    device: Any, source: bytes, port: int, covered: bytes, tos: int, ttl: int, size: int, each: int
+) -> None:
+    """Give captures the packets in a device's buffer, which have not been checked.
+
+    Args:
+        device: the device.
+        source: the GID that they come from.
+        port: the UDP port that they come from.
+        covered: their IP and UDP headers as the ICRC covers them.
+        tos: the type of service, or the traffic class.
+        ttl: the time to live, or the hop limit.
+        size: their bytes.
+        each: the bytes of each packet but the last one.
+    """
+    now, target = time.time_ns(), device.gids[0]
+
+    def block(_: int, packet: bytes) -> bytes:
+        number = native.roce_id(packet, 0, len(packet), covered)
+        comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
+        whole = frame(source, target, port, tos, ttl, max(number, 0), packet)
+        return pcapng.packet(whole, now, False, comment)
+
+    _put(device, block, device.buffer, size, each)
+
+
+def _put(
+    device: Any, block: Callable[[int, bytes], bytes], data: Any, size: int, each: int
+) -> None:
+    """Give captures the packets in a buffer, as blocks made of their numbers and bytes."""
+    count = -(-size // each) if size else 0
+    try:
+        blocks = b"".join(
+            [block(n, bytes(data[n * each : min((n + 1) * each, size)])) for n in range(count)]
+        )
+    except MemoryError:
+        # The capture lacks them; the step goes on.
+        for recording in device.recordings:
+            recording.dropped += count
+        return
+    for recording in device.recordings:
+        put(recording, count, blocks)
+
+
+# ---- comments -----------------------------------------------------------------------
+
+
+def about_sent(qp: RoceQueuePair, packet: bytes) -> str:
+    """Return the comment on a packet that a queue pair sends."""
+    row, psn = ROWS[packet[0]], _psn_of(qp, packet)
+    way = _way(qp.number, int.from_bytes(packet[5:8]))
+    if row.operation < 0:
+        return f"an answer, {way}"
+    request = _request_with(qp, psn)
+    if request is None:
+        return way
+    again = ", again" if psn < qp.top else ""
+    return f"{_about(qp, request)}, {way}{again}"
+
+
+def said(comment: str, packet: bytes) -> str:
+    """Return the comment on a packet, which is known already."""
+    return comment
+
+
+def _about_received(device: Any, packet: bytes) -> str:
+    row, number = ROWS.get(packet[0]), int.from_bytes(packet[5:8])
+    qp: Any = device.qps.get(number)
+    if row is None or qp is None or row.service is not qp.type:
+        return f"no {'' if row is None else row.service.name} QP {number:#x}"
+    if qp.type is QPType.UD:
+        source = int.from_bytes(packet[_DETH_QPN : _DETH_QPN + 3])
+    else:
+        source = qp.attr.get("dest_qp_num", 0)
+    way = _way(source, number)
+    if row.operation >= 0:
+        return f"{_NAMES[row.operation]}, {way}"
+    request = _request_with(qp, _psn_of(qp, packet))
+    return f"an answer{'' if request is None else f' to {_about(qp, request)}'}, {way}"
+
+
+def _way(source: int, target: int) -> str:
+    return f"QP {source:#x} to {target:#x}"
+
+
+def _psn_of(qp: RoceQueuePair, packet: bytes) -> int:
+    """Return a packet's PSN as the requester counts them."""
+    return qp.una + distance(int.from_bytes(packet[9:12]), qp.una & PSN_MASK)
+
+
+def _request_with(qp: RoceQueuePair, psn: int) -> SendRequest | None:
+    for request in qp.requests:
+        if request.psn <= psn < request.end:
+            return request
+    return None
+
+
+def _about(qp: RoceQueuePair, request: SendRequest) -> str:
+    """Describe a work request: "RDMA_WRITE wr_id 7, 4096 bytes"."""
+    wqe = request.wqe
+    size = requester.room(wqe) if wqe.opcode == _READ else request.size
+    name, wr_id = _NAMES[wqe.opcode], qp.context.wr_id_of(wqe.wr_id)
+    known = "" if wr_id is None else f" wr_id {wr_id}"
+    return f"{name}{known}, {size} byte{'' if size == 1 else 's'}"

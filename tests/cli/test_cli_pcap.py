@@ -1,0 +1,137 @@
+"""--pcap: the packets of a command, in a file for Wireshark."""
+
+from __future__ import annotations
+
+import errno
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from support import LIMIT
+from support.cli_runner import Ran, run
+from support.pcapng import check_headers, payload_of, read
+from support.ports import free_port
+
+import rdmapost as rp
+
+DEVICE = "roce:lo"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_device() -> None:
+    try:
+        rp.open_device(DEVICE).close()
+    except rp.VerbsError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+
+
+@pytest.fixture
+def path(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "packets.pcapng"
+
+
+def comments(path: pathlib.Path) -> list[str]:
+    """Check each packet in a file, and return the comments."""
+    seen = read(path)
+    for each in seen:
+        check_headers(each.frame)
+    return [each.comment for each in seen]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["send", "--data", "hello"], "SEND wr_id 1, 5 bytes, QP 0x"),
+        (["send", "--data", "hello", "--qp-type", "ud"], "SEND wr_id 1, 5 bytes, QP 0x"),
+        (["write", "--data", "hello"], "RDMA_WRITE wr_id 1, 5 bytes, QP 0x"),
+        (["read", "--size", "7"], "RDMA_READ wr_id 1, 7 bytes, QP 0x"),
+        (["atomic", "cas"], "ATOMIC_CMP_AND_SWP wr_id 1, 8 bytes, QP 0x"),
+        (["atomic", "fetch-add"], "ATOMIC_FETCH_AND_ADD wr_id 1, 8 bytes, QP 0x"),
+        (["bind-mw"], "RDMA_WRITE wr_id 2, 11 bytes, QP 0x"),
+        (["invalidate"], "RDMA_WRITE wr_id "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_packets_of_a_post_name_it(path, command, says):
+    ran = run(*command, "-d", DEVICE, "--pcap", str(path), "-v")
+    assert ran.code == 0, ran.err
+    said = comments(path)
+    assert [each for each in said if each.startswith(says)]
+    assert f"capture  {len(said)} packets in {path}\n" in ran.err
+
+
+def test_both_sides_of_a_post_to_another_process(path, tmp_path):
+    theirs = tmp_path / "served.pcapng"
+    command = [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "-d", DEVICE, "--tcp-port", "0"]
+    with subprocess.Popen(
+        [*command, "--pcap", str(theirs)], stdout=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        where = server.stdout.readline().split()[2]
+        try:
+            ran = run("write", where, "--data", "hello", "-d", DEVICE, "--pcap", str(path))
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.stdout.read()
+            assert server.wait(LIMIT) == 0
+    assert ran.code == 0, ran.err
+    assert any(each.startswith("RDMA_WRITE wr_id 1, 5 bytes") for each in comments(path))
+    assert any(each.startswith("RDMA_WRITE, QP 0x") for each in comments(theirs))
+    here, there = ({each.frame for each in read(file)} for file in (path, theirs))
+    assert here == there
+
+
+def test_pingpong(path):
+    port = str(free_port())
+    options = ("-d", DEVICE, "-n", "20", "-s", "100", "--tcp-port", port)
+    command = [sys.executable, "-P", "-m", "rdmapost.cli", "pingpong", *options]
+    command += ["--bind", "127.0.0.1", "--wait", "60"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stderr is not None
+        server.stderr.readline()
+        client = run("pingpong", "127.0.0.1", *options, "--pcap", str(path))
+        assert server.wait(LIMIT) == 0
+    assert client.code == 0, client.err
+    sent = [each for each in read(path) if each.is_sent and each.comment.startswith("SEND")]
+    assert len(sent) >= 20
+    assert all(payload_of(each.frame)[12:112] for each in sent)
+
+
+def failed(ran: Ran, code: int, text: str) -> None:
+    assert (ran.code, ran.out) == (code, "")
+    assert text in ran.err
+
+
+def test_devices_without_packets_are_refused(path):
+    ran = run("write", "-d", "soft0", "--pcap", str(path))
+    failed(ran, 1, "capture is not supported: soft0 has no packets; use a roce device")
+    assert not path.exists()
+
+
+def test_file_that_cannot_be_created_is_a_usage_error(tmp_path):
+    path = tmp_path / "missing" / "packets"
+    ran = run("write", "-d", DEVICE, "--pcap", str(path))
+    failed(ran, 2, f"--pcap {path}: No such file or directory")
+
+
+@pytest.fixture
+def _no_room() -> Iterator[None]:
+    """Let files have 100 bytes at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("_no_room")
+def test_file_that_cannot_be_written_fails_the_command(path):
+    ran = run("write", "-d", DEVICE, "--pcap", str(path), "--json")
+    assert ran.code == 1
+    assert ran.doc["status"] == "SUCCESS"
+    assert "packets: File too large" in ran.doc["error"]

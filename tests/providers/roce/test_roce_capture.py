@@ -1,0 +1,393 @@
+"""A capture of what a roce device sends and receives."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import errno
+import os
+import pathlib
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from support import LIMIT, Pair, interrupt_everywhere, prints, until
+from support.pcapng import check_headers, payload_of, read
+
+import rdmapost as rp
+from rdmapost import QPType
+from rdmapost.providers.roce import capture as capture_module
+
+DEVICE = "roce:lo"
+
+
+def open_device(name: str) -> rp.Context:
+    try:
+        return rp.open_device(name)
+    except rp.VerbsError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+
+
+def has_ipv6() -> bool:
+    try:
+        return "00000000000000000000000000000001" in pathlib.Path("/proc/net/if_inet6").read_text()
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="module", params=[DEVICE, "roce:::1"])
+def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
+    if request.param != DEVICE and not has_ipv6():
+        pytest.skip("this machine has no address ::1")
+    with open_device(request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def on_lo() -> Iterator[rp.Context]:
+    with open_device(DEVICE) as opened:
+        yield opened
+
+
+def dissect(path: pathlib.Path, *fields: str) -> list[list[str]]:
+    """Have tshark dissect a file; return fields of each packet."""
+    if shutil.which("tshark") is None:
+        pytest.skip("this machine has no tshark")
+    names = [part for name in fields for part in ("-e", name)]
+    done = subprocess.run(
+        ["tshark", "-r", str(path), "-o", "udp.check_checksum:TRUE", "-T", "fields", *names],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.split("\t") for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def connect_on_lo(on_lo: rp.Context, stack: contextlib.ExitStack) -> Pair:
+    pd = stack.enter_context(rp.PD(on_lo))
+    return Pair(stack, pd, stack.enter_context(rp.CQ(on_lo)))
+
+
+# ---- what is in them ---------------------------------------------------------------------------
+
+
+def every_operation(pair) -> dict[int, str]:
+    """Post every operation that a pair has; return how each one's comment begins, by wr_id."""
+    mine, theirs = pair.mine, pair.theirs
+    wrs = [pair.send(mine[:100], wr_id=1), pair.wr(rp.SendWithImm, mine[:4], wr_id=2, imm_data=5)]
+    said = {1: "SEND wr_id 1, 100 bytes", 2: "SEND_WITH_IMM wr_id 2, 4 bytes"}
+    if pair.type is not QPType.UD:
+        wrs += [
+            pair.wr(rp.RdmaWrite, mine[:8000], wr_id=3),
+            pair.wr(rp.RdmaWriteWithImm, mine[:1], wr_id=4, imm_data=6),
+        ]
+        said |= {3: "RDMA_WRITE wr_id 3, 8000 bytes", 4: "RDMA_WRITE_WITH_IMM wr_id 4, 1 byte"}
+    if pair.type is QPType.RC:
+        wrs += [
+            pair.wr(rp.RdmaRead, mine[:8000], wr_id=5),
+            pair.wr(rp.AtomicFetchAndAdd, mine[:8], wr_id=6, compare_add=1),
+            pair.wr(rp.AtomicCmpAndSwp, mine[:8], wr_id=1 << 63, compare_add=1, swap=2),
+        ]
+        said |= {
+            5: "RDMA_READ wr_id 5, 8000 bytes",
+            6: "ATOMIC_FETCH_AND_ADD wr_id 6, 8 bytes",
+            1 << 63: f"ATOMIC_CMP_AND_SWP wr_id {1 << 63}, 8 bytes",
+        }
+    receives = 2 if pair.type is QPType.UD else 3
+    pair.b.post_recv([rp.RecvWR(theirs[:], wr_id=100)] * receives)
+    pair.a.post_send(wrs[:4])
+    pair.wait(len(wrs[:4]) + receives)
+    if len(wrs) > 4:
+        pair.a.post_send(wrs[4:])
+        pair.wait(len(wrs) - 4)
+    return said
+
+
+TYPES = [QPType.RC, QPType.UC, QPType.UD]
+OPCODES = {
+    QPType.RC: {0x04, 0x05, 0x06, 0x08, 0x0B, 0x0C, 0x0D, 0x0F, 0x11, 0x12, 0x13, 0x14},
+    QPType.UC: {0x24, 0x25, 0x26, 0x28, 0x2B},
+    QPType.UD: {0x64, 0x65},
+}
+
+
+@pytest.mark.parametrize("qp_type", TYPES, ids=lambda t: t.name)
+def test_packets_are_those_of_the_wire_with_their_work_requests(
+    context, connect, qp_type, tmp_path
+):
+    pair, path = connect(qp_type), tmp_path / "packets.pcapng"
+    with context.capture(path) as capture:
+        said = every_operation(pair)
+    seen = read(path)
+    assert (capture.packets, capture.dropped, capture.error) == (len(seen), 0, None)
+    for each in seen:
+        check_headers(each.frame)
+    assert {payload_of(each.frame)[0] for each in seen} == OPCODES[qp_type]
+    times = [each.time_ns for each in seen]
+    assert times == sorted(times)
+    # Everything was sent and received here, once each, in the same packets.
+    sent, received = ([each for each in seen if each.is_sent is way] for way in (True, False))
+    assert len(sent) == len(received)
+    assert {each.frame for each in sent} == {each.frame for each in received}
+    there = f"QP {pair.a.qp_num:#x} to {pair.b.qp_num:#x}"
+    back = f"QP {pair.b.qp_num:#x} to {pair.a.qp_num:#x}"
+    requests = [each.comment for each in sent if not each.comment.startswith("an answer")]
+    assert dict.fromkeys(requests) == dict.fromkeys(f"{text}, {there}" for text in said.values())
+    answers = {each.comment for each in received if each.comment.startswith("an answer")}
+    if qp_type is QPType.RC:
+        for wr_id in (5, 6, 1 << 63):
+            assert f"an answer to {said[wr_id]}, {back}" in answers
+    else:
+        assert answers == set()
+    assert f"SEND, {there}" in {each.comment for each in received}
+
+
+@pytest.mark.parametrize("qp_type", TYPES, ids=lambda t: t.name)
+def test_wireshark_dissects_every_packet(context, connect, qp_type, tmp_path):
+    pair, path = connect(qp_type), tmp_path / "packets.pcapng"
+    with context.capture(path):
+        every_operation(pair)
+    fields = ["_ws.col.Protocol", "frame.protocols", "_ws.malformed", "_ws.expert.severity"]
+    fields += ["infiniband.bth.opcode", "frame.comment", "udp.dstport", "frame.packet_flags"]
+    found = dissect(path, *fields)
+    seen = read(path)
+    assert len(found) == len(seen)
+    for (protocol, protocols, malformed, severity, *rest), each in zip(found, seen, strict=True):
+        assert (protocol, malformed) == ("RRoCE", "")
+        assert ":udp:infiniband" in protocols
+        # The comment itself is an expert information, and nothing worse is there.
+        assert severity == "1048576"
+        opcode, comment, port, flags = rest
+        assert (int(opcode), comment) == (payload_of(each.frame)[0], each.comment)
+        assert port == "4791"
+        assert int(flags, 16) & 3 == 2 if each.is_sent else 1
+
+
+def test_batches_are_split_into_the_packets_of_the_wire(on_lo, stack, tmp_path):
+    """The kernel cuts and joins them; each keeps its identification and its ICRC."""
+    path, size = tmp_path / "packets.pcapng", 200_000
+    enter = stack.enter_context
+    pd, cq = enter(rp.PD(on_lo)), enter(rp.CQ(on_lo))
+    mr = enter(rp.MR(pd, 2 * size, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE))
+    a, b = (enter(rp.QP(pd, QPType.RC, cq)) for _ in range(2))
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mr.buffer[:size] = os.urandom(size)
+    with on_lo.capture(path):
+        a.post_send(rp.RdmaWrite(mr[:size], wr_id=7, remote_addr=mr.addr + size, rkey=mr.rkey))
+        cq.wait(1, LIMIT)[0].check()
+    seen = read(path)
+    data = b""
+    for each in seen:
+        check_headers(each.frame)
+        packet = payload_of(each.frame)
+        if each.is_sent and packet[0] in (0x06, 0x07, 0x08):
+            assert len(packet) <= 4096 + 12 + 16 + 4
+            header = 28 if packet[0] == 0x06 else 12
+            data += packet[header : -4 - (packet[1] >> 4 & 3)]
+    # Packets that were sent again come twice: with a large buffer of the socket none is.
+    assert data == mr.buffer[:size]
+    numbers = {int.from_bytes(each.frame[4:6]) for each in seen}
+    assert len(numbers) > 1
+
+
+def test_damaged_packet_and_one_for_no_queue_pair_are_named(on_lo, tmp_path):
+    path = tmp_path / "packets.pcapng"
+    host = str(on_lo.choose_gid(1).gid).removeprefix("::ffff:")
+    with on_lo.capture(path) as capture:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            for size in (0, 1, 15, 100):
+                stranger.sendto(b"\x04" * size, (host, 4791))
+        until(lambda: capture.packets >= 3)
+    seen = read(path)
+    assert [payload_of(each.frame) for each in seen] == [b"\x04" * n for n in (1, 15, 100)]
+    assert {each.comment for each in seen} == {"its ICRC is wrong"}
+
+
+def test_captures_follow_each_other_and_overlap(context, connect, tmp_path):
+    pair = connect()
+    first, second, third = (tmp_path / name for name in "123")
+    with context.capture(first):
+        pair.works()
+        with context.capture(str(second)):
+            pair.works()
+    pair.works()
+    third.write_bytes(b"what was there before" * 1000)
+    with context.capture(os.fsencode(third)):
+        pair.works()
+    counts = [len(read(path)) for path in (first, second, third)]
+    assert counts[0] == 2 * counts[1] == 2 * counts[2]
+
+
+# ---- how they end ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["soft0"])
+def test_other_devices_say_what_to_use(device, tmp_path):
+    with (
+        rp.open_device(device) as soft,
+        pytest.raises(rp.UnsupportedError, match="soft0 has no packets; use a roce device"),
+    ):
+        soft.capture(tmp_path / "packets")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.rdma
+def test_real_devices_say_what_to_use(verbs_context, tmp_path):
+    with pytest.raises(rp.UnsupportedError, match=r"tcpdump .* ibdump"):
+        verbs_context.capture(tmp_path / "packets")
+
+
+def test_file_that_cannot_be_created_is_named(on_lo, tmp_path):
+    missing = tmp_path / "missing" / "packets"
+    with pytest.raises(FileNotFoundError, match=str(missing)):
+        on_lo.capture(missing)
+    with pytest.raises(TypeError):
+        on_lo.capture(7)  # type: ignore[arg-type]
+    until(lambda: not capture_module._running)
+
+
+def test_end_of_the_device_ends_it(tmp_path):
+    path = tmp_path / "packets"
+    context = open_device(DEVICE)
+    capture = context.capture(path)
+    context.close()
+    capture.close()
+    capture.close()
+    assert read(path) == []
+    with pytest.raises(rp.ClosedError):
+        context.capture(path)
+
+
+def test_dropped_capture_ends(on_lo, connect_on_lo, tmp_path):
+    pair, path = connect_on_lo, tmp_path / "packets"
+    capture = on_lo.capture(path)
+    pair.works()
+    del capture
+    until(lambda: not capture_module._running)
+    assert len(read(path)) == 4
+
+
+def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
+    """Neither a thread nor a descriptor."""
+    before = len(os.listdir("/proc/self/fd"))
+    assert interrupt_everywhere(lambda: on_lo.capture(tmp_path / "packets") and None) > 10
+    until(lambda: not capture_module._running)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def no_room() -> Iterator[None]:
+    """Let files have 4096 bytes at most: a write beyond fails with EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("no_room")
+def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect, tmp_path, caplog):
+    pair, path = connect(), tmp_path / "packets"
+    capture = context.capture(path)
+    until(lambda: path.stat().st_size)
+    pair.works()
+    until(lambda: capture.packets)
+    for _ in range(2):
+        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+        pair.wait()
+        until(lambda: capture.error is not None)
+    pair.works()
+    assert capture.error is not None
+    assert capture.error.errno == errno.EFBIG
+    with pytest.raises(rp.RdmaError, match=rf"{path} ended after \d+ packets: File too large"):
+        capture.close()
+    capture.close()
+    assert caplog.text.count("File too large") == 1
+    # What is there is whole.
+    assert len(read(path, is_whole=False)) == capture.packets > 0
+
+
+@pytest.mark.usefixtures("no_room")
+def test_error_of_the_file_does_not_hide_that_of_the_block(context, connect, tmp_path):
+    pair = connect()
+
+    def fail() -> None:
+        with context.capture(tmp_path / "packets"):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+            pair.wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        fail()
+    assert ["File too large" in note for note in caught.value.__notes__] == [True]
+
+
+def test_file_that_is_not_written_costs_bounded_memory_and_no_time(
+    context, connect, tmp_path, monkeypatch
+):
+    """A pipe that nobody reads: what does not fit is dropped, and counted."""
+    monkeypatch.setattr(capture_module, "_MOST_WAITING", 100_000)
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    pair = connect()
+    capture = context.capture(path)
+    try:
+        while not capture.dropped:
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+            pair.wait()
+        pair.works()
+        monkeypatch.setattr(capture_module, "_AT_CLOSE", 0.1)
+        with pytest.raises(rp.RdmaError, match="cannot be ended: the file has not been written"):
+            capture.close()
+    finally:
+        os.close(reader)
+    monkeypatch.setattr(capture_module, "_AT_CLOSE", LIMIT)
+    with pytest.raises(rp.RdmaError, match="Broken pipe"):
+        capture.close()
+
+
+EXITED = """
+import os, sys, rdmapost as rp
+context = rp.open_device("roce:lo")
+capture = context.capture(sys.argv[1])
+pd, cq = rp.PD(context), rp.CQ(context)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint()), b.connect(a.endpoint())
+mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+def write():
+    a.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+    cq.wait(1)[0].check()
+if sys.argv[2] == "fork":
+    if not (child := os.fork()):
+        with rp.open_device("roce:lo") as own:
+            pass
+        with capture:
+            sys.exit()
+    assert os.waitpid(child, 0)[1] == 0
+write()
+"""
+
+
+@pytest.mark.parametrize("way", ["exit", "fork"])
+def test_file_is_complete_after_the_process(on_lo, tmp_path, way):
+    """And the child of a fork writes nothing to it."""
+    path = tmp_path / "packets"
+    assert prints(EXITED, str(path), way) == ""
+    seen = read(path)
+    # A write and its acknowledgement, sent and received.
+    assert len(seen) == 4
+    assert seen[0].comment.startswith("RDMA_WRITE wr_id 0, 8 bytes, ")
+
+
+def test_capture_cannot_be_copied(on_lo, tmp_path):
+    with on_lo.capture(tmp_path / "packets") as made, pytest.raises(TypeError, match="'Capture'"):
+        copy.copy(made)

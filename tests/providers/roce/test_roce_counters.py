@@ -1,0 +1,116 @@
+"""What a roce device counts, in Python and on the command line."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+
+import pytest
+from support import LIMIT, Pair, until
+from support.cli_runner import run
+
+import rdmapost as rp
+from rdmapost import WCStatus
+
+DEVICE = "roce:lo"
+
+
+@pytest.fixture
+def context() -> Iterator[rp.Context]:
+    """A device of the test's own: its counters begin at 0."""
+    try:
+        opened = rp.open_device(DEVICE)
+    except rp.VerbsError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    with opened:
+        yield opened
+
+
+def test_counters_begin_at_0(context):
+    assert context.counters() == rp.Counters(*[0] * len(rp.Counters._fields))
+
+
+def test_packets_and_bytes(context, connect):
+    pair = connect()
+    pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:5000]))
+    pair.wait()
+    now = context.counters()
+    # Two packets and an acknowledgement, with BTH, RETH, AETH, padding and ICRC.
+    assert now.packets_sent == now.packets_received == 3
+    assert now.bytes_sent == now.bytes_received == 5000 + 3 * (12 + 4) + 16 + 4
+    assert not any(now[4:])
+
+
+def test_naks_are_of_two_kinds(context, connect):
+    pair: Pair = connect()
+    pair.a.post_send(pair.send(pair.mine[:8]))
+    (wc,) = pair.cq.wait(1, LIMIT)
+    assert wc.status is WCStatus.RNR_RETRY_EXC_ERR
+    now = context.counters()
+    # rnr_retry is 1 here.
+    assert (now.rnr_naks_sent, now.rnr_naks_received, now.retransmitted) == (2, 2, 1)
+    assert (now.naks_sent, now.naks_received) == (0, 0)
+    other = connect()
+    other.a.post_send(rp.RdmaWrite(other.mine[:8], remote_addr=other.theirs.addr, rkey=1))
+    assert other.cq.wait(1, LIMIT)[0].status is WCStatus.REM_ACCESS_ERR
+    now = context.counters()
+    assert (now.naks_sent, now.naks_received, now.rnr_naks_sent) == (1, 1, 2)
+
+
+def test_damaged_packets(context):
+    host = str(context.choose_gid(1).gid).removeprefix("::ffff:")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(3):
+            stranger.sendto(b"x" * 64, (host, 4791))
+    until(lambda: context.counters().packets_received == 3)
+    now = context.counters()
+    assert (now.icrc_errors, now.dropped, now.bytes_received) == (3, 3, 192)
+
+
+def test_closed_device_has_none(context):
+    context.close()
+    with pytest.raises(rp.ClosedError):
+        context.counters()
+
+
+def test_soft0_has_none():
+    with (
+        rp.open_device("soft0") as soft,
+        pytest.raises(rp.UnsupportedError, match="soft0 has no packets; use a roce device"),
+    ):
+        soft.counters()
+
+
+@pytest.mark.rdma
+def test_real_devices_say_where_theirs_are(verbs_context):
+    with pytest.raises(rp.UnsupportedError, match="/sys/class/infiniband/NAME/ports/PORT/hw_cou"):
+        verbs_context.counters()
+
+
+def test_devices_shows_them_if_verbose(context):
+    shown = run("devices", DEVICE, "-v")
+    assert shown.code == 0
+    lines = [line.split() for line in shown.out.splitlines()]
+    for name in rp.Counters._fields:
+        assert [name, "0"] in lines
+    assert "packets_sent" not in run("devices", DEVICE).out
+
+
+def test_devices_puts_them_into_the_document(context, connect):
+    connect().works()
+    (device,) = run("devices", DEVICE, "-v", "--json").doc["devices"]
+    assert device["counters"] == context.counters()._asdict()
+    assert device["counters"]["packets_sent"] > 0
+    (device,) = run("devices", DEVICE, "--json").doc["devices"]
+    assert "counters" not in device
+    (device,) = run("devices", "soft0", "-v", "--json").doc["devices"]
+    assert "counters" not in device
+
+
+def test_posting_commands_note_them_if_verbose(context):
+    ran = run("write", "-d", DEVICE, "--data", "hello", "-v")
+    assert ran.code == 0
+    assert "counters packets_sent 2, packets_received 2, bytes_sent " in ran.err
