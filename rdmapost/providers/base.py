@@ -138,6 +138,8 @@ class Provider(Protocol):
 
     kind: str
     spin_ns: int
+    default_timeout: int
+    """The timeout of to_rts() unless another is given (ibv_modify_qp(3))."""
     """How long to spin before sleeping."""
 
     def list_devices(self) -> list[DeviceInfo]: ...

@@ -85,6 +85,7 @@ class VerbsProvider:
 
     kind = "verbs"
     spin_ns = 20_000
+    default_timeout = 14
 
     # ---- devices ------------------------------------------------------------
 

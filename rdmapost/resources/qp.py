@@ -743,15 +743,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     ) -> None:
         """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        With the defaults, a send fails after about half a second without an ACK, or after
-        six retries while the peer has no receive posted.
+        With the defaults, a send fails after about half a second without an ACK (on roce
+        devices four seconds), or after six retries while the peer has no receive posted.
 
         From SQD, only the given options change.  In RTS, no option can change: the call does
         nothing without options, and raises ValueError with any.
 
         Args:
             timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits for ever;
-                default 14, which is 67 ms (RC, XRC).
+                default 14, which is 67 ms, and on roce devices 17, 0.54 s (RC, XRC).
             retry_cnt: retries after a timeout, 0..7; default 6 (RC, XRC_SEND).
             rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries for ever;
                 default 6 (RC, XRC_SEND).
@@ -781,7 +781,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         attrs: dict[str, Any] = {"qp_state": QPState.RTS}
         if self._state is QPState.RTR:
             defaults = {
-                "timeout": 14,
+                "timeout": provider_of(self.context).default_timeout,
                 "retry_cnt": 6,
                 "rnr_retry": 6,
                 "max_rd_atomic": min(16, self.context.attr.max_qp_init_rd_atom),

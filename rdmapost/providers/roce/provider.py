@@ -38,6 +38,8 @@ class RoceProvider(SoftwareProvider):
     )
     caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     vendor_part_id = 2
+    # 0.5 s: the peer is a process, which answers late while it or its machine is busy.
+    default_timeout = 17
 
     def list_devices(self) -> list[DeviceInfo]:
         """List those that are open; any other name may still be opened."""

@@ -121,6 +121,7 @@ class SoftwareProvider:
 
     kind: str
     spin_ns = 0
+    default_timeout = 14
     caps: DeviceCap
     caps_ex = DeviceCap(0)
     """Those that do not fit into device_cap_flags."""

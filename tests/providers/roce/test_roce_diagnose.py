@@ -26,7 +26,24 @@ def test_healthy_connection_between_two_loopback_addresses_has_no_problem() -> N
             qps.append(stack.enter_context(rp.QP(pd, rp.QPType.RC, cq)))
         for qp, peer in (qps, qps[::-1]):
             qp.connect(peer.endpoint())
+        assert [qp.query().timeout for qp in qps] == [17, 17]
         findings = qps[0].diagnose(qps[1].endpoint())
         assert [finding for finding in findings if finding.severity == "problem"] == []
         (route,) = (finding for finding in findings if finding.name == "route")
         assert route.evidence.endswith("to 127.0.0.62 over lo, directly")
+
+
+def test_timeout_that_is_short_for_a_process_is_named() -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            context = stack.enter_context(rp.open_device("roce:lo"))
+        except rp.VerbsError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
+        qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+        qp.connect(qp.endpoint(), timeout=14)
+        (finding,) = (one for one in qp.diagnose() if one.name.startswith("timeout"))
+        assert (finding.name, finding.severity) == ("timeout-short", "info")
+        assert finding.evidence.startswith("timeout=14 (67.1 ms) x (retry_cnt=6 + 1) = 0.47 s")
