@@ -152,10 +152,29 @@ class RandomKeys(Memory):
 
 
 class Counted(native.Record):
-    """Counters, which a step that is undone leaves as they were."""
+    """Counters, which a step that is undone leaves as they were.
+
+    Attributes:
+        sent, received: packets, and their bytes: each pair is changed at once, for every packet.
+
+    The others are named as in Counters.
+    """
 
     def __init__(self) -> None:
-        self.__dict__.update(dict.fromkeys(Counters._fields, 0))
+        self.sent = self.received = (0, 0)
+        self.retransmitted = 0
+        self.naks_sent = self.naks_received = self.rnr_naks_sent = self.rnr_naks_received = 0
+        self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
+
+    def now(self) -> Counters:
+        """Return them."""
+        others = dict(vars(self))
+        ways = {way: others.pop(way) for way in ("sent", "received")}
+        return Counters(
+            **{f"packets_{way}": packets for way, (packets, _) in ways.items()},
+            **{f"bytes_{way}": size for way, (_, size) in ways.items()},
+            **others,
+        )
 
 
 class RoceDevice(Device):
@@ -165,7 +184,7 @@ class RoceDevice(Device):
         address: the address of this machine that it uses.
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
-        counters: what it has counted: the fields of Counters.
+        counters: what it has counted.
         recordings: the captures in progress.
         outgoing, incoming: what the fault plan does to packets.
         ttl: the time to live, or the hop limit, of what it sends.
@@ -178,7 +197,7 @@ class RoceDevice(Device):
         super().__init__(name)
         self.guid = guid_of(name)
         self.memory = RandomKeys()
-        self.counters: Any = Counted()
+        self.counters = Counted()
         self.recordings: tuple[Recording, ...] = ()
         self.outgoing, self.incoming = Way(1), Way(2)
         self._arrived: deque[Any] = deque()
@@ -343,8 +362,8 @@ class RoceDevice(Device):
         # Up to 3 bytes of padding, and the ICRC.
         data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
-        self.counters.packets_sent += len(headers)
-        self.counters.bytes_sent += size
+        packets_sent, bytes_sent = self.counters.sent
+        self.counters.sent = packets_sent + len(headers), bytes_sent + size
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
         about: Any = functools.partial(trace.about_sent, qp) if self.recordings else None
@@ -368,8 +387,9 @@ class RoceDevice(Device):
     def _pass(self, way: Way, item: Any, damaged: Any) -> list[Any]:
         """Have the fault plan take a packet on its way; return those that arrive now."""
         arrived, is_faulty = way.admit(item, self.now, damaged)
-        self.counters.faults += is_faulty
-        self._wait_for_held()
+        if is_faulty:
+            self.counters.faults += 1
+            self._wait_for_held()
         return arrived
 
     def _transmit(
@@ -544,7 +564,8 @@ class RoceDevice(Device):
         self, size: int, segment: int, gid: bytes, covered: bytes, tos: int, ttl: int
     ) -> None:
         """Begin to process what is in the buffer."""
-        self.counters.icrc_errors += native.roce_check(self.buffer, size, segment, covered)
+        if bad := native.roce_check(self.buffer, size, segment, covered):
+            self.counters.icrc_errors += bad
         self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
 
     def _process_next(self) -> None:
@@ -560,8 +581,8 @@ class RoceDevice(Device):
                 count = native.roce_run(self.buffer, size, segment, at)
             grh = functools.partial(self._grh, gid, at, length, covered, tos, ttl)
             packet = packets.parse(memoryview(self.buffer), at, length, count, gid, grh)
-            self.counters.packets_received += count
-            self.counters.bytes_received += length * count
+            packets_received, bytes_received = self.counters.received
+            self.counters.received = packets_received + count, bytes_received + length * count
             self._at = at + segment * count
             qp: Any = None if packet is None else self.qps.get(packet.qpn)
             if qp is None or packet is None or not engine.receive(qp, packet):

@@ -91,6 +91,7 @@ class Way(native.Record):
         plan: what happens to them; None is nothing.
         count: how many have gone this way under the plan.
         held: those that wait.
+        is_straight: whether packets pass as they are.
     """
 
     def __init__(self, number: int) -> None:
@@ -98,11 +99,7 @@ class Way(native.Record):
         self.plan: PacketFaults | None = None
         self.count = 0
         self.held: tuple[Held, ...] = ()
-
-    @property
-    def is_straight(self) -> bool:
-        """Whether packets pass as they are."""
-        return self.plan is None and not self.held
+        self.is_straight = True
 
     @property
     def due(self) -> float | None:
@@ -114,6 +111,7 @@ class Way(native.Record):
         self.plan = plan
         self.count = 0
         self.held = tuple([each._replace(until=-1) for each in self.held])
+        self.is_straight = plan is None and not self.held
 
     def admit(
         self, item: Any, now: float, damaged: Callable[[Any, int], Any]
@@ -157,6 +155,7 @@ class Way(native.Record):
         gone = [each for each in self.held if may_go(each)]
         if gone:
             self.held = tuple([each for each in self.held if not may_go(each)])
+            self.is_straight = self.plan is None and not self.held
             gone.sort(key=lambda each: each.when)
         return [each.item for each in gone]
 

@@ -87,7 +87,8 @@ class RoceProvider(SoftwareProvider):
     @verb
     def counters(context: Any) -> Counters:
         device: Any = context_of(context, "counters").device
-        return Counters(**vars(device.counters))
+        counted: Counters = device.counters.now()
+        return counted
 
     @verb
     def create_srq_ex(context: Any, init: Any) -> Any:
