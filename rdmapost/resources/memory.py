@@ -376,17 +376,18 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
         """Return what to set once the device has a form: (slot, object, value) each."""
-        values = {
-            "_access": form.access,
-            "_addr": form.addr,
-            "_buffer": form.view,
-            "_buffer_addr": form.buffer_addr,
-            "_end": form.addr + form.length,
-            "_length": form.length,
-            "_writable": bool(form.access & Access.LOCAL_WRITE),
-        }
-        slots = ((_slots[name], self, value) for name, value in values.items())
-        return (_taken, form, True), (_pd, self, form.pd), *slots
+        # No generator: without memory for its function, Python 3.13 crashes.
+        return (
+            (_taken, form, True),
+            (_pd, self, form.pd),
+            (_slots["_access"], self, form.access),
+            (_slots["_addr"], self, form.addr),
+            (_slots["_buffer"], self, form.view),
+            (_slots["_buffer_addr"], self, form.buffer_addr),
+            (_slots["_end"], self, form.addr + form.length),
+            (_slots["_length"], self, form.length),
+            (_slots["_writable"], self, bool(form.access & Access.LOCAL_WRITE)),
+        )
 
     # Read-only: peers use them, and SGEs are made from them.
     @_fixed

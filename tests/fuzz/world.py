@@ -82,7 +82,7 @@ def residue() -> dict[str, int]:
         "objects": len(state.objects),
         "contexts": len(state.contexts),
         "regions": len(device.memory.regions_by_lkey),
-        "keys": len(device.memory._by_rkey),
+        "keys": len(device.memory._by_index),
         "queue pairs": len(device.qps),
         "shared receive queues": len(device.srqs),
         "groups": len(device.groups),
@@ -101,7 +101,7 @@ def renumber() -> None:
     state = provider_parts()[2]
     device, memory = state.device, state.device.memory
     if not (
-        state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory._by_rkey
+        state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory._by_index
     ):
         device.__init__(device.name)
 

@@ -147,7 +147,9 @@ class RandomKeys(Memory):
     def _new_key(self) -> int:
         # The top bit tells an rkey from the lkey of the same region.
         key = secrets.randbits(31)
-        taken = not key or key in self.regions_by_lkey or self.has_rkey(key)
+        taken = not key or key in self.regions_by_lkey
+        # As a window's key, or as a region's.
+        taken = taken or self.has_index_of(key) or self.has_index_of(key | 0x8000_0000)
         return self._new_key() if taken else key
 
 

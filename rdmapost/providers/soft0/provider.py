@@ -270,11 +270,11 @@ class SoftwareProvider:
     @verb
     def advise_mr(pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
         domain, name = bound(pd, "ibv_advise_mr"), "ibv_advise_mr"
-        regions = device_of(pd, name).memory.regions_by_lkey
+        memory = device_of(pd, name).memory
         if advice not in _ADVICE:
             raise VerbsError(name, errno.ENOTSUP)
         for sge in ffi.unpack(sges, count) if count else ():
-            region = regions.get(sge.lkey)
+            region = memory.find_region(sge.lkey)
             if region is None or region.pd is not domain:
                 raise VerbsError(
                     name, errno.ENOENT, f"the PD has no region with lkey {sge.lkey:#x}"

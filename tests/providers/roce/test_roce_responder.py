@@ -37,6 +37,7 @@ from rdmapost.enums import (
     WCStatus,
 )
 from rdmapost.providers.roce import engine, packets
+from rdmapost.providers.roce.device import RandomKeys
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
 from rdmapost.providers.soft0.engine.memory import ProtectionDomain
@@ -812,3 +813,14 @@ def test_devices_may_be_the_same_one():
     assert [wc.status for wc in polled(qp.send_cq)] == [SUCCESS]
     assert bytes(pair.mine.view[100:105]) == b"hello"
     assert qp.number != PEER_QPN
+
+
+def test_keys_that_differ_only_in_their_low_bytes_are_never_both_in_use(monkeypatch):
+    """A bind replaces the low byte of a window's key."""
+    drawn = iter([0x1200, 0x12FF, 0x3400, 0x34AA, 0x1234, 0x5600])
+    monkeypatch.setattr("secrets.randbits", lambda bits: next(drawn))
+    memory, pd = RandomKeys(), object()
+    first = memory.register(pd, 0, memoryview(bytearray(8)), 0)
+    window = memory.allocate_window(pd, MWType.TYPE_2)
+    second = memory.register(pd, 0, memoryview(bytearray(8)), 0)
+    assert (first.lkey, window.rkey, second.lkey) == (0x1200, 0x3400, 0x5600)

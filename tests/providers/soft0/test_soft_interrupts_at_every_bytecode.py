@@ -274,7 +274,7 @@ class Bench:
                 if type(cq).__name__ == "CompletionQueue"
             ],
             sorted((r.valid, r.windows) for r in device.memory.regions_by_lkey.values()),
-            sorted(type(thing).__name__ for thing in device.memory._by_rkey.values()),
+            sorted(type(thing).__name__ for thing in device.memory._by_index.values()),
             {gid: len(members) for gid, members in device.groups.items()},
             len(device.parked),
             len(descriptors),
@@ -300,7 +300,7 @@ class Bench:
             device.parked,
             soft._channels,
             device.memory.regions_by_lkey,
-            device.memory._by_rkey,
+            device.memory._by_index,
         ):
             assert not left
 

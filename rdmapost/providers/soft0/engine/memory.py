@@ -91,7 +91,7 @@ class Region(native.Record):
 class Window(native.Record):
     """A memory window, unbound while it has no region."""
 
-    __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type")
+    __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type", "valid")
 
     # Of the bound range; unset without a region.
     addr: int
@@ -104,6 +104,7 @@ class Window(native.Record):
         self.pd = pd
         self.type = mw_type
         self.rkey = rkey
+        self.valid = True
         self.region: Region | None = None
 
     def bind(self, region: Region, addr: int, length: int, access: int, qpn: int) -> None:
@@ -129,7 +130,8 @@ class Memory(native.Record):
 
     def __init__(self) -> None:
         self.regions_by_lkey = JournaledDict()
-        self._by_rkey = JournaledDict()
+        self._by_index = JournaledDict()
+        """Regions and windows by the upper 24 bits of their rkeys, which do not change."""
         self._next = 0x10
         self._tag = 0
 
@@ -138,12 +140,22 @@ class Memory(native.Record):
         self._next = (self._next + 1) & 0x7FFFFF or 1
         self._tag = (self._tag + _STALE_STEP) & 0xFF
         key = self._next << 8 | self._tag
-        taken = key in self.regions_by_lkey or key in self._by_rkey
+        taken = key in self.regions_by_lkey or self.has_index_of(key)
         return self._new_key() if taken else key
 
-    def has_rkey(self, key: int) -> bool:
-        """Whether a region or a window has this key."""
-        return key in self._by_rkey
+    def has_index_of(self, key: int) -> bool:
+        """Whether a region or a window has an rkey that differs at most in its low byte."""
+        return key >> 8 in self._by_index
+
+    def _find(self, rkey: int) -> Region | Window | None:
+        found: Region | Window | None = self._by_index.get(rkey >> 8)
+        # What this verb has forgotten is listed until its end.
+        return found if found is not None and found.valid and found.rkey == rkey else None
+
+    def find_region(self, lkey: int) -> Region | None:
+        """Return the region with an lkey, or None."""
+        found: Region | None = self.regions_by_lkey.get(lkey)
+        return found if found is not None and found.valid and found.lkey == lkey else None
 
     # ---- registering --------------------------------------------------------
 
@@ -168,7 +180,7 @@ class Memory(native.Record):
 
     def _list(self, region: Region) -> None:
         self.regions_by_lkey[region.lkey] = region
-        self._by_rkey[region.rkey] = region
+        self._by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
         """Register a region over other memory; its keys change, the old ones become unknown."""
@@ -182,27 +194,24 @@ class Memory(native.Record):
     def deregister(self, region: Region) -> None:
         """Forget a region; its keys become unknown."""
         self.regions_by_lkey.discard(region.lkey)
-        self._by_rkey.discard(region.rkey)
+        self._by_index.discard(region.rkey >> 8)
         region.valid = False
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
         """Return a new unbound window."""
         window = Window(pd, mw_type, self._new_key())
-        self._by_rkey[window.rkey] = window
+        self._by_index[window.rkey >> 8] = window
         return window
 
     def deallocate_window(self, window: Window) -> None:
         """Forget a window."""
-        self._by_rkey.discard(window.rkey)
+        self._by_index.discard(window.rkey >> 8)
+        window.valid = False
         window.unbind()
 
     def rekey(self, window: Window, rkey: int) -> None:
         """Give a window a new key, whose low byte the caller chooses."""
-        rkey = window.rkey & ~0xFF | rkey & 0xFF
-        if rkey != window.rkey:
-            self._by_rkey.discard(window.rkey)
-            self._by_rkey[rkey] = window
-            window.rkey = rkey
+        window.rkey = window.rkey & ~0xFF | rkey & 0xFF
 
     # ---- checking -----------------------------------------------------------
 
@@ -222,7 +231,6 @@ class Memory(native.Record):
                 the SGEs are shorter than size.
         """
         segments: Segments = []
-        regions = self.regions_by_lkey
         for addr, length, lkey in sges:
             length = length or 1 << 31
             if size is not None:
@@ -230,7 +238,7 @@ class Memory(native.Record):
                     break
                 length = min(length, size)
                 size -= length
-            region = regions.get(lkey)
+            region = self.find_region(lkey)
             if region is None or region.pd is not pd:
                 raise ErrorStatus(WCStatus.LOC_PROT_ERR)
             start = addr - region.addr
@@ -260,7 +268,7 @@ class Memory(native.Record):
         Raises:
             RemoteAccessError: a key, range, domain or permission is wrong.
         """
-        target = self._by_rkey.get(rkey)
+        target = self._find(rkey)
         if isinstance(target, Window):
             region = target.region
             if region is None or not region.valid or target.pd is not pd:
@@ -326,7 +334,7 @@ class Memory(native.Record):
 
     def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
         """Invalidate a region's or a type 2 window's key; return False if that is not allowed."""
-        target = self._by_rkey.get(key) or self.regions_by_lkey.get(key)
+        target = self._find(key) or self.find_region(key)
         if target is None or target.pd is not pd:
             return False
         if isinstance(target, Window):
