@@ -30,7 +30,7 @@ def open_device(name: str) -> rp.Context:
     except rp.VerbsError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        pytest.skip(str(error))
 
 
 def has_ipv6() -> bool:
