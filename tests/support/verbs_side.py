@@ -65,6 +65,14 @@ class Side:
             "rkey": self._mr.rkey,
         }
 
+    def capture(self, path: str) -> None:
+        """Begin to write the packets of a roce device to a file."""
+        self._capture = self._context.capture(path)
+
+    def end_capture(self) -> None:
+        """Complete the file."""
+        self._capture.close()
+
     def connect(self, endpoint: str, **options: int) -> int:
         """Connect the queue pair; return its path MTU in bytes."""
         peer = rp.Endpoint.parse(endpoint)

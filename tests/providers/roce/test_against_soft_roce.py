@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 from support import LIMIT, verbs_side
 from support.agents import Remote, local_agent
+from support.pcapng import check_headers, read
 from support.ports import wait_for_port
 
 import rdmapost as rp
@@ -59,6 +60,7 @@ class Side:
 
 ASKED = {
     "make": ("qp_type",),
+    "capture": ("path",),
     "connect": ("endpoint",),
     "connect_at": ("endpoint",),
     "fill": ("start", "data"),
@@ -275,6 +277,28 @@ def test_messages_arrive_in_order_across_the_wrap_of_the_psn(ends: Ends):
         ends.near.post_writes(32, start, far["addr"], far["rkey"])
         assert ends.statuses(32) == ["SUCCESS"] * 32
     assert ends.far.peek(0, 8 * 320) == noise(8 * 320)
+
+
+def test_capture_has_the_headers_of_soft_roces_packets(ends: Ends, tmp_path: Path):
+    """A UDP socket does not show their IPv4 identification, which the ICRC covers."""
+    path, size = tmp_path / "packets.pcapng", 20_000
+    exposed = ends.connect("RC")
+    there = {"remote_addr": exposed["addr"], "rkey": exposed["rkey"]}
+    ends.cable.roce.capture(str(path))
+    ends.near.post("RdmaWrite", 0, size, **there)
+    ends.near.post("RdmaRead", 0, size, **there)
+    assert ends.statuses(2) == ["SUCCESS"] * 2
+    ends.cable.roce.end_capture()
+    seen = read(path)
+    for each in seen:
+        check_headers(each.frame)
+    for is_sent in (False, True):
+        there_are = [each for each in seen if each.is_sent is is_sent]
+        assert len(there_are) >= size // ends.mtu
+    if ends.near is ends.cable.roce:
+        assert any(f" wr_id 0, {size} bytes" in each.comment for each in seen)
+    if seen[0].frame[0] >> 4 == 4:
+        assert any(int.from_bytes(each.frame[4:6]) for each in seen if not each.is_sent)
 
 
 # ---- what fails: with the status that two Soft-RoCE devices give -----------------------------

@@ -30,7 +30,7 @@ def open_device(name: str) -> rp.Context:
     except rp.VerbsError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        pytest.skip(str(error))
 
 
 def has_ipv6() -> bool:
@@ -278,10 +278,15 @@ def test_dropped_capture_ends(on_lo, connect_on_lo, tmp_path):
 
 def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
     """Neither a thread nor a descriptor."""
-    before = len(os.listdir("/proc/self/fd"))
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
     assert interrupt_everywhere(lambda: on_lo.capture(tmp_path / "packets") and None) > 10
     until(lambda: not capture_module._running)
-    assert len(os.listdir("/proc/self/fd")) == before
+    # An earlier test's device may just have closed its own.
+    assert descriptors() <= before
 
 
 @pytest.fixture
