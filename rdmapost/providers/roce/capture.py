@@ -102,6 +102,10 @@ class Recording(native.Record):
             except OSError as error:
                 self.error = error
                 return
+            except MemoryError:
+                # Before the constructor goes on.
+                self.error = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+                return
             finally:
                 self._opening.release()
             with self.file:
