@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import pathlib
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from support import LIMIT
 from support.cli_runner import Ran, run
+from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 from support.ports import free_port
 
@@ -120,18 +119,9 @@ def test_file_that_cannot_be_created_is_a_usage_error(tmp_path):
     failed(ran, 2, f"--pcap {path}: No such file or directory")
 
 
-@pytest.fixture
-def _no_room() -> Iterator[None]:
-    """Let files have 100 bytes at most."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.usefixtures("_no_room")
 def test_file_that_cannot_be_written_fails_the_command(path):
-    ran = run("write", "-d", DEVICE, "--pcap", str(path), "--json")
+    with files_of_at_most(100):
+        ran = run("write", "-d", DEVICE, "--pcap", str(path), "--json")
     assert ran.code == 1
     assert ran.doc["status"] == "SUCCESS"
     assert "packets: File too large" in ran.doc["error"]

@@ -7,7 +7,6 @@ import copy
 import errno
 import os
 import pathlib
-import resource
 import shutil
 import socket
 import subprocess
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from support import LIMIT, Pair, interrupt_everywhere, prints, until
+from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 
 import rdmapost as rp
@@ -289,26 +289,17 @@ def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
     assert descriptors() <= before
 
 
-@pytest.fixture
-def no_room() -> Iterator[None]:
-    """Let files have 4096 bytes at most: a write beyond fails with EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.usefixtures("no_room")
 def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect, tmp_path, caplog):
     pair, path = connect(), tmp_path / "packets"
-    capture = context.capture(path)
-    until(lambda: path.stat().st_size)
-    pair.works()
-    until(lambda: capture.packets)
-    for _ in range(2):
-        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
-        pair.wait()
-        until(lambda: capture.error is not None)
+    with files_of_at_most(4096):
+        capture = context.capture(path)
+        until(lambda: path.stat().st_size)
+        pair.works()
+        until(lambda: capture.packets)
+        for _ in range(2):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+            pair.wait()
+            until(lambda: capture.error is not None)
     pair.works()
     assert capture.error is not None
     assert capture.error.errno == errno.EFBIG
@@ -320,12 +311,11 @@ def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect,
     assert len(read(path, is_whole=False)) == capture.packets > 0
 
 
-@pytest.mark.usefixtures("no_room")
 def test_error_of_the_file_does_not_hide_that_of_the_block(context, connect, tmp_path):
     pair = connect()
 
     def fail() -> None:
-        with context.capture(tmp_path / "packets"):
+        with files_of_at_most(4096), context.capture(tmp_path / "packets"):
             pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
             pair.wait()
             raise ZeroDivisionError
