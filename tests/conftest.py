@@ -46,6 +46,14 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup() -> None:
+    """Remove hypothesis' callback, which would swallow what a signal handler raises in it.
+
+    CPython reports an exception in a callback of the collector, and drops it.
+    """
+    gc.callbacks.clear()
+
+
 def pytest_report_header() -> list[str]:
     return [f"kernel: {kernel()}", f"rdmapost: {rp.__file__}"]
 
