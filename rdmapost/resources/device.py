@@ -322,11 +322,8 @@ class Context(EventSource, struct="ibv_context"):
             except VerbsError:
                 if pkey_index < self.query_port(port_num).pkey_tbl_len:
                     raise
-        last = self.query_port(port_num).pkey_tbl_len - 1
-        raise ValueError(
-            f"pkey_index={shown(pkey_index)} is not in 0..{last}, "
-            f"the P_Key table of {self.name} port {port_num}"
-        )
+        length = self.query_port(port_num).pkey_tbl_len
+        raise ValueError(not_in_table("pkey_index", pkey_index, length, "P_Key", self, port_num))
 
     def get_pkey_index(self, pkey: int, port_num: int = 1) -> int:
         """Return a P_Key's index in a port's table, for use as pkey_index.
@@ -535,6 +532,25 @@ def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
     """
     limit = f"{limit_name}={getattr(context.attr, limit_name)}"
     return f"{context.name} may have no more {what} ({limit}); {where_explained(code)}"
+
+
+def not_in_table(
+    name: str, number: int, length: int, what: str, context: Context, port_num: int
+) -> str:
+    """Say that an index is not in a table of a port.
+
+    Args:
+        name: the index's name.
+        number: the index.
+        length: the table's length.
+        what: what the table holds, in the singular.
+        context: the device.
+        port_num: the port.
+    """
+    return (
+        f"{name}={shown(number)} is not in 0..{length - 1}, "
+        f"the {what} table of {context.name} port {port_num}"
+    )
 
 
 def provider_of(context: Context) -> Provider:

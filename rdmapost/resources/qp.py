@@ -67,6 +67,7 @@ from .qp_modify import (
     options_of_type,
     refuse_another_peer,
     refuse_late_options,
+    refuse_missing_entries,
     refuse_out_of_range,
 )
 from .qp_query import QUERY_MASK, QPAttr, read_qp_attr
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
 
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+_NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+"""The errnos of a path that the device cannot use."""
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 """States after INIT from which RTS can be reached, or in which it is reached."""
 
@@ -549,7 +552,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Raises:
             TypeError: a value has the wrong type.
             ValueError: the queue pair's type has no such transition, an attribute that the
-                transition requires is missing, or a number is out of the man page's range.
+                transition requires is missing, a number is out of the man page's range, or the
+                device has no such port, or the port no such P_Key or GID index.
             ClosedError: the QP is closed.
             VerbsError: the device refused; the text names an attribute that cannot change in
                 this transition, or that exceeds the device's limit (max_rd_atomic,
@@ -594,6 +598,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
+        refuse_missing_entries(self.context, self.port_num, raw, attrs)
         before, change, reset = self._state, next(self._changes), _Reset()
         posted: list[tuple[native.InFlight, int]] = []
         self._latest_change = change
@@ -612,6 +617,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._note_state(before)
             with contextlib.suppress(RdmaError):
                 self._read_state()
+            if reason := self._why_no_source(error.errno, attrs):
+                raise ValueError(reason) from error
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
@@ -925,6 +932,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """
         self.modify(qp_state=QPState.RESET)
 
+    def _why_no_source(self, code: int | None, attrs: dict[str, Any]) -> str | None:
+        paths = [attrs[name] for name in ("ah_attr", "alt_ah_attr") if name in attrs]
+        if code not in _NO_PATH or not paths:
+            return None
+        return next(filter(None, (why_no_source(self.context, path) for path in paths)), None)
+
     def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
         port = self.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
@@ -940,11 +953,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ethernet = port.link_layer is LinkLayer.ETHERNET
         if code == errno.EINVAL and ethernet and mask_of(attrs) & QPAttrMask.ALT_PATH:
             return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
-        if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+        if code in _NO_PATH:
             path = attrs.get("ah_attr")
             if isinstance(path, AHAttr) and path.dgid is not None:
-                if reason := why_no_source(self.context, path):
-                    return reason
                 return (
                     f"{path.dgid} cannot be reached from GID {self.gid.gid_index} "
                     f"({self.gid.gid}); both sides need GIDs of one kind and one network "
