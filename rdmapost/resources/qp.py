@@ -617,8 +617,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._note_state(before)
             with contextlib.suppress(RdmaError):
                 self._read_state()
-            if reason := self._why_no_source(error.errno, attrs):
-                raise ValueError(reason) from error
+            for path in ("ah_attr", "alt_ah_attr"):
+                if path in attrs and (reason := why_no_source(self.context, attrs[path])):
+                    raise ValueError(reason) from error
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
@@ -931,12 +932,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         See ibv_modify_qp(3).
         """
         self.modify(qp_state=QPState.RESET)
-
-    def _why_no_source(self, code: int | None, attrs: dict[str, Any]) -> str | None:
-        paths = [attrs[name] for name in ("ah_attr", "alt_ah_attr") if name in attrs]
-        if code not in _NO_PATH or not paths:
-            return None
-        return next(filter(None, (why_no_source(self.context, path) for path in paths)), None)
 
     def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
         port = self.context.query_port(self.port_num)
