@@ -46,6 +46,8 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
             expect(name, value, AHAttr)
             fill_ah_attr(value, getattr(raw, name))
             continue
+        if name == "en_sqd_async_notify":
+            expect(name, value, bool)
         if name in _MEMBERS:
             value = member(name, value, _MEMBERS[name])
         attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))

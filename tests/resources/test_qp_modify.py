@@ -252,6 +252,11 @@ def _to_rtr(qp, gid, **changed):
     qp.modify(qp_state=QPState.RTR, **attrs | changed)
 
 
+def test_notification_is_wanted_or_not(connect):
+    with pytest.raises(TypeError, match="en_sqd_async_notify: expected bool, got int"):
+        connect().a.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
+
+
 @pytest.mark.parametrize("path", ["ah_attr", "alt_ah_attr"])
 def test_path_from_a_gid_or_a_port_that_is_not_there(connect, context, path):
     """It is refused before it does harm: another path can be set."""

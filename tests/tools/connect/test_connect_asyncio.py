@@ -234,7 +234,7 @@ async def _call(peer: connect.AsyncConnection, method: str) -> object:
     return await getattr(peer, method)()
 
 
-@pytest.mark.parametrize("method", ["report", "look", "close"])
+@pytest.mark.parametrize("method", ["wait", "report", "look", "close"])
 def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, method: str) -> None:
     """And it still works in its own."""
 
@@ -251,7 +251,7 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
 
 
 @pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
-@pytest.mark.parametrize("method", ["report", "look", "close"])
+@pytest.mark.parametrize("method", ["wait", "report", "look", "close"])
 def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
     context: rp.Context, method: str
 ) -> None:
