@@ -11,7 +11,15 @@ from typing import Any
 from .._arguments import expect, index, shown, within
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
-from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
+from ..errors import (
+    CloseError,
+    NoDeviceError,
+    NoRdmaError,
+    RdmaError,
+    UnsupportedError,
+    VerbsError,
+    where_explained,
+)
 from ..providers import (
     ROCE,
     Capture,
@@ -217,7 +225,11 @@ class Context(EventSource, struct="ibv_context"):
 
         See ibv_query_rt_values_ex(3).
         """
-        now: int = self._verb(self._provider.query_rt_values)
+        try:
+            now: int = self._verb(self._provider.query_rt_values)
+        except UnsupportedError as error:
+            error.hint = error.hint or f"{self.name} has no clock that can be read"
+            raise
         return now
 
     def query_port(self, port_num: int = 1) -> PortAttr:

@@ -152,8 +152,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ValueError: port_num or gid_index is out of range, a CQ belongs to another open device, or
             the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
-        UnsupportedError: the device or libibverbs lacks one of send_ops_flags. With
-            checked=False, the driver decides.
+        UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
+            no TSO on this type. With checked=False, the driver decides.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
 
@@ -941,7 +941,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             return "the QP is in ERR: call to_reset() first"
         if reason := beyond_the_device(attrs, self.context.attr):
             return reason
-        if code == errno.EINVAL and (
+        if code in (errno.EINVAL, errno.EOPNOTSUPP) and (
             reason := unchangeable_attributes(self.qp_type, state, to, mask_of(attrs))
         ):
             return reason
@@ -961,6 +961,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 "the QP is in SQD, and its send queue may still be draining: wait for the event "
                 "SQ_DRAINED, or until query().sq_draining is False"
             )
+        if state is to:
+            return f"the QP stays as it is, in {state.name}"
         return f"the QP stays in {state.name} and does not go to {to.name}"
 
     # ---- multicast ----------------------------------------------------------
