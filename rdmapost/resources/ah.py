@@ -151,7 +151,8 @@ def refuse_missing_source(context: Context, raw: Any) -> None:
         ValueError: the device has no such port, or the index is not in the port's table.
     """
     length = context.query_port(raw.port_num).gid_tbl_len
-    if raw.is_global and raw.grh.sgid_index >= length:
+    # The first entry is the device's matter: a port may have no table.
+    if raw.is_global and raw.grh.sgid_index >= max(length, 1):
         raise ValueError(
             not_in_table("sgid_index", raw.grh.sgid_index, length, "GID", context, raw.port_num)
         )

@@ -77,8 +77,9 @@ def refuse_missing_entries(
             refuse_missing_source(context, getattr(raw, path))
         if port in attrs or pkey in attrs:
             found = context.query_port(attrs.get(port, port_num))
-            if (number := attrs.get(pkey, 0)) >= found.pkey_tbl_len:
-                length = found.pkey_tbl_len
+            number, length = attrs.get(pkey, 0), found.pkey_tbl_len
+            # The first entry is the device's matter: a port may have no table.
+            if number >= max(length, 1):
                 raise ValueError(
                     not_in_table(pkey, number, length, "P_Key", context, found.port_num)
                 )

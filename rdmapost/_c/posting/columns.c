@@ -5,8 +5,9 @@
  * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
  * first row is checked like any work request; the others, only where they can differ from it. To
  * report a row that fails, Python builds that row as a work request object and refuses the object.
- * A call has one record in flight; on an SRQ, and for LOCAL_INV, each row has its own. The device gets chunks of
- * linked structs; from one chunk to the next, only wr_ids, flags and columns are rewritten.
+ * A call has one record in flight; on an SRQ, and for LOCAL_INV, each row has its own. The device
+ * gets chunks of linked structs; from one chunk to the next, only wr_ids, flags and columns are
+ * rewritten.
  */
 #include "posting/post.h"
 

@@ -206,24 +206,23 @@ static size_t in_one_entry(const struct post *post, size_t count)
 static size_t record_list(struct work_queue *q, struct post *post, struct rp_sent *sent)
 {
 	size_t each = in_one_entry(post, post->count);
-	uint64_t cookie = 0;
 
-	for (size_t i = 0; i < post->count; i++) {
-		struct link *wr = struct_of(post, i);
-		struct rp_entry entry = { .wr_id = (PyObject *)sent, .count = (uint32_t)each,
-					  .row = (uint32_t)i, .state = RP_POSTED };
+	for (size_t i = 0; i < post->count; i += each) {
+		struct rp_entry entry = { .wr_id = Py_NewRef((PyObject *)sent),
+					  .count = (uint32_t)each, .row = (uint32_t)i,
+					  .state = RP_POSTED };
+		uint64_t cookie;
 
 		if (rp_invalidates(q, post->requests[i].type)) {
 			entry.state = RP_LOCAL_INV;
 			/* It may have been changed since the last post. */
-			entry.removes = ((struct ibv_send_wr *)wr)->invalidate_rkey;
+			entry.removes = ((struct ibv_send_wr *)struct_of(post, i))->invalidate_rkey;
 			entry.serial = rp_count_bind();
 		}
-		if (i % each == 0) {
-			Py_INCREF((PyObject *)sent);
-			cookie = rp_record(q->in_flight, entry);
-		}
-		wr->wr_id = (cookie & ~(uint64_t)UINT32_MAX) | ((cookie + i % each) & UINT32_MAX);
+		cookie = rp_record(q->in_flight, entry);
+		for (size_t j = 0; j < each; j++)
+			struct_of(post, i + j)->wr_id = (cookie & ~(uint64_t)UINT32_MAX) |
+							((cookie + j) & UINT32_MAX);
 	}
 	return post->count;
 }
