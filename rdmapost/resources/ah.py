@@ -11,7 +11,7 @@ from ..enums import LinkLayer, WCFlags, WCOpcode, WCStatus
 from ..errors import VerbsError
 from ..standard.wire import GRH_BYTES
 from .cq import WC
-from .device import Context, provider_of
+from .device import Context, not_in_table, provider_of
 from .gid import GID, GIDLike, gid_argument, no_such_gid
 from .grh import GRH
 from .memory import PD
@@ -144,6 +144,20 @@ def _packed(grh: GRH) -> bytes:
     return packed
 
 
+def refuse_missing_source(context: Context, raw: Any) -> None:
+    """Check the port and the GID index in a ``struct ibv_ah_attr``.
+
+    Raises:
+        ValueError: the device has no such port, or the index is not in the port's table.
+    """
+    length = context.query_port(raw.port_num).gid_tbl_len
+    # The first entry is the device's matter: a port may have no table.
+    if raw.is_global and raw.grh.sgid_index >= max(length, 1):
+        raise ValueError(
+            not_in_table("sgid_index", raw.grh.sgid_index, length, "GID", context, raw.port_num)
+        )
+
+
 def why_no_source(context: Context, attr: AHAttr) -> str | None:
     """Say that a port has no GID at an address vector's sgid_index, or return None."""
     if attr.dgid is None:
@@ -163,7 +177,8 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the device has no such port, or a number is out of range.
+        ValueError: the device has no such port, the port has no GID at sgid_index, or a number is
+            out of range.
         ClosedError: the PD is closed.
         VerbsError: the device refused; the text says what to check.
     """
@@ -186,10 +201,12 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
             raise ValueError(f"{context.name} port {port.port_num} is Ethernet: give the AH a dgid")
         raw = ffi.new("struct ibv_ah_attr *")
         fill_ah_attr(attr, raw)
+        refuse_missing_source(context, raw)
         try:
             self._make(provider.create_ah, (pd, raw), provider.destroy_ah, (pd,))
         except VerbsError as error:
-            error.hint = error.hint or why_no_source(context, attr) or ""
+            if reason := why_no_source(context, attr):
+                raise ValueError(reason) from error
             raise
 
     @classmethod

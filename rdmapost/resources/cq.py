@@ -364,16 +364,18 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 or at an error completion.
 
         Raises:
+            TypeError: solicited_only is not a bool.
             RdmaError: the CQ was created without a channel.
             ClosedError: the CQ is closed.
             VerbsError: the device failed.
 
         See ibv_req_notify_cq(3).
         """
+        expect("solicited_only", solicited_only, bool)
         if self.channel is None:
             self._open_struct()
             raise RdmaError(f"{self} was created without a completion channel: CQ(channel=...)")
-        self._poller.notify(self, bool(solicited_only))
+        self._poller.notify(self, solicited_only)
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:
         """Return the available completions, without waiting.

@@ -11,7 +11,15 @@ from typing import Any
 from .._arguments import expect, index, shown, within
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
-from ..errors import CloseError, NoDeviceError, NoRdmaError, RdmaError, VerbsError, where_explained
+from ..errors import (
+    CloseError,
+    NoDeviceError,
+    NoRdmaError,
+    RdmaError,
+    UnsupportedError,
+    VerbsError,
+    where_explained,
+)
 from ..providers import (
     ROCE,
     Capture,
@@ -217,7 +225,11 @@ class Context(EventSource, struct="ibv_context"):
 
         See ibv_query_rt_values_ex(3).
         """
-        now: int = self._verb(self._provider.query_rt_values)
+        try:
+            now: int = self._verb(self._provider.query_rt_values)
+        except UnsupportedError as error:
+            error.hint = error.hint or f"{self.name} has no clock that can be read"
+            raise
         return now
 
     def query_port(self, port_num: int = 1) -> PortAttr:
@@ -322,11 +334,8 @@ class Context(EventSource, struct="ibv_context"):
             except VerbsError:
                 if pkey_index < self.query_port(port_num).pkey_tbl_len:
                     raise
-        last = self.query_port(port_num).pkey_tbl_len - 1
-        raise ValueError(
-            f"pkey_index={shown(pkey_index)} is not in 0..{last}, "
-            f"the P_Key table of {self.name} port {port_num}"
-        )
+        length = self.query_port(port_num).pkey_tbl_len
+        raise ValueError(not_in_table("pkey_index", pkey_index, length, "P_Key", self, port_num))
 
     def get_pkey_index(self, pkey: int, port_num: int = 1) -> int:
         """Return a P_Key's index in a port's table, for use as pkey_index.
@@ -535,6 +544,25 @@ def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
     """
     limit = f"{limit_name}={getattr(context.attr, limit_name)}"
     return f"{context.name} may have no more {what} ({limit}); {where_explained(code)}"
+
+
+def not_in_table(
+    name: str, number: int, length: int, what: str, context: Context, port_num: int
+) -> str:
+    """Say that an index is not in a table of a port.
+
+    Args:
+        name: the index's name.
+        number: the index.
+        length: the table's length.
+        what: what the table holds, in the singular.
+        context: the device.
+        port_num: the port.
+    """
+    return (
+        f"{name}={shown(number)} is not in 0..{length - 1}, "
+        f"the {what} table of {context.name} port {port_num}"
+    )
 
 
 def provider_of(context: Context) -> Provider:

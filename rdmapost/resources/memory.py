@@ -709,7 +709,11 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.pd = pd
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
-        self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
+        try:
+            self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
+        except UnsupportedError as error:
+            error.hint = error.hint or f"{pd.context.name} has no windows of {self.mw_type.name}"
+            raise
         self._index = self.rkey >> 8
         invalidated_of(pd.context)[self._index] = 0
 

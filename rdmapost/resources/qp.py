@@ -67,6 +67,7 @@ from .qp_modify import (
     options_of_type,
     refuse_another_peer,
     refuse_late_options,
+    refuse_missing_entries,
     refuse_out_of_range,
 )
 from .qp_query import QUERY_MASK, QPAttr, read_qp_attr
@@ -81,6 +82,8 @@ if TYPE_CHECKING:
 
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+_NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+"""The errnos of a path that the device cannot use."""
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 """States after INIT from which RTS can be reached, or in which it is reached."""
 
@@ -149,8 +152,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ValueError: port_num or gid_index is out of range, a CQ belongs to another open device, or
             the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
-        UnsupportedError: the device or libibverbs lacks one of send_ops_flags. With
-            checked=False, the driver decides.
+        UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
+            no TSO on this type. With checked=False, the driver decides.
         VerbsError: the device refused; the text says which limit was exceeded.
     """
 
@@ -549,7 +552,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Raises:
             TypeError: a value has the wrong type.
             ValueError: the queue pair's type has no such transition, an attribute that the
-                transition requires is missing, or a number is out of the man page's range.
+                transition requires is missing, a number is out of the man page's range, or the
+                device has no such port, or the port no such P_Key or GID index.
             ClosedError: the QP is closed.
             VerbsError: the device refused; the text names an attribute that cannot change in
                 this transition, or that exceeds the device's limit (max_rd_atomic,
@@ -594,6 +598,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if reason := missing_attributes(self.qp_type, state, to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
+        refuse_missing_entries(self.context, self.port_num, raw, attrs)
         before, change, reset = self._state, next(self._changes), _Reset()
         posted: list[tuple[native.InFlight, int]] = []
         self._latest_change = change
@@ -612,6 +617,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._note_state(before)
             with contextlib.suppress(RdmaError):
                 self._read_state()
+            for path in ("ah_attr", "alt_ah_attr"):
+                if path in attrs and (reason := why_no_source(self.context, attrs[path])):
+                    raise ValueError(reason) from error
             error.hint = error.hint or self._why_not_modified(error.errno, to, attrs)
             raise
         except BaseException:
@@ -933,18 +941,16 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             return "the QP is in ERR: call to_reset() first"
         if reason := beyond_the_device(attrs, self.context.attr):
             return reason
-        if code == errno.EINVAL and (
+        if code in (errno.EINVAL, errno.EOPNOTSUPP) and (
             reason := unchangeable_attributes(self.qp_type, state, to, mask_of(attrs))
         ):
             return reason
         ethernet = port.link_layer is LinkLayer.ETHERNET
         if code == errno.EINVAL and ethernet and mask_of(attrs) & QPAttrMask.ALT_PATH:
             return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
-        if code in (errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT):
+        if code in _NO_PATH:
             path = attrs.get("ah_attr")
             if isinstance(path, AHAttr) and path.dgid is not None:
-                if reason := why_no_source(self.context, path):
-                    return reason
                 return (
                     f"{path.dgid} cannot be reached from GID {self.gid.gid_index} "
                     f"({self.gid.gid}); both sides need GIDs of one kind and one network "
@@ -955,6 +961,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 "the QP is in SQD, and its send queue may still be draining: wait for the event "
                 "SQ_DRAINED, or until query().sq_draining is False"
             )
+        if state is to:
+            return f"the QP stays as it is, in {state.name}"
         return f"the QP stays in {state.name} and does not go to {to.name}"
 
     # ---- multicast ----------------------------------------------------------

@@ -111,7 +111,7 @@ def create_call(
 
     Raises:
         ClosedError: the PD or the XRC domain is closed.
-        UnsupportedError: the device has no capability for one of send_ops_flags.
+        UnsupportedError: the device has no capability for one of send_ops_flags, or no TSO.
     """
     provider = provider_of(context)
     if xrcd is not None:
@@ -121,6 +121,12 @@ def create_call(
     if max_tso_header or send_ops_flags or init.qp_type == QPType.XRC_SEND:
         init.pd, init.comp_mask = struct_of(pd), lib.IBV_QP_INIT_ATTR_PD
         if max_tso_header:
+            if checked and not context.attr.tso_caps.supports(QPType(init.qp_type)):
+                raise _incapable(
+                    f"max_tso_header={max_tso_header}",
+                    f"{context.name} has no TSO on {QPType(init.qp_type).name} (see its "
+                    "attr.tso_caps)",
+                )
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
         if send_ops_flags:
@@ -142,12 +148,15 @@ def _refuse_incapable(context: Context, send_ops_flags: SendOps) -> None:
     """
     for op, caps in _SEND_OPS_CAPS.items():
         if op & send_ops_flags and not caps & context.attr.device_cap_flags_ex:
-            raise UnsupportedError(
-                "ibv_create_qp_ex",
-                errno.EOPNOTSUPP,
-                f"send_ops_flags={op}: {context.name} has no {op} (see its "
-                "attr.device_cap_flags_ex); checked=False leaves it to the driver",
+            raise _incapable(
+                f"send_ops_flags={op}",
+                f"{context.name} has no {op} (see its attr.device_cap_flags_ex)",
             )
+
+
+def _incapable(given: str, reason: str) -> UnsupportedError:
+    text = f"{given}: {reason}; checked=False leaves it to the driver"
+    return UnsupportedError("ibv_create_qp_ex", errno.EOPNOTSUPP, text)
 
 
 def why_not_created(

@@ -14,7 +14,8 @@ from typing import Any
 from .._arguments import expect, index, member
 from ..enums import MTU, Access, MigState, QPAttrMask, QPState, QPType
 from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
-from .ah import AHAttr, fill_ah_attr
+from .ah import AHAttr, fill_ah_attr, refuse_missing_source
+from .device import Context, not_in_table
 from .device_attr import FLUSH_CAPS, DeviceAttr
 from .endpoint import Endpoint
 from .qp_query import QPAttr
@@ -45,6 +46,8 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
             expect(name, value, AHAttr)
             fill_ah_attr(value, getattr(raw, name))
             continue
+        if name == "en_sqd_async_notify":
+            expect(name, value, bool)
         if name in _MEMBERS:
             value = member(name, value, _MEMBERS[name])
         attrs[name] = number = index(name, value, _ENUM_FIELDS.get(name, "int"))
@@ -53,6 +56,33 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
         except OverflowError:
             refuse_out_of_range({name: number})
             raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
+
+
+def refuse_missing_entries(
+    context: Context, port_num: int, raw: Any, attrs: dict[str, Any]
+) -> None:
+    """Check the ports, and the indices of their tables, that the attributes name.
+
+    Args:
+        context: the device.
+        port_num: the queue pair's port.
+        raw: the attributes as a ``struct ibv_qp_attr``.
+        attrs: the attributes, the numbers as ints.
+
+    Raises:
+        ValueError: the device has no such port, or the port's table no such entry.
+    """
+    for port, pkey, path in _PATHS:
+        if path in attrs:
+            refuse_missing_source(context, getattr(raw, path))
+        if port in attrs or pkey in attrs:
+            found = context.query_port(attrs.get(port, port_num))
+            number, length = attrs.get(pkey, 0), found.pkey_tbl_len
+            # The first entry is the device's matter: a port may have no table.
+            if number >= max(length, 1):
+                raise ValueError(
+                    not_in_table(pkey, number, length, "P_Key", context, found.port_num)
+                )
 
 
 def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
@@ -157,6 +187,8 @@ def _outside(attrs: dict[str, Any], ranges: dict[str, tuple[int, int]]) -> str |
     return None
 
 
+_PATHS = (("port_num", "pkey_index", "ah_attr"), ("alt_port_num", "alt_pkey_index", "alt_ah_attr"))
+"""The attributes of the path, and of the alternate one."""
 _MEMBERS: dict[str, type[IntEnum]] = {
     "qp_state": QPState,
     "cur_qp_state": QPState,

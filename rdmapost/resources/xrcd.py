@@ -6,6 +6,7 @@ import os
 
 from .._arguments import expect, index, within
 from .._binding import ffi, lib
+from ..errors import UnsupportedError
 from .device import Context, provider_of
 from .resource import Resource
 
@@ -45,4 +46,8 @@ class XRCD(Resource, struct="ibv_xrcd"):
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
         init.fd, init.oflags = fd, oflags
         provider = provider_of(context)
-        self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))
+        try:
+            self._make(provider.open_xrcd, (context, init), provider.close_xrcd, (context,))
+        except UnsupportedError as error:
+            error.hint = error.hint or f"{context.name} has no XRC"
+            raise

@@ -54,6 +54,26 @@ WRONG: dict[str, tuple[Make, str]] = {
         lambda context, pd, cq: rp.SRQ(pd, checked=None),
         "checked: expected bool, got NoneType",
     ),
+    "CQ that is notified or not": (
+        lambda context, pd, cq: cq.req_notify(1),
+        "solicited_only: expected bool, got int",
+    ),
+    "Pingpong that validates or not": (
+        lambda context, pd, cq: Pingpong(context, validate="no"),
+        "validate: expected bool, got str",
+    ),
+    "Pingpong that sleeps or not": (
+        lambda context, pd, cq: Pingpong(context, events=1),
+        "events: expected bool, got int",
+    ),
+    "faults of packets that are sent or not": (
+        lambda context, pd, cq: rp.open_device("soft0").faults.packets(sent=1),
+        "sent: expected bool, got int",
+    ),
+    "faults of packets that are received or not": (
+        lambda context, pd, cq: rp.open_device("soft0").faults.packets(received=None),
+        "received: expected bool, got NoneType",
+    ),
     "QP without a PD": (
         lambda context, pd, cq: rp.QP(None, QPType.RC, cq),
         "pd: expected PD, got NoneType",
@@ -227,6 +247,7 @@ SERVE = [
         [-1, -2, -1 << 31, 1, 16, 1 << 31, U64, 1 << 200, -1 << 200],
     ),
     ("data", [[1, 2], {7}, range(3), "text", 5, None, [300], {}], "expected bytes", [bytes(4097)]),
+    ("shared", [1, None, "no"], "expected bool", []),
     ("max_clients", [*NOT_WHOLE, None], "expected int", [0, 65537, U64]),
     ("idle_timeout", ["1", [1]], "expected seconds", [0, -1, float("inf")]),
     ("on_event", ["x", 5], "expected a callable or None", []),

@@ -26,6 +26,18 @@ def test_address_handle_needs_a_port_and_a_gid(pd, context):
             rp.AH(pd, rp.AHAttr())
 
 
+def test_source_gid_that_the_port_lacks_is_named(pd, context):
+    """Beyond the table's end with the table's length, or else with the valid indices."""
+    gid, length = context.choose_gid().gid, context.query_port(1).gid_tbl_len
+    words = (
+        f"^sgid_index=200 is not in 0..{length - 1}, the GID table of {context.name} port 1$"
+        if length <= 200
+        else f"^{context.name} port 1 has no GID with index 200; the valid ones are: .*0"
+    )
+    with pytest.raises(ValueError, match=words):
+        rp.AH(pd, rp.AHAttr(dgid=gid, sgid_index=200))
+
+
 @pytest.mark.parametrize(
     ("field", "error", "words"),
     [

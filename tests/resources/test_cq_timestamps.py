@@ -128,7 +128,7 @@ def test_device_without_timestamps_says_so(context, wc_flags):
     needs(not context.attr.completion_timestamp_mask, "refusal of completion timestamps", context)
     with pytest.raises(rp.UnsupportedError, match=r"ibv_create_cq_ex is not supported: .* has no "):
         rp.CQ(context, wc_flags=wc_flags)
-    with pytest.raises(rp.UnsupportedError, match="ibv_query_rt_values_ex is not supported"):
+    with pytest.raises(rp.UnsupportedError, match=r"has no clock that can be read$"):
         context.query_rt_values()
 
 

@@ -104,3 +104,23 @@ def test_tag_matching_is_not_supported(verbs_context):
                 srq.post_srq_ops(wr)
             assert (caught.value.index, caught.value.posted) == (0, 0)
         assert srq.outstanding == 0
+
+
+def test_refusal_of_a_verb_names_the_device(on_null):
+    """Whichever resource needs it."""
+    text = on_null(
+        """
+        import os
+        context, pd, cq = resources()
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        os.environ["NULL_REFUSES"] = "ibv_open_xrcd=95"
+        print(said(lambda: rp.XRCD(context)))
+        os.environ["NULL_REFUSES"] = "ibv_modify_qp=95"
+        print(said(lambda: qp.modify(qp_state=rp.QPState.RESET, rate_limit=5)))
+        """
+    )
+    assert text.splitlines() == [
+        "UnsupportedError: ibv_open_xrcd is not supported: null0 has no XRC",
+        "UnsupportedError: ibv_modify_qp is not supported: rate_limit cannot be changed from RESET "
+        "to RESET (ibv_modify_qp(3))",
+    ]

@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import typing
+from array import array
 
 import pytest
 from support import ALL, needs, null_device, prints
@@ -294,7 +295,31 @@ def _by_itself(rc, mw):
     rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
 
 
-@pytest.mark.parametrize(("invalidate", "completions"), [(_by_peer, 2), (_by_itself, 1)])
+def _from_a_list(rc, mw):
+    """The key is another one by the time that the list is posted."""
+    write = rp.RdmaWrite(rc.theirs[:8], remote_addr=rc.mine.addr, rkey=rc.mine.rkey, send_flags=0)
+    batch = rc.b.prepare([write, rp.LocalInv(invalidate_rkey=1, wr_id=7), write])
+    batch[1].invalidate_rkey = mw.rkey
+    batch.post()
+    batch[1].invalidate_rkey = 1
+    batch.close()
+
+
+def _from_columns(rc, mw):
+    """A row without a completion of its own, among some that invalidate other windows."""
+    with contextlib.ExitStack() as stack:
+        region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+        others = [stack.enter_context(rp.MW(rc.pd)) for _ in range(3)]
+        for other in others:
+            _bind(rc, other, region)
+        keys = array("I", [others[0].rkey, mw.rkey, others[1].rkey, others[2].rkey])
+        assert rc.b.post_columns(rp.LocalInv, invalidate_rkey=keys, signal_every=3) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("invalidate", "completions"),
+    [(_by_peer, 2), (_by_itself, 1), (_from_a_list, 1), (_from_columns, 2)],
+)
 @pytest.mark.parametrize("into", [False, True], ids=["wait", "wait_into"])
 def test_region_of_an_invalidated_window_is_registered_again(
     rc, windowed, invalidate, completions, into
@@ -312,6 +337,47 @@ def test_region_of_an_invalidated_window_is_registered_again(
     # The same key, with a low byte that the window has had before, opens it again.
     _bind(rc, mw, region, mw.rkey)
     assert _refused(mw, region)
+
+
+@pytest.mark.parametrize("how", ["prepare", "post_columns"])
+def test_window_bound_again_after_a_list_that_invalidates_it_is_bound(rc, windowed, how):
+    """Each post of a list counts from its own time on."""
+    mw, region = windowed
+    key = mw.rkey
+    if how == "prepare":
+        rc.b.prepare(rp.LocalInv(invalidate_rkey=key, send_flags=0)).post()
+    else:
+        rc.b.post_columns(rp.LocalInv, invalidate_rkey=array("I", [key]), signal_every=2)
+    _bind(rc, mw, region, key)
+    rc.cq.poll()
+    assert _refused(mw, region)
+
+
+@pytest.mark.parametrize("how", ["prepare", "post_columns"])
+def test_list_of_invalidations_of_which_the_device_takes_some(rc, context, stack, how):
+    """The others have not happened; each completion has its wr_id."""
+    needs(context.kind == "soft", "faults", context)
+    region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    windows = [stack.enter_context(rp.MW(rc.pd)) for _ in range(4)]
+    for mw in windows:
+        _bind(rc, mw, region)
+    keys = [mw.rkey for mw in windows]
+    context.faults.fail_post(errno.EPERM, after=3)
+    wrs = [rp.LocalInv(invalidate_rkey=key, wr_id=i) for i, key in enumerate(keys)]
+    columns = {"invalidate_rkey": array("I", keys), "wr_id": array("q", range(4))}
+    with pytest.raises(rp.PostError) as caught:
+        rc.b.prepare(wrs).post() if how == "prepare" else rc.b.post_columns(rp.LocalInv, **columns)
+    assert caught.value.posted == 3
+    assert rc.b.outstanding.send == 3
+    assert [(wc.wr_id, wc.status) for wc in rc.cq.wait(3)] == [
+        (i, WCStatus.SUCCESS) for i in range(3)
+    ]
+    with pytest.raises(rp.InUseError) as refused:
+        region.rereg(memory=64)
+    assert [str(mw) in str(refused.value) for mw in windows] == [False, False, False, True]
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=keys[3], wr_id=9))
+    assert rc.cq.wait()[0].wr_id == 9
+    region.rereg(memory=64)
 
 
 def test_window_bound_again_with_the_same_key_before_the_completion_is_bound(rc, windowed):

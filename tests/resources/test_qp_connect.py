@@ -324,21 +324,3 @@ def test_peer_that_cannot_be_reached(on_null):
     )
     assert "ENETUNREACH" in text
     assert "192.0.2.1 cannot be reached from GID 0 (fe80::1)" in text
-
-
-def test_source_gid_that_is_not_there(on_null):
-    text = on_null(
-        """
-        import os
-        context, pd, cq = resources()
-        qp = rp.QP(pd, rp.QPType.RC, cq)
-        qp.to_init()
-        os.environ["NULL_REFUSES"] = "ibv_modify_qp=22"
-        path = rp.AHAttr(dgid="::ffff:192.0.2.1", sgid_index=50)
-        print(said(lambda: qp.modify(
-            qp_state=rp.QPState.RTR, ah_attr=path, path_mtu=rp.MTU.MTU_256, dest_qp_num=1,
-            rq_psn=0, max_dest_rd_atomic=1, min_rnr_timer=1,
-        )))
-        """
-    )
-    assert text.endswith("null0 port 1 has no GID with index 50; the valid ones are: 0")

@@ -111,7 +111,7 @@ def test_queue_pair_that_cannot_be_made_says_what_may_be_too_much(on_null):
         context, pd, cq = resources()
         print(said(lambda: rp.QP(pd, rp.QPType.RC, cq, max_send_sge=64)))
         print(said(lambda: rp.QP(pd, rp.QPType.RC, cq, max_inline_data=4096)))
-        print(said(lambda: rp.QP(pd, rp.QPType.UD, cq, max_tso_header=64)))
+        print(said(lambda: rp.QP(pd, rp.QPType.UD, cq, max_tso_header=64, checked=False)))
         print(said(lambda: rp.QP(pd, rp.QPType.RAW_PACKET, cq)))
         """,
         NULL_REFUSES="ibv_create_qp=22",
@@ -142,3 +142,18 @@ def test_raw_packets_without_the_right_to_them_name_it(on_null):
     assert alone == f"VerbsError: ibv_create_qp: EPERM (1, Operation not permitted): {why}"
     assert pair == alone
     assert checks == why
+
+
+@pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+def test_segmentation_that_the_device_lacks_is_refused(checked):
+    """Unchecked, the driver decides: this one fails the work requests."""
+    with rp.open_device("roce:127.0.0.79") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        options = {"max_tso_header": 64, "checked": checked}
+        if checked:
+            words = (
+                r"max_tso_header=64: .* has no TSO on UD \(see its attr.tso_caps\); checked=False"
+            )
+            with pytest.raises(rp.UnsupportedError, match=words):
+                rp.QP(pd, rp.QPType.UD, cq, **options)
+        else:
+            rp.QP(pd, rp.QPType.UD, cq, **options).close()

@@ -240,3 +240,55 @@ def test_state_that_the_device_refuses(on_null):
     assert text.endswith("the QP stays in RESET and does not go to INIT")
     text = on_null(code, NULL_REFUSES="ibv_modify_qp=22", NULL_PORT_STATE="1")
     assert text.endswith("port 1 is DOWN; bring the link up")
+
+
+def _to_rtr(qp, gid, **changed):
+    path = rp.AHAttr(dgid=gid.gid, sgid_index=gid.gid_index)
+    attrs = {"ah_attr": path, "dest_qp_num": qp.qp_num, "rq_psn": 0, "path_mtu": rp.MTU.MTU_256}
+    attrs |= {"max_dest_rd_atomic": 1, "min_rnr_timer": 12}
+    alternate = {"alt_port_num": 1, "alt_pkey_index": 0, "alt_timeout": 14, "alt_ah_attr": path}
+    if any(name.startswith("alt_") for name in changed):
+        attrs |= alternate
+    qp.modify(qp_state=QPState.RTR, **attrs | changed)
+
+
+def test_notification_is_wanted_or_not(connect):
+    with pytest.raises(TypeError, match="en_sqd_async_notify: expected bool, got int"):
+        connect().a.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
+
+
+@pytest.mark.parametrize("path", ["ah_attr", "alt_ah_attr"])
+def test_path_from_a_gid_or_a_port_that_is_not_there(connect, context, path):
+    """It is refused before it does harm: another path can be set."""
+    qp = connect(to=QPState.RESET).a
+    qp.to_init()
+    gid, length = context.choose_gid(), context.query_port(1).gid_tbl_len
+    words = (
+        f"^sgid_index=200 is not in 0..{length - 1}, the GID table of {context.name} port 1$"
+        if length <= 200
+        else f"^{context.name} port 1 has no GID with index 200; the valid ones are: .*0"
+    )
+    with pytest.raises(ValueError, match=words):
+        _to_rtr(qp, gid, **{path: rp.AHAttr(dgid=gid.gid, sgid_index=200)})
+    with pytest.raises(ValueError, match=f"^{context.name} has no port 9"):
+        _to_rtr(qp, gid, **{path: rp.AHAttr(port_num=9, dgid=gid.gid)})
+    assert qp.state is QPState.INIT
+    _to_rtr(qp, gid)
+
+
+def test_pkey_or_port_that_is_not_there(connect, context):
+    """Also where the device would say no more than EINVAL."""
+    qp = connect(to=QPState.RESET).a
+    length, gid = context.query_port(1).pkey_tbl_len, context.choose_gid()
+    words = f"={length} is not in 0..{length - 1}, the P_Key table of {context.name} port 1$"
+    with pytest.raises(ValueError, match=f"^pkey_index{words}"):
+        qp.to_init(pkey_index=length)
+    with pytest.raises(ValueError, match=f"^{context.name} has no port 9"):
+        qp.modify(qp_state=QPState.INIT, port_num=9, pkey_index=0, qp_access_flags=0)
+    assert qp.state is QPState.RESET
+    qp.to_init()
+    with pytest.raises(ValueError, match=f"^alt_pkey_index{words}"):
+        _to_rtr(qp, gid, alt_pkey_index=length)
+    with pytest.raises(ValueError, match=f"^{context.name} has no port 9"):
+        _to_rtr(qp, gid, alt_port_num=9)
+    assert qp.state is QPState.INIT

@@ -5,8 +5,9 @@
  * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
  * first row is checked like any work request; the others, only where they can differ from it. To
  * report a row that fails, Python builds that row as a work request object and refuses the object.
- * A call has one record in flight; on an SRQ, each row has its own. The device gets chunks of
- * linked structs; from one chunk to the next, only wr_ids, flags and columns are rewritten.
+ * A call has one record in flight; on an SRQ, and for LOCAL_INV, each row has its own. The device
+ * gets chunks of linked structs; from one chunk to the next, only wr_ids, flags and columns are
+ * rewritten.
  */
 #include "posting/post.h"
 
@@ -466,25 +467,46 @@ static void raise_row(const struct columns *c, PyObject *const *given, PyObject 
 
 /* ---- posting, with the lock held --------------------------------------------- */
 
+/* How many of the last `count` rows one entry records. */
+static size_t in_one_entry(const struct columns *c, size_t count)
+{
+	return !c->q->in_flight->in_order || rp_invalidates(c->q, c->type) ? 1 : count;
+}
+
+/* The key that a row of LocalInvs invalidates: it has no other field. */
+static uint32_t key_at(const struct columns *c, const struct request *r, size_t row)
+{
+	for (const struct column *col = c->column; col < c->column + c->used; col++)
+		if (col->field != &wr_id_field)
+			return (uint32_t)col->values[row];
+	return ((const struct ibv_send_wr *)(const void *)(c->post.structs + r->at))->invalidate_rkey;
+}
+
 /* Record rows. Returns the first row's cookie; for an SRQ, stores each row's in `cookies`. */
 static uint64_t record(struct columns *c, const struct request *r, uint64_t *cookies, size_t count)
 {
-	int rows = !cookies && PyBytes_CheckExact(c->wr_id);
+	size_t each = in_one_entry(c, count);
+	int rows = each == count && !cookies && PyBytes_CheckExact(c->wr_id);
 	PyObject *refs = rp_held_until_done(c->q, r);
-	uint64_t first = 0;
+	uint64_t first = 0, cookie;
 
-	for (size_t i = 0; i < (cookies ? count : 1); i++) {
+	for (size_t i = 0; i < count; i += each) {
 		struct rp_entry entry = { .wr_id = Py_NewRef(c->wr_id), .refs = Py_XNewRef(refs),
-					  .count = cookies ? 1 : (uint32_t)count,
-					  .removes = cookies ? (uint32_t)i : 0,
+					  .count = (uint32_t)each, .row = (uint32_t)i,
 					  .state = rows ? RP_ROWS : RP_POSTED };
 
-		if (rows)
+		if (rp_invalidates(c->q, c->type)) {
+			entry.state = RP_LOCAL_INV;
+			entry.removes = key_at(c, r, i);
+			entry.serial = rp_count_bind();
+		} else if (rows) {
 			entry.serial = (uintptr_t)PyBytes_AsString(c->wr_id);
+		}
 		rp_pin_refs(refs, c->owner);
-		first = rp_record(c->q->in_flight, entry);
+		cookie = rp_record(c->q->in_flight, entry);
 		if (cookies)
-			cookies[i] = first;
+			cookies[i] = cookie;
+		first = i ? first : cookie;
 	}
 	return first;
 }
@@ -499,12 +521,14 @@ static inline uint64_t cookie_at(uint64_t first, size_t row)
 static void take_back(const struct columns *c, uint64_t first, const uint64_t *cookies,
 		      size_t from, size_t count)
 {
-	size_t each = cookies ? 1 : count - from;
+	size_t each = in_one_entry(c, count - from);
 	struct rp_entry taken;
 
 	for (; count > from; count -= each) {
-		rp_unrecord(c->q->in_flight, cookies ? cookies[count - 1] : cookie_at(first, from),
-			    each, &taken);
+		size_t row = count - each;
+
+		rp_unrecord(c->q->in_flight, cookies ? cookies[row] : cookie_at(first, row), each,
+			    &taken);
 		rp_unpin_all(taken.refs);
 		Py_XDECREF(taken.refs);
 		Py_XDECREF(taken.wr_id);
@@ -611,7 +635,7 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 		in = c->count < room ? c->count : room;
 		cookies = in_order ? NULL : PyMem_Malloc(in * sizeof(*cookies));
 		number = in_order || cookies ? PyLong_FromSize_t(in) : PyErr_NoMemory();
-		if (number && rp_reserve(c->q->in_flight, in && in_order ? 1 : in))
+		if (number && rp_reserve(c->q->in_flight, in / in_one_entry(c, in ? in : 1)))
 			Py_CLEAR(number);
 	}
 	if (number && in) {

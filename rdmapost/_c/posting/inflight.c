@@ -150,6 +150,7 @@ static PyObject *find_wr_id(const struct rp_entry *entry, uint64_t index, uint64
 		*number = ((const uint64_t *)(uintptr_t)entry->serial)[index];
 		return NULL;
 	}
+	index += entry->row;
 	if (PyBytes_CheckExact(wr_id)) {
 		*number = ((const uint64_t *)(const void *)PyBytes_AsString(wr_id))[index];
 		return NULL;
@@ -250,7 +251,7 @@ static int complete_any(struct rp_in_flight *q, uint64_t cookie, PyObject **wr_i
 
 	if (!entry)
 		return 0;
-	*wr_id = find_wr_id(entry, entry->removes, number);
+	*wr_id = find_wr_id(entry, 0, number);
 	if (entry->state == RP_EARLY)
 		entry->state = RP_MATCHED;
 	else
@@ -638,7 +639,7 @@ static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint
 	if (!q->in_order) {
 		for (size_t i = 0; i < q->size; i++)
 			if (is_there(&q->entries[i]) && !index--) {
-				*within = q->entries[i].removes;
+				*within = 0;
 				return &q->entries[i];
 			}
 		return NULL;
@@ -671,7 +672,7 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 		refs = entry->refs;
 		if ((PyObject *)Py_TYPE(entry->wr_id) == rp_sent_type)
 			refs = PyTuple_GetItem(((struct rp_sent *)entry->wr_id)->refs,
-				(Py_ssize_t)within);
+				(Py_ssize_t)(entry->row + within));
 		Py_XINCREF(refs);
 	}
 	RP_END();
@@ -693,7 +694,7 @@ static PyObject *peek(struct rp_in_flight *q, uint64_t cookie)
 	entry = q->in_order ? outstanding(q, (cookie - q->done) & UINT32_MAX,
 					  &within) : find(q, cookie);
 	if (entry)
-		wr_id = wr_id_of(entry, q->in_order ? within : entry->removes);
+		wr_id = wr_id_of(entry, within);
 	RP_END();
 	return entry ? wr_id : Py_NewRef(Py_None);
 }

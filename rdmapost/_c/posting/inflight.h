@@ -18,14 +18,17 @@ enum {
 	RP_BIND, RP_UNBIND, RP_BOUND, RP_UNBOUND,
 };
 
-/* A work request, a prepared list of them, or rows of columns. */
+/*
+ * A work request, a prepared list of them, or rows of columns. On an SRQ, and if there are LOCAL_INVs
+ * among them, each work request of a list and each row has an entry.
+ */
 struct rp_entry {
 	PyObject *wr_id; /* an int, bytes (a uint64_t for each row), or a struct rp_sent */
 	PyObject *refs; /* one object, a tuple of them (for a bind: window, region), or NULL */
 	uint32_t count; /* work requests; in a free or done slot, the next one */
 	/*
-	 * Low half of the cookie of the receive that a TAG_DEL removes, or 0; on an SRQ, the row;
-	 * for a LOCAL_INV, the key.
+	 * Low half of the cookie of the receive that a TAG_DEL removes, or 0; for a LOCAL_INV, the
+	 * key.
 	 */
 	uint32_t removes;
 	/*
@@ -34,6 +37,7 @@ struct rp_entry {
 	 * or a LOCAL_INV, its place among all of these; for RP_ROWS, the address of the wr_ids.
 	 */
 	uint64_t serial;
+	uint32_t row; /* where its first work request is in `wr_id`; 0 for RP_ROWS */
 	unsigned char generation, state;
 };
 

@@ -159,7 +159,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 	}
-	if (q->verb == SEND && r->type->opcode == IBV_WR_LOCAL_INV) {
+	if (rp_invalidates(q, r->type)) {
 		state = RP_LOCAL_INV;
 		removes = wr->invalidate_rkey;
 		serial = rp_count_bind();
@@ -196,17 +196,34 @@ static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct 
 	return admitted;
 }
 
-/* Record a prepared list with one entry: its work requests have consecutive cookies. */
+/* How many of the last `count` work requests of a prepared list one entry records. */
+static size_t in_one_entry(const struct post *post, size_t count)
+{
+	return post->invalidates ? 1 : count;
+}
+
+/* Record a prepared list: its work requests have consecutive cookies. */
 static size_t record_list(struct work_queue *q, struct post *post, struct rp_sent *sent)
 {
-	uint64_t cookie = rp_record(q->in_flight,
-				    (struct rp_entry){ .wr_id = Py_NewRef((PyObject *)sent),
-						       .count = (uint32_t)post->count,
-						       .state = RP_POSTED });
+	size_t each = in_one_entry(post, post->count);
 
-	for (size_t i = 0; i < post->count; i++)
-		struct_of(post, i)->wr_id = (cookie & ~(uint64_t)UINT32_MAX) |
-					    ((cookie + i) & UINT32_MAX);
+	for (size_t i = 0; i < post->count; i += each) {
+		struct rp_entry entry = { .wr_id = Py_NewRef((PyObject *)sent),
+					  .count = (uint32_t)each, .row = (uint32_t)i,
+					  .state = RP_POSTED };
+		uint64_t cookie;
+
+		if (rp_invalidates(q, post->requests[i].type)) {
+			entry.state = RP_LOCAL_INV;
+			/* It may have been changed since the last post. */
+			entry.removes = ((struct ibv_send_wr *)struct_of(post, i))->invalidate_rkey;
+			entry.serial = rp_count_bind();
+		}
+		cookie = rp_record(q->in_flight, entry);
+		for (size_t j = 0; j < each; j++)
+			struct_of(post, i + j)->wr_id = (cookie & ~(uint64_t)UINT32_MAX) |
+							((cookie + j) & UINT32_MAX);
+	}
 	return post->count;
 }
 
@@ -257,12 +274,13 @@ static void take_back_each(struct work_queue *q, struct post *post, size_t count
 
 static void take_back_list(struct work_queue *q, const struct post *post, int64_t posted)
 {
-	struct rp_entry taken = { .wr_id = NULL };
+	size_t left = post->count, each = in_one_entry(post, left - (size_t)posted);
+	struct rp_entry taken;
 
-	if (posted >= 0)
-		rp_unrecord(q->in_flight, struct_of(post, (size_t)posted)->wr_id,
-			    post->count - (size_t)posted, &taken);
-	Py_XDECREF(taken.wr_id); /* the list has it too */
+	for (; posted >= 0 && left > (size_t)posted; left -= each) {
+		rp_unrecord(q->in_flight, struct_of(post, left - each)->wr_id, each, &taken);
+		Py_XDECREF(taken.wr_id); /* the list has it too */
+	}
 }
 
 /* A driver reads the key that the next bind replaces from the window's struct. */
@@ -397,7 +415,7 @@ static inline Py_ssize_t check_and_record(struct work_queue *q, struct rp_handle
 {
 	if (!q->ready)
 		*rule = "not_ready";
-	else if (rp_reserve(q->in_flight, sent ? 1 : count) ||
+	else if (rp_reserve(q->in_flight, sent && !post->invalidates ? 1 : count) ||
 		 (q->in_flight->tagged && rp_reserve(q->in_flight->tagged, count)))
 		return -1;
 	else if (!sent)

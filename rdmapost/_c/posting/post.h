@@ -111,6 +111,7 @@ struct post {
 	size_t holding, hold_room;
 	int type_1, sure; /* ibv_bind_mw() posts it; sure: if that fails, nothing was posted */
 	int binds; /* windows */
+	int invalidates; /* a prepared list with LOCAL_INVs */
 	struct refusal refusal; /* of the last request */
 	/* Enough for usual posts; uninitialised. */
 	struct request few[2];
@@ -339,6 +340,12 @@ static inline PyObject *rp_held_until_done(const struct work_queue *q, const str
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE))
 		return r->refs;
 	return (PyObject *)r->ah;
+}
+
+/* Whether work requests of a class invalidate a key of this device. */
+static inline int rp_invalidates(const struct work_queue *q, const struct wr_type *type)
+{
+	return q->verb == SEND && type->opcode == IBV_WR_LOCAL_INV;
 }
 
 /* ---- columns.c: many work requests from columns of numbers ------------------ */

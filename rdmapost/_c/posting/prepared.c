@@ -188,8 +188,10 @@ static int prepare(struct prepared *p, PyObject *wrs)
 	if (failed || rp_begin_post(p->queue, p->owner, &posting))
 		return -1;
 	refused = check_all(p);
-	for (size_t i = 0; refused < 0 && i < p->post.count; i++)
+	for (size_t i = 0; refused < 0 && i < p->post.count; i++) {
+		p->post.invalidates |= rp_invalidates(p->queue, p->post.requests[i].type);
 		rp_link(&p->post, i, p->post.count);
+	}
 	rp_end_post(p->queue, &posting);
 	if (refused >= 0) {
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,

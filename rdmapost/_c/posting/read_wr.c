@@ -534,7 +534,7 @@ void rp_begin_read(struct post *post, PyObject *one)
 	post->wrs = NULL;
 	post->one = one;
 	post->count = post->used = post->owned = post->holding = 0;
-	post->type_1 = post->sure = post->binds = 0;
+	post->type_1 = post->sure = post->binds = post->invalidates = 0;
 	post->refusal.rule = NULL;
 	post->refusal.owned = NULL;
 	post->requests = post->few;

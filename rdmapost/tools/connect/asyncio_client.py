@@ -113,7 +113,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
     A request (report, look) that is cancelled, by asyncio.timeout() for instance,
     leaves the connection usable: its late answer is dropped.  It belongs to the event loop that
-    ``adial`` ran in: elsewhere report, look and close raise RdmaError.
+    ``adial`` ran in: elsewhere wait, report, look and close raise RdmaError.
 
     One that is dropped without close() releases everything, with a ResourceWarning.
     """
@@ -240,8 +240,11 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             WaitTimeout, WaitCancelled, TypeError, ValueError, ClosedError, VerbsError: as there.
-            RdmaError: a thread or another event loop is already waiting on the same CQ.
+            RdmaError: it belongs to another event loop, or its event loop is closed; or a thread
+                or another event loop is already waiting on the same CQ.
         """
+        self._refuse_inherited()
+        self._refuse_elsewhere()
         return await self.cq.completions(count, timeout)
 
     async def report(self, index: int = 1, timeout: float | None = 5.0) -> Arrival | None:

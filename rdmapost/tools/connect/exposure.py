@@ -6,7 +6,7 @@ import contextlib
 import mmap
 from dataclasses import dataclass
 
-from ..._arguments import content, counted, flags, index, within
+from ..._arguments import content, counted, expect, flags, index, within
 from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
@@ -100,6 +100,7 @@ def make_exposure(
 ) -> Exposure:
     """Check what will be exposed; the arguments are serve()'s."""
     mr = given.mr
+    expect("shared", shared, bool)
     data = content("data", data)
     private_data = private_bytes(private_data)
     if mr is not None:

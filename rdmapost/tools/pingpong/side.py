@@ -119,6 +119,8 @@ class Pingpong(ResourceHolder):
             if not minimum <= value <= maximum:
                 reason = why if name == "size" and value > maximum else ""
                 raise ValueError(f"{name}={value} is not in {minimum}..{maximum}{reason}")
+        for name, given in (("validate", validate), ("events", events)):
+            expect(name, given, bool)
         self.iters, self.validate, self.timeout = iters, validate, time_limit(timeout)
         self._rx_depth, self._events, self._sl = rx_depth, events, sl
         self._headroom = GRH_BYTES if self._ud else 0

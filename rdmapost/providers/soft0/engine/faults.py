@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from ...._arguments import member, seconds, time_limit, within
+from ...._arguments import expect, member, seconds, time_limit, within
 from ...._binding import native
 from ....enums import WCStatus
 from .journaled_dict import JournaledDict
@@ -162,7 +162,7 @@ class FaultPlan:
             received: whether it is for packets that it receives, likewise.
 
         Raises:
-            TypeError: an argument is not a number.
+            TypeError: a rate, delay_by or seed is not a number, or sent or received not a bool.
             ValueError: an argument is out of range.
             UnsupportedError: the device is soft0, which has no packets.
         """
@@ -178,7 +178,9 @@ class FaultPlan:
             delay_by=time_limit(delay_by, "delay_by"),
             seed=within("seed", seed, 0, (1 << 64) - 1),
         )
-        self._device.plan_packets(plan, bool(sent), bool(received))
+        expect("sent", sent, bool)
+        expect("received", received, bool)
+        self._device.plan_packets(plan, sent, received)
 
 
 def _rate(name: str, given: Any) -> float:
