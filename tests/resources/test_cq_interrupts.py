@@ -13,6 +13,7 @@ import sys
 import textwrap
 import threading
 import time
+from types import FrameType
 
 import pytest
 from support import LIMIT, LOSES_MEMORY, Pair, ended, needs, prints, run_python, until, write
@@ -26,13 +27,22 @@ class Interrupt(Exception):
 
 @pytest.fixture
 def interrupts():
-    """Raise Interrupt in this thread after so many seconds."""
+    """Raise Interrupt in this thread after so many seconds, and every second from then on.
 
-    def interrupt(*_: object) -> None:
+    Its list has the place of each: an interrupt that is lost fails the test, and does not hang it.
+    """
+
+    def interrupt(_: int, frame: FrameType) -> None:
+        raised.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
         raise Interrupt
 
+    def start(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 1)
+
+    raised: list[str] = []
+    start.raised = raised
     before = signal.signal(signal.SIGALRM, interrupt)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    yield start
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
@@ -74,6 +84,7 @@ def test_interrupts_at_any_moment_lose_no_completion(rc, interrupts, how):
             if found and got[-len(found) :] != found:
                 got += found
         interrupts(0)
+        assert len(interrupts.raised) == hits, interrupts.raised[-2:]
         while rc.a.outstanding.send:
             got += rc.cq.poll()
     got += rc.cq.poll(1000)
@@ -431,7 +442,10 @@ def test_threads_that_poll_and_wait_share_what_comes(connect):
 def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
     """It comes between any two steps of a poll or wait, like Ctrl-C."""
 
-    def interrupt(*_: object) -> None:
+    raised: list[str] = []
+
+    def interrupt(_: int, frame: FrameType) -> None:
+        raised.append(f"{frame.f_code.co_qualname}, line {frame.f_lineno}")
         raise KeyboardInterrupt
 
     def again_and_again(cq: rp.CQ) -> None:
@@ -447,8 +461,11 @@ def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
         with rp.CQ(context) as cq:
             for index in range(300):
                 with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + index * 1e-6)
+                    # One that is lost must fail the test, not hang it.
+                    signal.setitimer(signal.ITIMER_REAL, 2e-4 + index * 1e-6, 1)
                     again_and_again(cq)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                assert len(raised) == index + 1, raised[-2:]
                 # Another thread would wait for ever.
                 other = threading.Thread(target=cq.poll, daemon=True)
                 other.start()
