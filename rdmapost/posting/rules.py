@@ -1,6 +1,6 @@
 """What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
 
-C checks what is posted (``_c/posting/rules.c``); the text of each of its rules is here, by name.
+C checks what is posted (``_c/posting/rules.c``); the message of each rule is here, by name.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def too_long_a_list(queue: QueueLimits, count: int) -> str:
 
 
 class QueueLimits(Protocol):
-    """What the texts say about a queue."""
+    """What the messages say about a queue."""
 
     verb: str
     wr_type: type

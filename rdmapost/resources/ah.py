@@ -165,7 +165,7 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         TypeError: an argument has the wrong type.
         ValueError: the device has no such port, or a number is out of range.
         ClosedError: the PD is closed.
-        VerbsError: the device refused; the text says what to check.
+        VerbsError: the device refused; the message says what to check.
     """
 
     __slots__ = ("attr",)

@@ -10,7 +10,7 @@ from typing import Any
 _FIELD_NAMES = re.compile(":[^:]*:")
 """The field names in a record's format, such as ``T{i:count:O:value:}``."""
 _CODES_IN_NAME = re.compile("[<>=@!^]([Oz]|Z(?![fdg]))|&[<>=@!^(TX&]")
-"""What is not a field's name, but codes between two names of which one has a colon."""
+"""Codes in a string between colons that is not a field's name: a name may contain a colon."""
 _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """Format codes of objects and of ctypes' POINTER, function, c_char_p and c_wchar_p.
 

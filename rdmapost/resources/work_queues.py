@@ -103,7 +103,7 @@ class UsedByWorkRequests(Resource):
 
 
 def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
-    """Iterate over a queue's outstanding work requests: the wr_id of each, and what it holds."""
+    """Iterate over a queue's outstanding work requests: each wr_id, and the resources in use."""
     index = 0
     while (entry := queue.entry(index)) is not None:
         yield entry

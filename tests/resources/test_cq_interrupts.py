@@ -1,6 +1,6 @@
 """Polling and waiting under interrupts, finalizers and threads, and without memory.
 
-No completion is lost, no lock stays held, and nothing waits for ever.
+No completion is lost, no lock stays held, and nothing waits forever.
 """
 
 from __future__ import annotations
@@ -449,7 +449,7 @@ def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
                 with contextlib.suppress(KeyboardInterrupt):
                     signal.setitimer(signal.ITIMER_REAL, 2e-4 + index * 1e-6)
                     again_and_again(cq)
-                # Another thread would wait for ever.
+                # Another thread would wait forever.
                 other = threading.Thread(target=cq.poll, daemon=True)
                 other.start()
                 other.join(LIMIT)

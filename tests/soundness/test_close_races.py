@@ -226,7 +226,7 @@ def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
     def check(rig: Any, _: Moment) -> None:
         for closer in rig.closers:
             closer.join(LIMIT)
-            assert not closer.is_alive(), "close() waits for ever"
+            assert not closer.is_alive(), "close() waits forever"
             assert rig.more[-1].closed if hasattr(rig.more[-1], "closed") else True
         assert not [error for error in rig.found if isinstance(error, BaseException)], rig.found
         rig.found.clear()

@@ -1225,7 +1225,7 @@ static int close_now(struct rp_handle *h)
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
-	/* What was put off because it was in use by this handle. */
+	/* Run the closes that were deferred because this handle used the resource. */
 	if (!stopped && !rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
 	    rp_thread()->first_put_off)
 		rp_close_put_off();
@@ -1354,7 +1354,7 @@ static size_t count_put_off(const struct rp_thread *me)
 	return count;
 }
 
-/* Run this thread's deferred closes. A handle that a later one uses is retried after that. */
+/* Run this thread's deferred closes. If one fails because its handle is in use, retry it later. */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();

@@ -42,7 +42,7 @@ struct rp_handle {
 	unsigned int access; /* a memory region's flags */
 	uint64_t start; /* a memory region's first address, as SGEs give it */
 	uint32_t lkey, rkey; /* a memory region's */
-	PyObject *form; /* what a memory region is made of, for the device; or NULL */
+	PyObject *form; /* a memory region's memory, access and PD (a _Form); or NULL */
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */

@@ -301,7 +301,7 @@ static void free_slot(struct rp_in_flight *q, struct rp_entry *entry)
 	q->end--;
 }
 
-/* Take out the next entry that is done; whether there was one. */
+/* Remove the next finished entry; return whether there was one. */
 static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 {
 	int there = 1;

@@ -481,8 +481,8 @@ static void item_dealloc(PyObject *self)
 }
 
 /*
- * Return a new reference to the caller's work request, and in `held`, if that is not NULL, one to
- * what it holds; NULL with an exception if the list is closed.
+ * Return a new reference to the caller's work request, or NULL with an exception if the list is
+ * closed. If `refs` is not NULL, it gets a new reference to what the work request keeps alive.
  */
 static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **refs)
 {

@@ -384,7 +384,7 @@ void rp_deliver_soon(void)
 		Py_AddPendingCall(deliver, NULL);
 }
 
-/* Do posted work and work that is due; in the middle of a verb, leave that to the verb. */
+/* Execute posted work and due retries. Inside a verb, leave both to the end of that verb. */
 static PyObject *progress(void)
 {
 	PyObject *first;

@@ -1,8 +1,8 @@
 """Checks of memory windows: binding them, and invalidating keys.
 
-A type 2 window is valid only on the queue pair that bound it.  On XRC the side
-that binds is not the side that is written to, so a window's key can only be
-invalidated there, and a peer can only invalidate a region's key.
+A type 2 window is valid only on the queue pair that bound it.  On XRC the binding
+side is never the target of writes, so it can only invalidate the window's key, and
+its peer can only invalidate a region's key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 ROWS: list[Row] = []
 
 WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
-"""The access of a region to which a window for writes can be bound."""
+"""The access flags that a region needs before a window for writes can be bound to it."""
 
 _UNKNOWN_OPCODE = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
 """The status of an opcode that a working queue pair does not know; rxe 6.12 flushes it."""

@@ -205,7 +205,7 @@ class _Answers:
             answer.cancel()
 
     def end(self) -> None:
-        """Cancel them, and any that is added later: the server ends."""
+        """Cancel all pending answers, and any added later: the server is closing."""
         self._ended = True
         for answer in tuple(self._pending):
             answer.cancel()

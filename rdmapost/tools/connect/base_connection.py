@@ -185,7 +185,7 @@ class BaseConnection(native.Finalizer, NotCopied):
     ) -> Iterator[tuple[Report, float]]:
         """Yield requests for one report, each with the seconds that the server may wait.
 
-        Yield the next one if the last one's time has passed.
+        Take the next request when the server has waited that long without a report.
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)

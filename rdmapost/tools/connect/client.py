@@ -88,7 +88,7 @@ def dial(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not go with another one.
         ClosedError: mr, srq or cq is closed.
-        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.

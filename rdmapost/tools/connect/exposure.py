@@ -64,7 +64,7 @@ class Exposure:
 
 
 def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
-    """Return the place of some exposed bytes, their offset and length, as ints.
+    """Check a range of the exposed bytes; return its offset and length as ints.
 
     Args:
         size: how many are exposed.

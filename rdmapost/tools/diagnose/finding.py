@@ -48,9 +48,9 @@ def attribute(findings: Iterable[Finding], about: str) -> list[Finding]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time for people: "67.1 ms", "0.47 s", "for ever"."""
+    """Format a time for people: "67.1 ms", "0.47 s", "forever"."""
     if math.isinf(seconds):
-        return "for ever"
+        return "forever"
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
     if seconds >= 120:

@@ -94,7 +94,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "timeout-0",
             "problem",
-            "timeout=0: a send waits for its acknowledgement for ever, and never fails",
+            "timeout=0: a send waits for its acknowledgement forever, and never fails",
             "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
         )
         return
@@ -107,7 +107,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "retry-for-ever",
             "warning",
-            "retry_cnt=7: Soft-RoCE retries for ever, and a send without an answer never fails",
+            "retry_cnt=7: Soft-RoCE retries forever, and a send without an answer never fails",
             "connect with retry_cnt=6 or less",
         )
     elif total > _LONG_S:
@@ -149,7 +149,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
     retry, local = snap.attr.rnr_retry, snap.responder
     if retry == RNR_FOR_EVER:
         severity: Severity = "warning"
-        evidence = "rnr_retry=7: a send that finds no receive waits for ever"
+        evidence = "rnr_retry=7: a send that finds no receive waits forever"
         if local is not None and not has_receive(local[0]):
             evidence += ", and the peer has none posted"
             sends = waiting_sends(snap)

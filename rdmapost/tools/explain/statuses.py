@@ -285,7 +285,7 @@ STATUSES: tuple[Explanation, ...] = (
         "The peer did not answer. A request was sent retry_cnt + 1 times and no acknowledgement "
         "came. That takes at least 4.096 us * 2^timeout * (retry_cnt + 1): with timeout=14 and "
         "retry_cnt=6 half a second; devices may wait up to four times as long for each attempt, "
-        "and some raise a short timeout to their minimum. timeout=0 waits for ever. Whether the "
+        "and some raise a short timeout to their minimum. timeout=0 waits forever. Whether the "
         "request was carried out is not known. The QP is in ERR.",
         causes=(
             "The peer's QP is not in RTR or RTS, or is gone: not connected yet, in ERR after its "
@@ -341,7 +341,7 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         look_at=(
             "The peer's qp.outstanding.recv (srq.outstanding) at the time, and its max_recv_wr.",
-            "Your rnr_retry: 7 waits for ever. It hides a peer that never posts, so use it in "
+            "Your rnr_retry: 7 waits forever. It hides a peer that never posts, so use it in "
             "production and not in tests.",
             "The peer's min_rnr_timer, encoded: 12 is 0.64 ms, 1 is 10 us, 0 is 655 ms.",
             "hw_counters: rnr_nak_retry_err at the sender, out_of_buffer at the receiver (mlx5); "

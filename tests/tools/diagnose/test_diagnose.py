@@ -243,7 +243,7 @@ def test_timeout_of_hours_is_found(unconnected):
 def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
     join(unconnected, {"rnr_retry": 7})
     a, b = unconnected.a, unconnected.b
-    # Nothing waits for ever yet.
+    # Nothing waits forever yet.
     assert named(a.diagnose(b), "rnr-retry-for-ever").severity == "warning"
     a.post_send(rp.Send(unconnected.mine[:8]))
     for findings in (a.diagnose(), a.diagnose(b)):
