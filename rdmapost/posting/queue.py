@@ -288,7 +288,7 @@ class PostQueue(native.Queue):
             error.index, error.count = index, count
             raise
         # The caller's objects gave another value, or another thread changed the queue or a region.
-        reason = "it was refused, and what refused it has changed meanwhile: post it again"
+        reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
         raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)
 

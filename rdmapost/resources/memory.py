@@ -751,7 +751,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     def rkey(self, rkey: int) -> None:
         rkey = within("rkey", rkey, 0, (1 << 32) - 1)
         if (rkey ^ self.rkey) & ~0xFF:
-            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only its low 8 bits change")
+            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only the low 8 bits change")
         self._verb(setattr, "rkey", rkey)
 
     def next_rkey(self) -> int:

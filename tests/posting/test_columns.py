@@ -807,7 +807,7 @@ def test_number_that_changes_after_its_row_was_refused_is_still_a_post_error(rc)
         def __index__(self) -> int:
             return values.pop(0)
 
-    with pytest.raises(rp.PostError, match="has changed meanwhile") as caught:
+    with pytest.raises(rp.PostError, match="no longer applies") as caught:
         write_blocks(rc, 2, remote_addr=Changing())
     assert (caught.value.index, caught.value.posted) == (0, 0)
     assert rc.a.outstanding.send == 0

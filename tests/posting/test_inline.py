@@ -174,7 +174,7 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
         refused(pair, rp.Send(sge, send_flags=INLINE), words)
     if checked:
         # Unchecked, the caller vouches for the memory.
-        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE is only numbers")
+        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE was made from numbers")
     # A buffer cannot be freed or moved while an SGE names it.
     data = array.array("B", b"held")
     wr = pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=INLINE)

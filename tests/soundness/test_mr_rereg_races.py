@@ -65,7 +65,7 @@ def test_posts_race_with_a_region_that_moves(device):
         assert moved
         assert posted
         # Nothing else is refused.
-        allowed = ("again by another thread", "lies outside")
+        allowed = ("another thread is re-registering", "lies outside")
         assert all(any(words in text for words in allowed) for text in texts), texts
     rig.cq.poll()
     mr.close()

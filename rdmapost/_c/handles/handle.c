@@ -503,9 +503,9 @@ void rp_raise_closed(struct rp_handle *h)
 		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
 	else if (h->spoiled)
 		PyErr_Format(python.closed,
-			     "%S cannot be used: it failed to be registered again; close it", h);
+			     "%S cannot be used: its re-registration failed; close it", h);
 	else if (h->remaking)
-		PyErr_Format(python.closed, "%S is being registered again by another thread", h);
+		PyErr_Format(python.closed, "another thread is re-registering %S", h);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
