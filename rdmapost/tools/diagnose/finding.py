@@ -19,11 +19,11 @@ class Finding:
     Attributes:
         name: identifies it to programs; stable across versions.
         severity: "problem" (it cannot work), "warning" (it works, but may fail
-            later), "info" (worth knowing) or "ok" (checked, and correct).
+            later), "info" (worth knowing) or "ok" (checked and correct).
         evidence: what was seen, with the numbers.
         remedy: what to do, as a command or a call where possible; "" if there is
             nothing to do.
-        about: the object it concerns: a queue pair, a port, a file, the machine.
+        about: the object that it concerns: a queue pair, a port, a file, the machine.
     """
 
     name: str
