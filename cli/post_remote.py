@@ -90,7 +90,7 @@ def _exposed(connection: Connection) -> str:
 
 
 def _why_refused(out: Output, connection: Connection, shown: WC, sent: int | None) -> str | None:
-    """Say why the server refused a work request, if what it offers tells."""
+    """Say why the server refused a work request, if its offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
     if shown.status is WCStatus.REM_ACCESS_ERR:
         return f"{peer} exposes {_exposed(connection)}"

@@ -12,7 +12,7 @@ A session, C being the client and S the server::
     C ready     its queue pair is connected
     S ready
     C report    what has arrived in your n-th receive?
-    S arrival, or nothing (it did not come in the time that was given)
+    S arrival, or nothing (none within the given time)
     C look      what is in your memory?
     S seen
     C bye       S bye: it has released everything
