@@ -11,7 +11,7 @@ from rdmapost import QPState, WCStatus
 
 @pytest.fixture
 def apart(connect) -> Pair:
-    """A pair, neither of which is connected."""
+    """Two queue pairs that are not yet connected."""
     return connect(to=QPState.RESET)
 
 

@@ -268,7 +268,7 @@ print(failed > 0, lost)
 
 @pytest.mark.parametrize("how", ["wait", "completions"])
 def test_wait_for_more_without_memory_loses_no_completion(how):
-    """The first are taken before the others, for which there may be no memory."""
+    """The first are taken before the others, which may not fit in memory."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     # asyncio reports on standard error what it cannot clean up without memory.
     done = run_python(WAITS_WITHOUT_MEMORY, how, **LOSES_MEMORY)

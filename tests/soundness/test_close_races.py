@@ -74,7 +74,7 @@ def _make_handles(rig: Rig) -> Callable[[rp.PD], None]:
 
 
 VERBS: dict[str, tuple[Callable[[Rig], Any], Callable[[Rig], Callable[[Any], object]]]] = {
-    # What is closed, and what another thread does with it meanwhile, again and again.
+    # What is closed, and what another thread does with it at the same time, repeatedly.
     "req_notify": (_channel_cq, lambda rig: lambda cq: cq.req_notify()),
     "poll": (lambda rig: rp.CQ(rig.context), lambda rig: lambda cq: cq.poll()),
     "get_cq_event": (

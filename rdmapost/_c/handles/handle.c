@@ -660,7 +660,7 @@ static void unmake(struct rp_handle *h, PyObject *made)
 	struct error error = save_error();
 	PyObject *done = NULL;
 
-	/* A call may fail for lack of memory; retry, since some may have been freed. */
+	/* A call may fail for lack of memory; retry, because memory may have been freed. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
 		PyErr_Clear();
 		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
@@ -958,7 +958,7 @@ static PyObject *get_now(PyObject *self, PyObject *const *member)
 
 static PyObject *get_parents(PyObject *self, void *unused)
 {
-	/* Also of one that is being registered again, which the device still has. */
+	/* Also for a region that is being re-registered: the device still has it. */
 	PyObject *parents = get_now(self, &((struct rp_handle *)self)->parents);
 
 	(void)unused;
@@ -1123,7 +1123,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 	while (load(&h->posted)) {
 		if (!ask(h, "_refuse_posted"))
 			continue;
-		/* The last completion may have arrived meanwhile. */
+		/* The last completion may have arrived since. */
 		if (load(&h->posted) || !PyErr_ExceptionMatches(python.in_use))
 			return -1;
 		PyErr_Clear();
@@ -1373,7 +1373,7 @@ void rp_close_put_off(void)
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
 		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
-			/* What this thread is closing may use it: then the end of that close goes on. */
+			/* A handle that this thread is closing may use it; the end of that close continues. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
 			put_off(h, BY_CALLER);
@@ -1409,7 +1409,7 @@ static PyObject *handle_close(PyObject *self, PyObject *unused)
 
 /* ---- registering again ----------------------------------------------------- */
 
-/* What a region is to become. */
+/* The new state of a region. */
 struct form {
 	PyObject *parents, *keeps;
 	unsigned int access;
@@ -1846,7 +1846,7 @@ static PyObject *finalizing_new(PyTypeObject *type, PyObject *args, PyObject *kw
 
 static PyObject *finalizing_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	/* The collector may clear it meanwhile. */
+	/* The collector may clear it during the call. */
 	PyObject *finalizer = Py_XNewRef(((struct finalizing *)self)->finalizer);
 	PyObject *result = finalizer ? PyObject_Call(finalizer, args, kwargs) : Py_NewRef(Py_None);
 	PyObject *resource = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;

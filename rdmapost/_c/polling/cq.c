@@ -994,7 +994,7 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 	return number_of_rows(n, reserve);
 }
 
-/* Ask for an event; 0, or -1 with an exception. */
+/* Request an event; 0, or -1 with an exception. */
 static int ask_for_event(const struct rp_handle *handle, int solicited_only)
 {
 	int code = ibv_req_notify_cq(handle->address, solicited_only);

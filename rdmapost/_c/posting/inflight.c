@@ -708,7 +708,7 @@ static PyObject *in_flight_peek(PyObject *self, PyObject *arg)
 	return peek((struct rp_in_flight *)self, cookie);
 }
 
-/* peek_queues(queues, cookie): the same, of whichever queue enrolled there has the cookie. */
+/* peek_queues(queues, cookie): the same, for the enrolled queue that has the cookie. */
 static PyObject *peek_queues(PyObject *module, PyObject *args)
 {
 	struct rp_in_flight *q;

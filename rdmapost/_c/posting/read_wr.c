@@ -151,7 +151,7 @@ static inline int room_for_bytes(struct post *post, size_t bytes)
 	return 1;
 }
 
-/* Likewise for more SGEs. */
+/* Make room for more SGEs; 1, or -1 with an exception. */
 static inline int room_for_sges(struct post *post, size_t count)
 {
 	PyObject **owners;

@@ -813,7 +813,7 @@ static void wr_start(struct ibv_qp_ex *qp)
 	soft->code = 0;
 }
 
-/* Add a work request; NULL if there is no memory. */
+/* Add a work request; NULL if out of memory. */
 static struct rp_built_wr *add_wr(struct ibv_qp_ex *qp, int opcode, uint32_t rkey,
 				  uint64_t remote_addr)
 {

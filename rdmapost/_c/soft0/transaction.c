@@ -270,7 +270,7 @@ static PyObject *ready_at(Py_ssize_t at)
 	return object;
 }
 
-/* Remove an object, to which the caller holds a reference; 0, or -1. */
+/* Remove an object; the caller holds a reference to it. 0, or -1. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;

@@ -437,7 +437,7 @@ class Pingpong(ResourceHolder):
         )
 
     def _unlike(self, received: int) -> str:
-        """Say what the sides may differ in, if nothing has come and they were not compared."""
+        """Name settings that may differ, if no message has arrived and they were not compared."""
         if received or self._compared:
             return ""
         fields = self._settings.fields()
