@@ -58,8 +58,8 @@ def _codes_behind(view: memoryview) -> list[str]:
 def _codes_of(view: memoryview) -> list[str]:
     """Return the codes of one view.
 
-    For a ctypes object, return those of its type, which a cast cannot change. Its own format omits
-    the contents of packed structures and of unions, its class may have forgotten a field: use both.
+    For a ctypes object, also return those of its type. Its format omits the contents of packed
+    structures and of unions; its class may no longer list a field.
     """
     ctypes: Any = sys.modules.get("_ctypes")
     if ctypes is None or not isinstance(view.obj, ctypes.Structure.__base__):

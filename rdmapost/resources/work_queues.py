@@ -1,6 +1,6 @@
-"""Base classes of what has work queues (QP, SRQ), and of what work requests use (MR, MW, AH).
+"""Base classes: of QP and SRQ, which have work queues; of MR, MW and AH, which work requests use.
 
-While a work request is outstanding or prepared, what it uses cannot be closed.
+While a work request is outstanding or prepared, the resources that it uses cannot be closed.
 """
 
 from __future__ import annotations

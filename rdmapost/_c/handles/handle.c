@@ -1163,7 +1163,7 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 	struct error first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
-	/* It may be impossible in the child of a fork that a signal handler has made. */
+	/* This may be impossible in a child that a signal handler has forked. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)

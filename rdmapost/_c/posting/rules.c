@@ -281,7 +281,7 @@ _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, con
 		       !offsetof(struct ibv_mr, context) && !offsetof(struct ibv_qp, context),
 	       "a struct begins with something else");
 
-/* What would harm this process or the driver: all that is checked with checks off. */
+/* The only rules with checks off: they refuse what would harm this process or the driver. */
 static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 			const struct request *r)
 {

@@ -212,7 +212,7 @@ class _Answers:
 
 
 class _Opening:
-    """Opens a listener in a thread, and closes it if the caller has given up waiting."""
+    """Opens a listener in a thread, and closes it if the caller no longer waits for it."""
 
     listener: socket.socket
 

@@ -74,8 +74,8 @@ _STATUS_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
-    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but -1 is no
-    # errno; "ibv_post_send failed: 12", as these verbs return errnos.
+    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but not -1;
+    # "ibv_post_send failed: 12", because these verbs return errnos.
     r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
     r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
     r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+[^0-9-]{1,20}(\d{1,3})\b(?![.:]\d)",
