@@ -2,10 +2,10 @@
 
 The declarations are in ``rdmapost/_c/*/*.cdef.h``, the shim (``ibv_post_send`` and
 the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the other C
-beside it; this file only hands them to cffi and setuptools.
+next to it; this file only passes them to cffi and setuptools.
 
 ``pip install .`` uses the commands below through pyproject.toml.
-``python build_ffi.py`` builds the module in place, beside its sources.
+``python build_ffi.py`` builds the module in place, next to its sources.
 
 One module serves CPython 3.11 and later, by the limited API.  A free-threaded
 CPython has none (its objects are laid out differently): there the module and

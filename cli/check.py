@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> None:
     """Post every opcode on every QP type, and verify the result.
 
-    Each is posted from one queue pair on the device to another, and verified by
-    the bytes that arrive, the values, or the access that a key then grants.  The
-    timeout applies to each.
+    Each opcode is posted from one queue pair on the device to another, and
+    verified by the bytes that arrive, the values, or the access that a key then
+    grants.  The timeout applies to each check.
     """
     from rdmapost.check import run_checks
 

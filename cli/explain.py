@@ -193,7 +193,7 @@ def _page(one: Explanation, kind: str) -> str:
 
 
 def _row(one: Explanation) -> str:
-    """Lay out the opcode's row of the table."""
+    """Lay out the QP types that support the opcode."""
     from rdmapost.explain import COLUMNS
 
     if not one.qp_types:

@@ -1,4 +1,4 @@
-"""How a failed command ends: the exit code and the text."""
+"""How a failed command ends: the exit code and the message."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ _WRITE_BYTES = 16
 def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
 
-    The window is as long as the data, and another write tests the memory next
-    to it.  On xrc the side that binds cannot be written to, so the window's key
+    The window is as long as the data; another write tests the memory next to the
+    window.  On xrc the side that binds cannot be written to, so the window's key
     is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite

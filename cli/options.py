@@ -167,7 +167,7 @@ def _device_port(value: str | int) -> int:
 
 
 class _JsonOption(click.Option):
-    """--json, whose help says what the command at hand does."""
+    """--json, with help that depends on the command."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         record = super().get_help_record(ctx)
@@ -460,7 +460,7 @@ large_payload_options = payload_options_for(None, whole=False)
 
 
 def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) -> Payload:
-    """Return the data that the options ask for: generated, from a file, or a text."""
+    """Return the data that the options specify: generated, from a file, or a text."""
     from .payload import Payload
 
     if size is not None:

@@ -126,7 +126,7 @@ def pingpong(
     to the server there.  The other side can also be a program from
     ibverbs-utils: ibv_rc_pingpong, ibv_uc_pingpong or ibv_ud_pingpong.  On RoCE
     those need a GID index (-g INDEX).  Both sides need the same --qp-type, --size,
-    --iters and --mtu; two rdmaposts compare them first.
+    --iters and --mtu; if both sides are rdmapost, they compare these first.
 
     A server listens on every address, like ibv_rc_pingpong, because its client
     is on another machine; it accepts one connection and exposes no memory.  The

@@ -21,7 +21,7 @@ def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
 
 
 def send_flags(settings: PostSettings) -> int:
-    """Return the send flags that were asked for, and SIGNALED."""
+    """Return the requested send flags, and SIGNALED."""
     flags = SendFlags.SIGNALED
     for name in settings.flags:
         flags |= SendFlags[name]

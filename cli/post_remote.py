@@ -90,7 +90,7 @@ def _exposed(connection: Connection) -> str:
 
 
 def _why_refused(out: Output, connection: Connection, shown: WC, sent: int | None) -> str | None:
-    """Say why the server refused a work request, if what it offers tells."""
+    """Say why the server refused a work request, if its offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
     if shown.status is WCStatus.REM_ACCESS_ERR:
         return f"{peer} exposes {_exposed(connection)}"
@@ -147,7 +147,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
 
 
 def _same(found: Arrival | Seen, expected: Payload, digest: str, index: int, count: int) -> Shown:
-    """Check that what arrived is what was sent, and return what to show of it."""
+    """Compare the received data with the data sent; return the part to print."""
     # The server reports the first bytes, and a digest of all of them.
     if found.data != expected.head(len(found.data)) or found.sha256 != digest:
         raise mismatch(index, count)

@@ -1,4 +1,4 @@
-"""The output of the posting commands: the completions, the data that arrived, and the text."""
+"""The output of the posting commands: the completions, and the data that arrived."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def start_document(
 def record(out: Output, wcs: list[WC], count: int) -> None:
     """Put the completions of ``count`` work requests into the document.
 
-    ``status`` and ``wr_id`` are those of the first that failed, or else of the last
-    if none is missing.
+    ``status`` and ``wr_id`` come from the first failed completion, or else from the last
+    one if none is missing.
     """
     if count > 1:
         out.doc["count"] = count
@@ -47,11 +47,11 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
 
 
 class Shown(NamedTuple):
-    """As much of some data as the output shows.
+    """The part of some data that the output shows.
 
     Attributes:
         head: its first bytes.
-        length: how long all of it is.
+        length: the length of all the data.
     """
 
     head: bytes
@@ -88,7 +88,7 @@ def mismatch(index: int, count: int) -> RdmaError:
 
 
 def show(out: Output, results: dict[str, Any]) -> None:
-    """Print the results of a posting command, by name; a list is shown as far as it fits."""
+    """Print the results of a posting command, by name; lists are cut to the output's width."""
     doc = out.doc
     pairs = []
     for name, value in results.items():

@@ -96,7 +96,7 @@ def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, 
 def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
     """Report the number of unexpected messages to the device.
 
-    There is one, so an added buffer matches nothing until it is reported.
+    There is one unexpected message; until it is reported, an added buffer matches nothing.
     """
     from rdmapost import OpsOpcode, RdmaError, TagSync, WCFlags, WCOpcode
 

@@ -71,7 +71,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
 
 
 def _capture(context: Context, target: Target) -> AbstractContextManager[Capture | None]:
-    """Begin to capture the device's packets, if asked to."""
+    """Begin to capture the device's packets if --pcap was given."""
     if target.pcap is None:
         return nullcontext()
     try:

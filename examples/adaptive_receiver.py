@@ -22,7 +22,7 @@ SENDERS, BURST, BURSTS = 4, 32, 8
 
 
 class Receiver:
-    """Takes messages of any number of senders."""
+    """Receives messages from any number of senders."""
 
     def __init__(self, context: rp.Context) -> None:
         self.pd = rp.PD(context)
@@ -137,7 +137,7 @@ def run(context: rp.Context) -> None:
             thread.join()
         failed = senders[0].ask_too_much()
     finally:
-        # For good: the receiver may be between two waits just now.
+        # for_good: the receiver may be between two waits at this moment.
         receiver.cq.cancel_waits(for_good=True)
         receiving.join()
     for wc in receiver.cq.poll():

@@ -34,7 +34,7 @@ class Memory(NamedTuple):
 
 
 class Tensor:
-    """Hides everything of an array but DLPack."""
+    """Exposes only an array's DLPack interface."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -74,7 +74,7 @@ def memfd_as_dmabuf(pd: rp.PD) -> Memory:
     fd = os.memfd_create("shared")
     try:
         os.truncate(fd, SIZE)
-        # Peers and SGEs name its first byte by this address; any that suits the page size.
+        # The address (IOVA) by which peers and SGEs name the first byte; any page-aligned one.
         mr = rp.MR.from_dmabuf(pd, fd, 0, SIZE, 0x10000, ACCESS)
         return Memory(mr, mmap.mmap(fd, SIZE).read)
     finally:

@@ -1,4 +1,4 @@
-"""A collector of metrics that admits its agents: a server with memory and queues of its own.
+"""A metrics collector that decides which agents may connect: a server with its own MR, SRQ and CQ.
 
 Each agent says who it is when it connects (private data). The collector rejects versions that it
 does not know, and tells the others which row of its table is theirs. An agent writes its row over

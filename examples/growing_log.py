@@ -66,7 +66,7 @@ class Writer:
 
 
 class Follower:
-    """Reads what has been appended since it last looked."""
+    """Reads the records appended since its last read."""
 
     def __init__(self, context: rp.Context, writer: Writer, stack: ExitStack) -> None:
         enter = stack.enter_context

@@ -1,7 +1,7 @@
 """Move blocks of a KV cache between two nodes, from and to places listed in numpy arrays.
 
 A prefill node has computed the attention keys and values of some prompts, in blocks of 16 tokens.
-A decode node needs them, in other blocks of its own cache. `post_columns` takes the block numbers
+A decode node needs them, in different blocks of its cache. `post_columns` takes the block numbers
 as arrays and posts an RDMA write for each, without a Python object per block.
 
     python examples/kv_cache_blocks.py [DEVICE]     (default: soft0)
@@ -46,7 +46,7 @@ def main(device: str = "soft0") -> None:
         posted = done = 0
         while done < len(here):
             if posted < len(here):
-                # This posts as many as the queue has room for, and none if it is full.
+                # This posts as many as fit into the queue, and none if it is full.
                 posted += a.post_columns(
                     rp.RdmaWrite,
                     local.blocks(here[posted:], BLOCK),

@@ -87,7 +87,7 @@ class Client:
         raise RuntimeError("the table is full")
 
     def _read(self, slot: int) -> tuple[int, bytes, bytes]:
-        """Read a slot, again if a writer has it locked or changed it meanwhile."""
+        """Read a slot; retry if a writer has locked it or changes it during the read."""
         while True:
             self.qp.post_send(rp.RdmaRead(self.mr[:SLOT], **self._at(slot)))
             self._done()

@@ -1,8 +1,8 @@
-"""Latency of RDMA writes by the device's own clock, as histograms.
+"""Latency of RDMA writes, measured by the device's own clock, as histograms.
 
-A completion says by the device's clock when its work request ended, however late the program polls
-it. Here the program posts bursts, sleeps, and only then polls; the latencies are still right. The
-device needs completion timestamps: mlx5 has them, and soft0; Soft-RoCE has none, and says so.
+Each completion carries a timestamp from the device's clock, so it does not matter how late the
+program polls it. Here the program posts bursts, sleeps, and only then polls; the latencies are
+still right. The device must support completion timestamps: mlx5 and soft0 do, Soft-RoCE does not.
 
     python examples/latency_histogram.py [DEVICE]     (default: soft0)
 """
@@ -37,7 +37,7 @@ class Meter:
         self.b.connect(self.a.endpoint())
 
     def now(self) -> int:
-        """Return the device's clock, of which only some bits may be valid."""
+        """Return the device's clock; on some devices only the low bits are valid."""
         return self.context.query_rt_values() & self.context.attr.completion_timestamp_mask
 
     def microseconds(self, begun: int, ended: int) -> float:

@@ -23,7 +23,7 @@ MESSAGE = len("0000:000000:000000:" + 32 * "0") + 1  # with the terminating NUL
 
 
 class Pingpong:
-    """One side of it."""
+    """One side of the ping-pong."""
 
     def __init__(self, context: rp.Context, stack: ExitStack, args: argparse.Namespace) -> None:
         enter = stack.enter_context
@@ -60,7 +60,7 @@ class Pingpong:
 
     def connect(self, message: bytes) -> None:
         lid, qpn, psn, gid = message.rstrip(b"\0").decode().split(":")
-        # Both sides use an MTU of 1024 unless told otherwise.
+        # Both sides use an MTU of 1024 by default.
         remote = rp.Endpoint(
             int(qpn, 16), int(psn, 16), rp.GID(bytes.fromhex(gid)), int(lid, 16), rp.MTU.MTU_1024
         )

@@ -22,7 +22,7 @@ BUFFER, BUFFERS, CLIENTS = 256, 32, 8
 
 
 class Server:
-    """Answers calls of the functions that it is given."""
+    """Serves calls of the given functions."""
 
     def __init__(self, context: rp.Context, stack: ExitStack, functions: dict[str, Any]) -> None:
         self.enter, self.functions = stack.enter_context, functions

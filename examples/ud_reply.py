@@ -1,8 +1,8 @@
 """A datagram server that answers whoever writes to it.
 
-UD queue pairs are not connected: one of them serves any number of clients. A request brings the
-sender's queue pair number in its completion and the sender's address in its GRH, which is all
-that `AH.from_wc` needs to make an address handle for the reply.
+UD queue pairs are not connected: one of them serves any number of clients. A request's completion
+has the sender's queue pair number, and its GRH has the sender's address: `AH.from_wc` makes an
+address handle for the reply from these.
 
     python examples/ud_reply.py [DEVICE]     (default: soft0)
 """

@@ -2,8 +2,8 @@
 
 With RC, a client that talks to N processes on a host needs N connections. With XRC it needs one to
 the host, and each message names the shared receive queue of the process that it is for. The
-processes find their common XRC domain by a file. The two workers here open the device separately
-and share nothing else, as two processes would; on soft0 they are threads of this one.
+processes find their common XRC domain through a file. The two workers here open the device
+separately and share nothing else, as two processes would; on soft0 they are threads of this one.
 
     python examples/xrc_workers.py [DEVICE]     (default: soft0; Soft-RoCE has no XRC)
 """
@@ -29,7 +29,7 @@ class Worker:
         enter = stack.enter_context
         self.context = enter(rp.open_device(device))
         with open(domain) as file:
-            # The first process creates the domain; the others find it by the file.
+            # The first process creates the domain; the others find it through the file.
             self.xrcd = enter(rp.XRCD(self.context, file.fileno(), os.O_CREAT))
         self.pd, self.cq = enter(rp.PD(self.context)), enter(rp.CQ(self.context))
         self.mr = enter(rp.MR(self.pd, RECEIVES * SIZE))

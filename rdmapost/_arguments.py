@@ -73,7 +73,7 @@ def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> i
     """Convert an argument of any integer type to int, and check its range.
 
     Args:
-        minimum, maximum: the range, both included; None is no bound.
+        minimum, maximum: the range, inclusive; None: no bound.
 
     Raises:
         TypeError: it is not an integer.
@@ -125,7 +125,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
 
     Args:
         allowed: all the flags that it may have.
-        made_of: their names, for the text of the error.
+        made_of: their names, for the error message.
 
     Raises:
         TypeError: it is not an integer.

@@ -13,7 +13,7 @@ __all__ = ["address_of", "ffi", "lib", "native", "once", "start_of"]
 
 if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
     # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
-    # follow a NULL.
+    # dereference NULL.
     for _prefix, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
         for _name in _names:
             _type = ffi.typeof(_prefix + _name)
@@ -46,7 +46,7 @@ def start_of(view: memoryview) -> int:
     """Return the address of the first byte of a view.
 
     Keep the view, not its cdata: if the collector clears both in one cycle, Python 3.11 and 3.12
-    follow a NULL pointer.
+    dereference a NULL pointer.
 
     Raises:
         ValueError: the memory behind it is not contiguous.

@@ -49,9 +49,9 @@ _NUMERIC = frozenset("bcdoxXneEfFgG%")
 
 
 class _Named(IntEnum):
-    """An enumeration that prints as its names, and is otherwise its numbers.
+    """An enumeration whose members print as their names and otherwise behave as numbers.
 
-    Every member is true, also the one that is 0, unless the class says otherwise.
+    Every member is truthy, even if its number is 0, unless the class says otherwise.
     """
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class _Named(IntEnum):
 
 
 class _Flags(IntFlag):
-    """Flags that print as their names, such as LOCAL_WRITE|REMOTE_READ; none of them as 0."""
+    """Flags that print as their names, such as LOCAL_WRITE|REMOTE_READ; no flags print as 0."""
 
     def __str__(self) -> str:
         # Without a name: no bits, or none that is known.
@@ -176,7 +176,7 @@ class SendOps(_Flags):
 
 
 class FlushType(_Flags):
-    """How far a FLUSH takes the data: ``enum ibv_placement_type``, ibv_wr_post(3)."""
+    """How far a FLUSH pushes the data: ``enum ibv_placement_type``, ibv_wr_post(3)."""
 
     GLOBAL = 1 << 0
     """Visible to every reader, including the CPU."""

@@ -145,7 +145,7 @@ class PostError(VerbsError):
         count: the length of the list.
         wr: the failing work request; None if the device did not say.  If it
             names resources, pickling replaces it with its repr(), a str.
-        reason: the cause, as far as it is known.
+        reason: the cause, if known.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _picklable(value: Any, protocol: int) -> Any:
-    """Return the value, or its repr if it does not survive pickling."""
+    """Return the value, or its repr if it cannot be pickled and unpickled."""
     try:
         # Unpickle it, too: a pool hangs if its parent cannot load a result.
         pickle.loads(pickle.dumps(value, protocol))

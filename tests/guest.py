@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a command beside a Soft-RoCE device, in a throwaway virtual machine.
+"""Run a command on a machine with a Soft-RoCE device: a throwaway virtual machine.
 
     python tests/guest.py --kernel 6.12 -- rdmapost check -d rxe0
     python tests/guest.py --kernel 6.1 -- pytest -m rdma

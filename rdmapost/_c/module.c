@@ -1,5 +1,5 @@
 /*
- * The module's init function, and the functions that it has besides cffi's, which never block.
+ * The module's init function, and the functions that it adds to cffi's; these never block.
  *
  * cffi releases the GIL around every call. Posting and polling never block, and
  * while another thread is busy, reacquiring the GIL takes a thousand times as

@@ -42,8 +42,9 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
 
 
 class Reasons(NamedTuple):
-    """Why a post is refused, as functions of the queue pair or SRQ, to which a queue has no
-    reference.
+    """Functions that say why a post was refused.
+
+    They take the queue pair or SRQ as an argument: its queues hold no reference to it.
 
     Attributes:
         refused: what the device's errno means for a work request.
@@ -55,7 +56,7 @@ class Reasons(NamedTuple):
 
 
 class _Row(Sequence[Any]):
-    """A list of which only one work request is known."""
+    """A list in which only one work request is known."""
 
     def __init__(self, wr: Any, count: int) -> None:
         self._wr, self._count = wr, count
@@ -287,7 +288,7 @@ class PostQueue(native.Queue):
             error.index, error.count = index, count
             raise
         # The caller's objects gave another value, or another thread changed the queue or a region.
-        reason = "it was refused, and what refused it has changed meanwhile: post it again"
+        reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
         raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)
 

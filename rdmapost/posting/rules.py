@@ -1,6 +1,6 @@
 """What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
 
-C checks what is posted (``_c/posting/rules.c``); the text of each of its rules is here, by name.
+C checks what is posted (``_c/posting/rules.c``); the message of each rule is here, by name.
 """
 
 from __future__ import annotations
@@ -139,12 +139,12 @@ def too_long_a_list(queue: QueueLimits, count: int) -> str:
     """Say that a list can never fit, however many completions are polled."""
     return (
         f"a list of {count} cannot fit a queue of {queue.depth_name}={queue.depth}; "
-        "post it in parts, or create the queue deeper"
+        "post it in parts, or create a deeper queue"
     )
 
 
 class QueueLimits(Protocol):
-    """What the texts say about a queue."""
+    """What the messages say about a queue."""
 
     verb: str
     wr_type: type
@@ -245,10 +245,10 @@ class Refusal(NamedTuple):
         return f"{self.value} is closed"
 
     def spoiled(self) -> str:
-        return f"{self.value} cannot be used: it failed to be registered again; close it"
+        return f"{self.value} cannot be used: its re-registration failed; close it"
 
     def being_registered(self) -> str:
-        return f"{self.value} is being registered again by another thread"
+        return f"another thread is re-registering {self.value}"
 
     def full(self) -> str:
         queue = self.queue
@@ -256,21 +256,21 @@ class Refusal(NamedTuple):
             return too_long_a_list(queue, self.b)
         outstanding = counted(queue.outstanding, "work request")
         verb = "is" if queue.outstanding == 1 else "are"
-        beside = "" if self.a == 1 else f", and the list has {self.a} more"
-        # It is not recorded which are SIGNALED.
+        more = "" if self.a == 1 else f", and the list has {self.a} more"
+        # Which of them are SIGNALED is not recorded.
         unsure = queue.verb == "ibv_post_send" and not queue.limits.sq_sig_all
-        doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
+        doubt = "; if none of them is SIGNALED, no slot is ever freed" if unsure else ""
         return (
             f"the queue is full: {queue.depth_name}={queue.depth} and "
-            f"{outstanding} {verb} outstanding{beside}; poll the CQ, or create "
-            f"the queue deeper{doubt}"
+            f"{outstanding} {verb} outstanding{more}; poll the CQ, or create "
+            f"a deeper queue{doubt}"
         )
 
     def list_full(self) -> str:
         return (
-            f"the matching list is full: max_num_tags={self.queue.max_num_tags} and as many "
-            "tagged receives are outstanding; poll the CQ, remove some, or create the "
-            "SRQ with more"
+            f"the matching list is full: all max_num_tags={self.queue.max_num_tags} tagged "
+            "receives are outstanding; poll the CQ, remove some, or create an SRQ with a larger "
+            "max_num_tags"
         )
 
     def bind_prepared(self) -> str:
@@ -285,9 +285,9 @@ class Refusal(NamedTuple):
         opcode, mine = self.wr.opcode, self.queue.limits.qp_type
         if opcode in SEND_OPS and mine in QP_TYPES_BY_OPCODE[opcode]:
             flag = f"SendOps.{SEND_OPS[opcode].name}"
-            return f"{opcode.name} needs a QP that is created with send_ops_flags={flag}"
+            return f"{opcode.name} needs a QP that was created with send_ops_flags={flag}"
         types = ", ".join(sorted(t.name for t in QP_TYPES_BY_OPCODE[opcode]))
-        return f"{opcode.name} is not an opcode of {mine.name} QPs; {types} have it"
+        return f"{opcode.name} is not supported on {mine.name} QPs, only on {types}"
 
     def wrong_flags(self) -> str:
         opcode: Opcode = self.wr.opcode
@@ -297,7 +297,7 @@ class Refusal(NamedTuple):
         names = "|".join(flag.name or "" for flag in SendFlags if flag & wrong)
         if wrong & FLAGS_BY_OPCODE[opcode]:
             if wrong & SendFlags.IP_CSUM:
-                return f"{names}: the device has no such offload on {qp_type.name} QPs"
+                return f"{names} is not supported by the device on {qp_type.name} QPs"
             return f"{names} has no meaning on {qp_type.name} QPs"
         return f"{names} has no meaning on {opcode.name}"
 
@@ -315,19 +315,19 @@ class Refusal(NamedTuple):
 
     def inline_numbers(self) -> str:
         return (
-            "INLINE reads the buffer in this process, and this SGE is only numbers; "
+            "INLINE reads the buffer in this process, but this SGE was made from numbers; "
             "use mr[a:b] or SGE.from_buffer(data), or a QP with checked=False"
         )
 
     def inline_zero_based(self) -> str:
         return (
-            "INLINE reads the buffer in this process, and addresses of a ZERO_BASED region count "
+            "INLINE reads the buffer in this process, but a ZERO_BASED region's addresses count "
             "from its start; use SGE.from_buffer(mr.buffer[a:b])"
         )
 
     def inline_unreadable(self) -> str:
         return (
-            f"INLINE reads the buffer in this process, and {self.value} has none: it was "
+            f"INLINE reads the buffer in this process, but {self.value} has none: it was "
             "registered by address, or is a device's memory or a dma-buf; post without INLINE"
         )
 
@@ -345,7 +345,7 @@ class Refusal(NamedTuple):
         return "a buffer that is not registered can only be sent with SendFlags.INLINE"
 
     def region_of_other_pd(self) -> str:
-        return f"{self.value} belongs to another PD than the queue"
+        return f"{self.value} does not belong to the queue's PD"
 
     def outside_region(self) -> str:
         return f"{SGE(*self.sge)} lies outside {self.value}"
@@ -376,29 +376,27 @@ class Refusal(NamedTuple):
         return f"remote_qpn={self.a:#x} is not a QP number, which has 24 bits"
 
     def resource_of_other_pd(self) -> str:
-        return f"{self.value} belongs to another PD than the queue pair"
+        return f"{self.value} does not belong to the queue pair's PD"
 
     def resource_of_other_device(self) -> str:
-        return f"{self.value} belongs to another open device than the queue pair"
+        return f"{self.value} does not belong to the queue pair's open device"
 
     def bind_needs(self) -> str:
         return "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
 
     def window_of_type_1(self) -> str:
         return (
-            f"{self.value} is of type 1, and a BIND_MW work request binds windows of type 2; "
-            "qp.bind_mw() binds this one"
+            f"{self.value} is of type 1, but a BIND_MW work request binds windows of type 2; "
+            "use qp.bind_mw()"
         )
 
     def window_of_type_2(self) -> str:
-        return (
-            f"{self.value} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
-        )
+        return f"{self.value} is of type 2, but qp.bind_mw() binds windows of type 1; post a BindMW"
 
     def not_a_window_key(self) -> str:
         return (
-            f"rkey={self.a:#x} is not a key of {self.value}: only its low 8 bits may change; "
-            "mw.next_rkey() gives one"
+            f"rkey={self.a:#x} is not a key of {self.value}: only the low 8 bits may change; "
+            "use mw.next_rkey()"
         )
 
     def not_window_access(self) -> str:
@@ -431,13 +429,13 @@ class Refusal(NamedTuple):
     # ---- tag matching ------------------------------------------------------------------------
 
     def no_tag_handle(self) -> str:
-        return "TAG_DEL needs the handle that a TagAdd of this SRQ was given"
+        return "TAG_DEL needs the handle of a TagAdd that was posted to this SRQ"
 
     def not_a_tag_handle(self) -> str:
         return self.no_tag_handle()
 
     def tag_not_listed(self) -> str:
-        return f"{self.value} is not on the list any more: its completion has been polled"
+        return f"{self.value} is no longer on the list: its completion has been polled"
 
     def wrong_ops_flags(self) -> str:
         return f"flags={self.a:#x} has bits that are not flags of a tag-matching operation"
@@ -450,6 +448,6 @@ class Refusal(NamedTuple):
 
     def tag_outside_mask(self) -> str:
         return (
-            f"tag={self.a:#x} has bits outside of mask={self.b:#x}, so no message can match: "
+            f"tag={self.a:#x} has bits outside mask={self.b:#x}, so no message can match: "
             "a message matches if its tag & mask == tag"
         )

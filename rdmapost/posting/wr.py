@@ -167,7 +167,7 @@ class SendWithImm(_Message):
 
 @dataclass(slots=True, kw_only=True)
 class SendWithInv(_WithBuffers):
-    """Send a message that invalidates a key of the peer's (RC, UC, XRC_SEND).
+    """Send a message that invalidates one of the peer's keys (RC, UC, XRC_SEND).
 
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
@@ -475,8 +475,8 @@ class TagDel(OpsWR):
 class TagSync(OpsWR):
     """Tell the device how many unexpected messages have been handled.
 
-    Until this is the number that it has delivered, the device holds new entries back from
-    matching.  A completion with WCFlags.TM_SYNC_REQ asks for it.
+    Until this equals the number that the device has delivered, new entries do not match.
+    A completion with WCFlags.TM_SYNC_REQ asks for a TagSync.
 
     Attributes:
         flags: OpsFlags; default: SIGNALED and TM_SYNC.  Without TM_SYNC it would do nothing,
@@ -491,7 +491,7 @@ class TagSync(OpsWR):
 
 
 class _Signature:
-    """The signature of a class whose __init__ is C's; a subclass with one of its own has another.
+    """The signature of a class whose __init__ is in C; a subclass's own __init__ has another.
 
     Args:
         wr_type: the class.

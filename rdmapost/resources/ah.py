@@ -180,7 +180,7 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         ValueError: the device has no such port, the port has no GID at sgid_index, or a number is
             out of range.
         ClosedError: the PD is closed.
-        VerbsError: the device refused; the text says what to check.
+        VerbsError: the device refused; the message says what to check.
     """
 
     __slots__ = ("attr",)

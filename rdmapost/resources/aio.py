@@ -205,7 +205,7 @@ def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
 
 
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
-    """Take what else there is, up to a number, and leave what tasks wait for."""
+    """Take more completions, up to a number, but leave those that tasks wait for."""
     poller, wanted = cq._poller, max_entries - len(found)
     queue: _CQWaits | None = poller.tasks
     if queue is not None:
@@ -409,7 +409,7 @@ class _WaitList:
             if (watch := self._watch()) is None or watch.closed:
                 self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
         except OSError:
-            # Another thread may have closed it meanwhile: then say so.
+            # If another thread has closed it, raise ClosedError.
             struct_of(self.owner)
             raise
 
@@ -422,10 +422,10 @@ class _WaitList:
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
                 "tasks would wait for: let either threads or tasks wait"
             )
-        raise RdmaError("tasks of another event loop wait for the same events")
+        raise RdmaError("tasks of another event loop are already waiting for the same events")
 
     def stop(self, claims: int) -> None:
-        """Leave the events to others, unless a task has come since there were so many claims.
+        """Leave the events to others, unless a task has started to wait since.
 
         If this is interrupted, the next to wait completes it.
         """
@@ -446,15 +446,15 @@ class _WaitList:
             self._stop_watching()
 
     def deliver(self) -> None:
-        """Check what is available, and wake the tasks that can have what they wait for."""
+        """Check what is available, and wake the tasks whose waits it satisfies."""
         raise NotImplementedError
 
     def on_event(self) -> None:
-        """Read an event from the descriptor, and deliver."""
+        """Read an event from the descriptor, and call deliver()."""
         self.deliver()
 
     def deliver_or_fail(self) -> None:
-        """Deliver; if that raises, raise the exception in the tasks."""
+        """Call deliver(); if it raises, raise the exception in the waiting tasks."""
         if self.in_use():
             self._try(self.deliver)
 
@@ -502,7 +502,7 @@ class _CQWaits(_WaitList):
             super().rest()
 
     def deliver(self) -> None:
-        """Ask for the next event, then poll, and wake the tasks that can have enough."""
+        """Request the next event, then poll, and wake the tasks whose waits are satisfied."""
         self._poller.notify(self.owner, False)
         self._wake_those_with_enough()
 
@@ -514,12 +514,12 @@ class _CQWaits(_WaitList):
             self.deliver()
 
     def _wake_those_with_enough(self) -> bool:
-        """Poll, wake the tasks that can have what they want, and return whether all can."""
+        """Poll, wake the tasks whose waits are satisfied, and return whether all are."""
         wanted = 0
         for waiter in self.waiters:
             if not waiter.gone:
                 wanted += waiter.count
-        # Small waits are not blocked by larger ones.
+        # A larger wait does not block smaller ones.
         available = self._poller.fill(self.owner, wanted) - self.promised()
         cancels = self._poller.cancels
         everyone = True

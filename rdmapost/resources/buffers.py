@@ -10,7 +10,7 @@ from typing import Any
 _FIELD_NAMES = re.compile(":[^:]*:")
 """The field names in a record's format, such as ``T{i:count:O:value:}``."""
 _CODES_IN_NAME = re.compile("[<>=@!^]([Oz]|Z(?![fdg]))|&[<>=@!^(TX&]")
-"""What is not a field's name, but codes between two names of which one has a colon."""
+"""Codes in a string between colons that is not a field's name: a name may contain a colon."""
 _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """Format codes of objects and of ctypes' POINTER, function, c_char_p and c_wchar_p.
 
@@ -58,8 +58,8 @@ def _codes_behind(view: memoryview) -> list[str]:
 def _codes_of(view: memoryview) -> list[str]:
     """Return the codes of one view.
 
-    For a ctypes object, return those of its type, which a cast cannot change. Its own format omits
-    the contents of packed structures and of unions, its class may have forgotten a field: use both.
+    For a ctypes object, also return those of its type. Its format omits the contents of packed
+    structures and of unions; its class may no longer list a field.
     """
     ctypes: Any = sys.modules.get("_ctypes")
     if ctypes is None or not isinstance(view.obj, ctypes.Structure.__base__):

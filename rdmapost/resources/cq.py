@@ -295,7 +295,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         self._cqe: int = handle.cqe
 
     def _not_reported(self) -> str | None:
-        """Say which of wc_flags the device lacks, if its attributes tell; else return None."""
+        """Name the wc_flags that the device's attributes rule out; None if they do not say."""
         name, attr = self.context.name, self.context.attr
         if self.wc_flags & _TIMESTAMPS and not attr.completion_timestamp_mask:
             return f"{name} has no completion timestamps (its completion_timestamp_mask is 0)"
@@ -313,7 +313,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         )
 
     def _event_fd(self) -> int:
-        # In a verb, so that the channel's struct is not freed meanwhile.
+        # In a verb, so that the channel's struct is not freed during the call.
         fd: int = self._verb(_CHANNEL_FD)
         return fd
 
@@ -349,8 +349,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 )
             raise
         finally:
-            # Note the new size even if a signal handler raised after the call, and note it again if
-            # another thread has resized the CQ meanwhile.
+            # Record the new size even if a signal handler raised after the call, and record it
+            # again if another thread has resized the CQ since.
             noted = None
             with contextlib.suppress(ClosedError):
                 while noted != (granted := self._verb(_CQE)):

@@ -67,12 +67,12 @@ def list_devices() -> list[DeviceInfo]:
 
 
 def list_roce_interfaces() -> list[RoceInterface]:
-    """List the network devices on which a roce device can be opened, and what is in the way.
+    """List the network devices on which a roce device can be opened, and what prevents it.
 
     Returns:
         for each network device that has an address: the name for open_device(), the
         address, the path MTU, and why it cannot be opened now (another program, or
-        Soft-RoCE, has UDP port 4791), or None. Those open in this process are in the way,
+        Soft-RoCE, has UDP port 4791), or None. A roce device open in this process counts,
         too, except for "roce:lo", which takes the next free loopback address.
 
     Raises:
@@ -95,7 +95,7 @@ def open_device(name: str | None = None) -> Context:
         TypeError: name is neither text nor None.
         NoRdmaError: libibverbs cannot be loaded.
         NoDeviceError: there is no such device, or none with an active port.
-        VerbsError: the device cannot be opened; the text says what is missing.
+        VerbsError: the device cannot be opened; the message says what is missing.
 
     See ibv_open_device(3).
     """
@@ -403,15 +403,15 @@ class Context(EventSource, struct="ibv_context"):
         )
 
     def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
-        """Begin to write what the device sends and receives to a file, which Wireshark opens.
+        """Begin to write the packets that the device sends and receives to a file for Wireshark.
 
-        The file is a pcapng; it is created, or replaced.  Its packets begin with their IP header,
-        have the direction, and comments that name their work request where it is known, with its
-        wr_id.  Packets that the kernel has joined, or will split, are those of the wire.  The
-        UDP checksum is computed: the device does not see it.
+        The pcapng file is created, or replaced.  Each packet begins with its IP header and has
+        its direction and, where known, a comment that names its work request and wr_id.  Packets
+        that the kernel coalesces or segments appear as on the wire.  The UDP checksum is computed,
+        because the device does not see it.
 
-        Close what this returns, or use it in a with statement, to end the capture.  The end of the
-        device ends it, too, and so does an error of the file, which does not affect the device.
+        To end the capture, close the returned object, or use it in a with statement.  Closing the
+        device also ends it, as does a write error, which does not affect the device.
 
         Args:
             path: the file's path.
@@ -420,7 +420,7 @@ class Context(EventSource, struct="ibv_context"):
             The capture.
 
         Raises:
-            UnsupportedError: this is not a roce device; the text says what to use instead.
+            UnsupportedError: this is not a roce device; the message says what to use instead.
             OSError: the file cannot be created, or no thread can be started.
             ClosedError: the device is closed.
         """
@@ -428,10 +428,10 @@ class Context(EventSource, struct="ibv_context"):
         return self._verb(self._provider.capture, path, wr_id_of)  # type: ignore[no-any-return]
 
     def counters(self) -> Counters:
-        """Return what the device has counted since it was opened: packets, NAKs, errors.
+        """Return the device's counters since it was opened: packets, NAKs, errors.
 
         Raises:
-            UnsupportedError: this is not a roce device; the text says where to look instead.
+            UnsupportedError: this is not a roce device; the message says where to look instead.
             ClosedError: the device is closed.
         """
         return self._verb(self._provider.counters)  # type: ignore[no-any-return]
@@ -571,7 +571,7 @@ def provider_of(context: Context) -> Provider:
 
 
 def in_flight_of(context: Context) -> dict[int, Any]:
-    """Return where a device's completions find their queue, by its number."""
+    """Return the table in which a device's completions find their queue, by number."""
     return context._queues
 
 

@@ -181,7 +181,7 @@ class DeviceAttr:
         max_pkeys: P_Keys of a port.
         local_ca_ack_delay: the longest delay of its acknowledgements, 4.096 us * 2^delay.
         phys_port_cnt: ports.
-        device_cap_flags_ex: what it can do, with the flags that device_cap_flags has no room for;
+        device_cap_flags_ex: what it can do, including flags beyond device_cap_flags' 32 bits;
             flags without a name keep their bits.
         completion_timestamp_mask: which bits of a completion's timestamp are valid; 0 for none.
         hca_core_clock: frequency of the timestamps' clock, in kHz.
@@ -273,7 +273,7 @@ def read_device_attr(raw: Any) -> DeviceAttr:
 
 
 def beyond(attr: DeviceAttr, *asked: tuple[str, int, str]) -> str | None:
-    """Say which number exceeds its limit; return None if none does.
+    """Name the number that exceeds its limit; None if none does.
 
     Args:
         attr: the device's attributes.
@@ -308,7 +308,7 @@ _EXTENDED = frozenset(
 
 
 def usable_mtu(port: PortAttr) -> MTU:
-    """Return the largest MTU that can be named here and that a port has.
+    """Return the largest MTU that a port supports and that this version can name.
 
     It is active_mtu, unless only a newer libibverbs or driver knows that.
     """
@@ -317,7 +317,7 @@ def usable_mtu(port: PortAttr) -> MTU:
 
 
 def read_port_attr(port_num: int, raw: Any, active_speed_ex: int) -> PortAttr:
-    """Return the attributes in a ``struct ibv_port_attr``, and one that older structs lack."""
+    """Return the attributes in a ``struct ibv_port_attr``, and active_speed_ex."""
     names = PortAttr.__dataclass_fields__.keys() - {"port_num", "active_speed_ex"}
     values = {name: getattr(raw, name) for name in names}
     values["state"] = reported(PortState, raw.state)

@@ -31,7 +31,7 @@ class Endpoint:
         mtu: the largest path MTU of its port.
 
     Raises:
-        TypeError: a field has the wrong type; the text names it.
+        TypeError: a field has the wrong type; the message names it.
         ValueError: a number is out of range, or gid is not a GID.
     """
 
@@ -62,14 +62,14 @@ class Endpoint:
 
     @classmethod
     def parse(cls, line: str) -> Endpoint:
-        """Read an endpoint from the text that ``str`` gives.
+        """Read an endpoint from the text that ``str`` returns.
 
         Args:
             line: the text; space around it does not matter.
 
         Raises:
             TypeError: it is not a str.
-            ValueError: it is not the text of an endpoint, or a field is out of range; the text
+            ValueError: line is not an endpoint, or a field is out of range; the message
                 names the field.
         """
         expect("line", line, str)

@@ -81,8 +81,8 @@ def next_async_event(context: Context) -> AsyncEvent | None:
 def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun, without taking an event.
 
-    soft0 knows at once. libibverbs reports it only in an event, which belongs to the
-    caller: there it is known once get_async_event() has received that.
+    soft0 knows immediately. libibverbs reports an overrun only in an event, which belongs to
+    the caller: there it is known once get_async_event() has returned that event.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):

@@ -182,7 +182,7 @@ class _Form:
         """Whether this process may be unable to read the memory."""
 
     def one_of(self, usual: Any, at: Any, mapped: Any) -> Any:
-        """Return the one of three verbs that suits the memory."""
+        """Choose the verb that registers this kind of memory."""
         assert self.source is not None
         return at if self.unreadable else mapped if self.source.mapped else usual
 
@@ -265,7 +265,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         MemoryError: the bytes cannot be allocated.
         ClosedError: the PD is closed.
         UnsupportedError: the device does not support one of the access flags.
-        VerbsError: the device refused; the text says what to try, or which access flag the device
+        VerbsError: the device refused; the message says what to try, or which flag the device
             does not support.
 
     No capability says whether a device supports ZERO_BASED. Most drivers, and Soft-RoCE in Linux
@@ -518,7 +518,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         Raises:
             InUseError: an outstanding or prepared work request names it, or a memory
-                window is bound to it; the text says which.
+                window is bound to it; the message says which.
             VerbsError: the device refused.
 
         See ibv_dereg_mr(3).
@@ -622,7 +622,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 if isinstance(error, VerbsError) and not error.hint:
                     error.hint = _why_not_registered(error, self.pd.context, form)
                 if source is not None and not form.taken and not self._spoiled:
-                    # The traceback may keep the form alive for long.
+                    # A traceback may keep the form alive.
                     form.give_back()
                 raise
 
@@ -681,7 +681,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     """A memory window: a key to part of a region, bound and unbound by work requests.
 
     A type 1 window is bound with ``qp.bind_mw`` (ibv_bind_mw(3)), a type 2 window by posting a
-    BindMW. Close or unbind it before the region that it is bound to.
+    BindMW. Close or unbind the window before you close the region that it is bound to.
 
     Args:
         pd: the protection domain.
@@ -718,10 +718,10 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         invalidated_of(pd.context)[self._index] = 0
 
     def _unbind_if_invalidated(self) -> bool:
-        """Release its regions if a completion says that its key was invalidated.
+        """Release the window's regions if a completion reports that its rkey was invalidated.
 
         Returns:
-            whether it released any.
+            whether any region was released.
         """
         number, low = divmod(invalidated_of(self.pd.context).get(self._index, 0), 1 << 8)
         return self._peek("rkey") == self._index << 8 | low and self._unbind_before(number)
@@ -731,7 +731,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
             invalidated_of(self.pd.context).pop(self._index, None)
 
     def __str__(self) -> str:
-        # The text of the ClosedError that a verb would raise comes from here.
+        # Also the start of a ClosedError's message.
         rkey = self._peek("rkey")
         return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
 
@@ -755,7 +755,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     def rkey(self, rkey: int) -> None:
         rkey = within("rkey", rkey, 0, (1 << 32) - 1)
         if (rkey ^ self.rkey) & ~0xFF:
-            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only its low 8 bits change")
+            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only the low 8 bits change")
         self._verb(setattr, "rkey", rkey)
 
     def next_rkey(self) -> int:
@@ -858,7 +858,7 @@ _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
 
 
 def _refused_flags(code: int | None, context: Context, access: Access) -> str:
-    """Say which access flag the device may have refused; return "" if none is unusual."""
+    """Name the access flag that the device may have refused; "" if none is a likely cause."""
     device, attr = context.name, context.attr
     if access & Access.ON_DEMAND and not attr.odp_caps.general_caps & ODPGeneralCap.SUPPORT:
         return f"{device} does not support Access.ON_DEMAND (see its attr.odp_caps)"

@@ -82,7 +82,7 @@ def _length(length: Any) -> int:
 
 
 def is_mapped(view: memoryview) -> bool:
-    """Whether an mmap.mmap is among a buffer's exporters, as far as they can be found."""
+    """Whether an mmap.mmap is among a buffer's known exporters."""
     owner: Any = view.obj
     for _ in range(_MOST_OWNERS):
         if isinstance(owner, mmap.mmap):
@@ -101,7 +101,7 @@ def source_of(memory: Any, writable: bool) -> Source:
     """Return the memory of an array that has no Python buffer.
 
     Raises:
-        TypeError: the array cannot be registered; the text says why.
+        TypeError: the array cannot be registered; the message says why.
         ValueError: the array is empty, or has gaps.
     """
     if hasattr(memory, "__cuda_array_interface__"):

@@ -154,7 +154,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ClosedError: the PD or a CQ is closed.
         UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
             no TSO on this type. With checked=False, the driver decides.
-        VerbsError: the device refused; the text says which limit was exceeded.
+        VerbsError: the device refused; the message says which limit was exceeded.
     """
 
     __slots__ = (
@@ -344,7 +344,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if hasattr(self, "_in_flight"):
             # A queue pair that is attached cannot be destroyed.
             for group in self._groups.all():
-                # It may not be attached any more; any other failure shows in the destroy.
+                # It may already be detached; the destroy reports any other failure.
                 with contextlib.suppress(VerbsError):
                     self._verb(provider_of(self.context).detach_mcast, *group)
         super()._release()
@@ -363,14 +363,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         resets, any_state = self._resets, not self.checked
         for change, reset in list(resets.items()):
             if reset() is None:
-                # An interrupt has ended it, and another what follows.
+                # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
         receives = self.srq is None and self.qp_type not in XRC
         self._send.set_ready(any_state or state >= QPState.RTS, resets)
         self._recv.set_ready(receives and (any_state or state is not QPState.RESET), resets)
 
     def _read_state(self) -> None:
-        """Note the state that the device reports; if another thread changes it meanwhile, again."""
+        """Record the state that the device reports; repeat if another thread has changed it."""
         latest = None
         while latest != self._latest_change:
             latest = self._latest_change
@@ -536,9 +536,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             ah_attr: the path to the peer; see path_to.
             path_mtu: the path MTU.
             timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout, 0..31; 0
-                waits for ever.
+                waits forever.
             retry_cnt: retries after that, 0..7.
-            rnr_retry: retries when the peer has no receive, 0..7; 7 retries for ever.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 retries forever.
             rq_psn, sq_psn: first packet sequence number to receive and to send, 24 bits.
             max_rd_atomic, max_dest_rd_atomic: how many reads and atomics it, or the peer, may
                 have outstanding.
@@ -555,7 +555,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 transition requires is missing, a number is out of the man page's range, or the
                 device has no such port, or the port no such P_Key or GID index.
             ClosedError: the QP is closed.
-            VerbsError: the device refused; the text names an attribute that cannot change in
+            VerbsError: the device refused; the message names an attribute that cannot change in
                 this transition, or that exceeds the device's limit (max_rd_atomic,
                 max_dest_rd_atomic).
 
@@ -758,10 +758,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         nothing without options, and raises ValueError with any.
 
         Args:
-            timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits for ever;
+            timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits forever;
                 default 14, which is 67 ms, and on roce devices 17, 0.54 s (RC, XRC).
             retry_cnt: retries after a timeout, 0..7; default 6 (RC, XRC_SEND).
-            rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries for ever;
+            rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries forever;
                 default 6 (RC, XRC_SEND).
             max_rd_atomic: how many reads and atomics it may have outstanding; None for
                 the device's limit, up to 16 (RC, XRC_SEND).
@@ -1101,7 +1101,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Row i is a work request whose fields are the i-th numbers of the columns. A column is
         a one-dimensional buffer of 4- or 8-byte integers (numpy, array, memoryview, ctypes)
         with any stride, in native byte order. It is copied during the call. All rows are
-        checked before the first is posted. Rows for which the queue has no room are not
+        checked before the first is posted. Rows that do not fit into the queue are not
         posted; post them once others have completed. Every call copies and checks all of its
         rows, so pass a long column in slices of about the queue's size.
 

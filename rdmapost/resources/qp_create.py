@@ -30,7 +30,7 @@ _SEND_OPS_CAPS = {
     SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
     SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
 }
-"""The capabilities of which an operation needs one."""
+"""For each operation, the capabilities; one of them is enough."""
 
 
 def device_of(
@@ -66,7 +66,7 @@ def device_of(
 def unsuitable_argument(
     qp_type: QPType, context: Context, srq: SRQ | None, max_tso_header: int, send_ops_flags: SendOps
 ) -> str | None:
-    """Say which argument the type does not support; return None if all are right."""
+    """Name the argument that the type does not support; None if all are valid."""
     name = qp_type.name
     if srq is not None and srq.pd.context is not context:
         return "the SRQ was created on another open device than the PD"
@@ -143,8 +143,8 @@ def create_call(
 def _refuse_incapable(context: Context, send_ops_flags: SendOps) -> None:
     """Raise UnsupportedError for an operation that the device cannot carry out.
 
-    A driver may create the queue pair all the same: Soft-RoCE in Linux 6.1 then ends every
-    ATOMIC_WRITE with LOC_QP_OP_ERR.
+    A driver may create the queue pair anyway: Soft-RoCE in Linux 6.1 then fails every ATOMIC_WRITE
+    with LOC_QP_OP_ERR.
     """
     for op, caps in _SEND_OPS_CAPS.items():
         if op & send_ops_flags and not caps & context.attr.device_cap_flags_ex:

@@ -88,7 +88,7 @@ def refuse_missing_entries(
 def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
     """Return the requested access flags that the queue pair's type and the device support."""
     if qp_type is QPType.UC:
-        # UC has no reads, atomics and flushes, and drivers refuse their flags.
+        # UC has no reads, atomics or flushes, and drivers refuse their flags.
         return access & ~(Access.REMOTE_READ | Access.REMOTE_ATOMIC | sum(FLUSH_CAPS))
     if not device.atomic_cap:
         access &= ~Access.REMOTE_ATOMIC
@@ -134,7 +134,7 @@ def late_attributes(options: dict[str, int], now: Callable[[], QPAttr]) -> dict[
 
     Args:
         options: the options.
-        now: queries the attributes as they are.
+        now: queries the current attributes.
     """
     attrs: dict[str, Any] = {
         _ATTRIBUTES.get(option, option): value

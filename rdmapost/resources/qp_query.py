@@ -39,7 +39,7 @@ class QPAttr:
 
     Attributes:
         qp_state: the state.
-        cur_qp_state: the state that the device takes it to be in.
+        cur_qp_state: the state that the device assumes.
         path_mtu: the path MTU (RC, UC); None if it has none.
         path_mig_state: the state of path migration.
         qkey: the Q_Key (UD).
@@ -56,9 +56,9 @@ class QPAttr:
         min_rnr_timer: how long the peer waits after RNR, encoded as in ibv_modify_qp(3); 12 is
             0.64 ms.
         port_num: the local port, from 1.
-        timeout: how long it waits for an acknowledgement, 4.096 us * 2^timeout; 0 is for ever.
+        timeout: how long it waits for an acknowledgement, 4.096 us * 2^timeout; 0: forever.
         retry_cnt: retries after that, 0..7.
-        rnr_retry: retries after RNR, 0..7; 7 retries for ever.
+        rnr_retry: retries after RNR, 0..7; 7 retries forever.
         max_send_wr: work requests that the send queue holds.
         max_recv_wr: work requests that the receive queue holds.
         max_send_sge: SGEs of one work request on the send queue.

@@ -38,7 +38,7 @@ class ClosesOnExit:
         raise NotImplementedError
 
     def _refuse_inherited(self) -> None:
-        """Raise ClosedError in the child of a fork that must not use it."""
+        """Raise ClosedError in a forked child, which must not use the resource."""
 
     def __enter__(self) -> Self:
         self._refuse_inherited()
@@ -55,8 +55,8 @@ class ClosesOnExit:
         except RdmaError as failure:
             if error is None:
                 raise
-            # The original error matters more than what follows from it. Nothing may hide it:
-            # neither a subclass's text nor its add_note().
+            # The original error matters more than its consequences. Nothing may hide it:
+            # neither a subclass's message nor its add_note().
             with contextlib.suppress(Exception):
                 error.add_note(" ".join(self._failure_text(failure).split()))
 
@@ -188,7 +188,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             self._end_making(True)
         except BaseException:
             self._end_making(False)
-            # Close it now: the traceback may keep it alive for long.
+            # Close it now: a traceback may keep it alive.
             close_quietly(self)
             raise
 
@@ -235,7 +235,7 @@ def struct_of(resource: Resource) -> Any:
 
 
 def close_quietly(resource: Resource) -> None:
-    """Close a resource that no caller has, without raising: another error is propagating."""
+    """Close a resource that no caller holds, without raising: another error is propagating."""
     with contextlib.suppress(RdmaError):
         native.Handle.close(resource)
 

@@ -79,7 +79,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             device's limit, or an argument that the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device does not support the type.
-        VerbsError: the device refused; the text says which limit was exceeded.
+        VerbsError: the device refused; the message says which limit was exceeded.
     """
 
     __slots__ = (
@@ -309,7 +309,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             ValueError: a number is not in 0..2^32-1, or none is given.
             ClosedError: the SRQ is closed.
             UnsupportedError: the device cannot do this.
-            VerbsError: the device refused; the text says which limit was exceeded.
+            VerbsError: the device refused; the message says which limit was exceeded.
 
         See ibv_modify_srq(3).
         """
@@ -329,8 +329,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
                 error.hint = self._why_not_modified(mask, raw) or error.hint
             raise
         finally:
-            # Note the new size even if a signal handler raised after the call, and note it again if
-            # another thread has modified the SRQ meanwhile.
+            # Record the new size even if a signal handler raised after the call, and record it
+            # again if another thread has modified the SRQ since.
             noted = None
             with contextlib.suppress(ClosedError):
                 while mask & SRQAttrMask.MAX_WR and noted != (granted := self.query().max_wr):

@@ -79,7 +79,7 @@ def wait_for_event(
         timeout: seconds, not checked yet.
         next_event: removes and returns an event that the source has read, or returns None.  It
             must be a Python function, so that no interrupt comes between the two.
-        refused: the error's text if asyncio tasks wait for the events.
+        refused: the error message if asyncio tasks are waiting for the events.
     """
     timeout = seconds(timeout)
     deadline = None if timeout is None else time.monotonic() + timeout

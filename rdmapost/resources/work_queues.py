@@ -1,6 +1,6 @@
-"""Base classes of what has work queues (QP, SRQ), and of what work requests use (MR, MW, AH).
+"""Base classes: of QP and SRQ, which have work queues; of MR, MW and AH, which work requests use.
 
-While a work request is outstanding or prepared, what it uses cannot be closed.
+While a work request is outstanding or prepared, the resources that it uses cannot be closed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class UsedByWorkRequests(Resource):
 
 
 def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
-    """Iterate over a queue's outstanding work requests: the wr_id of each, and what it holds."""
+    """Iterate over a queue's outstanding work requests: each wr_id, and the resources in use."""
     index = 0
     while (entry := queue.entry(index)) is not None:
         yield entry

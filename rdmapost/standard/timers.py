@@ -19,7 +19,7 @@ def ack_timeout(timeout: int) -> float:
     """Return the seconds that a sender waits for an acknowledgement.
 
     Args:
-        timeout: the attribute, 0..31; 0 is for ever (math.inf).
+        timeout: the attribute, 0..31; 0: forever (math.inf).
     """
     return 4.096e-6 * (1 << timeout) if timeout else math.inf
 
@@ -37,7 +37,7 @@ def until_retry_exc(timeout: int, retry_cnt: int) -> float:
     """Return the seconds until an unanswered send fails with RETRY_EXC_ERR.
 
     Args:
-        timeout: the attribute, 0..31; 0 is for ever (math.inf).
+        timeout: the attribute, 0..31; 0: forever (math.inf).
         retry_cnt: attempts after the first, 0..7.
     """
     return ack_timeout(timeout) * (retry_cnt + 1)
@@ -47,7 +47,7 @@ def until_rnr_retry_exc(rnr_retry: int, min_rnr_timer: int) -> float:
     """Return the seconds until a send without a receive fails with RNR_RETRY_EXC_ERR.
 
     Args:
-        rnr_retry: the sender's attribute, 0..7; 7 is for ever (math.inf).
+        rnr_retry: the sender's attribute, 0..7; 7: forever (math.inf).
         min_rnr_timer: the receiver's attribute, 0..31.
     """
     return math.inf if rnr_retry == RNR_FOR_EVER else rnr_retry * rnr_timer(min_rnr_timer)

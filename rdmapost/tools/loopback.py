@@ -84,8 +84,8 @@ class Loopback(ResourceHolder):
         ValueError: an argument is out of range, the device has no such port, or it cannot
             hold that many completions.
         RdmaError: the port has no GID.
-        UnsupportedError: the device lacks what was asked for; the text says what.
-        VerbsError: the device refused; the text says what.
+        UnsupportedError: the device lacks what was asked for; the message says what.
+        VerbsError: the device refused; the message says what.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Loopback(ResourceHolder):
         return self._used.add(MW(self._pd, mw_type))
 
     def region(self, length: int, access: int) -> MR:
-        """Make another region on both sides' PD; it is closed with the loopback.
+        """Make another region on the PD that both sides share; it is closed with the loopback.
 
         Args:
             length: bytes.
@@ -365,7 +365,7 @@ class Loopback(ResourceHolder):
 
 
 class _Lacking(UnsupportedError):
-    """The device lacks something; the text is one sentence."""
+    """The device lacks a feature; the message is one sentence."""
 
     def __init__(self, call: str, what: str, context: Context) -> None:
         super().__init__(call, errno.EOPNOTSUPP, f"{what} not supported by {context.name}")

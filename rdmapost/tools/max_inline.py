@@ -89,7 +89,7 @@ def max_inline(
         try:
             qp.close()
         except BaseException:
-            # An interrupt may have cut that short.
+            # An interrupt may have ended the close early.
             close_quietly(qp)
             raise
         return granted

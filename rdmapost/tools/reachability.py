@@ -1,4 +1,4 @@
-"""What a device can reach, as far as is known before anything is sent."""
+"""Which devices a device can reach, judged before anything is sent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _RANDOM = secrets.token_hex(8)
 def fabric_of(context: Context) -> str:
     """Name what a device can reach.
 
-    Devices on a network may reach each other, as far as is known here. soft0 exists in its process,
-    and reaches nothing outside it.
+    Devices on a network are assumed to reach each other. soft0 exists in its process, and reaches
+    nothing outside it.
     """
     if context.kind in _ON_A_NETWORK:
         return _VERBS

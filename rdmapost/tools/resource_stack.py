@@ -64,7 +64,7 @@ class ResourceStack:
             Exception: the first exception that a close() raised.
         """
         failed: Exception | None = None
-        # Another thread's add() may shorten the list meanwhile.
+        # Another thread's add() may shorten the list at the same time.
         for resource in reversed(tuple(self._held)):
             try:
                 resource.close()
@@ -98,7 +98,7 @@ def drop_outstanding(qp: QP) -> None:
 
 
 def refuse_inherited(what: str, pid: int) -> None:
-    """Raise ClosedError in the child of a fork, which shares its parent's sockets.
+    """Raise ClosedError in a forked child, which shares its parent's sockets.
 
     Raises:
         ClosedError: this is another process.
@@ -133,7 +133,7 @@ class AsyncClosesOnExit:
         if error is None:
             await self.close()
         else:
-            # The original error matters more than what follows from it.
+            # The original error matters more than its consequences.
             with suppress(RdmaError):
                 await self.close()
 

@@ -53,7 +53,7 @@ def name_of(address: tuple[Any, ...]) -> str:
     """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
 
     Args:
-        address: what ``getsockname()`` gives.
+        address: as ``getsockname()`` returns it.
     """
     host, port = address[:2]
     # How an IPv6 socket shows an IPv4 peer.

@@ -1,4 +1,4 @@
-"""Time waiting for completions: in a thread, beside one that keeps the GIL busy, and in asyncio.
+"""Time waiting for completions: in a thread, next to one that keeps the GIL busy, and in asyncio.
 
 Run it as ``python tests/bench/waiting.py``.  Each round posts a list of RDMA writes
 and waits for all of them: ``cq.wait`` releases the GIL only when it has to wait for

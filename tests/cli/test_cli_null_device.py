@@ -1,4 +1,4 @@
-"""Commands on the null device, which fails as it is told, or carries out nothing."""
+"""Commands on the null device, which fails on demand, or executes nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_command_on_a_device_that_lies_fails_with_its_reason(on_null, command, w
     ],
 )
 def test_the_command_line_does_not_wait_for_ever(on_null, command, words):
-    """The null device completes nothing unless it is told to."""
+    """The null device completes nothing unless a test asks for it."""
     said = on_null("import os, sys" + COMMAND, COMMAND=f"{command} -d null0 --timeout 0.2")
     assert words in " ".join(said.split())
     assert said.endswith("exit 1")

@@ -340,7 +340,7 @@ def test_gid_index_option_selects_the_gid(context: rp.Context) -> None:
     [
         (["send", "--qp-type", "ud", "--fence"], "FENCE has no meaning on UD QPs"),
         (["send", "--qp-type", "ud", "--size", "64K"], "a message on this UD QP holds at most"),
-        (["send", "--qp-type", "ud", "--invalidate"], "SEND_WITH_INV is not an opcode of UD QPs"),
+        (["send", "--qp-type", "ud", "--invalidate"], "SEND_WITH_INV is not supported on UD QPs"),
         (["write", "--solicited"], "SOLICITED has no meaning on RDMA_WRITE"),
     ],
 )

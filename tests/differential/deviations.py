@@ -1,6 +1,6 @@
 """Where a real device is known to answer otherwise than the soft one.
 
-Each entry says what differs and why, shows it with a program of its own, and holds
+Each entry says what differs and why, shows it with its own program, and holds
 the differences that this program has on each kernel where it was seen.  A test
 runs that program: an entry that is no longer true fails it.
 
@@ -85,8 +85,8 @@ HARMFUL = (
     Deviation(
         "a window that is not bound is invalidated",
         "rxe_do_invalidate_mw drops references to the window's queue pair and region without "
-        "asking whether it has any: the kernel stops. A window bound on another queue pair is "
-        "invalidated without asking too. No program may do that.",
+        "checking whether it has any: the kernel crashes. A window bound on another queue pair is "
+        "also invalidated without a check. No program may do that.",
         fit=adaptations.invalidates_unbound,
     ),
 )

@@ -13,7 +13,7 @@ __all__ = ["shrink"]
 
 
 def shrink(program: Program, fails: Callable[[Program], bool], *, seconds: float = 60.0) -> Program:
-    """Return a program that fails and of which no part can be left out.
+    """Return a program that fails, and that passes without any one of its parts.
 
     Args:
         program: one that fails.

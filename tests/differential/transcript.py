@@ -16,7 +16,7 @@ def wr_id_of(step: int, index: int) -> int:
 
 @dataclass(frozen=True)
 class Done:
-    """A completion, as far as it means the same on every device.
+    """The parts of a completion that mean the same on every device.
 
     Of an error completion that is the wr_id and the status.  The length of a send
     means nothing, and of the flags those that tell what a receive carries.
@@ -131,7 +131,7 @@ def _queue(name: str, one: list[Done], other: list[Done]) -> list[str]:
         if here != there:
             lines.append(f"{name} {wr_id}: {here or 'nothing'} -> {there or 'nothing'}")
     order, other_order = ([done.wr_id for done in dones] for dones in (one, other))
-    # What only one of them has is told already.
+    # A line that only one of them has is already reported.
     if [i for i in order if i in others] != [i for i in other_order if i in ones]:
         lines.append(f"{name} completes in the order {order} -> {other_order}")
     elif len(order) != len(ones) or len(other_order) != len(others):

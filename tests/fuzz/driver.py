@@ -253,7 +253,7 @@ def _fails(options: Any, finding: Finding, kept: list[int]) -> bool:
 
 
 def _shrink(options: Any, finding: Finding, count: int) -> list[int] | None:
-    """Leave out operations for as long as it still fails; return those that are left."""
+    """Leave out operations while the program still fails; return the remaining ones."""
     deadline = time.monotonic() + _SHRINKING_S
     kept, size = list(range(count)), count
     if not _fails(options, finding, kept):

@@ -61,7 +61,7 @@ def post_send(world: World, draw: Draw) -> None:
 
 
 def post_inline(world: World, draw: Draw) -> None:
-    """Post INLINE, with data that nothing else holds, and from beside a region."""
+    """Post INLINE, with data that nothing else holds, and from memory next to a region."""
     pair = world.pick("pairs", draw)
     if pair is None or pair[0].qp_type not in (QPType.RC, QPType.UC):
         return
@@ -602,7 +602,7 @@ def query(world: World, draw: Draw) -> None:
 
 
 def duplicate(world: World, draw: Draw) -> None:
-    """Copy a resource: nothing may own a handle beside it."""
+    """Copy a resource: nothing else may own its handle."""
     thing = world.pick(draw.of(_CLOSED_MOST), draw)
     if thing is None:
         return

@@ -580,7 +580,7 @@ class World:
                 self.found(
                     "drain",
                     None,
-                    f"outstanding for ever after {'reset' if reset else 'ERR'}"
+                    f"outstanding forever after {'reset' if reset else 'ERR'}"
                     f": {qp} checked={qp.checked} {qp.outstanding}",
                 )
                 return

@@ -348,7 +348,7 @@ def test_post_without_send_ops_flags_is_refused(connect, wr, checked):
     """Without checks, too: a driver may use the opcode as an index."""
     pair = connect(checked=checked)
     name = wr.opcode.name
-    says = f"{name} needs a QP that is created with send_ops_flags=SendOps.{name}"
+    says = f"{name} needs a QP that was created with send_ops_flags=SendOps.{name}"
     with pytest.raises(rp.PostError, match=says):
         pair.a.post_send(wr)
     pair.works()

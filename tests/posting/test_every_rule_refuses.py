@@ -315,13 +315,13 @@ CASES = [
         "wrong_opcode",
         UC,
         lambda s: s.valid(Opcode.RDMA_READ),
-        "RDMA_READ is not an opcode of UC QPs; RC, XRC_SEND have it",
+        "RDMA_READ is not supported on UC QPs, only on RC, XRC_SEND",
     ),
     Case(
         "wrong_opcode",
         RC,
         lambda s: s.tso(),
-        "TSO is not an opcode of RC QPs; RAW_PACKET, UD have it",
+        "TSO is not supported on RC QPs, only on RAW_PACKET, UD",
     ),
     Case(
         "wrong_flags",
@@ -396,7 +396,7 @@ CASES = [
         "inline_numbers",
         RC,
         lambda s: inline(s.mr[:8], rp.SGE(s.mr.addr, 8, s.mr.lkey)),
-        "INLINE reads the buffer in this process, and this SGE is only numbers; "
+        "INLINE reads the buffer in this process, but this SGE was made from numbers; "
         "use mr[a:b] or SGE.from_buffer(data), or a QP with checked=False",
         lambda s: [
             inline(s.mr[:8]),
@@ -408,7 +408,7 @@ CASES = [
         "inline_zero_based",
         RC,
         lambda s: inline(s.region(64, ALL | Access.ZERO_BASED)[:8]),
-        "INLINE reads the buffer in this process, and addresses of a ZERO_BASED region count "
+        "INLINE reads the buffer in this process, but a ZERO_BASED region's addresses count "
         "from its start; use SGE.from_buffer(mr.buffer[a:b])",
         lambda s: [rp.Send(s.region(64, ALL | Access.ZERO_BASED)[:8])],
         where="both",
@@ -441,7 +441,7 @@ CASES = [
             "region_of_other_pd",
             to,
             lambda s, kind=kind: kind(sg_list=[s.mr[:8], s.foreign[:8]]),
-            lambda s, wr: f"{s.foreign} belongs to another PD than the queue",
+            lambda s, wr: f"{s.foreign} does not belong to the queue's PD",
         )
         for to, kind in ((RC, rp.Send), ("recv", rp.RecvWR), ("srq", rp.RecvWR), ("ops", rp.TagAdd))
     ),
@@ -586,39 +586,39 @@ CASES = [
         "resource_of_other_pd",
         UD,
         lambda s: rp.Send(ah=s.stack.enter_context(rp.AH(s.other, s.ud["ah"].attr))),
-        lambda s, wr: f"{wr.ah} belongs to another PD than the queue pair",
+        lambda s, wr: f"{wr.ah} does not belong to the queue pair's PD",
     ),
     Case(
         "resource_of_other_pd",
         RC,
         lambda s: s.bind(mw=s.window(pd=s.other)),
-        lambda s, wr: f"{wr.mw} belongs to another PD than the queue pair",
+        lambda s, wr: f"{wr.mw} does not belong to the queue pair's PD",
     ),
     Case(
         "resource_of_other_pd",
         RC,
         lambda s: s.bind(mr=s.foreign),
-        lambda s, wr: f"{wr.mr} belongs to another PD than the queue pair",
+        lambda s, wr: f"{wr.mr} does not belong to the queue pair's PD",
     ),
     Case(
         "resource_of_other_device",
         UD,
         lambda s: rp.Send(ah=s.stack.enter_context(rp.AH(s.away(), s.ud["ah"].attr))),
-        lambda s, wr: f"{wr.ah} belongs to another open device than the queue pair",
+        lambda s, wr: f"{wr.ah} does not belong to the queue pair's open device",
         where="unchecked",
     ),
     Case(
         "resource_of_other_device",
         RC,
         lambda s: s.bind(mw=s.window(pd=s.away())),
-        lambda s, wr: f"{wr.mw} belongs to another open device than the queue pair",
+        lambda s, wr: f"{wr.mw} does not belong to the queue pair's open device",
         where="unchecked",
     ),
     Case(
         "resource_of_other_device",
         RC,
         lambda s: s.bind(mr=s.stack.enter_context(rp.MR(s.away(), 64))),
-        lambda s, wr: f"{wr.mr} belongs to another open device than the queue pair",
+        lambda s, wr: f"{wr.mr} does not belong to the queue pair's open device",
         where="unchecked",
     ),
     *(
@@ -637,8 +637,8 @@ CASES = [
         RC,
         lambda s: s.bind(mw=s.window(MWType.TYPE_1)),
         lambda s, wr: (
-            f"{wr.mw} is of type 1, and a BIND_MW work request binds windows of type "
-            "2; qp.bind_mw() binds this one"
+            f"{wr.mw} is of type 1, but a BIND_MW work request binds windows of type "
+            "2; use qp.bind_mw()"
         ),
     ),
     *(
@@ -647,8 +647,8 @@ CASES = [
             RC,
             lambda s, change=change: s.bind(mw=(mw := s.window()), rkey=change(mw.rkey)),
             lambda s, wr: (
-                f"rkey={wr.rkey:#x} is not a key of {wr.mw}: only its low 8 bits may change; "
-                "mw.next_rkey() gives one"
+                f"rkey={wr.rkey:#x} is not a key of {wr.mw}: only the low 8 bits may change; "
+                "use mw.next_rkey()"
             ),
             lambda s: [s.bind(mw=(mw := s.window()), rkey=mw.rkey ^ n) for n in (0, 1, 0xFF)],
         )
@@ -736,7 +736,7 @@ CASES = [
         "no_tag_handle",
         "ops",
         lambda s: rp.TagDel(),
-        "TAG_DEL needs the handle that a TagAdd of this SRQ was given",
+        "TAG_DEL needs the handle of a TagAdd that was posted to this SRQ",
         lambda s: [rp.TagDel(handle=s.added().handle)],
         where="both",
     ),
@@ -744,7 +744,7 @@ CASES = [
         "not_a_tag_handle",
         "ops",
         lambda s: rp.TagDel(handle=MISMADE),
-        "TAG_DEL needs the handle that a TagAdd of this SRQ was given",
+        "TAG_DEL needs the handle of a TagAdd that was posted to this SRQ",
         where="both",
     ),
     Case(
@@ -785,7 +785,7 @@ CASES = [
             "tag_outside_mask",
             "ops",
             lambda s, tag=tag, mask=mask: rp.TagAdd(tag=tag, mask=mask),
-            f"tag={tag:#x} has bits outside of mask={mask:#x}, so no message can match: "
+            f"tag={tag:#x} has bits outside mask={mask:#x}, so no message can match: "
             "a message matches if its tag & mask == tag",
             lambda s: [rp.TagAdd(tag=1, mask=3), rp.TagAdd(tag=3, mask=3), rp.TagAdd(mask=0)],
         )
@@ -973,7 +973,7 @@ def provokes(rule: str) -> Any:
 def test_inline_is_not_read_from_memory_that_python_cannot_read(soft):
     with rp.MR.at(soft.pd, soft.mr.addr, 64) as mr:
         text = (
-            f"INLINE reads the buffer in this process, and {mr} has none: it was registered by "
+            f"INLINE reads the buffer in this process, but {mr} has none: it was registered by "
             "address, or is a device's memory or a dma-buf; post without INLINE"
         )
         with pytest.raises(rp.PostError, match=re.escape(text)):
@@ -992,7 +992,7 @@ def test_region_that_failed_to_be_registered_again_is_not_posted(soft, monkeypat
 
     _rereg_as(monkeypatch, soft, fail)
     with rp.MR(soft.pd, 64, ALL) as mr:
-        sge, text = mr[:8], f"{mr} cannot be used: it failed to be registered again; close it"
+        sge, text = mr[:8], f"{mr} cannot be used: its re-registration failed; close it"
         with pytest.raises(rp.VerbsError):
             mr.rereg(memory=64)
         with pytest.raises(rp.PostError, match=re.escape(text)):
@@ -1013,10 +1013,10 @@ def test_region_that_is_being_registered_again_is_not_posted(soft, monkeypatch):
     with rp.MR(soft.pd, 64, ALL) as mr:
         with pytest.raises(rp.VerbsError):
             mr.rereg(memory=64)
-        assert f"{mr} is being registered again by another thread" in seen[0]
+        assert f"another thread is re-registering {mr}" in seen[0]
 
 
-_UNSIGNALED = "; if none of them is SIGNALED, no slot ever comes free"
+_UNSIGNALED = "; if none of them is SIGNALED, no slot is ever freed"
 
 
 @provokes("full")
@@ -1038,7 +1038,7 @@ def test_full_queue_takes_no_more(soft, to):
     assert (caught.value.index, caught.value.posted) == (room, room)
     assert caught.value.reason == (
         f"a list of {room + 2} cannot fit a queue of {name}={room}; "
-        "post it in parts, or create the queue deeper"
+        "post it in parts, or create a deeper queue"
     )
     assert outstanding() == room
     for wrs in (good, [good], [good] * 3):
@@ -1048,7 +1048,7 @@ def test_full_queue_takes_no_more(soft, to):
         assert (error.errno, error.index, error.posted) == (errno.ENOMEM, 0, 0)
         assert error.reason == (
             f"the queue is full: {name}={room} and {room} work requests are outstanding; "
-            "poll the CQ, or create the queue deeper" + (_UNSIGNALED if to == RC else "")
+            "poll the CQ, or create a deeper queue" + (_UNSIGNALED if to == RC else "")
         )
     assert outstanding() == room
 
@@ -1067,7 +1067,7 @@ def test_prepared_list_goes_in_whole_or_not_at_all(soft):
     assert (error.errno, error.index, error.posted) == (errno.ENOMEM, room - 1, 0)
     assert error.reason == (
         f"the queue is full: max_send_wr={room} and 1 work request is outstanding, and the "
-        f"list has {room} more; poll the CQ, or create the queue deeper{_UNSIGNALED}"
+        f"list has {room} more; poll the CQ, or create a deeper queue{_UNSIGNALED}"
     )
     assert qp.outstanding.send == 1
     with pytest.raises(rp.PostError, match="a list of 9 cannot fit"):
@@ -1082,8 +1082,8 @@ def test_matching_list_takes_no_more_than_it_has_entries(soft):
     error = caught.value
     assert (error.index, error.posted, error.errno) == (4, 4, errno.EINVAL)
     assert error.reason == (
-        "the matching list is full: max_num_tags=4 and as many tagged receives are outstanding; "
-        "poll the CQ, remove some, or create the SRQ with more"
+        "the matching list is full: all max_num_tags=4 tagged receives are outstanding; "
+        "poll the CQ, remove some, or create an SRQ with a larger max_num_tags"
     )
     assert (srq.outstanding_tags, srq.outstanding_ops) == (4, 4)
     # Anything but a receive is still posted.
@@ -1100,7 +1100,7 @@ def test_receive_that_is_done_is_not_on_the_list(soft):
     with pytest.raises(rp.PostError) as caught:
         srq.post_srq_ops(rp.TagDel(handle=handle))
     assert caught.value.reason == (
-        f"{handle} is not on the list any more: its completion has been polled"
+        f"{handle} is no longer on the list: its completion has been polled"
     )
 
 
@@ -1131,7 +1131,7 @@ def test_tag_handle_of_another_srq_is_refused(checked):
         soft, other = Soft(stack, checked=checked), Soft(another)
         handle = other.added().handle
         said = reason(soft.srq(SRQType.TM).post_srq_ops, rp.TagDel(handle=handle))
-        assert said == "TAG_DEL needs the handle that a TagAdd of this SRQ was given"
+        assert said == "TAG_DEL needs the handle of a TagAdd that was posted to this SRQ"
 
 
 @provokes("bind_prepared")
@@ -1246,7 +1246,7 @@ def refused_bind(soft: Soft, mw: Any, mr: Any, *more: Any, **fields: Any) -> str
 def test_call_that_binds_takes_windows_of_type_1(soft):
     mw = soft.window()
     assert refused_bind(soft, mw, soft.mr, soft.mr.addr, 64) == (
-        f"{mw} is of type 2; post a BindMW for it, qp.bind_mw() binds windows of type 1"
+        f"{mw} is of type 2, but qp.bind_mw() binds windows of type 1; post a BindMW"
     )
     soft.qp().bind_mw(soft.window(MWType.TYPE_1), soft.mr, soft.mr.addr, 4096)
 
@@ -1263,10 +1263,10 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
         assert said == "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
     foreign = soft.window(MWType.TYPE_1, soft.other)
     said = refused_bind(soft, foreign, mr, mr.addr, 8)
-    assert said == f"{foreign} belongs to another PD than the queue pair"
+    assert said == f"{foreign} does not belong to the queue pair's PD"
     said = refused_bind(soft, mw, soft.foreign, soft.foreign.addr, 8)
-    assert said == f"{soft.foreign} belongs to another PD than the queue pair"
-    no = "BIND_MW is not an opcode of UD QPs; RC, UC, XRC_SEND have it"
+    assert said == f"{soft.foreign} does not belong to the queue pair's PD"
+    no = "BIND_MW is not supported on UD QPs, only on RC, UC, XRC_SEND"
     assert refused_bind(soft, mw, mr, mr.addr, 8, to=UD) == no
     # Unchecked, this would crash: the call checks neither.
     mw, mr = unchecked.window(MWType.TYPE_1), unchecked.mr
@@ -1276,7 +1276,7 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
         assert said == "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"
     away = soft.window(MWType.TYPE_1)
     said = refused_bind(unchecked, away, mr, mr.addr, 8)
-    assert said == f"{away} belongs to another open device than the queue pair"
+    assert said == f"{away} does not belong to the queue pair's open device"
 
 
 def test_length_of_0_unbinds_a_window_of_type_1(soft):

@@ -1,4 +1,4 @@
-"""INLINE: data copied when it is posted, its limit, and what it needs no registration for."""
+"""INLINE: data copied at the post, its limit, and memory that needs no registration."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_inline_gathers_registered_and_unregistered_buffers(connect, wr_type):
 
 
 def test_inline_ignores_the_lkey(connect, context):
-    """Nor the domain, nor whether the device could read the memory."""
+    """It also ignores the PD, and whether the device could read the memory."""
     pair = connect(max_inline_data=64)
     with rp.PD(context) as other, rp.MR(other, bytearray(b"foreign!")) as mr:
         for sge in (mr[:], mr[:]._replace(lkey=mr.lkey ^ 0xA5)):
@@ -174,7 +174,7 @@ def test_inline_buffer_at_an_illegal_address(connect, checked):
         refused(pair, rp.Send(sge, send_flags=INLINE), words)
     if checked:
         # Unchecked, the caller vouches for the memory.
-        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE is only numbers")
+        refused(pair, rp.Send(rp.SGE(0x10, 8), send_flags=INLINE), "this SGE was made from numbers")
     # A buffer cannot be freed or moved while an SGE names it.
     data = array.array("B", b"held")
     wr = pair.wr(rp.RdmaWrite, rp.SGE.from_buffer(data), send_flags=INLINE)

@@ -92,7 +92,7 @@ def test_datagram_longer_than_the_mtu_unchecked_is_the_devices_to_refuse(connect
 
 @pytest.fixture
 def largest(context, pd, stack) -> rp.MR:
-    """A region of which 32 pieces make 2^31 bytes, and a byte more."""
+    """A region of 2^31 / 32 bytes, which 32 SGEs name together, and one byte more."""
     needs(context.kind == "soft", "room for 2^31 bytes", context)
     mr = stack.enter_context(rp.MR(pd, MAX_MSG_SIZE // PIECES + 1, ALL))
     mr.buffer[:8] = b"a piece!"

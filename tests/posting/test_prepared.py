@@ -184,7 +184,7 @@ def test_prepared_work_request_has_no_fields_that_its_opcode_lacks(rc):
 def test_region_of_another_domain_is_refused(rc, context, stack):
     other = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
     batch = rc.a.prepare(write(rc))
-    with pytest.raises(ValueError, match="another PD"):
+    with pytest.raises(ValueError, match="does not belong to the queue's PD"):
         batch[0].sg_list = other[:8]
     batch.post()
     rc.wait()

@@ -62,7 +62,7 @@ def test_error_for_a_list_longer_than_its_queue_does_not_advise_to_poll(
     assert error.errno == errno.ENOMEM
     assert error.reason == (
         f"a list of {4 * depth} cannot fit a queue of max_send_wr={depth}; "
-        "post it in parts, or create the queue deeper"
+        "post it in parts, or create a deeper queue"
     )
     # Those that fit are posted, except for a prepared list, which is posted whole or not at all.
     if checked:

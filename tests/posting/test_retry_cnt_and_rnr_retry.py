@@ -11,7 +11,7 @@ from rdmapost import QPState, WCStatus
 
 @pytest.fixture
 def apart(connect) -> Pair:
-    """A pair, neither of which is connected."""
+    """Two queue pairs that are not yet connected."""
     return connect(to=QPState.RESET)
 
 
@@ -54,7 +54,7 @@ def test_timeout_and_retries_end_without_an_answer(apart):
 
 
 def test_no_receive_ends_with_rnr_retry_exceeded(rc):
-    """rnr_retry is small here; 7 would be for ever."""
+    """rnr_retry is small here; 7 would be forever."""
     rc.a.post_send([rp.Send(rc.mine[:4], wr_id=1), rc.wr(rp.RdmaWrite, rc.mine[:4], wr_id=2)])
     done = rc.cq.wait(2)
     assert [(wc.wr_id, wc.status) for wc in done] == [

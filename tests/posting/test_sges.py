@@ -99,9 +99,9 @@ def test_sges_are_gathered_and_scattered(rc):
 
 def test_region_of_another_pd_is_refused(rc, context):
     with rp.PD(context) as other, rp.MR(other, 64) as mr:
-        with pytest.raises(rp.PostError, match="belongs to another PD"):
+        with pytest.raises(rp.PostError, match="does not belong to the queue's PD"):
             rc.a.post_send(rp.Send(mr[:8]))
-        with pytest.raises(rp.PostError, match="belongs to another PD"):
+        with pytest.raises(rp.PostError, match="does not belong to the queue's PD"):
             rc.b.post_recv(rp.RecvWR(mr[:8]))
     rc.works()
 

@@ -57,7 +57,7 @@ def test_full_send_queue_says_that_unsignaled_sends_never_leave_it(connect, sq_s
     pair.a.post_send(quiet[:depth])
     with pytest.raises(rp.PostError, match="the queue is full") as caught:
         pair.a.post_send(quiet[depth])
-    doubt = caught.value.reason.endswith("; if none of them is SIGNALED, no slot ever comes free")
+    doubt = caught.value.reason.endswith("; if none of them is SIGNALED, no slot is ever freed")
     assert doubt is not sq_sig_all
 
 

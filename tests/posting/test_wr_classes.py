@@ -147,7 +147,7 @@ def test_finalizer_of_an_old_value_may_empty_the_arguments():
     assert seen[0]() is not None, "the argument has gone"
     assert (wr.sg_list, wr.wr_id, wr.ah, wr.remote_qpn) == ((), 77, [1, 2], 5)
     del wr
-    assert seen[0]() is None, "the argument stays for ever"
+    assert seen[0]() is None, "the argument stays forever"
 
 
 COMMON = {"wr_id", "send_flags"}

@@ -165,7 +165,7 @@ def test_imports_at_run_time_form_no_cycle(graphs):
 
 
 def test_resources_do_not_ask_which_provider_they_run_on():
-    """``context.kind`` is for users: no file beside a resource's reads it, or its provider's."""
+    """``context.kind`` is for users: only device.py reads it."""
     [package] = map(pathlib.Path, rdmapost.__path__)
     files = [
         file

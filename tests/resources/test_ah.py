@@ -116,7 +116,7 @@ def test_ud_send_without_an_address_handle_is_refused(connect, context, checked)
         for wrong, words in (
             (None, "needs an address handle"),
             (ah, "AH to .* is closed"),
-            (foreign, "belongs to another"),
+            (foreign, "does not belong to the queue pair's"),
             (mr, "ah: expected AH, got MR"),
             (0x1000, "ah: expected AH, got int"),
             (object(), "ah: expected AH, got object"),
@@ -141,7 +141,7 @@ RC, UC, UD, RAW = QPType.RC, QPType.UC, QPType.UD, QPType.RAW_PACKET
 
 def test_address_handle_of_another_pd_is_refused(soft):
     ah = soft.stack.enter_context(rp.AH(soft.other, soft.ud["ah"].attr))
-    assert "another PD" in reason(soft.qp(UD).post_send, rp.Send(ah=ah))
+    assert "the queue pair's PD" in reason(soft.qp(UD).post_send, rp.Send(ah=ah))
 
 
 def test_an_address_handle_serves_many_posts_and_queue_pairs(connect, stack, cq, pd):

@@ -140,7 +140,7 @@ def test_a_thread_that_polls_for_events_does_not_keep_a_channel_open(context):
 
 
 def test_interrupt_at_any_moment_loses_no_event_of_a_cq_and_acknowledges_it_once(said) -> None:
-    """ibv_destroy_cq(3) waits for ever if one is not acknowledged."""
+    """ibv_destroy_cq(3) waits forever if one is not acknowledged."""
     lines = said("""
         from rdmapost._binding import address_of
         channel = rp.CompChannel(context)

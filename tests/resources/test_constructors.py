@@ -1,4 +1,4 @@
-"""Making a resource: what its constructor may do, once, and what others see meanwhile."""
+"""Making a resource: what its constructor may do, once, and what others see while it runs."""
 
 from __future__ import annotations
 

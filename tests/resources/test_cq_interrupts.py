@@ -1,6 +1,6 @@
 """Polling and waiting under interrupts, finalizers and threads, and without memory.
 
-No completion is lost, no lock stays held, and nothing waits for ever.
+No completion is lost, no lock stays held, and nothing waits forever.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ print(failed > 0, lost)
 
 @pytest.mark.parametrize("how", ["wait", "completions"])
 def test_wait_for_more_without_memory_loses_no_completion(how):
-    """The first are taken before the others, for which there may be no memory."""
+    """The first are taken before the others, which may not fit in memory."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     # asyncio reports on standard error what it cannot clean up without memory.
     done = run_python(WAITS_WITHOUT_MEMORY, how, **LOSES_MEMORY)
@@ -466,7 +466,7 @@ def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
                     again_and_again(cq)
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 assert len(raised) == index + 1, raised[-2:]
-                # Another thread would wait for ever.
+                # Another thread would wait forever.
                 other = threading.Thread(target=cq.poll, daemon=True)
                 other.start()
                 other.join(LIMIT)

@@ -62,7 +62,7 @@ def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
 
 
 def test_a_wait_that_spins_keeps_what_came(failed):
-    """On a device for which a wait first polls again and again."""
+    """On a device on which a wait first polls repeatedly."""
     assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
 
 

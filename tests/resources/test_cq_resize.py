@@ -1,4 +1,4 @@
-"""CQ.resize: more entries, fewer, and what is in the queue meanwhile."""
+"""CQ.resize: more entries, fewer, and the completions that are in the queue."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ def test_cancel_waits_ends_the_tasks_that_wait(rc):
 
 @pytest.mark.parametrize("first", ["post", "cancel"])
 def test_cancelled_task_takes_nothing_that_comes_at_the_same_time(rc, first):
-    """A loop of waits, or async for, would go on for ever."""
+    """A loop of waits, or async for, would go on forever."""
     cq = rc.cq
 
     async def each() -> None:

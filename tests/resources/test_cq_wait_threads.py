@@ -398,7 +398,7 @@ def test_wait_leaves_a_completion_to_a_wait_that_began_before_it(rc):
 
 
 def test_wait_leaves_nothing_to_a_wait_that_began_after_it(rc):
-    """It takes a completion in less than the 10 ms for which it would leave it to another."""
+    """It takes a completion within the 10 ms for which it would leave one to an earlier wait."""
 
     def attempt() -> float:
         first = Waiter(lambda: rc.cq.wait(1, LIMIT))
@@ -425,7 +425,7 @@ def test_wait_takes_what_a_wait_that_began_before_it_cannot_use(rc):
 
 
 def test_wait_does_not_wait_for_a_thread_that_waits_for_it(rc):
-    """The main thread waits, and a signal handler of its own joins a thread that waits, too."""
+    """The main thread waits, and its signal handler joins a thread that waits, too."""
     found = []
 
     def handle(*_: object) -> None:
@@ -456,7 +456,7 @@ def meanwhile(rc: Any, does: Callable[[], None], count: int = 1) -> None:
 
 
 def test_wait_takes_at_once_what_comes_besides_what_an_earlier_wait_wants(rc):
-    """Although that one takes nothing meanwhile."""
+    """Even while the earlier wait takes nothing."""
 
     def others() -> None:
         def attempt() -> float:

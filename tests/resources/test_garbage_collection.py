@@ -137,7 +137,7 @@ def test_regions_in_a_cycle_are_collected(made_of: str) -> None:
 
 
 class Connection:
-    """What users make: an object for a queue pair and its memory, to which these refer back."""
+    """What users write: an object with a queue pair and its memory, which refer back to it."""
 
     def __init__(self, pd: rp.PD, cq: rp.CQ, refers: str) -> None:
         class Region(rp.MR):

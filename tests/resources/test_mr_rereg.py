@@ -97,7 +97,7 @@ def test_region_moves_to_another_pd(rc):
         with _or_unsupported(rc.pd.context):
             mr.rereg(pd=other)
         assert mr.pd is other
-        with pytest.raises(rp.PostError, match="belongs to another PD"):
+        with pytest.raises(rp.PostError, match="does not belong to the queue's PD"):
             rc.a.post_send(rp.Send(mr[:8]))
         with pytest.raises(rp.InUseError, match=r"PD cannot be closed: MR of 64 bytes"):
             other.close()
@@ -477,7 +477,7 @@ def test_failure_in_the_middle_leaves_a_region_that_can_only_be_closed(rc, monke
     sge = mr[:8]
     with pytest.raises(rp.VerbsError, match="ibv_rereg_mr: EIO"):
         mr.rereg(memory=new, pd=there)
-    unusable = "MR of 64 bytes .* cannot be used: it failed to be registered again; close it"
+    unusable = "MR of 64 bytes .* cannot be used: its re-registration failed; close it"
     with pytest.raises(rp.ClosedError, match=unusable):
         mr.rereg(access=0)
     with pytest.raises(rp.PostError, match=unusable):

@@ -131,7 +131,7 @@ def test_binds_and_work_requests_share_one_queue_in_order(region, mw, rc):
         ({"mr": "mw"}, "mr: expected MR, got MW"),
         ({"mw": "closed window"}, "MW is closed"),
         ({"mr": "closed region"}, "MR of 64 bytes .* is closed"),
-        ({"mr": "elsewhere"}, "another open device"),
+        ({"mr": "elsewhere"}, "queue pair's open device"),
         ({"wr_id": -1}, "wr_id=-1 is not in"),
         ({"wr_id": 1 << 64}, "wr_id=.* is not in"),
         ({"addr": -1}, "addr=-1 is not in"),
@@ -156,16 +156,16 @@ def test_bind_that_every_queue_pair_refuses(
         "elsewhere": stack.enter_context(rp.MR(elsewhere, 64, BINDABLE)),
     }
     if checked and given.get("mr") == "elsewhere":
-        words = "another PD"
+        words = "the queue pair's PD"
     refused(connect(checked=checked), mw, region, given, stand_for, words)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"mw": "type 2"}, "is of type 2; post a BindMW for it"),
-        ({"mw": "foreign window"}, r"MW \(rkey .*another PD"),
-        ({"mr": "foreign region"}, r"MR of 64 bytes .*another PD"),
+        ({"mw": "type 2"}, "is of type 2, but .*; post a BindMW"),
+        ({"mw": "foreign window"}, r"MW \(rkey .*the queue pair's PD"),
+        ({"mr": "foreign region"}, r"MR of 64 bytes .*the queue pair's PD"),
         ({"mr": "plain"}, "was registered without MW_BIND"),
         ({"length": 257}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
@@ -213,7 +213,7 @@ def refused(pair, mw, region, given, stand_for, words):
 def test_datagrams_have_no_windows(connect, region, mw, checked):
     """A driver would read a missing address handle."""
     pair = connect(QPType.UD, checked=checked)
-    with pytest.raises(rp.PostError, match="BIND_MW is not an opcode of UD QPs"):
+    with pytest.raises(rp.PostError, match="BIND_MW is not supported on UD QPs"):
         pair.b.bind_mw(mw, region, region.addr, 64)
 
 

@@ -23,7 +23,7 @@ TESTS = ROOT / "tests"
 
 
 def rows(count: int) -> Any:
-    """Return an array of completions, none of which looks like a real one."""
+    """Return an array filled with values that no real completion has."""
     return np.frombuffer(bytearray(b"\xee" * 48 * count), rp.WC_DTYPE)
 
 

@@ -155,7 +155,7 @@ def test_flags_without_a_name_are_kept(completed, flags):
 
 
 def test_a_completion_has_the_only_references_to_its_numbers(rc):
-    """Anything that took it by mistake would keep it for ever."""
+    """Anything that took it by mistake would keep it forever."""
 
     def counts(numbers):
         return [sys.getrefcount(number) for number in numbers if number is not wr_id]

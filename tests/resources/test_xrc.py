@@ -169,7 +169,7 @@ def test_write_that_the_xrc_target_does_not_allow_fails(xrc):
 
 def test_both_ends_say_what_they_cannot_do(xrc):
     for state in (QPState.RTS, QPState.RESET):
-        with pytest.raises(rp.PostError, match="SEND is not an opcode of XRC_RECV QPs"):
+        with pytest.raises(rp.PostError, match="SEND is not supported on XRC_RECV QPs"):
             xrc.b.post_send(rp.Send())
         assert xrc.b.state is state
         xrc.b.to_reset()

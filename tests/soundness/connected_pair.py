@@ -68,7 +68,7 @@ class Rig:
         return rp.QP(self.pd, rp.QPType.RC, self.cq, **options)
 
     def write(self, number: int = 0, **fields: Any) -> rp.RdmaWrite:
-        """Make a write of the byte 1 to a place of its own; its number is the wr_id."""
+        """Make a write of the byte 1 to an offset that no other write uses, its wr_id."""
         self.mr.buffer[0] = 1
         return rp.RdmaWrite(
             self.mr[:1],
@@ -152,7 +152,7 @@ class Rig:
 
 @contextlib.contextmanager
 def thread(target: Callable[[], object]) -> Iterator[list[BaseException]]:
-    """Run something in a thread beside the block; the list holds what it raised."""
+    """Run a function in a thread while the block runs; the list holds what it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:

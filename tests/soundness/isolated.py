@@ -45,7 +45,7 @@ sys.stdout.flush()
 def isolated(
     *, timeout: float = 40, warnings: str = "error", silent: bool = False, **env: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test in a Python of its own.
+    """Run a test in a separate Python process.
 
     Args:
         timeout: seconds; the process ends by then, with the stacks of its threads.
@@ -77,7 +77,7 @@ def isolated(
 
 
 def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tuple[int, str, str]:
-    """Run Python in a session of its own, all of which has ended when this returns.
+    """Run Python in a new session; all of its processes have ended when this returns.
 
     Returns:
         The exit status, negative for a signal; standard output; standard error.

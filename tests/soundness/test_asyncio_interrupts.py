@@ -25,7 +25,7 @@ def _quiet(caplog):
 
 
 async def _take(rig: Rig, cq: rp.CQ, qp: rp.QP, first: int) -> None:
-    """Wait in two tasks for what is posted meanwhile."""
+    """Wait in two tasks for completions of work posted during the wait."""
     tasks = [asyncio.create_task(cq.completions(count, LIMIT)) for count in (1, 2)]
     try:
         await asyncio.sleep(0)

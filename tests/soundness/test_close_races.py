@@ -74,7 +74,7 @@ def _make_handles(rig: Rig) -> Callable[[rp.PD], None]:
 
 
 VERBS: dict[str, tuple[Callable[[Rig], Any], Callable[[Rig], Callable[[Any], object]]]] = {
-    # What is closed, and what another thread does with it meanwhile, again and again.
+    # What is closed, and what another thread does with it at the same time, repeatedly.
     "req_notify": (_channel_cq, lambda rig: lambda cq: cq.req_notify()),
     "poll": (lambda rig: rp.CQ(rig.context), lambda rig: lambda cq: cq.poll()),
     "get_cq_event": (
@@ -226,7 +226,7 @@ def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
     def check(rig: Any, _: Moment) -> None:
         for closer in rig.closers:
             closer.join(LIMIT)
-            assert not closer.is_alive(), "close() waits for ever"
+            assert not closer.is_alive(), "close() waits forever"
             assert rig.more[-1].closed if hasattr(rig.more[-1], "closed") else True
         assert not [error for error in rig.found if isinstance(error, BaseException)], rig.found
         rig.found.clear()

@@ -108,7 +108,7 @@ def test_program_exits_promptly_and_silently_with(how, device):
 
 @isolated(timeout=30)
 def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
-    """Threads that post go on meanwhile, and the end does not wait for them."""
+    """Threads keep posting during the exit, which does not wait for them."""
     import threading
 
     from connected_pair import Rig

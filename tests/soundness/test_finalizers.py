@@ -114,7 +114,7 @@ def _deep(frames: int, call: Callable[[], object]) -> object:
 
 @isolated(warnings="ignore", timeout=60)
 def test_dropping_all_resources_near_the_recursion_limit_does_not_hang(soft):
-    """Nothing is tried again for ever where no frame goes."""
+    """Nothing is tried again forever where no frame goes."""
     sys.unraisablehook = lambda _: None
     sys.setrecursionlimit(220)
     for depth in range(140, 219):

@@ -1,4 +1,4 @@
-"""A forked child has nothing of its parent's: it is told so, takes nothing, and ends at once."""
+"""A forked child cannot use its parent's resources: it gets ClosedError, and exits at once."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_forked_child_exits_promptly_whatever_other_threads_were_doing(ending, d
 
 @isolated(silent=True, timeout=20)
 def test_forked_child_can_open_its_own_device(device):
-    """And posts there; beside what it has from its parent, which goes on."""
+    """It posts on that device; the parent's resources are unaffected."""
     rig = Rig(device)
     for _ in range(3):
         child = os.fork()

@@ -320,7 +320,7 @@ def test_interrupted_region_keeps_its_memory_while_it_is_registered(device):
 
     def interrupted(collected: bool) -> None:
         class Things:
-            """A domain, and memory of which nobody but the region knows."""
+            """A PD, and memory that only the region refers to."""
 
             def __init__(self) -> None:
                 self.context = rp.open_device(device)

@@ -65,7 +65,7 @@ def test_posts_race_with_a_region_that_moves(device):
         assert moved
         assert posted
         # Nothing else is refused.
-        allowed = ("again by another thread", "lies outside")
+        allowed = ("another thread is re-registering", "lies outside")
         assert all(any(words in text for words in allowed) for text in texts), texts
     rig.cq.poll()
     mr.close()
@@ -74,7 +74,7 @@ def test_posts_race_with_a_region_that_moves(device):
 
 @isolated()
 def test_reregs_of_several_threads_take_turns(device):
-    """Each changes what it was asked to, whatever the others have changed meanwhile."""
+    """Each changes what it was asked to, whatever the others have changed."""
     rig = Rig(device)
     mr = rp.MR(rig.pd, 4096, ALL)
     pds = [rp.PD(rig.context) for _ in range(2)]

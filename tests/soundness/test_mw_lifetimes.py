@@ -120,7 +120,7 @@ def test_window_holds_its_region_until_it_is_closed(mw_type, device):
 
 @isolated(warnings="ignore")
 def test_dropped_queue_pair_without_a_bind_is_closed_despite_anothers_window(device):
-    """A queue pair to which no bind has been posted closes with its last reference."""
+    """A queue pair without a posted bind closes with its last reference."""
     rig, mw, *_ = bound(device, "TYPE_2")
     cq = rp.CQ(rig.context)
     qp = rp.QP(rig.pd, rp.QPType.RC, cq)
@@ -398,7 +398,7 @@ def test_window_bound_by_two_queue_pairs_holds_its_current_region(first, soft):
 
 @isolated(silent=True)
 def test_window_holds_the_region_of_the_bind_that_was_carried_out_last(soft):
-    """It waits behind a message for which the peer has no receive."""
+    """The bind waits behind a message that finds no receive at the peer."""
     rig = Rig(soft)
     cqs = [rp.CQ(rig.context) for _ in range(3)]
     pairs = [(rp.QP(rig.pd, rp.QPType.RC, cq), rp.QP(rig.pd, rp.QPType.RC, cqs[2])) for cq in cqs]
@@ -490,7 +490,7 @@ def test_window_whose_bind_fails_holds_its_previous_region(device):
 
 @isolated(silent=True)
 def test_window_holds_both_regions_after_a_bind_with_unknown_outcome(device):
-    """It waits behind a message for which there is no receive, and the queue pair is reset."""
+    """The bind waits behind a message that finds no receive, and the queue pair is reset."""
     rig, mw, _, ref = bound(device, "TYPE_1")
     memory = Memory(SIZE)
     other = weakref.ref(memory)
@@ -560,7 +560,7 @@ def test_closing_a_region_with_a_bound_window_is_refused(mw_type, device):
 
 
 class Refuses:
-    """Stands before a provider, and refuses to destroy until it is told otherwise."""
+    """Wraps a provider, and refuses to destroy until a test allows it."""
 
     def __init__(self, provider: Any, *verbs: str) -> None:
         self._provider, self._verbs = provider, verbs

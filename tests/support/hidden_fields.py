@@ -7,7 +7,7 @@ from typing import Any
 
 
 def structure_that_hides(fields: Any) -> Any:
-    """Return a packed structure, of which ctypes gives only the format of bytes."""
+    """Return a packed structure, for which ctypes reports only a format of bytes."""
     shows_nothing = type(
         "ShowsNothing",
         (type(ctypes.Structure),),

@@ -503,9 +503,9 @@ void rp_raise_closed(struct rp_handle *h)
 		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
 	else if (h->spoiled)
 		PyErr_Format(python.closed,
-			     "%S cannot be used: it failed to be registered again; close it", h);
+			     "%S cannot be used: its re-registration failed; close it", h);
 	else if (h->remaking)
-		PyErr_Format(python.closed, "%S is being registered again by another thread", h);
+		PyErr_Format(python.closed, "another thread is re-registering %S", h);
 	else
 		PyErr_Format(python.closed, "%S is closed", h);
 }
@@ -660,7 +660,7 @@ static void unmake(struct rp_handle *h, PyObject *made)
 	struct error error = save_error();
 	PyObject *done = NULL;
 
-	/* A call may fail for lack of memory; retry, since some may have been freed. */
+	/* A call may fail for lack of memory; retry, because memory may have been freed. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
 		PyErr_Clear();
 		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
@@ -958,7 +958,7 @@ static PyObject *get_now(PyObject *self, PyObject *const *member)
 
 static PyObject *get_parents(PyObject *self, void *unused)
 {
-	/* Also of one that is being registered again, which the device still has. */
+	/* Also for a region that is being re-registered: the device still has it. */
 	PyObject *parents = get_now(self, &((struct rp_handle *)self)->parents);
 
 	(void)unused;
@@ -1123,7 +1123,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 	while (load(&h->posted)) {
 		if (!ask(h, "_refuse_posted"))
 			continue;
-		/* The last completion may have arrived meanwhile. */
+		/* The last completion may have arrived since. */
 		if (load(&h->posted) || !PyErr_ExceptionMatches(python.in_use))
 			return -1;
 		PyErr_Clear();
@@ -1163,7 +1163,7 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 	struct error first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
-	/* It may be impossible in the child of a fork that a signal handler has made. */
+	/* This may be impossible in a child that a signal handler has forked. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)
@@ -1225,7 +1225,7 @@ static int close_now(struct rp_handle *h)
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
-	/* What was put off because it was in use by this handle. */
+	/* Run the closes that were deferred because this handle used the resource. */
 	if (!stopped && !rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
 	    rp_thread()->first_put_off)
 		rp_close_put_off();
@@ -1354,7 +1354,7 @@ static size_t count_put_off(const struct rp_thread *me)
 	return count;
 }
 
-/* Run this thread's deferred closes. A handle that a later one uses is retried after that. */
+/* Run this thread's deferred closes. If one fails because its handle is in use, retry it later. */
 void rp_close_put_off(void)
 {
 	struct error error = save_error();
@@ -1373,7 +1373,7 @@ void rp_close_put_off(void)
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
 		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
-			/* What this thread is closing may use it: then the end of that close goes on. */
+			/* A handle that this thread is closing may use it; the end of that close continues. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
 			put_off(h, BY_CALLER);
@@ -1409,7 +1409,7 @@ static PyObject *handle_close(PyObject *self, PyObject *unused)
 
 /* ---- registering again ----------------------------------------------------- */
 
-/* What a region is to become. */
+/* The new state of a region. */
 struct form {
 	PyObject *parents, *keeps;
 	unsigned int access;
@@ -1846,7 +1846,7 @@ static PyObject *finalizing_new(PyTypeObject *type, PyObject *args, PyObject *kw
 
 static PyObject *finalizing_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	/* The collector may clear it meanwhile. */
+	/* The collector may clear it during the call. */
 	PyObject *finalizer = Py_XNewRef(((struct finalizing *)self)->finalizer);
 	PyObject *result = finalizer ? PyObject_Call(finalizer, args, kwargs) : Py_NewRef(Py_None);
 	PyObject *resource = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;

@@ -42,7 +42,7 @@ struct rp_handle {
 	unsigned int access; /* a memory region's flags */
 	uint64_t start; /* a memory region's first address, as SGEs give it */
 	uint32_t lkey, rkey; /* a memory region's */
-	PyObject *form; /* what a memory region is made of, for the device; or NULL */
+	PyObject *form; /* a memory region's memory, access and PD (a _Form); or NULL */
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
@@ -227,7 +227,7 @@ PyObject *rp_take_exception(void);
  * and steals the reference; after rp_deliver_soon() it is raised once this thread is out of C.
  */
 void rp_raise_later(PyObject *exception);
-/* Save the current exception likewise; clear one for lack of memory or stack. */
+/* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
 void rp_handler_raised(void);
 /* Whether an exception is for lack of memory or stack. */
 int rp_lacks_room(PyObject *exception);
@@ -257,7 +257,7 @@ struct rp_binder {
 	int64_t windows; /* bound */
 };
 
-/* Returns NULL if there is no memory. */
+/* Returns NULL if out of memory. */
 struct rp_binder *rp_new_binder(void);
 
 /* Free a binder when its last user drops it. */

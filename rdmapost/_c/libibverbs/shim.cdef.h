@@ -38,7 +38,7 @@ int rp_query_rt_values(struct ibv_context *context, uint64_t *raw_clock);
 int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event);
 
-/* ibv_query_port with the full struct (a macro in the header), and what releases since 50 add. */
+/* ibv_query_port with the full struct (a macro in the header), and fields since release 50. */
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr, uint32_t *active_speed_ex);
 
@@ -78,8 +78,8 @@ int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 
 /*
- * What an extended CQ reports besides: a message's tag and its sender's data, when it completed, and
- * a packet's VLAN tag and the flow steering rule that it matched.
+ * The extra fields of a completion from an extended CQ: a message's tag and its sender's data, the
+ * completion time, and a packet's VLAN tag and the flow steering rule that it matched.
  */
 struct rp_wc_ex {
 	struct ibv_wc_tm_info tm;

@@ -6,7 +6,7 @@
  * the named fields or grows from release to release. Only enumerators that the
  * oldest supported header (rdma-core 44) has are listed; they are verified too.
  *
- * It is one file because it is a list, read beside the one header it describes,
+ * It is one file because it is a list, read next to the one header it describes,
  * and because the structs refer to each other, which would fix the files' order.
  */
 

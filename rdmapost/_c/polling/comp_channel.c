@@ -9,7 +9,7 @@
  * get_cq_event(channel, cqs): take an event off a non-blocking completion
  * channel, acknowledge it, and make its CQ struct's address a key of the dict.
  * True, or None if there was no event. One call, because ibv_destroy_cq(3)
- * waits for ever for what an interrupt leaves unacknowledged.
+ * waits forever for what an interrupt leaves unacknowledged.
  */
 static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

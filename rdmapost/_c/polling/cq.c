@@ -945,7 +945,10 @@ static PyObject *reserve_number(void)
 	return PyLong_FromSsize_t(PY_SSIZE_T_MAX);
 }
 
-/* Return the number of rows, freeing the reserve for it (its reference is stolen); NULL for -1. */
+/*
+ * Return n as a Python int, or NULL if n is -1. Releases the reserve (and steals its reference), so
+ * that the int can be allocated even when memory has run out.
+ */
 static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
 {
 	PyObject *number = n < 0 ? NULL : PyLong_FromSsize_t(n);
@@ -991,7 +994,7 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 	return number_of_rows(n, reserve);
 }
 
-/* Ask for an event; 0, or -1 with an exception. */
+/* Request an event; 0, or -1 with an exception. */
 static int ask_for_event(const struct rp_handle *handle, int solicited_only)
 {
 	int code = ibv_req_notify_cq(handle->address, solicited_only);

@@ -4,7 +4,7 @@
  * Looking one up by name costs ten times as much as reading memory, and a post
  * reads ten. A slot's offset is found by experiment: a value is set the usual way,
  * and searched for in the object. If Python stores it elsewhere, the attribute is
- * looked up by name. Likewise with the items of tuples, for which the stable ABI has a function.
+ * looked up by name. The items of new tuples are written in the same way, or with PyTuple_SetItem.
  */
 #include "module.h"
 

@@ -41,7 +41,7 @@ struct outcome rp_build(void *qp, struct ibv_send_wr *wr)
 {
 	struct outcome all = { 0, 0 };
 
-	/* In runs that are built or not: the two ways to post can alternate. */
+	/* Split the list into runs: ibv_wr_*() posts one run, ibv_post_send the next. */
 	while (wr && !all.code) {
 		struct ibv_send_wr *last = wr, *rest;
 		struct outcome run;

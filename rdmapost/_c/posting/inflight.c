@@ -302,7 +302,7 @@ static void free_slot(struct rp_in_flight *q, struct rp_entry *entry)
 	q->end--;
 }
 
-/* Take out the next entry that is done; whether there was one. */
+/* Remove the next finished entry; return whether there was one. */
 static int take_done(struct rp_in_flight *q, struct rp_entry *taken)
 {
 	int there = 1;
@@ -709,7 +709,7 @@ static PyObject *in_flight_peek(PyObject *self, PyObject *arg)
 	return peek((struct rp_in_flight *)self, cookie);
 }
 
-/* peek_queues(queues, cookie): the same, of whichever queue enrolled there has the cookie. */
+/* peek_queues(queues, cookie): the same, for the enrolled queue that has the cookie. */
 static PyObject *peek_queues(PyObject *module, PyObject *args)
 {
 	struct rp_in_flight *q;

@@ -58,7 +58,7 @@ struct wr_type {
 	struct field field[FIELDS];
 };
 
-/* A work request as it was read; what it refers to is held. */
+/* A work request as it was read, with references to the resources that it uses. */
 struct request {
 	PyObject *wr;
 	const struct wr_type *type;

@@ -10,7 +10,7 @@
 #include <endian.h>
 #include <structmember.h>
 
-/* Through the collector, any code can see a list before it is made, and after it was refused. */
+/* Through the collector, any code can see a list before it is complete, and after a refusal. */
 enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
@@ -114,8 +114,8 @@ static PyObject *pack_sent(PyObject *wr_ids, PyObject *refs)
 }
 
 /*
- * Make what posts carry: each work request's wr_id and what it holds until it is done. A tuple
- * is filled before anything else is allocated, so the collector never exposes an incomplete one.
+ * Make the rp_sent that posts carry: each work request's wr_id, and its references until it is
+ * done. Tuples are filled before anything else is allocated: the collector sees no incomplete one.
  */
 static PyObject *make_sent(const struct prepared *p)
 {
@@ -146,8 +146,8 @@ static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 }
 
 /*
- * Make its replacement with another wr_id, or something else held. That may run a finalizer that
- * changes the list, so it counts only if the list still has what it was made from.
+ * Make a copy of `from` in which one work request has another wr_id or other references. This may
+ * run a finalizer that changes the list: use the copy only if the list still has `from`.
  */
 static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject *wr_id,
 			     PyObject *refs)
@@ -483,8 +483,8 @@ static void item_dealloc(PyObject *self)
 }
 
 /*
- * Return a new reference to the caller's work request, and in `held`, if that is not NULL, one to
- * what it holds; NULL with an exception if the list is closed.
+ * Return a new reference to the caller's work request, or NULL with an exception if the list is
+ * closed. If `refs` is not NULL, it gets a new reference to what the work request keeps alive.
  */
 static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **refs)
 {
@@ -570,7 +570,7 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	return wr_id;
 }
 
-/* Replace a wr_id if `from` is still what the list posts. Returns whether it was, or -1. */
+/* Replace a wr_id if the list still has `from`. Returns whether it had, or -1. */
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
@@ -686,8 +686,8 @@ static void put_sges(struct prepared *p, size_t index, struct post *post, PyObje
 }
 
 /*
- * If `from` is still what posts record, check the new SGEs and store them, or refuse them. Returns
- * whether it is, or -1 with an exception.
+ * If the list still has `from`, check the new SGEs, and store or refuse them. Returns 1; 0 if the
+ * list has changed; or -1 with an exception.
  */
 static int try_sges(struct prepared *p, size_t index, struct post *post, PyObject **sges,
 		    struct rp_sent *from)

@@ -151,7 +151,7 @@ static inline int room_for_bytes(struct post *post, size_t bytes)
 	return 1;
 }
 
-/* Likewise for more SGEs. */
+/* Make room for more SGEs; 1, or -1 with an exception. */
 static inline int room_for_sges(struct post *post, size_t count)
 {
 	PyObject **owners;
@@ -661,7 +661,7 @@ static PyObject *describe_resource(PyObject *self, PyObject *args)
 		    (rp_find_slot(type, "_addr", &rp_mr_slots.addr) ||
 		     rp_find_slot(type, "_length", &rp_mr_slots.length)))
 			return NULL;
-		*known[i].at = Py_NewRef(type); /* held for ever */
+		*known[i].at = Py_NewRef(type); /* held forever */
 		Py_RETURN_NONE;
 	}
 	PyErr_Format(PyExc_RuntimeError, "%s: already described, or not such a class", name);
@@ -739,7 +739,7 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 			   (type.sg_list.offset || !type.has_sges);
 	for (int i = 0; i < type.fields; i++)
 		type.has_offsets = type.has_offsets && type.field[i].slot.offset;
-	Py_INCREF(type.class); /* held for ever */
+	Py_INCREF(type.class); /* held forever */
 	rp_wr_types[rp_num_wr_types] = type;
 	return PyLong_FromLong(rp_num_wr_types++);
 }

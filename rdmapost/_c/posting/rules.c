@@ -2,7 +2,7 @@
  * The rules of a post: what ibv_post_send(3), ibv_post_recv(3), ibv_bind_mw(3) and
  * ibv_post_srq_ops(3) require of a work request and its queue.
  *
- * Each has a name, and its text is in rdmapost/posting/rules.py. Everything here works on
+ * Each has a name; its message is in rdmapost/posting/rules.py. Everything here works on
  * numbers already read and structs held open, and runs no Python code. If the
  * caller turned checks off, only what could harm the process is refused.
  */
@@ -281,7 +281,7 @@ _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, con
 		       !offsetof(struct ibv_mr, context) && !offsetof(struct ibv_qp, context),
 	       "a struct begins with something else");
 
-/* What would harm this process or the driver: all that is checked with checks off. */
+/* The only rules with checks off: they refuse what would harm this process or the driver. */
 static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 			const struct request *r)
 {

@@ -522,8 +522,8 @@ static void end_quietly(struct quiet quiet)
 }
 
 /*
- * Returns 0, or an errno with the first work request refused in *bad. If that is NULL, all are
- * accepted or none.
+ * Returns 0, or an errno with the first refused work request in *bad. If bad is NULL, either all
+ * work requests are accepted or none.
  */
 static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
 {
@@ -813,7 +813,7 @@ static void wr_start(struct ibv_qp_ex *qp)
 	soft->code = 0;
 }
 
-/* Add a work request; NULL if there is no memory. */
+/* Add a work request; NULL if out of memory. */
 static struct rp_built_wr *add_wr(struct ibv_qp_ex *qp, int opcode, uint32_t rkey,
 				  uint64_t remote_addr)
 {

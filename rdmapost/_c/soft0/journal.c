@@ -104,7 +104,7 @@ static int note_call(PyObject *list, PyObject *call)
 	return callable ? note(list, callable, PyTuple_GetSlice(call, 1, PyTuple_Size(call))) : -1;
 }
 
-/* The arguments are a tuple, or a list of the only one, which was not known at first. */
+/* args is a tuple, or a list with one item: an argument set after the call was recorded. */
 static PyObject *make_recorded(PyObject *record)
 {
 	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1), *done;

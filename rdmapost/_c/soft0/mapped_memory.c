@@ -22,7 +22,7 @@ enum { BOUNCE = 16384 };
 
 /*
  * Fault the pages in, as a device does; return whether that is possible. Also true where it cannot
- * be told (EINVAL): on kernels before 5.14, and for some drivers' memory.
+ * be determined (EINVAL): on kernels before 5.14, and for some drivers' memory.
  */
 static int is_reachable(uint64_t addr, uint64_t length, int writes)
 {

@@ -270,7 +270,7 @@ static PyObject *ready_at(Py_ssize_t at)
 	return object;
 }
 
-/* Remove an object, to which the caller holds a reference; 0, or -1. */
+/* Remove an object; the caller holds a reference to it. 0, or -1. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -384,7 +384,7 @@ void rp_deliver_soon(void)
 		Py_AddPendingCall(deliver, NULL);
 }
 
-/* Do posted work and work that is due; in the middle of a verb, leave that to the verb. */
+/* Execute posted work and due retries. Inside a verb, leave both to the end of that verb. */
 static PyObject *progress(void)
 {
 	PyObject *first;

@@ -1,8 +1,8 @@
 """Checks of memory windows: binding them, and invalidating keys.
 
-A type 2 window is valid only on the queue pair that bound it.  On XRC the side
-that binds is not the side that is written to, so a window's key can only be
-invalidated there, and a peer can only invalidate a region's key.
+A type 2 window is valid only on the queue pair that bound it.  On XRC the binding
+side is never the target of writes, so it can only invalidate the window's key, and
+its peer can only invalidate a region's key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 ROWS: list[Row] = []
 
 WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
-"""The access of a region to which a window for writes can be bound."""
+"""The access flags that a region needs before a window for writes can be bound to it."""
 
 _UNKNOWN_OPCODE = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
 """The status of an opcode that a working queue pair does not know; rxe 6.12 flushes it."""
@@ -212,7 +212,7 @@ def _refused(pair: Loopback, rkey: int) -> None:
 
 
 def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
-    """Try a write with a key, and return whether it succeeded; if not, an RC pair is broken.
+    """Try a write with a key, and return whether it succeeded; a refusal puts an RC pair into ERR.
 
     Args:
         pair: the queue pairs, with 16 bytes of local memory or more.
@@ -232,7 +232,7 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
     if pair.local.qp.qp_type is QPType.UC:
         before = _wait_behind(pair, before)
     elif wc.status not in (WCStatus.SUCCESS, WCStatus.REM_ACCESS_ERR):
-        raise Failed(f"a write that may be refused access ended with {wc.status.name}")
+        raise Failed(f"a write ended with {wc.status.name}, not SUCCESS or REM_ACCESS_ERR")
     changed = bytes(pair.remote.mr.buffer) != before
     if not changed and wc.status is WCStatus.SUCCESS and pair.local.qp.qp_type is not QPType.UC:
         raise Failed("a write succeeded and did not arrive")
@@ -256,7 +256,7 @@ def _wait_behind(pair: Loopback, before: bytes) -> bytes:
         return before[:end] + last
     if _broken(pair):
         return before
-    raise Failed("nothing arrives after a write that may be refused access")
+    raise Failed("no message arrives after a write with a key that may be invalid")
 
 
 def _broken(pair: Loopback) -> bool:

@@ -45,7 +45,7 @@ def segments(pair: Loopback, count: int, room: int) -> list[bytes]:
 
     Args:
         pair: the queue pairs, with receives of this size posted from the start.
-        count: how many.
+        count: the number of segments.
         room: bytes that each receive holds.
     """
     return [

@@ -79,7 +79,7 @@ async def adial(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not go with another one.
         ClosedError: mr, srq or cq is closed.
-        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
@@ -112,10 +112,10 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     """A connection to a server; ``adial`` creates it.
 
     A request (report, look) that is cancelled, by asyncio.timeout() for instance,
-    leaves the connection usable: its late answer is dropped.  It belongs to the event loop that
-    ``adial`` ran in: elsewhere wait, report, look and close raise RdmaError.
+    leaves the connection usable: its late answer is dropped.  The connection belongs to the
+    event loop that ``adial`` ran in: elsewhere wait, report, look and close raise RdmaError.
 
-    One that is dropped without close() releases everything, with a ResourceWarning.
+    A connection that is dropped without close() releases everything, with a ResourceWarning.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -205,14 +205,14 @@ class _Answers:
             answer.cancel()
 
     def end(self) -> None:
-        """Cancel them, and any that is added later: the server ends."""
+        """Cancel all pending answers, and any added later: the server is closing."""
         self._ended = True
         for answer in tuple(self._pending):
             answer.cancel()
 
 
 class _Opening:
-    """Opens a listener in a thread, and closes it if the caller has given up waiting."""
+    """Opens a listener in a thread, and closes it if the caller no longer waits for it."""
 
     listener: socket.socket
 

@@ -1,6 +1,6 @@
-"""A client's queue pair and memory, and what the server has offered.
+"""A client's queue pair and memory, and the server's offer.
 
-It does no I/O: the clients drive what ``client_session`` yields.
+It does no I/O: the clients perform the operations that ``client_session`` yields.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         qp: the queue pair, in RTS.
         cq: where all of its work requests complete.
         mr: local memory.
-        offer: what the server has: addr, rkey, size, access, receives, receive_size, and its
+        offer: the server's offer: addr, rkey, size, access, receives, receive_size, and its
             private_data.
         address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
@@ -148,7 +148,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         return (yield from self._session.ask(Ready()))
 
     def _refuse_inherited(self) -> None:
-        """Raise ClosedError in the child of a fork: the TCP connection is its parent's."""
+        """Raise ClosedError in a forked child: the TCP connection belongs to the parent."""
         refuse_inherited("the connection", self._pid)
 
     def target(self, offset: int = 0) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class BaseConnection(native.Finalizer, NotCopied):
     ) -> Iterator[tuple[Report, float]]:
         """Yield requests for one report, each with the seconds that the server may wait.
 
-        Yield the next one if the last one's time has passed.
+        Take the next request when the server has waited that long without a report.
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)

@@ -88,7 +88,7 @@ def dial(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or does not go with another one.
         ClosedError: mr, srq or cq is closed.
-        ConnectError: nothing listens there, or the server refused; the text says why.
+        ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: what listens there is not an rdmapost server.
         VerbsError: the device refused.
@@ -152,7 +152,7 @@ class Connection(BaseConnection, ClosesOnExit):
         self._turns: set[_Turn] = set()
         self._numbers = itertools.count()
         self._closing = False
-        # Closed in the middle of a request, whose end closes the descriptors.
+        # close() was called during a request; the end of that request closes the descriptors.
         self._closed_in_request = False
         self._consistent = True
         self._closed_by = ""
@@ -206,7 +206,7 @@ class Connection(BaseConnection, ClosesOnExit):
             if not self._closing or leaving:
                 self._disconnect()
         elif not self._consistent:
-            # It is unknown what has been sent and received.
+            # How much was sent and received is unknown.
             self._closed_by = f": {type(error).__name__} interrupted a request"
             self._disconnect()
 
@@ -247,7 +247,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
         If leaving, do not stop because close() was called: it is close() that sends the Bye.
         """
-        # Whether it is known what has been sent and received.
+        # Whether it is known how much was sent and received.
         self._consistent = False
         outcome: Outcome | None = None
         while True:
@@ -392,7 +392,7 @@ class Connection(BaseConnection, ClosesOnExit):
             self._abandon_if_closed()
 
     def _read_unasked(self, sock: socket.socket) -> bool:
-        """Read what may be a late answer; return whether it is the end instead."""
+        """Read a possible late answer; return whether the connection has ended instead."""
         try:
             return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""What a server exposes to its clients."""
+"""The memory, access and receives that a server offers its clients."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _RECEIVE_SIZE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Exposure:
-    """What every client is given.
+    """The memory, access and receives that every client gets.
 
     Attributes:
         size: bytes of the exposed memory.
         access: what a client may do with it, of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC.
         count: receives that are posted for each client.
-        receive_size: bytes of message that each takes.
-        data: the initial contents; zeros follow.
+        receive_size: bytes of message that each receive holds.
+        data: the initial contents; the rest is zeros.
         memory: one memory for all clients, or None for one each.
         port_num: the local port, from 1.
         gid_index: the local GID; None if choose_gid chooses it.
@@ -64,7 +64,7 @@ class Exposure:
 
 
 def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
-    """Return the place of some exposed bytes, their offset and length, as ints.
+    """Check a range of the exposed bytes; return its offset and length as ints.
 
     Args:
         size: how many are exposed.
@@ -122,7 +122,7 @@ def make_exposure(
     if len(data) > size:
         raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
     access = _exposed_access(context, access, mr)
-    # Report what is wrong with these now, not to the first client.
+    # Report errors in these arguments now, not to the first client.
     context.choose_gid(port_num, gid_index)
     if count > context.attr.max_qp_wr:
         raise ValueError(f"count={count} is more than max_qp_wr={context.attr.max_qp_wr}")

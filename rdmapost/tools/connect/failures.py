@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a server."""
+"""Errors between a client and a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ConnectError(RdmaError, ConnectionError):
             self.errno, self.strerror = errno, os.strerror(errno)
 
     def __str__(self) -> str:
-        # OSError's would replace the text with the errno's.
+        # OSError.__str__ would show the errno's text instead of the message.
         return str(self.args[0]) if self.args else ""
 
 

@@ -112,7 +112,7 @@ class ServerProtocol:
         self.state = State.HELLO
 
     def receive(self, data: bytes) -> None:
-        """Take bytes as they come."""
+        """Take received bytes."""
         if self.state is not State.OVER:
             self.lines.feed(data)
 
@@ -172,8 +172,8 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 class ClientProtocol:
     """The client's side: it asks, and the server answers, one request at a time.
 
-    A client that was interrupted while it waited may ask again: the server answers
-    both requests, and the late answer is dropped here.
+    A client that was interrupted while it waited may send another request: the server
+    answers both, and the late answer is dropped here.
     """
 
     def __init__(self) -> None:
@@ -182,14 +182,14 @@ class ClientProtocol:
         self._error: Error | None = None
 
     def ask(self, message: Message) -> None:
-        """Note what is being sent, and so what can be received."""
+        """Record the request being sent, which determines the answers to expect."""
         if self._asked and self._asked[-1] is not Report and not isinstance(message, Bye):
             raise ConnectError("the server has not yet answered the previous request")
         self._asked.append(type(message))
 
     @property
     def answer_pending(self) -> bool:
-        """Whether the answer to a request has not come."""
+        """Whether the answer to a request is still missing."""
         return bool(self._asked)
 
     @property
@@ -198,13 +198,13 @@ class ClientProtocol:
         return bool(self._asked) and self._asked[-1] is Look
 
     def receive(self, data: bytes) -> None:
-        """Take bytes as they come."""
+        """Take received bytes."""
         self.lines.feed(data)
 
     def next_message(self) -> Message | None:
-        """Return the answer to what was asked, or None if it has not come yet.
+        """Return the answer to the last request, or None if it has not arrived.
 
-        An error message is returned like an answer, whenever it comes.
+        An error message is returned like an answer, whenever it arrives.
         """
         while self._error is None:
             line = self.lines.next_line()

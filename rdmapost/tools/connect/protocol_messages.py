@@ -12,7 +12,7 @@ A session, C being the client and S the server::
     C ready     its queue pair is connected
     S ready
     C report    what has arrived in your n-th receive?
-    S arrival, or nothing (it did not come in the time that was given)
+    S arrival, or nothing (none within the given time)
     C look      what is in your memory?
     S seen
     C bye       S bye: it has released everything
@@ -68,7 +68,7 @@ _NAME = 128
 
 
 class _Codec(NamedTuple):
-    """How a value is written in JSON, how it is read and checked, and what it must be."""
+    """How a value is written to and read from JSON, and a description of valid values."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -150,7 +150,7 @@ _ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE, "atomic": A
 
 
 def access_names(access: Access) -> list[str]:
-    """Name what an access permits: of read, write and atomic, in this order."""
+    """Name the operations that an access permits: read, write and atomic, in this order."""
     return [name for name, flag in _ACCESS.items() if access & flag]
 
 
@@ -208,7 +208,7 @@ class Hello:
 
     Attributes:
         token: the token, or None.
-        fabric: what its device can reach (reachability.fabric_of).
+        fabric: the devices that its device can reach (reachability.fabric_of).
         qp_type: type of the queue pairs: RC, UC or UD.
         endpoint: its queue pair's.
         private_data: bytes for the server's owner.
@@ -235,7 +235,7 @@ class Offer:
         addr, rkey, size: the exposed memory.
         access: what the client may do with it.
         receives: how many receives are posted; they are reposted as they are used.
-        receive_size: bytes of message that each takes.
+        receive_size: bytes of message that each receive holds.
         private_data: bytes from the server's owner.
     """
 
@@ -264,7 +264,7 @@ class Report:
     """The client asks what has arrived in one of the server's receives.
 
     Attributes:
-        index: which of them, from 1.
+        index: the receive's number, from 1.
         timeout_ms: how long to wait for it.
     """
 
@@ -278,8 +278,8 @@ class Arrival:
 
     Attributes:
         index: which receive, from 1.
-        status: its completion's; unless SUCCESS, the rest is not valid.
-        opcode: what completed, or None.
+        status: the completion's status; unless it is SUCCESS, the other fields are not valid.
+        opcode: the operation that completed, or None.
         byte_len: bytes of the message.
         imm_data: immediate data in host order, or None.
         sha256: the whole message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
@@ -298,10 +298,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """It has not arrived.
+    """No message has arrived in that receive.
 
     Attributes:
-        arrived: how many have.
+        arrived: how many messages have arrived.
     """
 
     arrived: int = field(metadata=_with(_U64))
@@ -337,7 +337,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """From the client: it is done. From the server: what the client had is released."""
+    """From the client: it is leaving. From the server: the client's resources are released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,7 +438,7 @@ def decode(fields: dict[str, Any], *expected: type[Message]) -> Message:
 
 
 def _short(value: object) -> str:
-    # It may contain anything, of any length and depth.
+    # The value may be anything, of any length and depth.
     if isinstance(value, bytes):
         shown = repr(value[:40])[1:]
         return f"{shown}..." if len(value) > 40 else shown

@@ -1,4 +1,4 @@
-"""What a caller gives to serve and dial: resources, queue pair options, private data."""
+"""A caller's arguments to serve and dial: resources, queue pair options, private data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class QPOptions(CreateOptions, ConnectOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a caller gives instead of what serve or dial would make.
+    """Resources and options that replace those that serve or dial would create.
 
     Attributes:
         mr: the region to expose, or to send from.

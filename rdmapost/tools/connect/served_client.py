@@ -83,7 +83,7 @@ class ServedClient:
             ``qp.send_cq``; the server uses the receive queue, unless it takes its receives from
             an SRQ of yours.
         mr: the exposed memory.
-        offer: what the client is offered.
+        offer: the offer to the client.
         channel: reports arrivals; None with an SRQ.
         arrived: how many receives have completed.
         may_have_more: whether there may be completions that the channel will not report again.
@@ -182,7 +182,7 @@ class ServedClient:
     def close(self) -> None:
         """Release everything: first the queue pair, so that the memory cannot be reached.
 
-        The client is told, and loses its connection.
+        The client gets an error message, and its connection is closed.
 
         Raises:
             InUseError: something of the owner's still uses the queue pair or the memory.
@@ -209,14 +209,14 @@ class ServedClient:
             return []
         while self.channel.get_cq_event(0) is not None:
             pass
-        # Before the poll, so that what arrives after it is reported.
+        # Before the poll, so that later arrivals raise an event.
         self._cq.req_notify()
         wcs = self._cq.poll(_POLL_BATCH)
         self.may_have_more = len(wcs) == _POLL_BATCH
         return self._arrivals(wcs)
 
     def repost(self) -> None:
-        """Post again the receives that ``poll`` has emptied."""
+        """Repost the receives that ``poll`` has returned."""
         free, self._free = self._free, []
         if free:
             self.qp.post_recv([self._receive(slot) for slot in free])
@@ -310,7 +310,7 @@ class ServedClient:
     def look(self, offset: int, length: int) -> Generator[None, None, Seen]:
         """Return the memory's contents; yield after each piece, so that others are served.
 
-        A client that may not read the memory learns only what it has written itself.
+        A client without read access learns only what it has written itself.
 
         Args:
             offset, length: of the bytes.
@@ -333,7 +333,7 @@ class ServedClient:
         except ValueError:
             # Made from an address or a dma-buf: it cannot be read here.
             return unseen
-        # The bytes hashed and shown are the same, even if written meanwhile.
+        # The bytes hashed and shown are the same, even if a client is writing to the memory.
         data = bytes(buffer[offset : min(end, offset + HEAD_BYTES)])
         digest = hashlib.sha256(data)
         for start in range(offset + len(data), end, _CHUNK):
@@ -345,8 +345,8 @@ class ServedClient:
     def changed(self) -> Generator[None, None, Changed | None]:
         """Return what has changed from the initial contents, and yield as look does.
 
-        Of an MR of the owner's, the initial contents are unknown, and of a closed one the present
-        contents: it returns None.
+        With the owner's MR, the initial contents are unknown, and with a closed region, the current
+        contents: both return None.
         """
         if not self.offer.access & _CHANGES or self._exposure.mr is not None or self.mr.closed:
             return None

@@ -228,7 +228,7 @@ class BaseServer(native.Finalizer, NotCopied):
 
     @property
     def exposure(self) -> Exposure:
-        """What every client is given: size, access, count, receive_size."""
+        """What every client gets: size, access, count, receive_size."""
         return self._server.exposure
 
     @property

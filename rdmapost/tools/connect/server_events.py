@@ -11,13 +11,13 @@ from .protocol_messages import Arrival, Offer
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A client has got its queue pair and its memory.
+    """A client has received its queue pair and its memory.
 
     Attributes:
         client: its number, from 1.
         address: its address, HOST:PORT.
         qp_type: type of its queue pair.
-        offer: what it was offered: the exposed address, rkey, size, access, receives.
+        offer: the server's offer to it: the exposed address, rkey, size, access, receives.
         private_data: bytes that it sent when it connected.
     """
 
@@ -30,11 +30,11 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """Something has arrived in one of a client's receives, or its queue pair has failed.
+    """A message has arrived in one of a client's receives, or its queue pair has failed.
 
     Attributes:
         client: its number.
-        arrival: what arrived; for a failure, only index and status are valid.
+        arrival: the message; for a failure, only index and status are valid.
     """
 
     client: int
@@ -63,7 +63,7 @@ class Left:
         client: its number.
         address: where it came from.
         reason: why, in one line.
-        changed: what has changed in the memory that it could write to, or None.
+        changed: the changes in the memory that it could write to, or None.
     """
 
     client: int

@@ -163,7 +163,7 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release what the client had, and report it; do nothing a second time."""
+        """Release the client's resources, and report it; do nothing a second time."""
         self.over = True
         self._release()
         if self._reason:
@@ -231,11 +231,11 @@ class ServerSession:
             self._report = None
             late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
-            # If it is long, later ticks do the rest.
+            # If the memory is large, later ticks read the rest.
             self._look = self._client.look(message.offset, message.length)
             return [*late, *self._continue_look()]
         assert isinstance(message, Report)
-        # It may have arrived and not have been reported yet.
+        # The message may have arrived without having been reported.
         self._poll(self._client)
         self._report = message
         self._report_until = time.monotonic() + message.timeout_ms / 1000

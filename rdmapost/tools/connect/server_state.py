@@ -81,11 +81,11 @@ class ServerState:
         self.look_lock = threading.Lock()
         # By number.
         self.clients: dict[int, ServedClient] = {}
-        # Those with a resource that something of the owner's still uses.
+        # Clients with a resource that the owner's resources still use.
         self._unreleased: list[ServedClient] = []
 
     def admit(self, hello: Hello, address: str) -> ServedClient:
-        """Give a client its queue pair and its memory, if it can be reached and there is room."""
+        """Give a client its queue pair and memory if it is reachable and the server is not full."""
         if why := why_unreachable(fabric_of(self.context), hello.fabric):
             raise ProtocolError(why, "device")
         with self._lock:
@@ -135,13 +135,13 @@ class ServerState:
             self._unreleased.append(client)
             raise
         finally:
-            # Its session waits for this no more.
+            # Its session no longer waits for this.
             client._wakeup = None
             with self._lock:
                 self._admitted -= 1
 
     def release_rest(self) -> None:
-        """Try again to release what could not be released when clients left."""
+        """Retry releasing the resources that could not be released when clients left."""
         unreleased, self._unreleased = self._unreleased, []
         for client in unreleased:
             with suppress(RdmaError):

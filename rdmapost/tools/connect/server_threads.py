@@ -157,7 +157,7 @@ class ServerThreads:
             if self.ended:
                 self.end()
             _running.add(self)
-            # Here, not in the thread: for lack of descriptors it cannot be made.
+            # Here, not in the thread: it fails if descriptors run out.
             acceptor = Acceptor(
                 self.server, self._listener, self._stop.fileno(), self._start_client
             )
@@ -215,7 +215,7 @@ class ServerThreads:
                 lifeline.shutdown(self._shut_rdwr)
 
     def abandon(self) -> None:
-        """End what an interrupted or failed start() has begun.
+        """Clean up after an interrupted or failed start().
 
         Wait a limited time for the end, but not in the middle of a verb.
         """

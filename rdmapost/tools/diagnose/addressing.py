@@ -39,11 +39,11 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
     if not uses_gids(qp.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
         return
     if not snap.connected:
-        # The GID it would use.
+        # The GID that it would use.
         yield from _chosen(snap)
         return
     if path.dgid is None:
-        evidence = "its path has no dgid, which is the address on Ethernet"
+        evidence = "its path has no dgid, which Ethernet needs as the peer's address"
         remedy = "qp.connect(remote), with the peer's qp.endpoint()"
         yield Finding("gid-wrong", "problem", evidence, remedy)
         return

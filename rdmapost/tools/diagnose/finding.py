@@ -19,11 +19,11 @@ class Finding:
     Attributes:
         name: identifies it to programs; stable across versions.
         severity: "problem" (it cannot work), "warning" (it works, but may fail
-            later), "info" (worth knowing) or "ok" (checked, and correct).
+            later), "info" (worth knowing) or "ok" (checked and correct).
         evidence: what was seen, with the numbers.
         remedy: what to do, as a command or a call where possible; "" if there is
             nothing to do.
-        about: the object it concerns: a queue pair, a port, a file, the machine.
+        about: the object that it concerns: a queue pair, a port, a file, the machine.
     """
 
     name: str
@@ -48,9 +48,9 @@ def attribute(findings: Iterable[Finding], about: str) -> list[Finding]:
 
 
 def duration(seconds: float) -> str:
-    """Format a time for people: "67.1 ms", "0.47 s", "for ever"."""
+    """Format a time for people: "67.1 ms", "0.47 s", "forever"."""
     if math.isinf(seconds):
-        return "for ever"
+        return "forever"
     if seconds >= 7200:
         return f"{seconds / 3600:.1f} hours"
     if seconds >= 120:

@@ -1,4 +1,4 @@
-"""Checks of the machine: what RDMA needs before a queue pair can be created."""
+"""Checks of the machine: the requirements for creating a queue pair."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first
-            active one.  "soft0" and "roce:..." need none of this, so nothing that is missing is a
-            problem for them.
+            active one.  "soft0" and "roce:..." need none of this: for them nothing missing is a
+            problem.
         port_num: its port; default: the first active one.
         gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.
@@ -199,7 +199,7 @@ def _check_node(node: Path) -> Finding:
     owner, group = _name(pwd.getpwuid, found.st_uid), _name(grp.getgrgid, found.st_gid)
     evidence = f"{stat.filemode(found.st_mode)} {owner}:{group}; {me}"
     try:
-        # Only opening it shows: a container may forbid what the mode allows.
+        # Open it to find out: a container may forbid what the mode allows.
         os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
     except PermissionError as error:
         if os.access(node, os.R_OK | os.W_OK, effective_ids=True):
@@ -279,7 +279,7 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
     pinned = status.get("VmPin", "").strip() or "unknown"
     evidence = f"RLIMIT_MEMLOCK is {_kib(limit)} (at most {_kib(hard)}), pinned now: {pinned}"
     capable = int(status.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
-    # The kernel wants the capability in the initial user namespace.
+    # The kernel requires the capability in the initial user namespace.
     outermost = " ".join((system.read("proc/self/uid_map") or "").split()) == _EVERYONE
     if capable and outermost:
         yield Finding("memlock", "ok", f"{evidence}; CAP_IPC_LOCK lifts the limit")
@@ -291,7 +291,7 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
         yield Finding(
             "memlock",
             "info" if small else "ok",
-            f"{evidence}; registering more in total fails with ENOMEM",
+            f"{evidence}; registering more than that in total fails with ENOMEM",
             f"ulimit -l unlimited, {_FOR_GOOD}" if small else "",
         )
         return

@@ -70,13 +70,13 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
             "gid-stale",
             "problem",
             f"{name} is no longer in the port's table; valid now: {there}",
-            f"give the address back to the network device, or {again}",
+            f"add the address to the network device again, or {again}",
         )
     if entry.gid != chosen.gid:
         return Finding(
             "gid-stale",
             "problem",
-            f"GID {chosen.gid_index} was {chosen.gid} when chosen, and is {entry.gid} now",
+            f"GID {chosen.gid_index} was {chosen.gid} when chosen, but is now {entry.gid}",
             again,
         )
     if entry.ndev and _address_is_gone(entry, system):
@@ -148,16 +148,16 @@ def check_route(
 
     if source.gid.is_ipv4 != dgid.is_ipv4:
         families = ["IPv4" if gid.is_ipv4 else "IPv6" for gid in (source.gid, dgid)]
-        return wrong(f"{here} is {families[0]}, and the peer's {dgid} is {families[1]}")
+        return wrong(f"{here} is {families[0]}, but the peer's {dgid} is {families[1]}")
     if source.gid.is_link_local != dgid.is_link_local:
         which, other = here, f"the peer's {dgid}"
         if dgid.is_link_local:
             which, other = other, which
-        return wrong(f"{which} is link-local, and {other} is not")
+        return wrong(f"{which} is link-local, but {other} is not")
     local = dgid in [entry.gid for entry in table]
     if kind == "soft" and not local:
         return wrong(
-            f"the peer's {dgid} is not a GID of soft0, which only reaches its own",
+            f"the peer's {dgid} is not a GID of soft0, and soft0 reaches only itself",
             "connect to a queue pair in this process, or use a real device",
         )
     looked_up = dgid.is_ipv4 and system.has_netdev(source.ndev)
@@ -176,7 +176,7 @@ def check_route(
     if local:
         if network is not None and to not in network:
             return wrong(
-                f"{here} is in {network}, and the peer's {to} on the same device is not",
+                f"{here} is in {network}, but the peer's {to} on the same device is not",
                 severity="warning",
             )
         return Finding("route", "ok", f"from {here} to {dgid}, on this device")
@@ -187,11 +187,11 @@ def check_route(
         return wrong(f"there is no route from {here} to {to}", f"ip route get {to}; {both}")
     if route.netdev != source.ndev:
         return wrong(
-            f"{here} belongs to {source.ndev}, and the route to {to} goes through {route.netdev}",
+            f"{here} belongs to {source.ndev}, but the route to {to} goes through {route.netdev}",
             f"use the GID of {route.netdev} ('ip route get {to}')",
         )
     if route.gateway is None and network is not None and to not in network:
-        return wrong(f"{here} is in {network}, and the peer's {to} is in {route.network}")
+        return wrong(f"{here} is in {network}, but the peer's {to} is in {route.network}")
     through = "directly" if route.gateway is None else f"through {route.gateway}"
     evidence = f"from {here} to {to} over {source.ndev}, {through}"
     return Finding("route", "ok", evidence)

@@ -16,7 +16,7 @@ _PSN_MASK = 0xFFFFFF
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
-    """Compare the queue pair with its peer, as far as the peer is known."""
+    """Compare the queue pair with what is known of its peer."""
     peer = snap.peer
     if peer is None:
         if snap.connected and snap.qp.context.kind == "soft":
@@ -29,8 +29,8 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
                 "info",
                 f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not open "
                 "in this process: its state and its receives are not visible",
-                "if it was here, it is closed; else diagnose it in its own process and compare, or "
-                "qp.diagnose(its endpoint)",
+                "if it was in this process, it is closed; otherwise diagnose it in its own process "
+                "and compare, or qp.diagnose(its endpoint)",
             )
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(snap, peer)
@@ -92,8 +92,8 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding(
             "qkey-mismatch",
             "warning",
-            f"qkey={snap.attr.qkey:#x}, and the peer's qkey={there.qkey:#x}: a message must carry "
-            "the peer's, or it is dropped",
+            f"qkey={snap.attr.qkey:#x}, but the peer's qkey={there.qkey:#x}: a message must carry "
+            "the peer's Q_Key, or it is dropped",
             f"Send(..., remote_qkey={there.qkey:#x})",
         )
     if qp.qp_type is not QPType.XRC_SEND and not has_receive(peer):
@@ -182,8 +182,8 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
             yield Finding(
                 "psn-mismatch",
                 "problem",
-                f"{side} from sq_psn={sending.sq_psn:#x}, and rq_psn={expecting.rq_psn:#x} is "
-                "expected: packets are dropped, and nothing is acknowledged",
+                f"{side} from sq_psn={sending.sq_psn:#x}, but the receiver expects "
+                f"rq_psn={expecting.rq_psn:#x}: packets are dropped, and nothing is acknowledged",
                 again,
             )
     gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
@@ -195,7 +195,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding(
             "gid-type-mismatch",
             "problem",
-            f"its GID is {getattr(gid_types[0], 'name', '')}, and the peer's "
+            f"its GID is {getattr(gid_types[0], 'name', '')}, but the peer's is "
             f"{getattr(gid_types[1], 'name', '')}: they cannot reach each other",
             "give both a gid_index of one type ('rdmapost devices')",
         )
@@ -211,7 +211,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 "peer-access",
                 "info",
                 f"its peer {peer} does not allow {', '.join(lacking)}: such work requests end "
-                "with REM_ACCESS_ERR",
+                "with REM_INV_REQ_ERR or REM_ACCESS_ERR",
                 "connect the peer with access=...",
             )
 

@@ -49,8 +49,8 @@ def check_process(qp: QP) -> Iterable[Finding]:
         yield Finding(
             "other-process",
             "problem",
-            f"process {maker} created it, and this is its child {os.getpid()}: its memory and its "
-            "queues are copies here",
+            f"process {maker} created it, and this is a forked child ({os.getpid()}), which has "
+            "only copies of its memory and its queues",
             "open the device and create the queue pair after the fork",
         )
 
@@ -94,7 +94,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "timeout-0",
             "problem",
-            "timeout=0: a send waits for its acknowledgement for ever, and never fails",
+            "timeout=0: a send waits for its acknowledgement forever, and never fails",
             "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
         )
         return
@@ -107,7 +107,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "retry-for-ever",
             "warning",
-            "retry_cnt=7: Soft-RoCE retries for ever, and a send without an answer never fails",
+            "retry_cnt=7: Soft-RoCE retries forever, and a send without an answer never fails",
             "connect with retry_cnt=6 or less",
         )
     elif total > _LONG_S:
@@ -136,12 +136,12 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
     if snap.connected and qp.qp_type in (QPType.RC, QPType.XRC_RECV):
         timer = f"min_rnr_timer={attr.min_rnr_timer} ({duration(rnr_timer(attr.min_rnr_timer))})"
         if attr.min_rnr_timer == 0:
-            evidence = f"{timer}: 0 means the longest wait, for a peer that finds no receive"
+            evidence = f"{timer}: 0 is the longest wait for a peer that gets an RNR NAK"
             remedy = "connect with min_rnr_timer=12 (0.64 ms)"
             yield Finding("min-rnr-timer-0", "warning", evidence, remedy)
         else:
             yield Finding(
-                "min-rnr-timer", "ok", f"{timer} is how long a peer waits that finds no receive"
+                "min-rnr-timer", "ok", f"{timer}: the wait of a peer that gets an RNR NAK"
             )
 
 
@@ -149,7 +149,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
     retry, local = snap.attr.rnr_retry, snap.responder
     if retry == RNR_FOR_EVER:
         severity: Severity = "warning"
-        evidence = "rnr_retry=7: a send that finds no receive waits for ever"
+        evidence = "rnr_retry=7: a send that finds no receive waits forever"
         if local is not None and not has_receive(local[0]):
             evidence += ", and the peer has none posted"
             sends = waiting_sends(snap)
@@ -223,29 +223,29 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "not-polled",
             "warning",
-            f"{evidence}; they have failed, and their completions are in the CQ",
+            f"{evidence}; they failed, and their completions are in the CQ",
             "poll send_cq",
         )
     elif count >= qp.max_send_wr:
-        doubt = "; if none of them is SIGNALED, no slot ever comes free" if unsure else ""
+        doubt = "; if none of them is SIGNALED, no slot is ever freed" if unsure else ""
         yield Finding(
             "send-queue-full",
             "warning",
             evidence + doubt,
-            "poll send_cq: a slot becomes free with the completion of a later SIGNALED send"
+            "poll send_cq: the completion of a later SIGNALED send frees the slot"
             + (", so make every n-th send SIGNALED, with n below max_send_wr" if unsure else ""),
         )
     elif count and unsure:
         yield Finding(
             "outstanding",
             "info",
-            f"{evidence}: in flight, or not polled yet; ones without SIGNALED "
-            "count until a later SIGNALED one completes",
+            f"{evidence}: in flight, or not yet polled; sends without SIGNALED "
+            "count until a later SIGNALED send completes",
             "poll send_cq; make every n-th send SIGNALED",
         )
     elif count:
         yield Finding(
-            "outstanding", "info", f"{evidence}: in flight, or not polled yet", "poll send_cq"
+            "outstanding", "info", f"{evidence}: in flight, or not yet polled", "poll send_cq"
         )
     else:
         yield Finding("outstanding", "ok", evidence)
@@ -269,7 +269,7 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "not-polled",
             "warning",
-            f"{evidence}; they have been flushed, and their completions are in the CQ",
+            f"{evidence}; they were flushed, and their completions are in the CQ",
             "poll recv_cq",
         )
     elif count or state is QPState.ERR:
@@ -314,13 +314,13 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
         outstanding += srq.outstanding + srq.outstanding_tags + srq.outstanding_ops
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
     evidence = f"{cq}; its queues hold up to {capacity} work requests; outstanding: {outstanding}"
-    remedy = f"cq.resize({capacity}), or poll before that many can complete"
+    remedy = f"cq.resize({capacity}), or poll before the CQ can fill up"
     if outstanding > cq.cqe:
         failed = snap.attr.qp_state is QPState.ERR
         return Finding(
             "cq-too-small",
             "problem" if failed else "warning",
-            f"{evidence}: if more complete than it holds, it overruns and they fail",
+            f"{evidence}: if more complete than the CQ holds, it overruns and they fail",
             remedy,
         )
     if capacity > cq.cqe:
@@ -359,13 +359,13 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
             "access-none",
             "info",
             "qp_access_flags has no REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC: a peer can send, "
-            "but its writes, reads and atomics fail with REM_ACCESS_ERR",
+            "but its writes, reads and atomics fail with REM_INV_REQ_ERR or REM_ACCESS_ERR",
             "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ",
         )
 
 
 def waiting_sends(snap: Snapshot) -> int | None:
-    """Count the pending sends that consume a receive; None if the device does not know."""
+    """Count the outstanding sends that consume a receive; None if the device cannot tell."""
     qp = snap.qp
     if not qp.outstanding.send or snap.attr.qp_state in _FAILED:
         return 0
@@ -373,7 +373,7 @@ def waiting_sends(snap: Snapshot) -> int | None:
 
 
 def has_receive(qp: QP) -> bool:
-    """Whether a receive is posted for a message to a queue pair, as far as this process knows."""
+    """Whether this process has posted a receive for a message to a queue pair."""
     if qp.qp_type in _NO_RECEIVES:
         # It uses the SRQ that the message names.
         return True

@@ -16,7 +16,7 @@ _LOOPBACK = "lo"
 
 
 def check_network(context: Context, port: PortAttr, system: System) -> Iterable[Finding]:
-    """Check the socket's buffer, and whether addresses may be translated on the way."""
+    """Check the socket's receive buffer, and whether NAT may translate the addresses."""
     yield from _check_buffer(port, system)
     for entry in context.query_gid_table(port.port_num):
         if entry.ndev != _LOOPBACK:
@@ -36,7 +36,7 @@ def _check_buffer(port: PortAttr, system: System) -> Iterable[Finding]:
     yield Finding(
         "rmem-max",
         "info",
-        f"{evidence}; longer bursts lose packets, which the sender repeats",
+        f"{evidence}; longer bursts lose packets, which the sender retransmits",
         "sysctl -w net.core.rmem_max=4194304, for bandwidth",
     )
 
@@ -51,5 +51,5 @@ def _check_translation(gid: GID) -> Iterable[Finding]:
         "info",
         f"{host} is a private address: if NAT changes it on the way, the peer drops every packet, "
         "because RoCE's checksum (ICRC) covers the addresses",
-        "in a container use the host's network, or a network between both sides without NAT",
+        "in a container use the host's network, or a network without NAT between the two sides",
     )

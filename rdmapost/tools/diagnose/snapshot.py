@@ -35,7 +35,7 @@ class Snapshot:
         peer: the other side: a queue pair in this process, or its endpoint.
         peer_attr: its attributes, if it is in this process.
         given: the caller named the peer; otherwise it was found by its number.
-        system: the files of the machine.
+        system: the machine's files.
     """
 
     qp: QP

@@ -60,10 +60,10 @@ _LOOPBACK = Route("lo", IPv4Network("127.0.0.0/8"), None)
 
 
 class System:
-    """The files of a machine.
+    """The machine as its files in /sys, /proc and /dev show it.
 
     Args:
-        root: the directory to use as /.
+        root: the directory to read them from, instead of /.
     """
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
@@ -74,7 +74,7 @@ class System:
         return self.root.joinpath(*parts)
 
     def read(self, *parts: str) -> str | None:
-        """Return the text of a file, or None if it cannot be read."""
+        """Return a file's contents, or None if it cannot be read."""
         try:
             return self.path(*parts).read_text(errors="replace").strip()
         except OSError:
@@ -92,7 +92,7 @@ class System:
         return self.path("sys/module", name).exists()
 
     def kernel_has(self, module: str) -> bool:
-        """Whether the running kernel has a module, to load or built in."""
+        """Whether the running kernel has a module, loadable or built in."""
         where = ("lib/modules", os.uname().release)
         file = re.compile(rf"/{module}\.ko", re.MULTILINE)
         return any(
@@ -137,7 +137,7 @@ class System:
     # ---- network devices ----------------------------------------------------
 
     def netdevs(self) -> list[str]:
-        """Return the network devices, without the loopback one."""
+        """Return the network devices except loopback."""
         return [name for name in self.names("sys/class/net") if name != "lo"]
 
     def has_netdev(self, name: str) -> bool:
@@ -174,7 +174,7 @@ class System:
 
     def ipv4_routes(self) -> list[Route]:
         """Return the IPv4 routes, the longest prefix first."""
-        # The main table lacks it: the kernel keeps it with the local addresses.
+        # 127.0.0.0/8 is not in the main table: the kernel has it in the local table.
         routes = [_LOOPBACK] if self.has_netdev(_LOOPBACK.netdev) else []
         for line in (self.read("proc/net/route") or "").splitlines()[1:]:
             words = line.split()

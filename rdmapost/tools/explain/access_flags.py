@@ -15,32 +15,34 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "The device may write to the region for local work requests: receives, and the results of "
         "reads and atomics.",
         "mr.access. Read-only memory cannot have it.",
-        causes=("LOC_PROT_ERR of a receive, read or atomic: the region lacks it.",),
+        causes=("LOC_PROT_ERR of a receive, read or atomic: the local region lacks it.",),
     ),
     _access(
         Access.REMOTE_WRITE,
-        "A peer may RDMA-write. A region needs LOCAL_WRITE too.",
+        "A peer may write with RDMA. A region also needs LOCAL_WRITE.",
         "mr.access and qp.query().qp_access_flags: a write needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's write: the region, the window or qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's write: the region or the window lacks it.",
+            "REM_INV_REQ_ERR of a peer's write: qp_access_flags lack it.",
         ),
     ),
     _access(
         Access.REMOTE_READ,
-        "A peer may RDMA-read. A region needs nothing else for it. Not on UC.",
+        "A peer may read with RDMA. A region needs no other flag for this. Not on UC.",
         "mr.access and qp.query().qp_access_flags: a read needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's read: the region, the window or qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's read: the region or the window lacks it.",
+            "REM_INV_REQ_ERR of a peer's read: qp_access_flags lack it.",
         ),
     ),
     _access(
         Access.REMOTE_ATOMIC,
-        "A peer may run atomics. A region needs LOCAL_WRITE too. Not on UC.",
+        "A peer may post atomics. A region also needs LOCAL_WRITE. Not on UC.",
         "mr.access and qp.query().qp_access_flags: an atomic needs it in both. "
         "context.attr.atomic_cap.",
         causes=(
-            "REM_ACCESS_ERR of a peer's atomic: the region, the window or "
-            "qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's atomic: the region or the window lacks it.",
+            "REM_INV_REQ_ERR of a peer's atomic: qp_access_flags lack it.",
         ),
     ),
     _access(
@@ -57,24 +59,25 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
     ),
     _access(
         Access.ON_DEMAND,
-        "Pages are brought in as the device touches them, and not locked.",
-        "context.attr.odp_caps says for which operations the device can.",
+        "Pages are brought in when the device accesses them, and are not locked.",
+        "context.attr.odp_caps: the operations for which the device supports this.",
     ),
     _access(Access.HUGETLB, "The memory consists of huge pages. For ON_DEMAND regions."),
     _access(
         Access.FLUSH_GLOBAL,
-        "The peer may FLUSH what it wrote here, so that all that access this memory see it.",
+        "The peer may FLUSH its writes here, which makes them visible to everyone who accesses "
+        "this memory.",
         causes=("REM_ACCESS_ERR of a FLUSH with FlushType.GLOBAL: the region lacks it.",),
     ),
     _access(
         Access.FLUSH_PERSISTENT,
-        "The peer may FLUSH what it wrote here into persistent memory. The memory must be that.",
+        "The peer may FLUSH its writes here to persistence. The memory must be persistent.",
         causes=("REM_ACCESS_ERR of a FLUSH with FlushType.PERSISTENT: the region lacks it.",),
     ),
     _access(
         Access.RELAXED_ORDERING,
-        "The device may reorder its accesses on the bus. Only a completion says that data is "
-        "there; polling the last byte of a buffer does not.",
+        "The device may reorder its accesses on the bus. Only a completion means that data has "
+        "arrived; polling the last byte of a buffer does not.",
     ),
 )
 
@@ -83,8 +86,8 @@ _ops = partial(explanation_of, see=("ibv_post_srq_ops(3): flags",))
 OPS_FLAGS: tuple[Explanation, ...] = (
     _ops(
         OpsFlags.SIGNALED,
-        "Make a completion when the tag-matching operation is done. Without it there is one only "
-        "on failure.",
+        "Generate a completion when the tag-matching operation is done. Without the flag, only a "
+        "failure generates one.",
     ),
     _ops(
         OpsFlags.TM_SYNC,

@@ -1,4 +1,4 @@
-"""The texts about error numbers: what posting and the calls around it return."""
+"""Explanations of the error numbers that posting and the calls around it return."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ERRNOS: tuple[Explanation, ...] = (
     _errno(
         "EINVAL",
         "An argument is invalid, alone or in combination with others. From a post: this work "
-        "request and those after it were not posted; those before it were. It does not say which "
-        "argument; work through the list below.",
+        "request and those after it were not posted; those before it were. EINVAL does not say "
+        "which argument; work through the list below.",
         causes=(
             "A post before RTS (sends) or in RESET (receives), where the driver checks the state. "
             "Not all do: then the post succeeds, and nothing happens.",
             "More SGEs than max_send_sge or max_recv_sge (some drivers say ENOMEM), or more "
             "bytes inline than max_inline_data.",
-            "The opcode is not in the QP type's row of the table, or a flag does not apply to it.",
+            "The QP type does not support the opcode, or a flag does not apply to it.",
             "An atomic that is not one SGE of 8 bytes at an address that is a multiple of 8.",
             "From ibv_modify_qp: an attribute is missing for the transition, or out of range; the "
             "transition does not exist; the GID index is empty; max_rd_atomic is over the device's "
@@ -41,7 +41,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "flag, an address range that wraps.",
         ),
         look_at=(
-            "error.index and error.wr: which work request; error.reason: what this library knows.",
+            "error.index and error.wr: which work request; error.reason: the cause, if known.",
             "A QP with checked=True names most of these before the device sees them.",
             "qp.state, qp.query() and the attributes granted at creation (qp.max_send_sge ...).",
             "ibv_devinfo -v: max_qp_wr, max_sge, max_cqe, max_qp_rd_atom and the others.",
@@ -58,13 +58,13 @@ ERRNOS: tuple[Explanation, ...] = (
         "allocated, nearly always because of a limit and not for lack of RAM.",
         causes=(
             "A post: as many work requests are outstanding as the queue holds. A slot of the send "
-            "queue comes free only when the completion of that work request, or of a later "
-            "signaled one, has been polled. A program that posts only unsignaled sends fills the "
-            "queue for good.",
+            "queue is freed only when the completion of that work request, or of a later signaled "
+            "one, has been polled. A program that posts only unsignaled sends fills the queue "
+            "permanently.",
             "ibv_reg_mr: the limit on locked memory (RLIMIT_MEMLOCK, often 8 MiB or 64 KiB).",
             "A post on mlx5, too: more SGEs than max_send_sge, or more inline data than fits.",
-            "ibv_create_*: the device has no more of them (max_qp, max_mr, max_cq), or the queue "
-            "asked for does not fit into its memory.",
+            "ibv_create_*: the device's limit is reached (max_qp, max_mr, max_cq), or the queue "
+            "does not fit into its memory.",
             "Queue memory counts as locked memory too, on older kernels and some drivers; and a "
             "container's memory cgroup may be at its limit.",
         ),
@@ -75,8 +75,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "/etc/security/limits.conf; LimitMEMLOCK=infinity for systemd; --ulimit memlock=-1 "
             "for containers.",
             "VmLck and VmPin in /proc/PID/status.",
-            "rdma resource show: how many QPs, CQs and MRs are in use; ibv_devinfo -v: how many "
-            "there can be.",
+            "rdma resource show: how many QPs, CQs and MRs are in use; ibv_devinfo -v: the limits.",
             "dmesg for failed allocations; hugepages where HUGETLB is used.",
         ),
         soft_roce="It frees a slot when the work request is done, polled or not: a program that "
@@ -98,39 +97,39 @@ ERRNOS: tuple[Explanation, ...] = (
         look_at=(
             "/proc/PID/maps: the range must be covered without gaps, with 'rw'.",
             "For GPU memory: lsmod for nvidia_peermem, or ibv_reg_dmabuf_mr.",
-            "The access flags: without any write permission read-only memory can be registered.",
+            "The access flags: read-only memory can be registered without write permissions.",
         ),
         see=("ibv_reg_mr(3)", "mmap(2)"),
     ),
     _errno(
         "EOPNOTSUPP",
-        "The device, its driver or the library does not have this operation. Nothing was posted "
+        "The device, its driver or the library does not support this operation. Nothing was posted "
         "or created. ENOTSUP is the same number.",
         causes=(
             "An opcode that the driver does not support: TSO, BIND_MW, atomics, tag matching.",
-            "A QP or SRQ type that the device does not have: XRC, RAW_PACKET, tag matching.",
-            "A verb that is missing in this driver (libibverbs answers for it), or in an older "
-            "libibverbs.",
+            "A QP or SRQ type that the device does not support: XRC, RAW_PACKET, tag matching.",
+            "A verb that this driver (libibverbs then returns the error) or an older libibverbs "
+            "does not implement.",
             "ON_DEMAND or another access flag that the device lacks; memory of a file system that "
             "cannot be pinned for long (DAX).",
-            "The kernel's part is older than the library's.",
+            "The kernel is older than the library.",
         ),
         look_at=(
             "rdmapost check: which opcodes work on which QP types of this device.",
             "context.attr.device_cap_flags and the other attributes; ibv_devinfo -v.",
             "dpkg -l libibverbs1 ibverbs-providers (rpm -q libibverbs), uname -r.",
-            "soft0 supports all that the three posting calls can post: try it there.",
+            "soft0 supports everything that the three posting calls can post: try it there.",
         ),
         soft_roce="It has no XRC, no RAW_PACKET, no tag matching and no TSO.",
         see=(_RETURN, "ibv_query_device_ex(3)"),
     ),
     _errno(
         "ENOSYS",
-        "This call does not exist here: the kernel or the driver has no such function at all.",
+        "The kernel or the driver does not implement this call.",
         causes=(
             "No RDMA in this kernel: ib_uverbs is not loaded, or not built (containers, WSL, "
-            "gVisor). ibv_get_device_list then says this.",
-            "A driver with a dummy function for a verb that it lacks.",
+            "gVisor). ibv_get_device_list then sets this errno.",
+            "A driver with a dummy function for a verb that it does not implement.",
             "A seccomp filter that returns it.",
         ),
         look_at=(
@@ -146,7 +145,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "The process may not do this, whatever the file permissions say: a capability is missing.",
         causes=(
             "A RAW_PACKET queue pair, or flow steering, without CAP_NET_RAW.",
-            "A UD Q_Key with its highest bit set: it is a privileged one (CAP_NET_RAW).",
+            "A UD Q_Key with its highest bit set, which is privileged (CAP_NET_RAW).",
             "ibv_reg_mr with a limit of 0 on locked memory and no CAP_IPC_LOCK.",
             "A device of another network namespace (rdma system show: exclusive mode).",
         ),
@@ -229,7 +228,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "The device file exists, but no device is behind it.",
         causes=(
             "A stale node in /dev/infiniband, of a device that has been removed or renumbered; "
-            "typical in containers that were given the node and not the directory.",
+            "typical of containers that were given the node and not the directory.",
             "The device is being taken down at this moment.",
         ),
         look_at=(
@@ -242,10 +241,9 @@ ERRNOS: tuple[Explanation, ...] = (
         "A named object does not exist.",
         causes=(
             "No node /dev/infiniband/uverbsN: ib_uverbs is not loaded, or udev has not run.",
-            "ibv_get_device_list in a machine without the sysfs directories.",
-            "An object handle that the kernel has dropped already (destroyed twice).",
-            "ibv_start_poll of an empty completion queue: not a failure, but how that call reports "
-            "none.",
+            "ibv_get_device_list on a machine without the sysfs directories.",
+            "An object handle that the kernel has already dropped (destroyed twice).",
+            "ibv_start_poll on an empty completion queue: not a failure, it means no completions.",
         ),
         look_at=(
             "ls /dev/infiniband /sys/class/infiniband.",
@@ -255,19 +253,19 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ETIMEDOUT",
-        "An answer did not come in time. From ibv_modify_qp on RoCE it is the peer's link address; "
-        "it is not the timeout of a work request, which completes with RETRY_EXC_ERR.",
+        "An answer did not arrive in time. From ibv_modify_qp on RoCE: the peer's link address was "
+        "not resolved. A work request that times out completes with RETRY_EXC_ERR instead.",
         causes=(
             "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
             "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
             "A firmware command that was not answered: the device hangs.",
-            "WaitTimeout of this library is a TimeoutError: no completion came in that time, and "
-            "the work request is still outstanding.",
+            "This library's WaitTimeout is a TimeoutError: no completion arrived in time, and the "
+            "work request is still outstanding.",
         ),
         look_at=(
             "ip neigh show ADDRESS, and ping it from the address of the chosen GID.",
             "rdmapost devices: GID, its type and network device; try -g INDEX.",
-            "dmesg: 'timeout. Will cause a leak of a command resource' is mlx5's.",
+            "dmesg: mlx5 logs 'timeout. Will cause a leak of a command resource'.",
         ),
         see=("ibv_modify_qp(3)", "ibv_create_ah(3)"),
     ),
@@ -275,9 +273,9 @@ ERRNOS: tuple[Explanation, ...] = (
         "EHOSTUNREACH",
         "The peer's network is known, but no host answers at its address.",
         causes=(
-            "The neighbour does not resolve: host down, cable, VLAN, or an entry FAILED.",
-            "A route with 'unreachable', or a firewall that rejects with this error.",
-            "A link-local GID (fe80::) of another link: it is valid only on its own.",
+            "The neighbour does not resolve: host down, cable, VLAN, or its entry is FAILED.",
+            "An 'unreachable' route, or a firewall that rejects with this error.",
+            "A link-local GID (fe80::) of another link: it is valid only on its own link.",
         ),
         look_at=(
             "ip route get ADDRESS from SOURCE; ip neigh.",
@@ -298,17 +296,17 @@ ERRNOS: tuple[Explanation, ...] = (
             "ip route get PEER from OWN; ip rule; ip -br addr.",
             "rdmapost send -v: which GID is chosen, and why.",
         ),
-        soft_roce="It routes each packet by the kernel's tables: a route that goes away later "
-        "shows as RETRY_EXC_ERR.",
+        soft_roce="It routes each packet by the kernel's tables: a route that disappears later "
+        "causes RETRY_EXC_ERR.",
         see=("ibv_modify_qp(3): ah_attr", "ip-rule(8)"),
     ),
     _errno(
         "EIO",
-        "The call failed in the device or on the path to it, without more detail. Often it is the "
-        "first sign of a device that has been reset.",
+        "The call failed in the device or on the path to it, without more detail. Often the first "
+        "sign that the device has been reset.",
         causes=(
-            "The device was disassociated under the program: reset, removed, driver reloaded. "
-            "Every call on the open context then fails like this.",
+            "The device was disassociated while the program used it: reset, removed, driver "
+            "reloaded. Every call on the open context then fails with EIO.",
             "A firmware command failed (internal error, wrong length: versions that do not match).",
             "ibv_poll_cq returned a negative number: the CQ overran or is corrupt, and no errno "
             "was set.",
@@ -322,11 +320,11 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENOSPC",
-        "A table or a buffer has no room.",
+        "A table or a buffer is full.",
         causes=(
             "The device's table of keys, QPs, multicast members or flows is full.",
             "The kernel's answer is larger than an older library's buffer.",
-            "Tag lists and steering tables that were made too small.",
+            "A tag list or steering table that was created too small.",
         ),
         look_at=(
             "rdma resource show, against the limits in ibv_devinfo -v (max_mcast_grp, "
@@ -337,7 +335,7 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EBADF",
-        "The file descriptor of the device or of a channel is closed, or was never one.",
+        "The file descriptor of the device or of a channel is closed, or was never open.",
         causes=(
             "Something closed all file descriptors: daemonising, a subprocess helper, "
             "os.closerange, close() of a number that had been reused.",
@@ -375,7 +373,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "A debugger or strace was attached.",
         ),
         look_at=(
-            "Call again. This library's waits do so by themselves, unless the handler raised.",
+            "Call again. This library's waits do so automatically, unless the handler raised.",
             "SA_RESTART in the program's own handlers.",
         ),
         see=("signal(7)", "ibv_get_cq_event(3)"),
@@ -384,10 +382,10 @@ ERRNOS: tuple[Explanation, ...] = (
         "ENODATA",
         "The table entry is empty: there is no GID at this index.",
         causes=(
-            "ibv_query_gid_ex of an index that holds none: RoCE fills entries as the network "
-            "device gets addresses.",
-            "ibv_modify_qp (to RTR) or ibv_create_ah with such an sgid_index; older kernels say "
-            "EINVAL.",
+            "ibv_query_gid_ex of an empty index: RoCE fills entries as the network device gets "
+            "addresses.",
+            "ibv_modify_qp (to RTR) or ibv_create_ah with an empty sgid_index; older kernels "
+            "return EINVAL.",
             "An address was removed and its GID with it: indexes are not stable.",
         ),
         look_at=(
@@ -398,10 +396,10 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "EADDRINUSE",
-        "The address is taken. No verb returns it; opening a roce device and listening on a TCP "
-        "port do.",
+        "The address is in use. No verb returns this; opening a roce device or listening on a TCP "
+        "port can.",
         causes=(
-            "roce: another process has UDP port 4791 of this address, or Soft-RoCE (rdma_rxe) has "
+            "roce: another process has UDP port 4791 on this address, or Soft-RoCE (rdma_rxe) has "
             "it on every address of this network namespace.",
             "serve, pingpong: another program listens on this TCP port.",
         ),
@@ -435,8 +433,8 @@ ERRNOS: tuple[Explanation, ...] = (
     ),
     _errno(
         "ENOTCONN",
-        "There is no connection: the queue pair is not in RTS. siw (software iWARP) says this "
-        "where others say EINVAL.",
+        "The queue pair is not connected: it is not in RTS. siw (software iWARP) returns this "
+        "where others return EINVAL.",
         causes=(
             "A post to an iWARP queue pair before rdma_connect or rdma_accept has finished.",
             "The TCP connection below it has ended.",
@@ -452,7 +450,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "EMSGSIZE",
         "The message is longer than the device accepts.",
         causes=(
-            "cxgb4 (iWARP): more inline bytes than it accepts, where others say EINVAL or ENOMEM.",
+            "cxgb4 (iWARP): too many inline bytes, where others return EINVAL or ENOMEM.",
             "A driver that compares a message with the port's max_msg_sz at the post.",
         ),
         look_at=(
@@ -468,7 +466,7 @@ ERRNOS: tuple[Explanation, ...] = (
         causes=("A driver that returns it for a type, flag or attribute that it lacks.",),
         look_at=(
             "What 'rdmapost explain EOPNOTSUPP' lists.",
-            "The driver's version: it has often been corrected since.",
+            "The driver's version: a newer one may have corrected this.",
         ),
     ),
 )

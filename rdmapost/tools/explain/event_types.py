@@ -1,4 +1,4 @@
-"""The texts about asynchronous events (ibv_get_async_event(3)), and about flags of completions."""
+"""Explanations of asynchronous events (ibv_get_async_event(3)) and of completion flags."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ _event = partial(explanation_of, see=("ibv_get_async_event(3), DESCRIPTION",))
 EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.CQ_ERR,
-        "A completion queue overran: more completed than it has entries for. Completions are lost, "
-        "and neither the CQ nor the queue pairs on it can be used again.",
+        "A completion queue overran: more completions arrived than it has entries. Completions are "
+        "lost, and neither the CQ nor the queue pairs on it can be used again.",
         "cqe of the CQ against the sum of max_send_wr and max_recv_wr of all queue pairs on it.",
-        causes=("The CQ is too small for its queue pairs.", "Nobody polls it, or too slowly."),
+        causes=(
+            "The CQ is too small for its queue pairs.",
+            "The program does not poll it, or polls too slowly.",
+        ),
     ),
     _event(
         EventType.QP_FATAL,
-        "A queue pair broke in a way that no completion can report: it could not write one, or a "
-        "queue entry was damaged. It is in ERR.",
+        "A queue pair failed in a way that no completion can report: the device could not write "
+        "one, or a queue entry was damaged. The queue pair is in ERR.",
         "dmesg, and whether CQ_ERR came with it.",
         causes=(
             "Its CQ overran or was destroyed.",
@@ -34,26 +37,25 @@ EVENTS: tuple[Explanation, ...] = (
         "peer's work request ends with REM_INV_REQ_ERR.",
         "qp.query(): qp_access_flags, max_dest_rd_atomic; then what the peer posted.",
         causes=(
-            "The peer does what the QP's access flags do not allow.",
-            "An unaligned atomic, or more reads at once than max_dest_rd_atomic.",
+            "The QP's access flags do not allow the peer's operation.",
+            "An unaligned atomic, or more outstanding reads than max_dest_rd_atomic.",
         ),
     ),
     _event(
         EventType.QP_ACCESS_ERR,
-        "A request of the peer's was refused for its rkey, range or permission, and the queue pair "
-        "went to ERR. The peer has REM_ACCESS_ERR; this side only sees flushed work requests.",
-        "What the peer used as remote_addr and rkey: it prints REM_ACCESS_ERR, and this program "
-        "does not know.",
+        "A request from the peer was refused for its rkey, range or permission, and the queue pair "
+        "went to ERR. The peer gets REM_ACCESS_ERR; this side only sees flushed work requests.",
+        "The remote_addr and rkey that the peer used; only the peer knows them.",
         causes=(
             "A stale or mistyped rkey at the peer.",
-            "A region that this side has deregistered too early, or without the remote access "
-            "that the peer needs.",
+            "A region that this side deregistered too early, or registered without the remote "
+            "access that the peer needs.",
         ),
         soft_roce="It does not raise this event.",
     ),
     _event(
         EventType.COMM_EST,
-        "A message came in RTR, before the connection was reported as established. All is well: "
+        "A message arrived in RTR, before the connection was reported as established. All is well: "
         "the QP may go to RTS.",
         causes=("The peer was faster than the last message of the connection manager.",),
     ),
@@ -65,7 +67,8 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.PATH_MIG,
-        "The connection uses its alternate path now; there is no other until one is loaded.",
+        "The connection now uses its alternate path; it has no further alternate path until one "
+        "is loaded.",
         "The link of the first path.",
         causes=("The first path failed, or software asked for it (path_mig_state).",),
     ),
@@ -73,11 +76,11 @@ EVENTS: tuple[Explanation, ...] = (
         EventType.PATH_MIG_ERR,
         "The peer asked for a migration that this side could not follow.",
         "alt_ah_attr, alt_pkey_index and alt_port_num on both sides.",
-        causes=("The alternate path is not loaded here, or is another one.",),
+        causes=("This side has no alternate path loaded, or a different one.",),
     ),
     _event(
         EventType.DEVICE_FATAL,
-        "The device is gone for this context: nothing that was created on it works.",
+        "The device is lost to this context: nothing that was created on it works any more.",
         "Close everything, open the device again; dmesg for the reason.",
         causes=(
             "A reset of the device, a removal, a driver reload, a firmware crash.",
@@ -87,7 +90,7 @@ EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.PORT_ACTIVE,
         "A port has come up: it carries traffic from now on.",
-        "Connections that ended with RETRY_EXC_ERR meanwhile do not recover by themselves.",
+        "Connections that failed with RETRY_EXC_ERR while it was down do not recover.",
         causes=("The link came up, or the subnet manager configured it.",),
     ),
     _event(
@@ -108,7 +111,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.PKEY_CHANGE,
-        "The port's P_Key table changed: an index may mean another partition now, or none.",
+        "The port's P_Key table changed: an index may now mean a different partition, or none.",
         "pkey_index of the queue pairs against the table.",
         causes=("Partitions were changed in the subnet manager.",),
     ),
@@ -128,7 +131,7 @@ EVENTS: tuple[Explanation, ...] = (
         "A shared receive queue has fewer receives than its limit. The event comes once: set the "
         "limit again to re-arm it.",
         "Post receives, then arm the limit: srq.arm_limit().",
-        causes=("Messages came faster than receives were posted.",),
+        causes=("Messages arrived faster than receives were posted.",),
     ),
     _event(
         EventType.QP_LAST_WQE_REACHED,
@@ -144,11 +147,11 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.GID_CHANGE,
-        "The port's GID table changed. An index may mean another address, or none.",
+        "The port's GID table changed. An index may now mean a different address, or none.",
         "rdmapost devices: the current table; ip monitor address: what changes it.",
         causes=(
             "RoCE: an IP address was added or removed, or a VLAN or bond was changed.",
-            "InfiniBand: another subnet prefix.",
+            "InfiniBand: the subnet prefix changed.",
         ),
     ),
     _event(
@@ -180,14 +183,14 @@ WC_FLAGS: tuple[Explanation, ...] = (
     ),
     _flag(
         WCFlags.WITH_IMM,
-        "imm_data is that of the message. At the receiver only: some drivers set it at the "
-        "sender too.",
+        "imm_data is valid: the message's immediate data. Use it at the receiver only; some "
+        "drivers also set the flag at the sender.",
     ),
     _flag(
         WCFlags.IP_CSUM_OK,
-        "The device has checked the IPv4 and the TCP or UDP checksum and found them right. "
-        "Without it they are wrong, or nobody looked.",
-        soft_roce="It means WITH_INV there, by mistake.",
+        "The device has verified the IPv4 and the TCP or UDP checksum. Without the flag they are "
+        "wrong, or were not checked.",
+        soft_roce="By mistake, it means WITH_INV.",
     ),
     _flag(
         WCFlags.WITH_INV,
@@ -196,17 +199,17 @@ WC_FLAGS: tuple[Explanation, ...] = (
     ),
     _flag(
         WCFlags.TM_SYNC_REQ,
-        "The device's count of unexpected messages and software's differ: post an operation with "
-        "TM_SYNC and the count that software has.",
+        "The device's count of unexpected messages differs from software's: post an operation with "
+        "TM_SYNC and software's count.",
     ),
     _flag(
         WCFlags.TM_MATCH,
-        "A message found an entry of the matching list: recv_wr_id is in wr_id. The buffer "
-        "cannot be read before TM_DATA_VALID.",
+        "A message matched an entry of the matching list: wr_id is the entry's recv_wr_id. Do not "
+        "read the buffer before TM_DATA_VALID.",
     ),
     _flag(
         WCFlags.TM_DATA_VALID,
-        "The data of a matched message is in its buffer; byte_len says how much, and the entry's "
-        "place is free.",
+        "The data of a matched message is in its buffer; byte_len says how much. The entry's slot "
+        "is free.",
     ),
 )

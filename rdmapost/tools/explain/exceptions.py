@@ -1,4 +1,4 @@
-"""The texts about this library's exceptions, for those whose message names no status or errno."""
+"""Explanations of this library's exceptions, for messages that name no status or errno."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         "the next poll or wait returns them.",
         causes=(
             "A work request without SIGNALED produces no completion when it succeeds.",
-            "A receive completes only when the peer sends; a peer that is dead or not connected "
-            "does not.",
-            "The sender still retries: RETRY_EXC_ERR comes after retry_cnt + 1 times its timeout, "
-            "which may be longer than the wait (with rnr_retry=7, never).",
+            "A receive completes only when the peer sends; the peer may be dead or not connected.",
+            "The sender is still retrying: RETRY_EXC_ERR comes after retry_cnt + 1 times its "
+            "timeout, which may be longer than the wait; with rnr_retry=7 RNR retries never end.",
             "The completion went to another CQ (recv_cq), or another thread has taken it.",
         ),
         look_at=(
@@ -64,8 +63,8 @@ EXCEPTIONS: tuple[Explanation, ...] = (
     ),
     _exception(
         "CloseError",
-        "Context.close_all() could not close everything. What it could is closed.",
-        look_at=("Its attribute errors: what each resource that is still open raised.",),
+        "Context.close_all() could not close everything. It closed the rest.",
+        look_at=("Its attribute errors: the exception of each resource that is still open.",),
     ),
     _exception(
         "PostError",
@@ -83,16 +82,16 @@ EXCEPTIONS: tuple[Explanation, ...] = (
     ),
     _exception(
         "UnsupportedError",
-        "The device, its driver or the installed libibverbs does not have what was asked for.",
+        "The device, its driver or the installed libibverbs does not support the request.",
         look_at=(
             "rdmapost check: what the device can do.",
-            "The message says which of the three lacks it, where that is known.",
+            "The message says which of the three does not support it, if known.",
         ),
     ),
     _exception(
         "NoDeviceError",
         "There is no RDMA device of this name, or none at all.",
-        look_at=("rdmapost devices: what there is. rdmapost doctor: why there is none.",),
+        look_at=("rdmapost devices: the devices found. rdmapost doctor: why there is none.",),
     ),
     _exception(
         "NoRdmaError",

@@ -19,7 +19,7 @@ from .statuses import STATUSES
 _LONGEST_LINE = 4096
 
 _OTHER_PHRASES: dict[str, WCStatus | EventType] = {
-    # The kernel (ib_wc_status_msg, ib_event_msg), where libibverbs has another text.
+    # The kernel (ib_wc_status_msg, ib_event_msg), where its wording differs from libibverbs'.
     "WR flushed": WCStatus.WR_FLUSH_ERR,
     "invalid request error": WCStatus.REM_INV_REQ_ERR,
     "QP fatal error": EventType.QP_FATAL,
@@ -48,7 +48,7 @@ _COMPLETION = re.compile(
     r"\b(completion|wr_id|wc|cqe?)\b|\b(send|recv) .*\bstatus\b", re.IGNORECASE
 )
 _OTHER_STATUS = re.compile(r"\b(exit\w*|https?|link|child|signal)\b", re.IGNORECASE)
-"""What precedes the statuses of processes, links and web servers."""
+"""Words before a status that is not RDMA's: a process's, a link's, a web server's."""
 _EVENT = re.compile(r"\b(async\w*|events?)\b", re.IGNORECASE)
 _VAGUE = {
     **dict.fromkeys(
@@ -60,7 +60,7 @@ _VAGUE = {
         _EVENT,
     ),
 }
-"""Phrases that any program may print, and what else is on a line where they mean this."""
+"""Phrases too common to explain alone, and what else the line must contain."""
 
 _STATUS_NUMBER = re.compile(
     # "Failed status 12:", "status=0xc", "status number 12";
@@ -74,8 +74,8 @@ _STATUS_NUMBER = re.compile(
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
-    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but -1 is no
-    # errno; "ibv_post_send failed: 12", as these verbs return errnos.
+    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but not -1;
+    # "ibv_post_send failed: 12", because these verbs return errnos.
     r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
     r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
     r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+[^0-9-]{1,20}(\d{1,3})\b(?![.:]\d)",
@@ -85,10 +85,10 @@ _ERRNO_NUMBER = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """What some lines of text mention.
+    """A status, errno or event that lines of text mention.
 
     Attributes:
-        explanation: the status, errno or event that they name.
+        explanation: what it means.
         line: the first of these lines.
         number: which line that is, from 1.
         count: how many lines mention it.
@@ -101,7 +101,7 @@ class Mention:
 
 
 def _phrases() -> dict[str, Explanation]:
-    """Return what each phrase means, in lower case."""
+    """Return the explanation of each phrase; the phrases are in lower case."""
     found = {os.strerror(one.number): one for one in ERRNOS}
     for phrase, member in (PHRASES | _OTHER_PHRASES).items():
         (found[phrase],) = of_member(member)
@@ -109,7 +109,7 @@ def _phrases() -> dict[str, Explanation]:
 
 
 def _names() -> dict[str, Explanation]:
-    """Return what each name means, as in Python and in C."""
+    """Return the explanation of each name, in its Python and its C spelling."""
     found: dict[str, Explanation] = {}
     for one in (*EVENTS, *STATUSES, *ERRNOS, *EXCEPTIONS):
         if one.kind != "wc_flag":
@@ -123,7 +123,7 @@ _BY_NAME = _names()
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
 _WORDS = re.compile(
-    # The longest first: "local access error" is not "local access".
+    # Longest first, so that "local access error" is not matched as "local access".
     r"(?<![a-z])(?:"
     + "|".join(map(re.escape, sorted(_BY_PHRASE, key=len, reverse=True)))
     + r")(?![a-z])",
@@ -131,7 +131,7 @@ _WORDS = re.compile(
 )
 _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})(?![A-Za-z0-9_])")
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
-"""The text of WaitTimeout."""
+"""The message of WaitTimeout."""
 
 
 def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:

@@ -102,7 +102,7 @@ class Explanation:
 def explanation_of(
     member: IntEnum | IntFlag, meaning: str, *look_at: str, **texts: Any
 ) -> Explanation:
-    """Make the explanation of a member of an enumeration from its other attributes."""
+    """Build an enum member's explanation; the other attributes are passed through."""
     kind, prefix = _MEMBERS[type(member)]
     name = member.name or ""
     texts = {"look_at": look_at, **texts}

@@ -1,4 +1,4 @@
-"""The texts about opcodes of work requests, with their rows of the table."""
+"""Explanations of work request opcodes, with the QP types that support each."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ OPCODES: tuple[Explanation, ...] = (
         "Send the bytes of sg_list as one message. The receiver decides where they go: into the "
         "receive that it posted first. Up to 2^31 bytes on RC, UC and XRC, up to the path MTU on "
         "UD, one whole frame on RAW_PACKET. Without SGEs it is a message of 0 bytes.",
-        "Consumes a receive; a RECV completion with byte_len (on UD with 40 bytes of GRH counted "
-        "in and at the start of the buffer, and src_qp). Without a receive: RNR NAK on RC; "
-        "silently dropped elsewhere.",
+        "Consumes a receive; a RECV completion with byte_len (on UD also src_qp, and byte_len "
+        "includes the 40 bytes of GRH at the start of the buffer). Without a receive: RNR NAK on "
+        "RC; silently dropped elsewhere.",
         causes=(
             "Fails with RNR_RETRY_EXC_ERR: the peer has no receive.",
             "Fails with REM_INV_REQ_ERR: the peer's receive is smaller than the message.",
-            "Fails with LOC_PROT_ERR: one of your SGEs.",
+            "Fails with LOC_PROT_ERR: one of your SGEs is invalid.",
         ),
         look_at=("'rdmapost send --data hello' tries one in loopback.",),
     ),
@@ -70,7 +70,7 @@ OPCODES: tuple[Explanation, ...] = (
         "network order; this library gives both sides an integer in host order.",
         causes=(
             "The peer sees another number: a C program on one side left out htonl or ntohl.",
-            "The peer sees none: it does not look at wc_flags, or polls with an extended CQ that "
+            "The peer sees none: it does not check wc_flags, or polls with an extended CQ that "
             "was not created for immediate data.",
         ),
         look_at=("rdmapost send --imm 7 --data hello.",),
@@ -80,16 +80,16 @@ OPCODES: tuple[Explanation, ...] = (
         "Put the bytes of sg_list at remote_addr in the peer's memory. The peer's program is not "
         "involved; its memory must be registered with REMOTE_WRITE and LOCAL_WRITE, and its QP "
         "must allow REMOTE_WRITE.",
-        "The bytes in its memory, and no completion. A responder that refuses breaks its QP and "
-        "raises QP_ACCESS_ERR or QP_REQ_ERR.",
+        "The bytes in its memory, and no completion. A responder that refuses the write moves its "
+        "QP to ERR and raises QP_ACCESS_ERR or QP_REQ_ERR.",
         causes=(
             "Fails with REM_ACCESS_ERR: rkey, remote_addr, length or the region's flags.",
             "Fails with REM_INV_REQ_ERR: the peer's qp_access_flags.",
-            "On UC a refused or lost write vanishes, and the sender has SUCCESS.",
+            "On UC a refused or lost write vanishes, and the sender gets SUCCESS.",
         ),
         look_at=(
-            "How the peer learns of it: a SEND after it, or RDMA_WRITE_WITH_IMM. The specification "
-            "does not guarantee that polling the last byte works.",
+            "How the peer learns of the write: a SEND after it, or RDMA_WRITE_WITH_IMM. The "
+            "specification does not guarantee that polling the last byte works.",
             "rdmapost write --data hello.",
         ),
     ),
@@ -101,7 +101,7 @@ OPCODES: tuple[Explanation, ...] = (
         "length in byte_len. It consumes a receive, whose buffers are not touched (a receive "
         "without SGEs will do).",
         causes=(
-            "Fails with RNR_RETRY_EXC_ERR: it needs a receive at the peer, an RDMA_WRITE does not.",
+            "Fails with RNR_RETRY_EXC_ERR: unlike an RDMA_WRITE, it needs a receive at the peer.",
             "Fails with REM_ACCESS_ERR for the same reasons as RDMA_WRITE.",
         ),
         look_at=("rdmapost write --imm 7 --data hello.",),
@@ -110,26 +110,26 @@ OPCODES: tuple[Explanation, ...] = (
         Opcode.RDMA_READ,
         "Fetch as many bytes as sg_list holds from remote_addr in the peer's memory. The local "
         "region needs LOCAL_WRITE, the peer's REMOTE_READ. Up to max_rd_atomic reads and atomics "
-        "are in flight at once; further ones wait, and so does what is posted with FENCE.",
-        "Nothing: no completion, no change. Its device answers by itself, if its "
+        "are in flight at once; further ones wait, as do work requests with FENCE.",
+        "Nothing: no completion, no change. Its device responds without the program, if its "
         "max_dest_rd_atomic is at least the reader's max_rd_atomic.",
         causes=(
             "Fails with REM_ACCESS_ERR: the region lacks REMOTE_READ, or key or range are wrong.",
             "Fails with REM_INV_REQ_ERR: qp_access_flags, or max_dest_rd_atomic is exceeded.",
             "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
-            "A later SEND that announces the data overtakes it: post that with FENCE.",
+            "A later SEND that announces the data overtakes the read: post the SEND with FENCE.",
         ),
         look_at=("qp.query(): max_rd_atomic here, max_dest_rd_atomic there.", "rdmapost read."),
-        soft_roce="With max_rd_atomic=0 it hangs. A read that is posted with FENCE and must be "
-        "sent again never completes.",
+        soft_roce="With max_rd_atomic=0 it hangs. A read with FENCE that must be retransmitted "
+        "never completes.",
     ),
     _opcode(
         Opcode.ATOMIC_CMP_AND_SWP,
-        "If the 64-bit value at remote_addr equals compare_add, replace it with swap. The value "
-        "that was there comes back into the one SGE of 8 bytes, in host order; it equals "
-        "compare_add exactly if the swap took place.",
-        "The value changed or not, no completion. It is atomic against other atomics of that "
-        "device (atomic_cap HCA), and against its CPUs only with GLOB.",
+        "If the 64-bit value at remote_addr equals compare_add, replace it with swap. The previous "
+        "value is written to the one SGE of 8 bytes, in host order; it equals compare_add exactly "
+        "if the swap took place.",
+        "The value changed or not, no completion. It is atomic with respect to other atomics of "
+        "that device (atomic_cap HCA), and to its CPUs only with GLOB.",
         causes=(
             "Refused with EINVAL: remote_addr is not a multiple of 8, or not one SGE of 8 bytes.",
             "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing in the "
@@ -144,41 +144,40 @@ OPCODES: tuple[Explanation, ...] = (
     _opcode(
         Opcode.ATOMIC_FETCH_AND_ADD,
         "Add compare_add to the 64-bit value at remote_addr, modulo 2^64; the value before the "
-        "addition comes back into the one SGE of 8 bytes. To subtract, add 2^64 - n; to read "
+        "addition is written to the one SGE of 8 bytes. To subtract, add 2^64 - n; to read "
         "atomically, add 0.",
-        "The sum in its memory, no completion; with the same limits to atomicity as for "
-        "ATOMIC_CMP_AND_SWP.",
+        "The sum in its memory, no completion; as atomic as ATOMIC_CMP_AND_SWP.",
         causes=(
             "Refused with EINVAL, or REM_INV_REQ_ERR: an address that is not aligned to 8 bytes.",
             "Fails with REM_ACCESS_ERR: no REMOTE_ATOMIC on the region.",
-            "Slow: atomics to one address run one after another, a round trip each.",
+            "Slow: atomics on one address run one after another, each taking a round trip.",
         ),
         look_at=("rdmapost atomic fetch-add --initial 10 --add 5.",),
     ),
     _opcode(
         Opcode.LOCAL_INV,
-        "Invalidate a local key: a type 2 memory window is unbound, a region can no longer be "
-        "reached with it. In order with the sends of its queue. It runs in the device and needs no "
-        "peer to agree.",
-        "Nothing at once; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
+        "Invalidate a local key: it unbinds a type 2 memory window, or makes a region unreachable "
+        "by that key. It executes in order with the sends of its queue, in the local device; the "
+        "peer is not involved.",
+        "Nothing at first; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
         causes=(
             "Fails with MW_BIND_ERR: the key is unknown, unbound, of a type 1 window, of a window "
             "bound on another QP, or of a region with windows on it.",
         ),
         look_at=("rdmapost invalidate: binds, invalidates, and tries the key again.",),
-        soft_roce="Only on RC, only for type 2 windows; other keys give LOC_QP_OP_ERR. A window "
-        "that is not bound must never be invalidated there: the kernel stops.",
+        soft_roce="Only on RC, only for type 2 windows; other keys give LOC_QP_OP_ERR. Never "
+        "invalidate a window that is not bound: the kernel crashes.",
     ),
     _opcode(
         Opcode.BIND_MW,
         "Bind a type 2 memory window to a range of a region, under a new rkey whose low byte is "
-        "the caller's choice (mw.next_rkey()). What is posted behind it can hand the key out "
-        "already: sends run in order.",
-        "Nothing until it is given the rkey; then it can do what mw_access_flags grant, within "
-        "the range, on this QP only.",
+        "the caller's choice (mw.next_rkey()). The next work request can already hand out the "
+        "key: sends execute in order.",
+        "Nothing until it has the rkey; then it can do what mw_access_flags grant, within the "
+        "range, on this QP only.",
         causes=(
-            "Fails with MW_BIND_ERR: no MW_BIND on the region, the range, a window that is bound "
-            "already, different PDs.",
+            "Fails with MW_BIND_ERR: no MW_BIND on the region, a bad range, a window that is "
+            "already bound, different PDs.",
             "Refused with EINVAL: a type 1 window; qp.bind_mw() binds those.",
             "Accesses outside the range fail with REM_ACCESS_ERR, as they should.",
         ),
@@ -186,8 +185,8 @@ OPCODES: tuple[Explanation, ...] = (
             "device_cap_flags: MEM_WINDOW_TYPE_2A or MEM_WINDOW_TYPE_2B.",
             "rdmapost bind-mw.",
         ),
-        soft_roce="The bounds of the window are not kept, only those of the region. A BIND_MW with "
-        "a NULL region crashes the process in rxe's library; this library refuses it.",
+        soft_roce="It checks accesses against the region's bounds, not the window's. A BIND_MW "
+        "with a NULL region crashes the process, in rxe's library; this library refuses it.",
         see=(_POST, "ibv_alloc_mw(3)", "ibv_bind_mw(3), NOTES"),
     ),
     _opcode(
@@ -202,8 +201,8 @@ OPCODES: tuple[Explanation, ...] = (
             "Fails with RNR_RETRY_EXC_ERR: like every SEND it needs a receive.",
         ),
         look_at=("rdmapost send --invalidate --data hello.",),
-        soft_roce="Not on UC. The completion does not name the key: the kernel's flag has the "
-        "number of another flag in the library.",
+        soft_roce="Not on UC. The completion does not name the key: the kernel's number for the "
+        "flag is another flag's number in the library.",
     ),
     _opcode(
         Opcode.TSO,
@@ -213,20 +212,20 @@ OPCODES: tuple[Explanation, ...] = (
         "Many frames (RAW_PACKET) or datagrams (UD), each of which consumes a receive.",
         causes=(
             "Refused with EOPNOTSUPP: the device has no TSO for this QP type (tso_caps).",
-            "Refused with EINVAL: a header longer than max_tso_header, with which the QP must be "
-            "created; mss 0.",
+            "Refused with EINVAL: a header longer than the max_tso_header that the QP was created "
+            "with; mss 0.",
             "Nothing arrives on UD: the other side has fewer receives than there are segments.",
         ),
         look_at=("context.attr.tso_caps: max_tso and supported_qpts.", "rdmapost tso."),
-        soft_roce="rxe has no TSO; soft0 has.",
+        soft_roce="rxe has no TSO; soft0 does.",
         see=(_POST, "ibv_query_device_ex(3): tso_caps", "ibv_create_qp_ex(3): max_tso_header"),
     ),
     _opcode(
         Opcode.DRIVER1,
         "Reserved for an operation that a driver defines (mlx5 uses it for its own ibv_wr "
-        "builders). It cannot be posted with ibv_post_send in a meaningful way, and this "
-        "library has no work request for it.",
-        "What the driver's manual says.",
+        "builders). ibv_post_send cannot post it meaningfully, and this library has no work "
+        "request for it.",
+        "See the driver's manual.",
         see=("ibv_post_send(3), NOTES", "mlx5dv_wr_post(3)"),
     ),
     _opcode(
@@ -246,7 +245,7 @@ OPCODES: tuple[Explanation, ...] = (
             "FLUSH_PERSISTENT is given for memory that is not persistent.",
         ),
         look_at=("context.attr.device_cap_flags_ex: DeviceCap.FLUSH_GLOBAL and FLUSH_PERSISTENT.",),
-        soft_roce="Linux 6.12 has it, 6.1 has not: there it ends with LOC_QP_OP_ERR.",
+        soft_roce="Linux 6.12 has it; 6.1 does not: there it ends with LOC_QP_OP_ERR.",
         see=("ibv_wr_post(3)", "ibv_create_qp_ex(3): send_ops_flags"),
     ),
     _opcode(
@@ -264,18 +263,18 @@ OPCODES: tuple[Explanation, ...] = (
         ),
         look_at=(
             "context.attr.device_cap_flags_ex: DeviceCap.ATOMIC_WRITE.",
-            "An RDMA_WRITE of 8 bytes promises less, and every device has it.",
+            "An RDMA_WRITE of 8 bytes guarantees less, but works on every device.",
         ),
-        soft_roce="Linux 6.12 and its neighbours have it; with 6.1 it ends with LOC_QP_OP_ERR.",
+        soft_roce="Linux 6.12 has it; on 6.1 it ends with LOC_QP_OP_ERR.",
         see=("ibv_wr_post(3): ibv_wr_atomic_write", "ibv_create_qp_ex(3)"),
     ),
     _opcode(
         OpsOpcode.TAG_ADD,
         "Put a tagged buffer on the matching list of a tag-matching SRQ. The first entry with "
         "TMH.tag & mask == tag receives a message. The post sets wr.handle, which a TAG_DEL names. "
-        "Two completions may come: TM_ADD for the operation, and TM_RECV, with recv_wr_id, for the "
-        "message.",
-        "An eager message with that tag lands in this buffer, and its header does not.",
+        "Two completions may arrive: TM_ADD for the operation, and TM_RECV, with recv_wr_id, for "
+        "the message.",
+        "An eager message with that tag lands in this buffer, without its header.",
         causes=(
             "Refused with ENOMEM: max_num_tags entries are on the list, or max_ops are "
             "outstanding.",
@@ -283,40 +282,41 @@ OPCODES: tuple[Explanation, ...] = (
             "been reported with TM_SYNC, and the entry is held until they are.",
         ),
         look_at=("unexpected_cnt and the TM_SYNC flag.", "rdmapost tag add -d soft0."),
-        soft_roce="No tag matching there.",
+        soft_roce="It has no tag matching.",
         see=("ibv_post_srq_ops(3), DESCRIPTION",),
     ),
     _opcode(
         OpsOpcode.TAG_DEL,
-        "Remove an entry from the matching list, by the handle that its TAG_ADD was given.",
+        "Remove an entry from the matching list, by the handle that its TAG_ADD set in the work "
+        "request.",
         "A message with that tag is unexpected from now on.",
         causes=(
-            "Completes with TM_ERR: a message came first; its completion carries the data.",
+            "Completes with TM_ERR: a message arrived first; its completion reports the data.",
             "Refused with EINVAL: not a handle of this SRQ. (mlx5 would index an array with it.)",
         ),
         look_at=(
-            "Both completions before the buffer is used again: TM_DEL, or TM_RECV.",
+            "Both completions, TM_DEL and TM_RECV, before you reuse the buffer.",
             "rdmapost tag del -d soft0.",
         ),
-        soft_roce="Not there, like all three of them.",
+        soft_roce="Not supported: rxe has no tag matching.",
         see=("ibv_post_srq_ops(3), DESCRIPTION: IBV_WR_TAG_DEL",),
     ),
     _opcode(
         OpsOpcode.TAG_SYNC,
-        "Tell the device how many unexpected messages software has handled, so that both agree "
-        "and held entries may match. The other two can carry the count as well (TM_SYNC).",
-        "Nothing; it decides whether the next message can match.",
+        "Tell the device how many unexpected messages software has handled. When both counts "
+        "agree, held entries may match. TAG_ADD and TAG_DEL can carry the count as well (TM_SYNC).",
+        "Nothing; but it decides whether the next message can match.",
         causes=(
-            "Entries never match although their tag is right: the count was not the device's.",
-            "Without the TM_SYNC flag it tells the device nothing, and a checked SRQ refuses it.",
+            "Entries never match although their tag is right: the count differs from the device's.",
+            "Without the TM_SYNC flag it does nothing, and a checked SRQ refuses it.",
         ),
         look_at=(
             "unexpected_cnt: all TM_RECV completions without TM_MATCH and TM_DATA_VALID so far; "
             "devices keep its low 16 bits.",
-            "A completion with TM_SYNC_REQ asks for one.",
+            "A completion with TM_SYNC_REQ asks for a TAG_SYNC.",
             "rdmapost tag sync -d soft0.",
         ),
-        soft_roce="Not there either.",
+        soft_roce="It does not support tag matching.",
         see=("ibv_post_srq_ops(3): phase synchronization",),
     ),
 )

@@ -1,4 +1,4 @@
-"""The texts about completion statuses (ibv_poll_cq(3))."""
+"""Explanations of completion statuses (ibv_poll_cq(3))."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ STATUSES: tuple[Explanation, ...] = (
     _status(
         WCStatus.SUCCESS,
         "The work request is done and its buffers are yours again; so is every unsignaled one "
-        "posted before it to the same send queue. What that says about the far side depends on "
+        "posted before it to the same send queue. What SUCCESS says about the peer depends on "
         "the QP type: on RC and XRC the peer's device has acknowledged the message, which does "
-        "not mean that the peer's program has seen it; on UC, UD and RAW_PACKET it only says "
+        "not mean that the peer's program has seen it; on UC, UD and RAW_PACKET it only means "
         "that the message has left.",
         causes=(
             "All is well. If the peer still saw nothing, on RC: an RDMA_WRITE without immediate "
@@ -29,28 +29,28 @@ STATUSES: tuple[Explanation, ...] = (
         ),
         look_at=(
             "byte_len and wc_flags of the receive completion: imm_data and invalidated_rkey "
-            "mean something only with WITH_IMM and WITH_INV.",
-            "qp.outstanding: what is left there has not completed.",
+            "are valid only with WITH_IMM and WITH_INV.",
+            "qp.outstanding: the work requests that have not completed.",
         ),
         soft_roce="A datagram longer than the path MTU ends with SUCCESS, and nothing is sent.",
         see=("ibv_poll_cq(3), DESCRIPTION", "ibv_post_send(3), NOTES"),
     ),
     _status(
         WCStatus.LOC_LEN_ERR,
-        "This side found a wrong length. On a receive: the message was longer than the SGEs of "
+        "This side found an invalid length. On a receive: the message was longer than the SGEs of "
         "the receive that it consumed; the sender of an RC message gets REM_INV_REQ_ERR "
         "for it. On a send: the message is longer than the QP may send. An RC queue pair is in "
         "ERR afterwards, on both sides.",
         causes=(
             "On a receive: the buffers of this receive are too small. Receives are consumed in "
-            "posting order, whatever their size: the message may have met a different receive than "
-            "you expected.",
-            "On a UD receive: no room for the 40 bytes of GRH that come before the payload.",
+            "posting order, whatever their size: the message may have consumed a different receive "
+            "than you expected.",
+            "On a UD receive: the buffer is too small for the 40 bytes of GRH before the payload.",
             "On a UD send: more bytes than the path MTU; UD does not split messages.",
             "On any send: more than the port's max_msg_sz; or an SGE of length 0, which some "
             "hardware treats as 2^31 bytes.",
-            "On an RDMA read or atomic: the answer does not fit the local SGEs; an atomic needs 8 "
-            "bytes.",
+            "On an RDMA read or atomic: the response does not fit into the local SGEs; an atomic "
+            "needs 8 bytes.",
         ),
         look_at=(
             "Whether wr_id belongs to a send or a receive: an error completion has no valid "
@@ -69,24 +69,24 @@ STATUSES: tuple[Explanation, ...] = (
         "This queue pair could not carry out the work request: it is inconsistent, or the QP does "
         "not support it. Nothing reached the peer.",
         causes=(
-            "The opcode is not one of this QP type's (see the row of the table: rdmapost explain "
-            "RDMA_READ), or the device lacks it; only an unchecked post gets this far.",
+            "This QP type or the device does not support the opcode (rdmapost explain RDMA_READ, "
+            "for example, lists the types); only an unchecked post gets this far.",
             "An RDMA read or atomic with max_rd_atomic=0 on this side: none may be outstanding.",
             "A broken address vector or address handle, or a P_Key index that has become invalid.",
             "A TSO header that the device cannot parse: it needs Ethernet, IP and TCP headers.",
-            "The send queue entry was malformed when the device read it: a driver fault, or a "
-            "program that writes to the queue itself.",
+            "The send queue entry was malformed when the device read it: a driver bug, or a "
+            "program that writes to the queue directly.",
         ),
         look_at=(
-            "opcode and qp_type of the work request; post it on a QP with checked=True, which "
+            "The work request's opcode and the QP's type; on a QP with checked=True, the error "
             "names the mistake.",
             "qp.query(): max_rd_atomic, pkey_index, ah_attr.",
             "vendor_err of the completion, and dmesg: mlx5 dumps the error CQE there.",
         ),
-        soft_roce="The status that it uses most: an unknown lkey on a SEND or WRITE (elsewhere "
+        soft_roce="Its most common error status: for an unknown lkey on a SEND or WRITE (elsewhere "
         "LOC_PROT_ERR), a failed LOCAL_INV, LOCAL_INV or SEND_WITH_INV on UC, and at the receiver "
         "a receive that is too small or whose buffer cannot be used. Linux 6.12 may show "
-        "WR_FLUSH_ERR instead. A read with max_rd_atomic=0 hangs there.",
+        "WR_FLUSH_ERR instead. A read with max_rd_atomic=0 hangs.",
         see=("ibv_post_send(3), DESCRIPTION: the table of opcodes", _IBA),
     ),
     _status(
@@ -94,14 +94,14 @@ STATUSES: tuple[Explanation, ...] = (
         "An end-to-end context could not carry out the request. Such contexts belong to the "
         "reliable datagram (RD) service, which no current device implements.",
         causes=(
-            "A status value that was never filled in, or a driver that maps an unknown code of "
-            "its hardware here.",
+            "A status value that was never filled in, or a driver that maps an unknown hardware "
+            "code to this status.",
         ),
         look_at=("vendor_err, with the device's manual; the versions of driver and firmware.",),
     ),
     _status(
         WCStatus.LOC_PROT_ERR,
-        "The device refused to touch local memory for this work request: one of its SGEs is not "
+        "The device refused to access local memory for this work request: one of its SGEs is not "
         "inside a registered region that this queue may use for it. The lkey, the range, the "
         "protection domain and the access flags are all checked. An RC queue pair goes to ERR; if "
         "a receive has this status, the sender gets REM_OP_ERR.",
@@ -109,17 +109,17 @@ STATUSES: tuple[Explanation, ...] = (
             "The SGE reaches beyond its region: addr or length is slightly off.",
             "The region was deregistered while the work request was outstanding, or the lkey "
             "belongs to an older registration. (This library keeps an MR alive while an SGE refers "
-            "to it; it cannot if the SGE is only numbers.)",
-            "The lkey and the rkey were mixed up; on some devices they are equal, so that the "
-            "program worked there.",
-            "The region belongs to another PD than the queue pair (or than the SRQ).",
+            "to it, but cannot if the SGE was made from numbers.)",
+            "The lkey and the rkey were mixed up; on some devices they are equal, and the program "
+            "works there.",
+            "The region's PD is not the queue pair's (or the SRQ's).",
             "A receive, an RDMA read or an atomic writes to a region without LOCAL_WRITE.",
-            "A buffer that is not registered, in a work request without SendFlags.INLINE.",
+            "The buffer is not registered, and the work request lacks SendFlags.INLINE.",
         ),
         look_at=(
             "addr, length and lkey of every SGE, against mr.addr, mr.length and mr.lkey.",
-            "mr.pd is qp.pd, and mr.access.",
-            "SGEs made by mr[a:b] cannot lie outside: use them instead of literal numbers.",
+            "mr.pd, which must be qp.pd, and mr.access.",
+            "SGEs made by mr[a:b] cannot lie outside the region: use them instead of numbers.",
             "On-demand paging: dmesg, for a page fault that could not be served.",
         ),
         soft_roce="An unknown lkey on a SEND or WRITE gives LOC_QP_OP_ERR, and on Linux 6.12 any "
@@ -129,13 +129,13 @@ STATUSES: tuple[Explanation, ...] = (
     _status(
         WCStatus.WR_FLUSH_ERR,
         "This work request was not carried out: its queue pair was in the error state (or, for "
-        "sends, SQE) when its turn came. It is a consequence, not a cause. The first completion of "
-        "that QP with another status says what happened.",
+        "sends, SQE) when its turn came. This status is a consequence, not a cause. The QP's first "
+        "completion with another status says what happened.",
         causes=(
             "An earlier work request of this QP failed, and everything behind it is flushed. If "
             "its completion is on the other CQ, it may be polled later than the flushes.",
-            "The peer's request broke the QP: a responder goes to ERR after a bad rkey or an "
-            "invalid request, and its own posts are flushed without any other status.",
+            "A request from the peer broke the QP: a responder goes to ERR after a bad rkey or an "
+            "invalid request, and its own work requests are flushed without any other status.",
             "You moved the QP to ERR, or rdma_disconnect did, or the connection manager got a "
             "disconnect from the peer: then flushes are the normal end of outstanding receives.",
             "The work request was posted to a QP that was already in ERR.",
@@ -147,9 +147,9 @@ STATUSES: tuple[Explanation, ...] = (
             "qp.state; to use the QP again, move it to RESET and reconnect both ends.",
             "The peer's completions and log, at the same time.",
         ),
-        soft_roce="Linux 6.12 flushes the work request that failed locally too, so that no "
-        "completion carries the cause: look at the buffers and keys of the first one flushed. "
-        "There is no asynchronous event for an access error.",
+        soft_roce="Linux 6.12 also flushes the work request that failed locally, and no completion "
+        "has the cause: check the buffers and keys of the first flushed one. An access error "
+        "raises no asynchronous event.",
         see=("ibv_modify_qp(3)", "IBA vol. 1, 10.3.1 (states) and 11.6.2"),
     ),
     _status(
@@ -157,8 +157,8 @@ STATUSES: tuple[Explanation, ...] = (
         "A memory management operation failed: a BIND_MW, or a LOCAL_INV. The window is unchanged.",
         causes=(
             "The region was registered without MW_BIND.",
-            "The range lies outside the region, or has length 0 (a type 2 window is unbound by "
-            "LOCAL_INV and not by a bind of length 0).",
+            "The range lies outside the region, or has length 0 (to unbind a type 2 window, use "
+            "LOCAL_INV, not a bind of length 0).",
             "The window is bound already: invalidate a type 2 window before binding it again.",
             "REMOTE_WRITE or REMOTE_ATOMIC is requested for the window, and the region lacks "
             "LOCAL_WRITE.",
@@ -169,10 +169,10 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "mr.access, mr.addr and mr.length against addr, length and mw_access_flags.",
             "device_cap_flags: MEM_WINDOW, MEM_WINDOW_TYPE_2A or _2B, MEM_MGT_EXTENSIONS.",
-            "The sequence of binds and invalidations, also those by a peer's SEND_WITH_INV.",
+            "The sequence of binds and invalidations, including those by a peer's SEND_WITH_INV.",
         ),
-        soft_roce="A LOCAL_INV that fails gives LOC_QP_OP_ERR (6.12: WR_FLUSH_ERR). A user's MR "
-        "or a type 1 window cannot be invalidated there, nor anything on UC.",
+        soft_roce="A failed LOCAL_INV gives LOC_QP_OP_ERR (6.12: WR_FLUSH_ERR). It cannot "
+        "invalidate a user's MR or a type 1 window, nor anything on UC.",
         see=("ibv_bind_mw(3), NOTES", "ibv_alloc_mw(3)", _IBA),
     ),
     _status(
@@ -180,10 +180,10 @@ STATUSES: tuple[Explanation, ...] = (
         "The response did not match the request: an unexpected opcode, or the wrong length for a "
         "read or an atomic.",
         causes=(
-            "The two QPs do not agree on the connection: another QP with the same number "
-            "answers, after one side was restarted.",
+            "The two QPs do not agree on the connection: after one side was restarted, another QP "
+            "with the same number answers.",
             "Packets on the path are rewritten or corrupted beyond what the ICRC detects.",
-            "A fault in the peer's firmware or software transport; most often seen between devices "
+            "A bug in the peer's firmware or software transport, most often seen between devices "
             "of different vendors or versions.",
         ),
         look_at=(
@@ -194,14 +194,14 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_ACCESS_ERR,
-        "The responder's device could not put the data of an incoming RDMA_WRITE_WITH_IMM where "
-        "it belongs: a protection error on local memory on behalf of the peer, reported on the "
+        "The responder's device could not write the data of an incoming RDMA_WRITE_WITH_IMM: a "
+        "protection error on local memory, caused by the peer's request and reported on the "
         "receive that the message consumed.",
         causes=(
             "The target of a write with immediate data is no longer valid: the region was "
-            "deregistered or the window invalidated while the message was coming in.",
-            "The rkey does not grant REMOTE_WRITE, and this device reports it here too. The "
-            "writer then has REM_ACCESS_ERR.",
+            "deregistered or the window invalidated while the message was arriving.",
+            "The rkey does not grant REMOTE_WRITE, and this device reports that at the responder "
+            "too. The writer then gets REM_ACCESS_ERR.",
         ),
         look_at=(
             "The rkey and remote_addr that the peer used, against the regions that are registered "
@@ -212,17 +212,17 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.REM_INV_REQ_ERR,
-        "The responder found the request invalid and said so (NAK invalid request). It reached "
-        "the right QP: addressing and path are fine. Both QPs are in ERR now.",
+        "The responder found the request invalid and said so (NAK invalid request). The request "
+        "reached the QP: addressing and path are fine. Both QPs are now in ERR.",
         causes=(
-            "A SEND longer than the receive that it met; the receiver sees LOC_LEN_ERR.",
+            "A SEND longer than the receive that it consumed; the receiver sees LOC_LEN_ERR.",
             "The operation is not enabled on the peer's QP: its qp_access_flags lack "
             "REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC, FLUSH_GLOBAL or FLUSH_PERSISTENT, whatever "
             "the rkey grants.",
-            "More reads and atomics at once than the peer's max_dest_rd_atomic (your "
-            "max_rd_atomic is larger), or that is 0 there.",
+            "More outstanding reads and atomics than the peer's max_dest_rd_atomic (your "
+            "max_rd_atomic is larger), which may be 0.",
             "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
-            "A length that the peer does not accept: over 2^31, or over its port's maximum.",
+            "A length that the peer does not accept: over 2^31, or over its port's max_msg_sz.",
             "Seen on the receive of a SEND_WITH_INV: its key could not be invalidated.",
         ),
         look_at=(
@@ -249,11 +249,11 @@ STATUSES: tuple[Explanation, ...] = (
             "On some devices: the operation is not enabled in the peer's qp_access_flags "
             "(elsewhere that is REM_INV_REQ_ERR).",
             "The window is not bound, was invalidated, or (type 2) was bound on another QP.",
-            "A ZERO_BASED region: remote_addr counts from 0 there.",
+            "The region is ZERO_BASED: remote_addr counts from 0.",
         ),
         look_at=(
-            "Print remote_addr, length and rkey here, and addr, length, rkey and access there; "
-            "compare digit by digit.",
+            "Print remote_addr, length and rkey here, and addr, length, rkey and access at the "
+            "peer; compare digit by digit.",
             "On the peer: context.get_async_event(), and its QP's qp_access_flags.",
             "mlx5: req_remote_access_errors here, resp_remote_access_errors at the peer "
             "(hw_counters).",
@@ -267,47 +267,47 @@ STATUSES: tuple[Explanation, ...] = (
         "The responder could not finish the request because of a fault on its side (NAK remote "
         "operational error). Your work request may be correct; look at the other side.",
         causes=(
-            "The peer's receive names memory that it cannot write: its lkey or range is bad, "
-            "LOCAL_WRITE is missing. It sees LOC_PROT_ERR on that receive.",
-            "The peer's device failed while it carried the request out: an internal error, a "
+            "The peer's device cannot write to the receive's memory: a bad lkey or range, or no "
+            "LOCAL_WRITE. The peer gets LOC_PROT_ERR on that receive.",
+            "The peer's device failed while it carried out the request: an internal error, or a "
             "page fault that could not be served.",
-            "The peer's QP or SRQ was broken by something else at that moment.",
+            "The peer's QP or SRQ failed for another reason at that moment.",
         ),
         look_at=(
             "The peer's completions and its dmesg; this side knows nothing more.",
             "The SGEs of the receives that the peer posts.",
         ),
-        soft_roce="Also what the sender gets when the receive is too small; the receiver has "
-        "LOC_QP_OP_ERR in both cases.",
+        soft_roce="The sender also gets this status when the receive is too small; the receiver "
+        "gets LOC_QP_OP_ERR in both cases.",
     ),
     _status(
         WCStatus.RETRY_EXC_ERR,
         "The peer did not answer. A request was sent retry_cnt + 1 times and no acknowledgement "
         "came. That takes at least 4.096 us * 2^timeout * (retry_cnt + 1): with timeout=14 and "
         "retry_cnt=6 half a second; devices may wait up to four times as long for each attempt, "
-        "and some raise a short timeout to their minimum. timeout=0 waits for ever. Whether the "
+        "and some raise a short timeout to their minimum. timeout=0 waits forever. Whether the "
         "request was carried out is not known. The QP is in ERR.",
         causes=(
             "The peer's QP is not in RTR or RTS, or is gone: not connected yet, in ERR after its "
             "own failure, destroyed, or its process ended.",
             "The address is wrong: dest_qp_num, the GID or its index, the LID; a peer restarted "
             "with a new QP number; RoCE v1 against v2; a link-local GID; another VLAN.",
-            "The network drops it: a firewall that blocks UDP port 4791 (RoCE v2), a security "
-            "group, a switch port, ARP or ND that does not resolve; a port that went down.",
+            "The network drops the packets: a firewall that blocks UDP port 4791 (RoCE v2), a "
+            "security group, a switch port, ARP or ND that does not resolve; a port that is down.",
             "The path MTU is larger than the network's: small messages pass, and multi-packet ones "
-            "fail. An Ethernet MTU must hold the path MTU and 80 bytes of headers.",
-            "P_Keys that do not match, or an sq_psn that is not the peer's rq_psn: packets are "
-            "silently dropped.",
+            "fail. The Ethernet MTU must be at least the path MTU plus 80 bytes of headers.",
+            "The P_Keys do not match, or sq_psn is not the peer's rq_psn: packets are silently "
+            "dropped.",
             "Packets are lost under load: no PFC or ECN for RoCE's traffic class, or a timeout "
             "that is too short for a busy peer or a long path.",
         ),
         look_at=(
             "The peer: its QP's state (qp.query(), rdma resource show qp), its completions, "
-            "whether the process lives.",
+            "whether its process is running.",
             "qp.query() on both sides, crosswise: dest_qp_num is the other's qp_num, sq_psn the "
             "other's rq_psn; path_mtu is the same; ah_attr has the other's GID.",
-            "timeout and retry_cnt: is there enough time? timeout=14..18, retry_cnt=7 for a real "
-            "network.",
+            "timeout and retry_cnt: are they large enough? Use timeout=14..18 and retry_cnt=7 on a "
+            "real network.",
             "rdmapost devices: port ACTIVE, the GID index and its type. ping between the two "
             "addresses, with full packets: ping -M do -s 4140 for a path MTU of 4096.",
             "iptables-save, nft list ruleset: UDP 4791. tcpdump -i IF udp port 4791 on both ends "
@@ -316,10 +316,10 @@ STATUSES: tuple[Explanation, ...] = (
             "packet_seq_err (mlx5); retry_exceeded_err, completer_retry_err (rxe).",
             "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the path.",
         ),
-        soft_roce="retry_cnt=7 never gives up: the work request hangs. Linux 6.1 also hangs when a "
-        "local failure is behind it, and when the request is fenced. The underlying network "
-        "device must be up and have the GID's address. A peer that moves its QP to RESET after the "
-        "last message may drop its acknowledgement: destroy the QP instead.",
+        soft_roce="retry_cnt=7 never gives up: the work request hangs. On Linux 6.1 it also hangs "
+        "if a later work request fails locally, or if it is fenced. The underlying network device "
+        "must be up and have the GID's address. A peer that moves its QP to RESET after the last "
+        "message may drop the acknowledgement: destroy the QP instead.",
         see=("ibv_modify_qp(3): timeout, retry_cnt", "IBA vol. 1, 9.7.6.1.3 (timeouts)"),
     ),
     _status(
@@ -333,15 +333,15 @@ STATUSES: tuple[Explanation, ...] = (
             "The peer posts them too slowly: more messages are in flight than it has receives for. "
             "Use credits, or a deeper receive queue.",
             "The wrong operation: RDMA_WRITE_WITH_IMM consumes a receive, RDMA_WRITE does not.",
-            "The receives are on another queue: an SRQ that ran empty, or an XRC message with "
-            "another remote_srqn; with tag matching, an unexpected message when no ordinary "
+            "The receives are on another queue: the SRQ ran empty, or the XRC message has a "
+            "different remote_srqn; with tag matching, an unexpected message when no ordinary "
             "receive is posted.",
-            "rnr_retry is 0, so that the first RNR NAK is final, or min_rnr_timer is so short "
-            "that all attempts are over at once.",
+            "rnr_retry is 0: the first RNR NAK is final. Or min_rnr_timer is so short that all "
+            "attempts are used up almost immediately.",
         ),
         look_at=(
             "The peer's qp.outstanding.recv (srq.outstanding) at the time, and its max_recv_wr.",
-            "Your rnr_retry: 7 waits for ever. It hides a peer that never posts, so use it in "
+            "Your rnr_retry: 7 waits forever. It hides a peer that never posts, so use it in "
             "production and not in tests.",
             "The peer's min_rnr_timer, encoded: 12 is 0.64 ms, 1 is 10 us, 0 is 655 ms.",
             "hw_counters: rnr_nak_retry_err at the sender, out_of_buffer at the receiver (mlx5); "
@@ -363,8 +363,8 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.REM_INV_RD_REQ_ERR,
-        "The responder refused a reliable datagram: wrong Q_Key or RDD. It can only come with "
-        "the RD service, which nobody offers; do not confuse it with REM_INV_REQ_ERR (9).",
+        "The responder refused a reliable datagram: wrong Q_Key or RDD. Only the RD service, which "
+        "no device offers, has this status; do not confuse it with REM_INV_REQ_ERR (9).",
         causes=(
             "The name was looked up from the wrong number: check which one the program printed.",
         ),
@@ -386,16 +386,16 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.INV_EECN_ERR,
-        "An end-to-end context number was not valid. Only RD queue pairs have such numbers, which "
-        "do not exist in practice.",
+        "An end-to-end context number was not valid. Only RD queue pairs have such numbers, and "
+        "they do not exist in practice.",
         causes=("Memory that is not a completion was read as one; a misdirected CQ buffer.",),
-        look_at=("Whether wr_id and qp_num of the completion are yours at all.",),
+        look_at=("Whether the completion's wr_id and qp_num are yours.",),
     ),
     _status(
         WCStatus.INV_EEC_STATE_ERR,
-        "An end-to-end context was in a state that does not allow the operation. Left over from "
-        "the RD service of the first specifications.",
-        causes=("A fault of driver or firmware: no current verb leads here.",),
+        "An end-to-end context was in a state that does not allow the operation. A remnant of the "
+        "RD service in the first specifications.",
+        causes=("A driver or firmware bug: no current verb leads to this status.",),
         look_at=("Report it to the vendor, with vendor_err and the driver and firmware versions.",),
     ),
     _status(
@@ -415,26 +415,26 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.RESP_TIMEOUT_ERR,
-        "The responder began to respond and did not finish in time. Not to be confused with "
-        "RETRY_EXC_ERR, which is what an RC queue pair reports when nothing comes back.",
+        "The responder began to respond and did not finish in time. Do not confuse this with "
+        "RETRY_EXC_ERR, which an RC queue pair reports when nothing comes back.",
         causes=(
             "A device that distinguishes this case; most report RETRY_EXC_ERR.",
             "A read whose response stalls: the peer pages memory in, or the network is congested.",
         ),
         look_at=(
-            "timeout of the QP, and what of 'rdmapost explain RETRY_EXC_ERR' applies.",
+            "The QP's timeout, and whatever applies of 'rdmapost explain RETRY_EXC_ERR'.",
             "On-demand paging or very slow memory (GPU, persistent) at the peer.",
         ),
     ),
     _status(
         WCStatus.GENERAL_ERR,
-        "Something failed for which the driver has no better name: 'other transport error'. "
-        "vendor_err is the only detail. This library also reports unknown numbers as this.",
+        "The driver has no specific status for the error: 'other transport error'. vendor_err is "
+        "the only detail. This library also reports unknown numbers as this status.",
         causes=(
-            "A syndrome of the hardware that the driver does not translate (mlx5 maps all that "
-            "it does not know to this).",
-            "A newer device or driver than the library.",
-            "A driver fault.",
+            "A hardware syndrome that the driver does not translate (mlx5 maps all unknown ones to "
+            "this status).",
+            "A device or driver newer than the library.",
+            "A driver bug.",
         ),
         look_at=(
             "vendor_err, with the vendor's manual or the driver's source (mlx5: the syndrome).",
@@ -457,28 +457,27 @@ STATUSES: tuple[Explanation, ...] = (
             "wc_flags: TM_SYNC_REQ asks for a TAG_SYNC with the count of unexpected messages.",
             "vendor_err, if neither explains it.",
         ),
-        soft_roce="It has no tag matching; soft0 has.",
+        soft_roce="It has no tag matching; soft0 does.",
         see=("ibv_post_srq_ops(3), DESCRIPTION", "rdma-core: Documentation/tag_matching.md"),
     ),
     _status(
         WCStatus.TM_RNDV_INCOMPLETE,
         "A rendezvous message matched an entry, but the device did not fetch the data. Software "
-        "must do it: the headers say where the data lies (remote_addr, rkey, length), and a FIN "
-        "must follow, so that the sender can free it.",
+        "must fetch it: the headers say where the data is (remote_addr, rkey, length). A FIN must "
+        "follow, which lets the sender free the data.",
         causes=(
             "The buffer of the entry is smaller than the message: the headers are in the buffer "
             "instead.",
-            "The RDMA read that the device made on its own failed: bad rkey at the sender, or the "
-            "QP went to ERR.",
+            "The device's own RDMA read failed: a bad rkey from the sender, or the QP went to ERR.",
             "The rendezvous header is larger than the device accepts (max_rndv_hdr_size).",
         ),
         look_at=(
             "The headers: TMH of 16 bytes, then RVH: address (8 bytes), rkey (4), length (4), all "
             "in network order.",
-            "qp.state of the QP it came on, and its events: QP_FATAL.",
+            "qp.state of the QP that received the message, and its events: QP_FATAL.",
             "The sizes of tagged buffers against what senders announce.",
         ),
-        soft_roce="Never seen there: rxe has no tag matching.",
+        soft_roce="Never: rxe has no tag matching.",
         see=("ibv_create_srq_ex(3)", "rdma-core: tag_matching.md, TM completion processing"),
     ),
 )

@@ -1,4 +1,4 @@
-"""The texts about opcodes of completions (ibv_poll_cq(3))."""
+"""Explanations of completion opcodes (ibv_poll_cq(3))."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _OPS = ("ibv_post_srq_ops(3)",)
 WC_OPCODES: tuple[Explanation, ...] = (
     _completion(
         WCOpcode.SEND,
-        "A SEND, SEND_WITH_IMM or SEND_WITH_INV of this side has completed.",
+        "A SEND, SEND_WITH_IMM or SEND_WITH_INV posted by this side has completed.",
         "wr_id says which; byte_len is undefined.",
     ),
     _completion(
         WCOpcode.RDMA_WRITE,
-        "An RDMA_WRITE or RDMA_WRITE_WITH_IMM of this side has completed: on RC the bytes are at "
-        "the peer.",
+        "An RDMA_WRITE or RDMA_WRITE_WITH_IMM posted by this side has completed: on RC the bytes "
+        "are in the peer's memory.",
         "The peer gets a completion only if there was immediate data.",
     ),
     _completion(
@@ -95,35 +95,36 @@ WC_OPCODES: tuple[Explanation, ...] = (
     _completion(
         WCOpcode.TM_SYNC,
         "A TAG_SYNC is done: the device knows the count.",
-        "TM_SYNC_REQ here: more unexpected messages came meanwhile.",
+        "TM_SYNC_REQ in this completion: more unexpected messages have arrived since.",
         see=_OPS,
     ),
     _completion(
         WCOpcode.TM_RECV,
-        "A message of the tag-matching protocol has come. With TM_MATCH it matched an entry; with "
-        "TM_DATA_VALID its data is complete. A long message has two completions, one for each. "
-        "With neither it is unexpected and lies, header and all, in an ordinary receive.",
+        "A message of the tag-matching protocol has arrived. With TM_MATCH it matched an entry; "
+        "with TM_DATA_VALID its data is complete. A long message has two completions, one for "
+        "each. With neither flag the message is unexpected and is in an ordinary receive, "
+        "including its header.",
         "tm_tag and tm_priv: the tag, and the sender's 32 bits; in TM_MATCH completions only.",
-        "Count the unexpected ones: unexpected_cnt.",
+        "Count the unexpected messages: unexpected_cnt.",
         see=("ibv_create_cq_ex(3): tag matching information", "ibv_post_srq_ops(3)"),
     ),
     _completion(
         WCOpcode.TM_NO_TAG,
-        "A message without a tag came to a tag-matching queue: its header says NO_TAG, or it is "
-        "the FIN of a rendezvous. It lies in an ordinary receive and does not count as unexpected.",
+        "A message without a tag arrived at a tag-matching queue: its header says NO_TAG, or it is "
+        "the FIN of a rendezvous. It is in an ordinary receive and does not count as unexpected.",
         "The first byte of the buffer: 0 NO_TAG, 2 FIN.",
         see=("rdma-core: Documentation/tag_matching.md",),
     ),
     _completion(
         WCOpcode.DRIVER1,
-        "The answer to an IBV_WR_DRIVER1 work request, of a driver's own interface; on mlx5 the "
-        "configuration of an mkey (UMR).",
+        "The completion of an IBV_WR_DRIVER1 work request, which a driver's own interface posts; "
+        "on mlx5 the configuration of an mkey (UMR).",
         see=("ibv_poll_cq(3), NOTES", "mlx5dv_wr_mkey_configure(3)"),
     ),
     _completion(
         WCOpcode.DRIVER2,
-        "The end of a driver-specific operation, the second of three numbers for them; on mlx5 a "
-        "raw work queue entry.",
+        "The completion of a driver-specific operation, with the second of three numbers; on mlx5 "
+        "a raw work queue entry.",
         see=("ibv_poll_cq(3), NOTES", "mlx5dv_wr_post(3)"),
     ),
     _completion(

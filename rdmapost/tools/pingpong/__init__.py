@@ -1,14 +1,13 @@
 """Ping-pong with ibv_rc_pingpong, ibv_uc_pingpong, ibv_ud_pingpong or another rdmapost.
 
 One message goes back and forth, and each round trip is timed.  Either side can be the
-stock program of rdma-core: the handshake, the Q_Key, the sizes and
-the data are those that it uses::
+rdma-core program: the handshake, Q_Key, sizes and data are the same::
 
     with Pingpong(context, iters=10_000) as side:
         result = side.run_client("10.0.0.2")
     print(result.latency.p99)
 
-On the other host it is ``side.run_server(listen(), timeout=None)``, or ``ibv_rc_pingpong``.
+On the other host, run ``side.run_server(listen(), timeout=None)``, or ``ibv_rc_pingpong``.
 """
 
 from ..tcp import name_of

@@ -1,8 +1,8 @@
 """The handshake of ibv_rc_pingpong and its UC and UD versions: addresses, as text over TCP.
 
 The client sends its address, 52 bytes; the server connects its queue pair and
-answers with its own; the client connects its own and says "done".  That is all,
-and the connection is closed.  Two rdmaposts then compare their settings (``settings``).
+answers with its own; the client connects its own and says "done", and the connection
+is closed.  If both sides are rdmapost, they compare their settings first (``settings``).
 
 ``Address`` and ``Handshake`` are the messages and their order, without a socket;
 ``HandshakeConnection`` carries them over one, with a time limit for each.
@@ -244,7 +244,7 @@ class HandshakeConnection(ClosesOnExit):
         """Compare the settings of both sides, after "done".
 
         Returns:
-            Whether that was possible: the stock programs do not say theirs.
+            Whether that was possible: the stock programs do not send theirs.
 
         Raises:
             PingpongError: they differ; both sides raise it.

@@ -1,9 +1,9 @@
-"""What both sides of a ping-pong must have in common, and one line of text that says it.
+"""The settings that both sides of a ping-pong must have in common, and the line of text for them.
 
-The stock programs do not exchange it, and their messages have no room for it. So rdmapost sends its
-line only where they are done with the connection: after "done", the server sends its own, and a
-client that reads one answers with its own. A stock client has closed the connection by then, and a
-stock server closes it without sending anything.
+The stock programs do not exchange settings. So rdmapost sends its line only after they are done
+with the connection: after "done", the server sends its line, and a client that reads one answers
+with its own. A stock client has closed the connection by then, and a stock server closes it without
+sending anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Settings:
         return {**found, "size": str(self.size), "iters": str(self.iters)}
 
     def encode(self) -> bytes:
-        """Return the line that says them."""
+        """Return the settings as a line of text."""
         fields = " ".join(f"{name}={value}" for name, value in self.fields().items())
         return f"rdmapost {fields}\n".encode()
 

@@ -274,7 +274,7 @@ class Pingpong(ResourceHolder):
         if qp.qp_type is QPType.RC:
             attrs |= {"min_rnr_timer": 12, "max_dest_rd_atomic": 1}
         qp.modify(qp_state=QPState.RTR, **attrs)
-        # Fewer attempts than the stock programs make: Soft-RoCE retries for ever with 7.
+        # Fewer attempts than the stock programs make: Soft-RoCE retries forever with 7.
         qp.to_rts(timeout=14, retry_cnt=6, rnr_retry=7, max_rd_atomic=1)
         fields: dict[str, Any] = {}
         if self._ud:
@@ -439,7 +439,7 @@ class Pingpong(ResourceHolder):
         )
 
     def _unlike(self, received: int) -> str:
-        """Say what the sides may differ in, if nothing has come and they were not compared."""
+        """Name settings that may differ, if no message has arrived and they were not compared."""
         if received or self._compared:
             return ""
         fields = self._settings.fields()

@@ -53,7 +53,7 @@ def test_handle_of_a_polled_entry_is_refused(server):
     add = server.add(1)
     server.client.eager(1)
     server.one()
-    with pytest.raises(rp.PostError, match="not on the list any more"):
+    with pytest.raises(rp.PostError, match="no longer on the list"):
         server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
 
 
@@ -67,7 +67,7 @@ def test_old_handle_never_names_a_new_entry(server):
         server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
         server.one()
     server.add(2, recv_wr_id=7)
-    with pytest.raises(rp.PostError, match="not on the list any more"):
+    with pytest.raises(rp.PostError, match="no longer on the list"):
         server.srq.post_srq_ops(rp.TagDel(handle=old))
     server.client.eager(2, b"whole")
     assert (server.one().wr_id, server.bytes(5)) == (7, b"whole")
@@ -96,7 +96,9 @@ def test_handle_of_another_queue_is_refused(stack, pd, server):
     for checked in (True, False):
         other = Server(stack, pd, checked=checked)
         for handle in (None, server.add(1).handle, 3):
-            with pytest.raises(rp.PostError, match="handle that a TagAdd of this SRQ was given"):
+            with pytest.raises(
+                rp.PostError, match="handle of a TagAdd that was posted to this SRQ"
+            ):
                 other.srq.post_srq_ops(rp.TagDel(handle=handle))
         assert other.srq.outstanding_ops == 0
 
@@ -144,7 +146,7 @@ def test_tag_add_to_a_full_list_is_refused_by_name(server):
     """A slot comes free once the completion of its message has been polled."""
     for tag in range(8):
         server.add(tag, recv_wr_id=tag)
-    with pytest.raises(rp.PostError, match="the matching list is full: max_num_tags=8"):
+    with pytest.raises(rp.PostError, match="the matching list is full: all max_num_tags=8"):
         server.srq.post_srq_ops(rp.TagAdd(tag=9))
     server.client.eager(3)
     with pytest.raises(rp.PostError, match="matching list is full"):
@@ -244,7 +246,7 @@ def test_invalid_tag_operations_are_refused_before_they_are_posted(server, pd, c
     read_only = stack.enter_context(rp.MR(pd, 64, rp.Access.REMOTE_READ))
     for op, words in (
         (rp.TagAdd(sg_list=[mr[i : i + 1] for i in range(33)]), "33 SGEs.*=32"),
-        (rp.TagAdd(sg_list=foreign[:8]), "another PD"),
+        (rp.TagAdd(sg_list=foreign[:8]), "not belong to the queue's PD"),
         (rp.TagAdd(sg_list=read_only[:8]), "without LOCAL_WRITE"),
         (rp.TagAdd(sg_list=mr[3:3]), "length 0"),
         (rp.TagAdd(tag=0x30, mask=0x0F), "no message can match"),

@@ -249,7 +249,7 @@ def test_a_device_refuses_to_close_under_a_server_without_clients(
 
 
 def test_close_all_closes_the_server_before_its_device(serve: Callable[..., Served]) -> None:
-    """Its clients are told, and nothing listens there any more."""
+    """Its clients get the reason, and its port is free."""
     served = serve()
     with rp.open_device("soft0") as another:
         address = served.server.address[:2]

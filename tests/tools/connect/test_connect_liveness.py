@@ -99,7 +99,7 @@ def test_a_connection_that_only_writes_is_closed_when_the_server_closes_that_cli
 
 
 def test_a_client_may_be_closed_in_on_connect_and_in_on_event(context: rp.Context) -> None:
-    """In on_event, by the thread that is to notice it; and in the middle of its own verb."""
+    """In on_event, by the thread that should notice it; and in the middle of that thread's verb."""
     admitted: list[connect.ServedClient] = []
     left: list[connect.Left] = []
 

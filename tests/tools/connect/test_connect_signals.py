@@ -37,7 +37,7 @@ def context() -> Iterator[rp.Context]:
 
 @pytest.fixture(autouse=True)
 def in_time() -> Iterator[None]:
-    """Fail a test that would wait for ever."""
+    """Fail a test that would wait forever."""
 
     def end(number: int, frame: object) -> None:
         raise TimeoutError("this test hangs")

@@ -243,7 +243,7 @@ def test_timeout_of_hours_is_found(unconnected):
 def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
     join(unconnected, {"rnr_retry": 7})
     a, b = unconnected.a, unconnected.b
-    # Nothing waits for ever yet.
+    # Nothing waits forever yet.
     assert named(a.diagnose(b), "rnr-retry-for-ever").severity == "warning"
     a.post_send(rp.Send(unconnected.mine[:8]))
     for findings in (a.diagnose(), a.diagnose(b)):
@@ -300,7 +300,7 @@ def test_unusual_attributes_are_warnings(unconnected):
     for name in ("rnr-retry-0", "retry-cnt-0", "max-rd-atomic-0"):
         assert named(findings, name).severity == "warning"
     finding = named(unconnected.b.diagnose(), "min-rnr-timer-0")
-    assert "min_rnr_timer=0 (0.655 s): 0 means the longest" in finding.evidence
+    assert "min_rnr_timer=0 (0.655 s): 0 is the longest wait" in finding.evidence
 
 
 def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
@@ -340,7 +340,7 @@ def test_gid_of_no_device_is_found(context, unconnected):
     a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))
     finding = named(a.diagnose(), "gid-wrong")
     assert finding.severity == "problem"
-    assert "only reaches its own" in finding.evidence
+    assert "reaches only itself" in finding.evidence
     assert "gid-wrong" in wrong(a, b.endpoint())
 
 
@@ -425,13 +425,13 @@ def test_full_send_queue_is_found(connect):
     pair.a.post_send([write] * (depth - 1))
     finding = named(pair.a.diagnose(), "outstanding")
     assert finding.severity == "info"
-    assert "count until a later SIGNALED one completes" in finding.evidence
+    assert "count until a later SIGNALED send completes" in finding.evidence
     pair.a.post_send(write)
     finding = named(pair.a.diagnose(), "send-queue-full")
     assert finding.severity == "warning"
     assert f"sends outstanding: {depth} of max_send_wr={depth}" in finding.evidence
     assert "the oldest with wr_id 5" in finding.evidence
-    assert "if none of them is SIGNALED, no slot ever comes free" in finding.evidence
+    assert "if none of them is SIGNALED, no slot is ever freed" in finding.evidence
 
 
 def test_full_queue_where_all_are_signaled_is_to_be_polled(connect):

@@ -228,7 +228,7 @@ def test_network_device_of_the_port_is_checked(roce):
         ("10.0.0.5", "::ffff:10.1.0.9", "eth7", "gid-wrong", "goes through eth8"),
         ("172.16.0.5", "::ffff:10.1.0.9", "eth8", "gid-wrong", "is in 10.1.0.0/16"),
         ("127.0.0.2", "::ffff:127.0.0.77", "lo", "route", "over lo, directly"),
-        ("10.0.0.5", "fd00::1", "eth7", "gid-wrong", "is IPv4, and the peer's fd00::1 is IPv6"),
+        ("10.0.0.5", "fd00::1", "eth7", "gid-wrong", "is IPv4, but the peer's fd00::1 is IPv6"),
     ],
 )
 def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):

@@ -1,4 +1,4 @@
-"""The doctor on the null device, which fails as it is told."""
+"""The doctor on the null device, which fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rdmapost explain``: every name has a text, correct as far as that can be tested."""
+"""``rdmapost explain``: every name has an explanation, correct where that can be tested."""
 
 from __future__ import annotations
 
