@@ -157,7 +157,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_qp_modify.py",
         "resources/test_mw_type_1_bind_mw.py",
     ),
-    "rdmapost.providers.soft0.engine.memory": (
+    "rdmapost.providers.software.memory": (
         "providers/soft0/test_soft_mr_and_mw.py",
         "providers/soft0/test_soft_mr_of_any_memory.py",
         *MEMORY,
@@ -167,7 +167,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_mr_zero_based.py",
         "resources/test_xrc.py",
     ),
-    "rdmapost.providers.soft0.engine.qp": (
+    "rdmapost.providers.software.qp": (
         "providers/soft0/test_soft_qp.py",
         "providers/soft0/test_soft_wc_fields.py",
         "providers/soft0/test_soft_async_events.py",
@@ -191,7 +191,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
-    "rdmapost.providers.soft0.engine.responder": (
+    "rdmapost.providers.software.responder": (
         "providers/soft0/test_soft_qp.py",
         "providers/soft0/test_soft_wc_fields.py",
         "providers/soft0/test_soft_async_events.py",
@@ -211,7 +211,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
-    "rdmapost.providers.soft0.engine.requester": (
+    "rdmapost.providers.soft0.requester": (
         "providers/soft0/test_soft_qp.py",
         "providers/soft0/test_soft_wc_fields.py",
         "providers/soft0/test_soft_async_events.py",

@@ -55,7 +55,7 @@ def soft_provider() -> Provider:
     """Return the provider of soft0."""
 
     def load() -> Provider:
-        from .soft0.provider import SoftProvider
+        from .software.provider import SoftProvider
 
         return SoftProvider()
 

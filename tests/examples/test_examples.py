@@ -202,7 +202,8 @@ def test_example_of_tests_passes_on_soft0(name: str) -> None:
 
 DAMAGED = """
 import runpy, sys
-from rdmapost.providers.soft0.engine import memory, requester, responder
+from rdmapost.providers.soft0 import requester
+from rdmapost.providers.software import memory, responder
 
 def copy(source, target):
     data = bytearray(b"".join(source))

@@ -66,9 +66,9 @@ def filled(size: int) -> bytes:
 
 
 def provider_parts() -> tuple[Any, ...]:
-    from rdmapost.providers.soft0 import provider as soft
-    from rdmapost.providers.soft0 import queue_verbs as soft_queues
-    from rdmapost.providers.soft0 import state as soft_state
+    from rdmapost.providers.software import provider as soft
+    from rdmapost.providers.software import queue_verbs as soft_queues
+    from rdmapost.providers.software import state as soft_state
 
     return soft, soft_queues, soft_state
 

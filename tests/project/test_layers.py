@@ -38,11 +38,11 @@ NAMED_ONLY = {
     # A queue pair diagnoses itself.
     ("rdmapost.resources.qp", "rdmapost.tools.diagnose"),
     # The parts of the soft device are passed to one another.
-    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device"),
-    ("rdmapost.providers.soft0.engine.completion", "rdmapost.providers.soft0.engine.device_queues"),
-    ("rdmapost.providers.soft0.engine.datagram", "rdmapost.providers.soft0.engine.qp"),
-    ("rdmapost.providers.soft0.engine.qp", "rdmapost.providers.soft0.engine.device"),
-    ("rdmapost.providers.soft0.engine.raw", "rdmapost.providers.soft0.engine.qp"),
+    ("rdmapost.providers.software.completion", "rdmapost.providers.software.device"),
+    ("rdmapost.providers.software.completion", "rdmapost.providers.software.device_queues"),
+    ("rdmapost.providers.soft0.datagram", "rdmapost.providers.software.qp"),
+    ("rdmapost.providers.software.qp", "rdmapost.providers.software.device"),
+    ("rdmapost.providers.soft0.raw", "rdmapost.providers.software.qp"),
 }
 """Modules that name a type from a module above, without importing it."""
 
@@ -115,8 +115,8 @@ def test_import_contracts_are_kept(tree):
     ("module", "statement", "words"),
     [
         (
-            "providers/soft0/engine/qp.py",
-            "from ....resources.memory import MR",
+            "providers/software/qp.py",
+            "from ...resources.memory import MR",
             "providers is not allowed to import rdmapost.resources",
         ),
         (
@@ -127,12 +127,12 @@ def test_import_contracts_are_kept(tree):
         ("resources/memory.py", "from .. import _verbs", "imported in one place BROKEN"),
         (
             "resources/device.py",
-            "from ..providers.soft0.engine.qp import QP",
-            "Only software devices import soft0's engine BROKEN",
+            "from ..providers.software.qp import QP",
+            "Only software devices import what they share BROKEN",
         ),
         (
             "resources/qp.py",
-            "def later():\n    from ..providers.soft0.provider import SoftProvider",
+            "def later():\n    from ..providers.software.provider import SoftProvider",
             "only where one is chosen BROKEN",
         ),
         ("resources/srq.py", "from ..providers import soft_provider", "all of them BROKEN"),

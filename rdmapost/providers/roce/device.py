@@ -39,11 +39,11 @@ from ...standard.wire import (
     ipv4_header,
 )
 from ..base import ROCE, Counters
-from ..soft0.engine.device import Device, wires
-from ..soft0.engine.faults import PacketFaults
-from ..soft0.engine.journaled_dict import JournaledDict
-from ..soft0.engine.memory import Memory
-from ..soft0.engine.transport_messages import Segments, size_of
+from ..software.device import Device, wires
+from ..software.faults import PacketFaults
+from ..software.journaled_dict import JournaledDict
+from ..software.memory import Memory
+from ..software.transport_messages import Segments, size_of
 from . import engine, packets, trace
 from .addresses import LocalAddress, candidates, flow, peer_of, sockaddr
 from .capture import Recording, end_all

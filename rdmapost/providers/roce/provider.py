@@ -10,10 +10,10 @@ from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE, Counters, DeviceInfo, RoceInterface
-from ..soft0 import queue_verbs
-from ..soft0.engine.device import open_devices
-from ..soft0.provider import SoftwareProvider, open_context
-from ..soft0.state import context_of, verb
+from ..software import queue_verbs
+from ..software.device import open_devices
+from ..software.provider import SoftwareProvider, open_context
+from ..software.state import context_of, verb
 from .addresses import candidates
 from .capture import Capture
 from .device import RoceDevice, guid_of

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import QPAttrMask, QPState, WCOpcode, WCStatus
-from ..soft0.engine.completion import NO_TAG
-from ..soft0.engine.device_queues import WQE
-from ..soft0.engine.journaled_dict import JournaledDict
-from ..soft0.engine.memory import ErrorStatus
-from ..soft0.engine.qp import QueuePair
+from ..software.completion import NO_TAG
+from ..software.device_queues import WQE
+from ..software.journaled_dict import JournaledDict
+from ..software.memory import ErrorStatus
+from ..software.qp import QueuePair
 from .packets import FORMS, Form, Packet, Path, distance
 
 if TYPE_CHECKING:
-    from ..soft0.engine.device import Device
-    from ..soft0.engine.responder import Receive
-    from ..soft0.engine.transport_messages import Segments
+    from ..software.device import Device
+    from ..software.responder import Receive
+    from ..software.transport_messages import Segments
 
     class WireDevice(Device):
         """What the engine needs of a device, besides what soft0 has.

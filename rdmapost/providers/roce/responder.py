@@ -12,16 +12,16 @@ from ..._binding import native
 from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
 from ...posting.rules import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
-from ..soft0.engine import responder
-from ..soft0.engine.memory import ErrorStatus, RemoteAccessError
-from ..soft0.engine.transport_messages import ACK, Ack, AckType, Segments
+from ..software import responder
+from ..software.memory import ErrorStatus, RemoteAccessError
+from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, Row, aeth, distance
 from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
 from .requester import packets_in_burst
 
 if TYPE_CHECKING:
-    from ..soft0.engine.responder import Executor, Receive
+    from ..software.responder import Executor, Receive
     from .qp import RoceQueuePair
 
 _AT_ONCE = 32

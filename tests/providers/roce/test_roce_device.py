@@ -480,7 +480,7 @@ import atexit, os, socket, sys
 atexit.register(lambda: print(len(sys._current_frames()), flush=True))
 import rdmapost as rp
 from rdmapost.providers.roce import device
-from rdmapost.providers.soft0.engine.device import open_devices
+from rdmapost.providers.software.device import open_devices
 device._SHORTEST = device._LONGEST = 0.3
 context = rp.open_device("roce:lo")
 if child := os.fork():

@@ -179,10 +179,10 @@ print(len(cq.wait(3)), len(announced.poll()))
 def test_child_whose_reset_fails_retries_it_in_its_next_verb(error):
     code = """
 import contextlib, logging
-from rdmapost.providers.soft0.engine import device
+from rdmapost.providers.software import device
 from rdmapost._binding import ffi
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.software import state as soft_state
 
 def failing(self, name):
     tries.append(name)

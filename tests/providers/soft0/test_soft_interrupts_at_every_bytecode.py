@@ -40,8 +40,8 @@ from rdmapost import (
 from rdmapost._binding import ffi, lib, native
 from rdmapost.enums import SendFlags
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import provider as soft
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.software import provider as soft
+from rdmapost.providers.software import state as soft_state
 
 pytestmark = pytest.mark.skipif(
     sys.gettrace() is not None, reason="coverage (or a debugger) traces already"
@@ -57,7 +57,7 @@ ALL = int(
 M = QPAttrMask
 GROUP = bytes([0xFF, 0x12, *bytes(14)])
 DATA = bytes(range(256)) * 8
-OURS = ("/rdmapost/providers/soft0/",)
+OURS = ("/rdmapost/providers/software/", "/rdmapost/providers/soft0/")
 provider: Any = soft_provider()
 monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12; earlier versions have only sys.settrace."""
@@ -893,7 +893,7 @@ import os, signal
 import rdmapost as rp
 from rdmapost._binding import native, ffi, lib
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.software import state as soft_state
 provider = soft_provider()
 context = provider.open_device("soft0")
 pd = provider.alloc_pd(context)
@@ -1084,7 +1084,8 @@ def test_post_within_a_verb_does_not_wait_for_another_threads_post(other, handle
 STEP = """
 import os, signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.providers.soft0.engine import completion, qp, requester
+from rdmapost.providers.soft0 import requester
+from rdmapost.providers.software import completion, qp
 
 signal.alarm(20)
 context = rp.open_device("soft0")

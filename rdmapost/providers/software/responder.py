@@ -11,8 +11,8 @@ from operator import setitem
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...._binding import native
-from ....enums import (
+from ..._binding import native
+from ...enums import (
     Access,
     EventType,
     FlushLevel,
@@ -24,8 +24,8 @@ from ....enums import (
     WCOpcode,
     WCStatus,
 )
-from ....standard.wire import GRH_BYTES
-from . import datagram, raw
+from ...standard.wire import GRH_BYTES
+from ..soft0 import datagram, raw
 from .completion import NO_TAG
 from .device_queues import SharedReceiveQueue, WorkQueue
 from .memory import ErrorStatus, RemoteAccessError, contents, copy

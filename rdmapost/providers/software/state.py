@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..._binding import address_of, native
 from ...errors import VerbsError
-from .engine.device import Device, OpenDevice, open_devices, ready, run_due, wires
-from .engine.journaled_dict import JournaledDict
+from .device import Device, OpenDevice, open_devices, ready, run_due, wires
+from .journaled_dict import JournaledDict
 
 _log = logging.getLogger("rdmapost.soft")
 

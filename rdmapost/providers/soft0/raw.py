@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
-from ....standard.wire import ETHERNET_BYTES
+from ...enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
+from ...standard.wire import ETHERNET_BYTES
+from ..software.memory import ErrorStatus, gather
+from ..software.transport_messages import Request, Segments
 from . import offload
-from .memory import ErrorStatus, gather
-from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
-    from .device_queues import WQE
-    from .qp import QueuePair
+    from ..software.device_queues import WQE
+    from ..software.qp import QueuePair
 
 MAX_FRAME = 9000 + ETHERNET_BYTES
 

@@ -12,12 +12,12 @@ from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
 from ...standard.wire import is_multicast_gid
-from .engine import tags
-from .engine.completion import CompletionQueue
-from .engine.datagram import AddressHandle
-from .engine.device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
-from .engine.memory import ProtectionDomain
-from .engine.qp import ACCESS_FLAGS, QueuePair
+from ..soft0 import tags
+from ..soft0.datagram import AddressHandle
+from .completion import CompletionQueue
+from .device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
+from .memory import ProtectionDomain
+from .qp import ACCESS_FLAGS, QueuePair
 from .state import bound, context_of, device_of, drop, keep, table, verb
 
 MAX_QP_WR = 16384

@@ -9,8 +9,8 @@ from __future__ import annotations
 from operator import setitem
 from typing import Any
 
-from ...._binding import native
-from ....enums import Access, MWType, WCStatus
+from ..._binding import native
+from ...enums import Access, MWType, WCStatus
 from .journaled_dict import JournaledDict
 from .transport_messages import Segments
 

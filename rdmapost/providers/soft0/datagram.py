@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ....enums import Opcode, SendFlags, WCFlags, WCStatus
-from ....posting.rules import MULTICAST_QPN
-from ....standard.wire import (
+from ...enums import Opcode, SendFlags, WCFlags, WCStatus
+from ...posting.rules import MULTICAST_QPN
+from ...standard.wire import (
     BTH_BYTES,
     DETH_BYTES,
     DONT_FRAGMENT,
@@ -20,13 +20,13 @@ from ....standard.wire import (
     UDP_BYTES,
     ipv4_header,
 )
+from ..software.memory import ErrorStatus, gather
+from ..software.transport_messages import Request, Segments
 from . import offload
-from .memory import ErrorStatus, gather
-from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
-    from .device_queues import WQE
-    from .qp import QueuePair
+    from ..software.device_queues import WQE
+    from ..software.qp import QueuePair
 
 _HEADERS = UDP_BYTES + BTH_BYTES + DETH_BYTES + ICRC_BYTES
 """Bytes of a datagram's packet after the IP header, without the payload."""

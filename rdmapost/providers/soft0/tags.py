@@ -19,21 +19,21 @@ import copy
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._binding import native
-from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
-from ....standard.wire import TMH, TMHOpcode
-from .completion import NO_TAG, Entry, tm_info
-from .device_queues import WQE, WorkQueue
-from .memory import ErrorStatus, gather
-from .memory import copy as copy_bytes
-from .responder import consume_receive, fill, not_ready, refuse
-from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
+from ..._binding import native
+from ...enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
+from ...standard.wire import TMH, TMHOpcode
+from ..software.completion import NO_TAG, Entry, tm_info
+from ..software.device_queues import WQE, WorkQueue
+from ..software.memory import ErrorStatus, gather
+from ..software.memory import copy as copy_bytes
+from ..software.responder import consume_receive, fill, not_ready, refuse
+from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 
 if TYPE_CHECKING:
-    from .completion import CompletionQueue
-    from .device_queues import SharedReceiveQueue
-    from .memory import ProtectionDomain
-    from .qp import QueuePair
+    from ..software.completion import CompletionQueue
+    from ..software.device_queues import SharedReceiveQueue
+    from ..software.memory import ProtectionDomain
+    from ..software.qp import QueuePair
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024

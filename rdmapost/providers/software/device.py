@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...._binding import ffi, lib, native
-from ....enums import MTU
-from ....errors import UnsupportedError
-from . import requester, responder
+from ..._binding import ffi, lib, native
+from ...enums import MTU
+from ...errors import UnsupportedError
+from ..soft0 import requester
+from . import responder
 from .completion import EventQueue
 from .device_queues import SharedReceiveQueue
 from .faults import FaultPlan, PacketFaults, PlannedFaults

@@ -29,14 +29,14 @@ from ...enums import (
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import MAX_MSG_SIZE
 from ..base import Counters, DeviceInfo, GIDEntry
-from . import addressing, queue_verbs
-from .engine import completion, tags
-from .engine.completion import Channel, CompletionQueue
-from .engine.device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, Device, OpenDevice
-from .engine.faults import FaultPlan
-from .engine.memory import ProtectionDomain, Region
-from .engine.offload import MAX_TSO
+from ..soft0 import tags
+from ..soft0.offload import MAX_TSO
+from . import addressing, completion, queue_verbs
+from .completion import Channel, CompletionQueue
+from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, Device, OpenDevice
+from .faults import FaultPlan
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
+from .memory import ProtectionDomain, Region
 from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
 from .state import bound, context_of, contexts, device, device_of, drop, keep, table, verb
 

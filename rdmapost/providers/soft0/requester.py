@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ....posting.rules import MAX_MSG_SIZE
-from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
+from ...posting.rules import MAX_MSG_SIZE
+from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ..software.device_queues import WQE
+from ..software.memory import ErrorStatus, copy
+from ..software.qp import QueuePair
+from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 from . import datagram, raw
-from .device_queues import WQE
-from .memory import ErrorStatus, copy
-from .qp import QueuePair
-from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 
 _NAK_STATUS = {
     AckType.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
