@@ -9,13 +9,13 @@ from typing import Any
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
 from ...standard.wire import ROCE_V2_PORT
-from ..base import ROCE, Counters, DeviceInfo, RoceInterface
+from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
 from ..software import queue_verbs
 from ..software.device import open_devices
 from ..software.provider import SoftwareProvider, open_context
 from ..software.state import context_of, verb
 from .addresses import candidates
-from .capture import Capture
+from .capture import RoceCapture
 from .device import RoceDevice, guid_of
 from .survey import holder, survey
 
@@ -82,7 +82,7 @@ class RoceProvider(SoftwareProvider):
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Capture:
         opened = context_of(context, "capture")
         opened.wr_id_of = wr_id_of
-        return Capture(path, opened.device)
+        return RoceCapture(path, opened.device)
 
     @verb
     def counters(context: Any) -> Counters:
