@@ -54,7 +54,7 @@ def soft_provider() -> Provider:
     """Return the provider of soft0."""
 
     def load() -> Provider:
-        from .software.provider import SoftProvider
+        from .soft0.provider import SoftProvider
 
         return SoftProvider()
 

@@ -180,7 +180,7 @@ class Lacking:
     """Takes features away from the software device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from rdmapost.providers.software.provider import SoftProvider
+        from rdmapost.providers.soft0.provider import SoftProvider
 
         query = SoftProvider.query_device_ex
 

@@ -110,7 +110,7 @@ def test_queue_pair_for_what_the_device_lacks_is_refused(context, pd, cq, op):
 
 @pytest.mark.parametrize("op", [SendOps.FLUSH, SendOps.ATOMIC_WRITE, BOTH])
 def test_software_device_without_the_capabilities_refuses_too(monkeypatch, op):
-    from rdmapost.providers.software.provider import SoftProvider
+    from rdmapost.providers.soft0.provider import SoftProvider
 
     query = SoftProvider.query_device_ex
 

@@ -183,7 +183,7 @@ def test_everything_goes_at_exit_in_an_order_that_devices_accept():
     """Windows before queue pairs and regions: some devices wait for them, others refuse."""
     said = prints(
         "import atexit, rdmapost as rp\n"
-        "from rdmapost.providers.software.provider import SoftProvider\n"
+        "from rdmapost.providers.soft0.provider import SoftProvider\n"
         "for name in [*dir(SoftProvider)]:\n"
         "    if name.startswith(('destroy_', 'dealloc_', 'dereg_', 'close_')):\n"
         "        def noted(struct, name=name, call=getattr(SoftProvider, name)):\n"

@@ -144,13 +144,13 @@ def guid_of(name: str) -> int:
 class RandomKeys(Memory):
     """Memory whose keys cannot be guessed."""
 
-    def _new_key(self) -> int:
+    def new_key(self) -> int:
         # The top bit tells an rkey from the lkey of the same region.
         key = secrets.randbits(31)
         taken = not key or key in self.regions_by_lkey
         # As a window's key, or as a region's.
         taken = taken or self.has_index_of(key) or self.has_index_of(key | 0x8000_0000)
-        return self._new_key() if taken else key
+        return self.new_key() if taken else key
 
 
 class Counted(native.Record):
@@ -238,7 +238,7 @@ class RoceDevice(Device):
         if self.socket is None:
             self._bind()
         super().open()
-        if self._times_open == 1:
+        if self.times_open == 1:
             self._start_thread()
 
     def _start_thread(self) -> None:
@@ -299,7 +299,7 @@ class RoceDevice(Device):
 
     def close(self) -> None:
         super().close()
-        if self._times_open:
+        if self.times_open:
             return
         end_all(self.recordings)
         self.recordings = ()
@@ -465,7 +465,7 @@ class RoceDevice(Device):
         for qp, when in list(self.timers.items()):
             if when <= now:
                 # Each in a step of its own, by execute_next.
-                self.start(qp)  # type: ignore[arg-type]
+                self.start(qp)
             else:
                 left = when if left < 0 else min(left, when)
         self.set_due(left)
@@ -484,19 +484,15 @@ class RoceDevice(Device):
                 self._let_go()
                 return True
             return bool(self._look())
-        if isinstance(worker, RoceQueuePair):
-            if self.timers.get(worker, math.inf) <= self.now:
-                self.timers.pop(worker)
-                engine.on_timer(worker)
-                return True
-            return bool(engine.execute_next(worker))
-        return bool(super().execute_next(worker))
+        if self.timers.get(worker, math.inf) <= self.now:
+            self.timers.pop(worker)
+            engine.on_timer(worker)
+            return True
+        return bool(engine.execute_next(worker))
 
     def give_up(self, worker: Any) -> bool:
-        if isinstance(worker, RoceQueuePair):
-            return bool(engine.give_up(worker))
         if worker is not self:
-            return bool(super().give_up(worker))
+            return bool(engine.give_up(worker))
         # The engine could not process these packets: they are lost, as the network may lose any.
         if self._batch is None and (lost := self._inbox or self._arrived):
             native.take(lost)

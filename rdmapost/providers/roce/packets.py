@@ -247,7 +247,7 @@ FORMS: dict[QPType, dict[int, Form]] = {
 class Packet(Request):
     """A packet that was received, or a run of MIDDLE packets with consecutive PSNs.
 
-    As a request, it is what the responder of soft0 executes too.
+    As a request, it is what the functions that all devices share execute.
 
     Attributes:
         row: the table's row; the fields of its headers are attributes of these names.

@@ -101,6 +101,10 @@ class RoceProvider(SoftwareProvider):
         raise UnsupportedError("ibv_open_xrcd", errno.EOPNOTSUPP, "roce devices have no XRC")
 
     @verb
+    def close_xrcd(xrcd: Any) -> None:
+        raise UnsupportedError("ibv_close_xrcd", errno.EOPNOTSUPP, "roce devices have no XRC")
+
+    @verb
     def create_qp(pd: Any, init: Any) -> Any:
         _check_type("ibv_create_qp", init.qp_type)
         return queue_verbs.make_qp(pd.context, pd, init)
@@ -115,6 +119,10 @@ class RoceProvider(SoftwareProvider):
         raise UnsupportedError(
             "ibv_attach_mcast", errno.EOPNOTSUPP, "roce devices have no multicast"
         )
+
+    @verb
+    def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
 def _check_type(name: str, qp_type: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..software.transport_messages import Segments
 
     class WireDevice(Device):
-        """What the engine needs of a device, besides what soft0 has.
+        """What the engine needs of a device, besides what all have.
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
@@ -141,11 +141,10 @@ class Reading(native.Record):
 class RoceQueuePair(QueuePair):
     """A queue pair whose peer is on the network."""
 
-    has_offloads = False
     device: WireDevice
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        super().forget()
         self.forms = FORMS[self.type]
         self.path = Path(bytes(16), 0, 0, 0)
         self.mtu = 0
@@ -224,8 +223,8 @@ class RoceQueuePair(QueuePair):
             self._forget_requests()
         return True
 
-    def _enter(self, state: QPState) -> None:
-        super()._enter(state)
+    def enter(self, state: QPState) -> None:
+        super().enter(state)
         if state is QPState.RTS:
             self.draining = False
 

@@ -16,7 +16,7 @@ from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ...posting.rules import CONSUMES_RECEIVE, MAX_MSG_SIZE
 from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
-from ..soft0 import requester
+from ..software import requester
 from ..software.memory import ErrorStatus, copy
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance

@@ -21,7 +21,7 @@ from ...standard.wire import (
     checksum_residue,
     ipv4_header,
 )
-from ..soft0 import requester
+from ..software import requester
 from . import pcapng
 from .capture import put
 from .packets import PSN_MASK, ROWS, distance

@@ -1,9 +1,7 @@
-"""The device: its objects, the wire between its queue pairs, and its progress."""
+"""The device: its objects, its timer, and what C asks of it."""
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -11,23 +9,14 @@ from typing import Any
 
 from ..._binding import ffi, lib, native
 from ...enums import MTU
-from ...errors import UnsupportedError
-from ..soft0 import requester
-from . import responder
 from .completion import EventQueue
 from .device_queues import SharedReceiveQueue
 from .faults import FaultPlan, PacketFaults, PlannedFaults
 from .journaled_dict import JournaledDict
 from .memory import Memory
 from .qp import QueuePair
-from .transport_messages import Ack, Request
-
-_LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
-_LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
-MAX_MCAST_GRP = 1 << 13
-MAX_MCAST_QP_ATTACH = 1 << 8
 
 
 ready: list[QueuePair | SharedReceiveQueue] = []
@@ -36,6 +25,8 @@ wires: list[Device] = []
 """The open devices on a network, which look for packets in every verb."""
 open_devices: dict[str, Device] = JournaledDict()
 """The devices that have an open context, by name."""
+permanent: list[Device] = []
+"""The devices that outlive their contexts."""
 
 
 def run_due() -> None:
@@ -73,52 +64,51 @@ class OpenDevice(native.Record):
 class Device(native.Record):
     """A software RDMA device.
 
-    Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device has
-    no threads: progress is made inside the verbs.
+    Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device
+    makes progress inside the verbs. The methods that raise NotImplementedError are each device's
+    own, and ``queue_pair`` may be.
 
     Attributes:
         name: its name.
+        guid: its node GUID.
         gids: its GID table.
         netdev: the network device behind it, or "".
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
         timer_fd: expires when the device is due; -1 while it is not open.
+        times_open: how many open contexts it has.
         due: when something must be done, by the monotonic clock; negative if never.
-        parked: queue pairs whose next request will be retried later.
     """
 
-    queue_pair = QueuePair
+    queue_pair: type[QueuePair] = QueuePair
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.guid = int.from_bytes(_LINK_LOCAL[8:]) ^ 0x0200_0000_0000_0000
-        self.gids: tuple[bytes, ...] = (_LINK_LOCAL, _LOOPBACK)
+        self.guid = 0
+        self.gids: tuple[bytes, ...] = ()
         self.netdev = ""
         self.port_mtu = MTU.MTU_4096
         self.memory = Memory()
-        self.qps: dict[int, QueuePair] = JournaledDict()
+        self.qps: dict[int, Any] = JournaledDict()
         self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
-        self.parked: frozenset[QueuePair] = frozenset()
         self.due = -1.0
         self.timer_fd = -1
-        self._times_open = 0
-        self.groups: dict[bytes, frozenset[QueuePair]] = JournaledDict()
-        self._numbers = itertools.count(0x11)
+        self.times_open = 0
 
     def open(self) -> None:
         """Count one more open context; the first makes the timer."""
-        if not self._times_open:
+        if not self.times_open:
             self.timer_fd = native.made(os.close, lib.timerfd_create, *_TIMER)
             if self.timer_fd < 0:
                 raise OSError(ffi.errno, "timerfd_create")
             open_devices[self.name] = self
-        self._times_open += 1
+        self.times_open += 1
 
     def close(self) -> None:
         """Undo open()."""
-        self._times_open -= 1
-        if not self._times_open:
+        self.times_open -= 1
+        if not self.times_open:
             native.on_commit(os.close, self.timer_fd)
             self.timer_fd = -1
             del open_devices[self.name]
@@ -134,9 +124,11 @@ class Device(native.Record):
 
     def new_number(self) -> int:
         """Return the number of a new queue; 0 and 1 are special queue pairs elsewhere."""
-        return next(self._numbers) & 0xFFFFFF
+        raise NotImplementedError
 
-    # ---- the wire -----------------------------------------------------------
+    def remove(self, qp: Any) -> None:
+        """Forget a queue pair that is being destroyed."""
+        del self.qps[qp.number]
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
         """Begin a plan for packets, or end it.
@@ -144,62 +136,9 @@ class Device(native.Record):
         Raises:
             UnsupportedError: the device has none.
         """
-        if plan is not None:
-            raise UnsupportedError(
-                "faults.packets",
-                errno.EOPNOTSUPP,
-                "soft0 has no packets; use a roce device, such as roce:lo",
-            )
-
-    def transmit(self, request: Request, dgid: bytes | None) -> Ack | None:
-        """Deliver a request to its queue pair and return the acknowledgement, if any."""
-        if dgid is not None and dgid not in self.gids:
-            return None
-        qp = self.qps.get(request.dest_qpn)
-        return None if qp is None else responder.receive(qp, request)
-
-    def attach(self, qp: QueuePair, group: bytes) -> bool:
-        """Attach a queue pair to a multicast group; return whether the limits allow it."""
-        members = self.groups.get(group, frozenset())
-        if qp in members:
-            return True
-        if len(members) >= MAX_MCAST_QP_ATTACH or (
-            not members and len(self.groups) >= MAX_MCAST_GRP
-        ):
-            return False
-        self.groups[group] = members | {qp}
-        return True
-
-    def detach(self, qp: QueuePair, group: bytes) -> bool:
-        """Undo attach; return whether the queue pair was attached."""
-        members = self.groups.get(group, frozenset())
-        if qp not in members:
-            return False
-        if len(members) > 1:
-            self.groups[group] = members - {qp}
-        else:
-            del self.groups[group]
-        return True
-
-    def multicast(self, request: Request, dgid: bytes) -> None:
-        """Deliver a datagram to every queue pair that is attached to the group."""
-        for qp in list(self.groups.get(dgid, ())):
-            responder.receive(qp, request)
+        raise NotImplementedError
 
     # ---- progress -----------------------------------------------------------
-
-    def park(self, qp: QueuePair) -> None:
-        """Start a queue pair again when its next attempt is due."""
-        self._set_parked(self.parked | {qp})
-
-    def unpark(self, qp: QueuePair) -> None:
-        """Undo park."""
-        if qp in self.parked:
-            self._set_parked(self.parked - {qp})
-
-    def _set_parked(self, parked: frozenset[QueuePair]) -> None:
-        self.parked = parked
-        self.set_due(min([qp.due for qp in parked], default=-1.0))
 
     def set_due(self, due: float) -> None:
         """Have run_due called at a time, unless it is negative."""
@@ -209,33 +148,22 @@ class Device(native.Record):
         nanoseconds = max(1, int((due - time.monotonic()) * 1e9)) if due >= 0 else 0
         native.on_commit(native.set_timer, self.timer_fd, nanoseconds)
 
-    def run_due(self) -> None:
-        """Start the queue pairs that are parked and due."""
-        now = time.monotonic()
-        if not 0 <= self.due <= now:
-            return
-        due = frozenset([qp for qp in self.parked if qp.due <= now])
-        self._set_parked(self.parked - due)
-        for qp in due:
-            self.start(qp)
-
-    def start(self, worker: QueuePair | SharedReceiveQueue) -> None:
+    def start(self, worker: Any) -> None:
         """Have a queue's work requests executed after the verb."""
         native.on_commit(native.start, worker)
 
+    def run_due(self) -> None:
+        """Start what is due, if anything is."""
+        raise NotImplementedError
+
     def put_off(self) -> bool:
         """Have another verb go on with the pending work soon; return whether one will."""
-        # Nobody would begin it, and a poll shows all that was posted before.
-        return False
+        raise NotImplementedError
 
-    def execute_next(self, worker: QueuePair | SharedReceiveQueue) -> bool:
-        """Carry out one pending work request of a worker; return whether to call again."""
-        if isinstance(worker, QueuePair):
-            return requester.execute_next(worker)
-        return bool(worker.tags.execute_next())
+    def execute_next(self, worker: Any) -> bool:
+        """Do one part of a worker's pending work; return whether to call again."""
+        raise NotImplementedError
 
-    def give_up(self, worker: QueuePair | SharedReceiveQueue) -> bool:
-        """Fail the work request that could not be executed; return whether to call again."""
-        if isinstance(worker, QueuePair):
-            return requester.give_up(worker)
-        return bool(worker.tags.give_up())
+    def give_up(self, worker: Any) -> bool:
+        """Fail what could not be executed; return whether to call again."""
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""soft0's control verbs, behind the C structs."""
+"""The control verbs that the software devices share, behind the C structs."""
 
 from __future__ import annotations
 
@@ -20,30 +20,25 @@ from ...enums import (
     NodeType,
     PortCap,
     PortState,
-    QPType,
-    RawPacketCap,
     ReregFlags,
     TransportType,
     WCExFlags,
 )
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import MAX_MSG_SIZE
-from ..base import Counters, DeviceInfo, GIDEntry
-from ..soft0 import tags
-from ..soft0.offload import MAX_TSO
+from ..base import DeviceInfo, GIDEntry
 from . import addressing, completion, queue_verbs
 from .completion import Channel, CompletionQueue
-from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, Device, OpenDevice
+from .device import Device, OpenDevice
 from .faults import FaultPlan
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .memory import ProtectionDomain, Region
 from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
-from .state import bound, context_of, contexts, device, device_of, drop, keep, table, verb
+from .state import bound, context_of, contexts, device_of, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
 """An OUI that the IEEE has not assigned to any vendor."""
 MAX_CQE = 1 << 20
-_TM_CAP_RC = 1
 _NOT_REPORTED = WCExFlags.WITH_CVLAN | WCExFlags.WITH_FLOW_TAG
 """Packets keep their VLAN tags, and no rule steers them."""
 _TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
@@ -53,22 +48,6 @@ _ADVICE = frozenset(AdviseMRAdvice)
 _PREFETCH_WRITE = AdviseMRAdvice.PREFETCH_WRITE
 MAX_RD_ATOMIC = 16
 PKEY = 0xFFFF
-
-_CAPS = (
-    DeviceCap.RC_RNR_NAK_GEN
-    | DeviceCap.MEM_WINDOW
-    | DeviceCap.MEM_WINDOW_TYPE_2B
-    | DeviceCap.MEM_MGT_EXTENSIONS
-    | DeviceCap.XRC
-    | DeviceCap.UD_IP_CSUM
-    | DeviceCap.RAW_IP_CSUM
-    | DeviceCap.RAW_MULTI
-    | DeviceCap.PORT_ACTIVE_EVENT
-    | DeviceCap.SYS_IMAGE_GUID
-    | DeviceCap.SRQ_RESIZE
-    | DeviceCap.CURR_QP_STATE_MOD
-)
-_CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
 
 _LIMITS = {
     "max_mr_size": 1 << 62,
@@ -150,17 +129,6 @@ class SoftwareProvider:
 
     def lacks(self, call: str) -> bool:
         return False
-
-    def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
-        raise UnsupportedError(
-            "capture", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
-        )
-
-    @verb
-    def counters(context: Any) -> Counters:
-        raise UnsupportedError(
-            "counters", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
-        )
 
     def query_device_ex(self, context: Any, attr: Any) -> None:
         device, orig = context_of(context, "ibv_query_device_ex").device, attr.orig_attr
@@ -391,15 +359,10 @@ class SoftwareProvider:
     # ---- queues -------------------------------------------------------------
 
     create_srq = queue_verbs.create_srq
-    create_srq_ex = queue_verbs.create_srq_ex
     get_srq_num = queue_verbs.get_srq_num
     modify_srq = queue_verbs.modify_srq
     query_srq = queue_verbs.query_srq
     destroy_srq = queue_verbs.destroy_srq
-    open_xrcd = queue_verbs.open_xrcd
-    close_xrcd = queue_verbs.close_xrcd
-    create_qp = queue_verbs.create_qp
-    create_qp_ex = queue_verbs.create_qp_ex
     modify_qp = queue_verbs.modify_qp
     query_qp = queue_verbs.query_qp
     query_qp_data_in_order = queue_verbs.query_qp_data_in_order
@@ -408,37 +371,6 @@ class SoftwareProvider:
     create_ah = queue_verbs.create_ah
     destroy_ah = queue_verbs.destroy_ah
     init_ah_from_wc = addressing.init_ah_from_wc
-    attach_mcast = queue_verbs.attach_mcast
-    detach_mcast = queue_verbs.detach_mcast
-
-
-class SoftProvider(SoftwareProvider):
-    """soft0's control verbs."""
-
-    kind = "soft"
-    caps, caps_ex = _CAPS, _CAPS_EX
-    vendor_part_id = 1
-
-    def list_devices(self) -> list[DeviceInfo]:
-        return [self.info(device.name, device.guid)]
-
-    @verb
-    def open_device(name: str) -> Any:
-        return open_context(device)
-
-    def query_device_ex(self, context: Any, attr: Any) -> None:
-        super().query_device_ex(context, attr)
-        orig = attr.orig_attr
-        orig.max_mcast_grp = MAX_MCAST_GRP
-        orig.max_mcast_qp_attach = MAX_MCAST_QP_ATTACH
-        orig.max_total_mcast_qp_attach = MAX_MCAST_GRP * MAX_MCAST_QP_ATTACH
-        attr.raw_packet_caps = RawPacketCap.IP_CSUM
-        attr.tso_caps.max_tso = MAX_TSO
-        attr.tso_caps.supported_qpts = 1 << QPType.UD | 1 << QPType.RAW_PACKET
-        caps = attr.tm_caps
-        caps.max_rndv_hdr_size = tags.MAX_RNDV_HEADER
-        caps.max_num_tags, caps.max_ops = tags.MAX_NUM_TAGS, tags.MAX_OPS
-        caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
 
 _Unsure = Callable[[str, int, int, int], int | None]

@@ -1,24 +1,21 @@
-"""soft0's control verbs for queue pairs, SRQs, XRC domains and address handles."""
+"""The control verbs for queue pairs, SRQs and address handles."""
 
 from __future__ import annotations
 
 import errno
-import os
 from typing import Any
 
 from ..._binding import ffi, lib, native
-from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask, SRQType
+from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
 from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
-from ...standard.wire import is_multicast_gid
-from ..soft0 import tags
-from ..soft0.datagram import AddressHandle
+from .addressing import AddressHandle
 from .completion import CompletionQueue
 from .device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
 from .memory import ProtectionDomain
 from .qp import ACCESS_FLAGS, QueuePair
-from .state import bound, context_of, device_of, drop, keep, table, verb
+from .state import bound, context_of, device_of, drop, keep, verb
 
 MAX_QP_WR = 16384
 MAX_SGE = lib.RP_SOFT_MAX_SGE
@@ -32,56 +29,16 @@ _SEND_OPS = {
     for qp_type in QPType
 }
 """What send_ops_flags may name, by type."""
-_SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
-_SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
-    lib.IBV_SRQ_INIT_ATTR_XRCD,
-    lib.IBV_SRQ_INIT_ATTR_CQ,
-    lib.IBV_SRQ_INIT_ATTR_TM,
-)
-_SRQ_FIELDS: dict[int, int] = {
-    SRQType.BASIC: _SRQ_TYPE | _SRQ_PD,
-    SRQType.XRC: _SRQ_TYPE | _SRQ_PD | _SRQ_XRCD | _SRQ_CQ,
-    SRQType.TM: _SRQ_TYPE | _SRQ_PD | _SRQ_CQ | _SRQ_TM,
-}
-"""The attributes of ibv_create_srq_ex, by type."""
-
-
 # ---- shared receive queues ----------------------------------------------
 
 
 @verb
 def create_srq(pd: Any, init: Any) -> Any:
-    return _create_srq(pd.context, pd, init.attr)
+    return make_srq(pd.context, pd, init.attr)
 
 
-@verb
-def create_srq_ex(context: Any, init: Any) -> Any:
-    name, mask = "ibv_create_srq_ex", init.comp_mask
-    srq_type = init.srq_type if mask & _SRQ_TYPE else SRQType.BASIC
-    if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
-        raise VerbsError(name, errno.EINVAL, "comp_mask does not fit the type")
-    cap = init.tm_cap
-    if srq_type == SRQType.TM and not (
-        1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
-    ):
-        limits = f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}"
-        raise VerbsError(name, errno.EINVAL, limits)
-    srq = _create_srq(context, init.pd, init.attr)
-    made: SharedReceiveQueue = bound(srq, name)
-    if srq_type == SRQType.BASIC:
-        return srq
-    made.cq = cq = bound(init.cq, name)
-    cq.users += 1
-    if srq_type == SRQType.XRC:
-        made.xrcd = _domain_of(init.xrcd, name)
-        made.xrcd.users += 1
-    else:
-        made.tags = tags.MatchingList(made, cq, cap.max_num_tags, cap.max_ops, MAX_SGE)
-        made.ops = made.tags.ops
-    return srq
-
-
-def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
+def make_srq(context: Any, pd: Any, attr: Any) -> Any:
+    """Create a shared receive queue, inside a verb."""
     limits = ("max_wr", attr.max_wr, MAX_SRQ_WR), ("max_sge", attr.max_sge, MAX_SGE)
     for name, value, most in limits:
         if not 1 <= value <= most:
@@ -147,45 +104,10 @@ def destroy_srq(srq: Any) -> None:
     drop(srq, "ibv_destroy_srq")
 
 
-@verb
-def open_xrcd(context: Any, init: Any) -> Any:
-    context_of(context, "ibv_open_xrcd")
-    domain = _find_domain(init)
-    domain.opened += 1
-    # Each open of a domain makes another struct.
-    xrcd = ffi.new("struct rp_soft_xrcd *")
-    xrcd.xrcd.context = context
-    keep(xrcd, domain, whole=xrcd)
-    return ffi.addressof(xrcd, "xrcd")
-
-
-@verb
-def close_xrcd(xrcd: Any) -> None:
-    domain = _domain_of(xrcd, "ibv_close_xrcd")
-    if domain.opened == 1:
-        if domain.users:
-            reason = f"{domain.users} queues are in the domain"
-            raise VerbsError("ibv_close_xrcd", errno.EBUSY, reason)
-        if domain.inode is not None:
-            del _domains[domain.inode]
-    domain.opened -= 1
-    drop(ffi.cast("struct rp_soft_xrcd *", xrcd), "ibv_close_xrcd")
-
-
 # ---- queue pairs --------------------------------------------------------
 
 
-@verb
-def create_qp(pd: Any, init: Any) -> Any:
-    return make_qp(pd.context, pd, init)
-
-
-@verb
-def create_qp_ex(context: Any, init: Any) -> Any:
-    return make_qp_ex(context, init)
-
-
-def make_qp_ex(context: Any, init: Any) -> Any:
+def make_qp_ex(context: Any, init: Any, domain: XRCDomain | None = None) -> Any:
     """Create a queue pair as ibv_create_qp_ex does, inside a verb."""
     mask = init.comp_mask
     header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
@@ -193,8 +115,6 @@ def make_qp_ex(context: Any, init: Any) -> Any:
         reason = f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}"
         raise VerbsError("ibv_create_qp_ex", errno.EINVAL, reason)
     pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
-    has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
-    domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
     ops = init.send_ops_flags if mask & lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS else 0
     if ops & ~_SEND_OPS.get(init.qp_type, 0):
         reason = "send_ops_flags has what the QP type has not"
@@ -321,12 +241,10 @@ def destroy_qp(qp: Any) -> None:
     made.drop_queues()
     made.context.events.forget(made.handle)
     made.sq.refuses = made.rq.refuses = errno.EINVAL
-    for group in list(made.device.groups):
-        made.device.detach(made, group)
     for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
         if user is not None:
             user.users -= 1
-    del made.device.qps[made.number]
+    made.device.remove(made)
 
 
 @verb
@@ -351,47 +269,3 @@ def create_ah(pd: Any, attr: Any) -> Any:
 @verb
 def destroy_ah(ah: Any) -> None:
     drop(ah, "ibv_destroy_ah")
-
-
-@verb
-def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: QueuePair = bound(qp, "ibv_attach_mcast")
-    if made.type is not QPType.UD or not is_multicast_gid(gid):
-        raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-    if not made.device.attach(made, gid):
-        raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
-
-
-@verb
-def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: QueuePair = bound(qp, "ibv_detach_mcast")
-    if not made.device.detach(made, gid):
-        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
-
-
-_domains: dict[tuple[int, int], XRCDomain] = table()
-"""XRC domains that a file names, by its inode."""
-
-
-def _domain_of(xrcd: Any, name: str) -> XRCDomain:
-    domain: XRCDomain = bound(ffi.cast("struct rp_soft_xrcd *", xrcd), name)
-    return domain
-
-
-def _find_domain(init: Any) -> XRCDomain:
-    """Return the existing XRC domain to open, or a new one (ibv_open_xrcd(3))."""
-    if init.fd == -1:
-        return XRCDomain(None)
-    try:
-        status = os.fstat(init.fd)
-    except OSError as error:
-        raise VerbsError("ibv_open_xrcd", error.errno or errno.EBADF) from None
-    inode = status.st_dev, status.st_ino
-    if inode in _domains:
-        if init.oflags & os.O_EXCL:
-            raise VerbsError("ibv_open_xrcd", errno.EINVAL, "the file already has an XRC domain")
-    elif not init.oflags & os.O_CREAT:
-        raise VerbsError("ibv_open_xrcd", errno.EAGAIN, "the file has no XRC domain; pass O_CREAT")
-    else:
-        _domains[inode] = XRCDomain(inode)
-    return _domains[inode]

@@ -125,7 +125,7 @@ def test_a_hundred_thousand_resources_leave_nothing_behind(context, resource):
 
 def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, caplog, monkeypatch):
     """An exception inside a verb ends the work request, and its traceback is logged."""
-    from rdmapost.providers.software import responder
+    from rdmapost.providers.soft0 import responder
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")

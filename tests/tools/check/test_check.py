@@ -139,7 +139,7 @@ def test_message_that_does_not_arrive_fails_its_check(
     def copy(source: Any, target: Any) -> None:
         """Copy nothing."""
 
-    for module in ("soft0.datagram", "soft0.requester", "software.responder"):
+    for module in ("soft0.requester", "soft0.responder", "software.responder"):
         monkeypatch.setattr(f"rdmapost.providers.{module}.copy", copy, raising=False)
     (row,) = [row for row in ROWS if row.opcode == opcode]
     with pytest.raises(Failed):
