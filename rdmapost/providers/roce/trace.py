@@ -115,7 +115,7 @@ def received(
         whole = frame(source, target, port, tos, ttl, max(number, 0), packet)
         return pcapng.packet(whole, now, False, comment)
 
-    _put(device, block, device.buffer, size, each)
+    _put(device, block, device.receiver.buffer, size, each)
 
 
 def _put(

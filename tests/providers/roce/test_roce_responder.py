@@ -37,9 +37,9 @@ from rdmapost.enums import (
     WCStatus,
 )
 from rdmapost.providers.roce import engine, packets
-from rdmapost.providers.roce.device import RandomKeys
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
+from rdmapost.providers.roce.random_keys import RandomKeys
 from rdmapost.providers.software.memory import ProtectionDomain
 
 MTU_BYTES = 1024
