@@ -393,9 +393,9 @@ def schedule_at(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
 # What C uses: the object behind each struct; the objects with pending work; the devices that look
-# for packets in every verb; do one part of the work (of None: what is due) and return whether to call
-# again, or -1 if the rest waits for a later verb, as it may if this one is late; fail it after an
-# exception, and return the same (if it raises MemoryError, it is retried later); log those
+# for packets in every verb; do one part of the work (of None: what is due), and return whether to
+# call again, or -1 if the rest waits for a later verb, as it may if this one is late; fail it after
+# an exception, and return the same (if it raises MemoryError, it is retried later); log those
 # exceptions; start over after a fork; refuse a verb in the middle of a verb; and some of Python's
 # functions.
 def soft_device(
