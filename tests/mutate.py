@@ -145,6 +145,7 @@ FRAMES = (
 )
 
 TARGETS: dict[str, tuple[str, ...]] = {
+    "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
     "rdmapost.posting.rules": (
         *CHECKS,
         "posting/test_fence.py",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ...posting.rules import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
 from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester

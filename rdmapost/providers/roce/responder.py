@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
-from ...posting.rules import MAX_MSG_SIZE
+from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
 from ..software import responder
 from ..software.memory import ErrorStatus, RemoteAccessError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...enums import Opcode, SendFlags, WCFlags, WCStatus
-from ...posting.rules import MULTICAST_QPN
+from ...standard.opcodes import MULTICAST_QPN
 from ...standard.wire import (
     BTH_BYTES,
     DETH_BYTES,

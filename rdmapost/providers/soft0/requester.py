@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ...posting.rules import MAX_MSG_SIZE
+from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ..software.device_queues import WQE
 from ..software.memory import ErrorStatus, copy

@@ -25,7 +25,7 @@ from ...enums import (
     WCExFlags,
 )
 from ...errors import UnsupportedError, VerbsError
-from ...posting.rules import MAX_MSG_SIZE
+from ...standard.opcodes import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
 from . import addressing, completion, queue_verbs
 from .completion import Channel, CompletionQueue

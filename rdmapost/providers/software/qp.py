@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
-from ...posting.rules import OPCODES_BY_QP_TYPE, SEND_OPS
+from ...standard.opcodes import OPCODES_BY_QP_TYPE, SEND_OPS
 from ...standard.qp_states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
 from .device_queues import WQE, SharedReceiveQueue, WorkQueue

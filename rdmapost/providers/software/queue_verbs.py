@@ -8,7 +8,7 @@ from typing import Any
 from ..._binding import ffi, lib, native
 from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
-from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
+from ...standard.opcodes import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
 from .addressing import AddressHandle
 from .completion import CompletionQueue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...enums import WCStatus
-from ...posting.rules import MAX_MSG_SIZE
+from ...standard.opcodes import MAX_MSG_SIZE
 from .device_queues import WQE
 from .memory import ErrorStatus
 from .qp import QueuePair

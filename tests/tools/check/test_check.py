@@ -10,7 +10,7 @@ import pytest
 import rdmapost as rp
 from rdmapost import QPType, frames
 from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
-from rdmapost.posting.rules import QP_TYPES_BY_OPCODE
+from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 
 BESIDE_THE_TABLE = {
     "POST_COLUMNS": {"RC", "UC", "XRC_SEND"},
