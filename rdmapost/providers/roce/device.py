@@ -223,7 +223,8 @@ class RoceDevice(Device):
                 self.timers.pop(self)
                 self._let_go()
                 return True
-            self.sender.note_errors(self)
+            if self.sender.errors:
+                self.sender.note_errors(self)
             return self.socket is not None and self.receiver.look(self)
         if self.timers.get(worker, math.inf) <= self.now:
             self.timers.pop(worker)

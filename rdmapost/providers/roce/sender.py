@@ -28,12 +28,12 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets: not if the network device cannot
             segment.
+        errors: the errnos of sends, which happen when a step is committed.
     """
 
     def __init__(self) -> None:
         self.may_join = True
-        self._errors: list[int] = []
-        """The errnos of sends, which happen when a step is committed."""
+        self.errors: list[int] = []
 
     def send(
         self,
@@ -95,7 +95,7 @@ class Sender(native.Record):
             size,
             segment,
             path.traffic_class,
-            self._errors,
+            self.errors,
         )
 
     def send_held(self, device: RoceDevice, item: Any) -> None:
@@ -105,8 +105,8 @@ class Sender(native.Record):
 
     def note_errors(self, device: RoceDevice) -> None:
         """Process the errors of what was sent since the last call."""
-        for code in self._errors:
+        for code in self.errors:
             device.counters.send_errors += 1
             if code in _CANNOT_SEGMENT and self.may_join:
                 self.may_join = False
-        self._errors.clear()
+        self.errors.clear()
