@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
 
 
 _DATA = {
-    "rdmapost.MULTICAST_QPN": "rdmapost.posting.rules",
+    "rdmapost.MULTICAST_QPN": "rdmapost.standard.opcodes",
     "rdmapost.WC_DTYPE": "rdmapost.resources.cq",
 }
 """Where public data is defined."""

@@ -58,7 +58,6 @@ from .errors import (
 )
 from .posting.columns import Blocks
 from .posting.prepared import Batch, PreparedWR
-from .posting.rules import MULTICAST_QPN
 from .posting.wr import (
     SGE,
     TSO,
@@ -98,6 +97,7 @@ from .resources.qp_query import QPAttr, QPInitAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
 from .resources.xrcd import XRCD
+from .standard.opcodes import MULTICAST_QPN
 from .tools import export
 from .tools.max_inline import max_inline
 

@@ -392,13 +392,15 @@ def after_fork() -> None: ...
 def schedule_at(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
-# What C uses: the object behind each struct; the objects with pending work; execute one work
-# request and return whether to call again; fail it after an exception, and return the same (if it
-# raises MemoryError, it is retried later); log those exceptions; start over after a fork; refuse a
-# verb in the middle of a verb; and some of Python's functions.
+# What C uses: the object behind each struct; the objects with pending work; the devices that look
+# for packets in every verb; do one part of the work (of None: what is due), and return whether to
+# call again, or -1 if the rest waits for a later verb, as it may if this one is late; fail it after
+# an exception, and return the same (if it raises MemoryError, it is retried later); log those
+# exceptions; start over after a fork; refuse a verb in the middle of a verb; and some of Python's
+# functions.
 def soft_device(
     objects: dict[int, Any], ready: list[Any], wires: list[Any],
-    execute_next: Callable[[Any], bool], give_up: Callable[[Any, BaseException], int],
+    execute_next: Callable[[Any, bool], int], give_up: Callable[[Any, BaseException], int],
     log_errors: Callable[[], None], reset: Callable[[], bool], refuse: Callable[..., None],
     setattr: Any, delattr: Any, pop: Any, /,
 ) -> None: ...  # fmt: skip
@@ -416,7 +418,7 @@ def roce_build(
 # Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
 # also appended to `errors`.
 def roce_send(
-    fd: int, address: bytes, data: bytearray, size: int, segment: int, tos: int,
+    fd: int, address: bytes, data: bytes | bytearray, size: int, segment: int, tos: int,
     errors: list[int] = ..., /,
 ) -> int: ...  # fmt: skip
 

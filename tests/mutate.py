@@ -136,7 +136,7 @@ MEMORY = (
 EVENTS = (
     "resources/test_comp_channel.py",
     "resources/test_async_events.py",
-    "providers/soft0/test_soft_faults.py",
+    "providers/software/test_soft_faults.py",
 )
 
 FRAMES = (
@@ -145,6 +145,7 @@ FRAMES = (
 )
 
 TARGETS: dict[str, tuple[str, ...]] = {
+    "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
     "rdmapost.posting.rules": (
         *CHECKS,
         "posting/test_fence.py",
@@ -157,9 +158,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_qp_modify.py",
         "resources/test_mw_type_1_bind_mw.py",
     ),
-    "rdmapost.providers.soft0.engine.memory": (
-        "providers/soft0/test_soft_mr_and_mw.py",
-        "providers/soft0/test_soft_mr_of_any_memory.py",
+    "rdmapost.providers.software.memory": (
+        "providers/software/test_soft_mr_and_mw.py",
+        "providers/software/test_soft_mr_of_any_memory.py",
         *MEMORY,
         *POSTS,
         "posting/test_opcodes_and_flags_by_qp_type.py",
@@ -167,12 +168,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_mr_zero_based.py",
         "resources/test_xrc.py",
     ),
-    "rdmapost.providers.soft0.engine.qp": (
-        "providers/soft0/test_soft_qp.py",
-        "providers/soft0/test_soft_wc_fields.py",
-        "providers/soft0/test_soft_async_events.py",
+    "rdmapost.providers.software.qp": (
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
         "providers/soft0/test_soft_limits.py",
-        "providers/soft0/test_soft_cq_overrun.py",
+        "providers/software/test_soft_cq_overrun.py",
         *QPS,
         *POSTS,
         "posting/test_opcodes_and_flags_by_qp_type.py",
@@ -191,10 +192,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
-    "rdmapost.providers.soft0.engine.responder": (
-        "providers/soft0/test_soft_qp.py",
-        "providers/soft0/test_soft_wc_fields.py",
-        "providers/soft0/test_soft_async_events.py",
+    "rdmapost.providers.software.responder": (
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
         "providers/soft0/test_soft_responder.py",
         "providers/soft0/test_soft_limits.py",
         *POSTS,
@@ -211,10 +212,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
-    "rdmapost.providers.soft0.engine.requester": (
-        "providers/soft0/test_soft_qp.py",
-        "providers/soft0/test_soft_wc_fields.py",
-        "providers/soft0/test_soft_async_events.py",
+    "rdmapost.providers.soft0.requester": (
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
         "providers/soft0/test_soft_limits.py",
         "providers/soft0/test_soft_requester.py",
         "providers/soft0/test_soft_responder.py",
@@ -234,8 +235,28 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_rendezvous.py",
         *FRAMES,
         "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_exception_in_the_device_is_logged_and_fails_the_work_request",
+    ),
+    "rdmapost.providers.soft0.responder": (
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
+        "providers/soft0/test_soft_responder.py",
+        "providers/soft0/test_soft_limits.py",
+        *POSTS,
+        "posting/test_opcodes_and_flags_by_qp_type.py",
+        "posting/test_memory_in_flight.py",
+        *MEMORY,
+        "resources/test_xrc.py",
+        *EVENTS,
+        "resources/test_ud_grh_and_qkey.py",
+        "resources/test_cq_poll_and_wait.py",
+        *QPS,
+        "providers/soft0/test_soft_tag_rendezvous.py",
+        "providers/soft0/test_soft_tag_matching.py",
+        *FRAMES,
+        "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
     ),
     "rdmapost/_c/polling/wc.c": (
         "resources/test_wc_fields.py",
@@ -254,7 +275,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "posting/test_signaled.py",
         "soundness/test_mw_lifetimes.py",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),
     "rdmapost/_c/posting/prepared.c": (
@@ -288,7 +309,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_matching.py",
     ),
     "rdmapost/_c/memory/dlpack.c": ("resources/test_mr_of_any_memory.py",),
-    "rdmapost/_c/soft0/mapped_memory.c": ("providers/soft0/test_soft_mr_of_any_memory.py",),
+    "rdmapost/_c/soft0/mapped_memory.c": ("providers/software/test_soft_mr_of_any_memory.py",),
     "rdmapost/_c/posting/sge.c": (
         *MEMORY,
         "posting/test_sges.py",
@@ -310,15 +331,15 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_wr_structs.py",
     ),
     "rdmapost/_c/soft0/data_verbs.c": (
-        "providers/soft0/test_soft_unchecked_posts.py",
-        "providers/soft0/test_soft_qp.py",
-        "providers/soft0/test_soft_wc_fields.py",
-        "providers/soft0/test_soft_async_events.py",
+        "providers/software/test_soft_unchecked_posts.py",
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
         "providers/soft0/test_soft_responder.py",
         "providers/soft0/test_soft_requester.py",
         *POSTS,
         "providers/soft0/test_soft_limits.py",
-        "providers/soft0/test_soft_cq_overrun.py",
+        "providers/software/test_soft_cq_overrun.py",
         *QPS,
         "resources/test_srq.py",
         "resources/test_xrc.py",
@@ -332,55 +353,55 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *FRAMES,
         *EVENTS,
         "resources/test_cq_interrupts.py::test_interrupts_at_any_moment_lose_no_completion",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_cq_armed_before_a_completion_is_visible_announces_it",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
         "resources/test_resident_memory.py",
     ),
     "rdmapost/_c/soft0/faults.c": (
-        "providers/soft0/test_soft_faults.py",
+        "providers/software/test_soft_faults.py",
         "providers/soft0/test_soft_limits.py",
-        "providers/soft0/test_soft_cq_overrun.py",
+        "providers/software/test_soft_cq_overrun.py",
         "posting/test_error_completions.py",
         "posting/test_retry_cnt_and_rnr_retry.py",
         *IN_FLIGHT,
         "posting/test_prepared.py",
-        "providers/soft0/test_soft_load_and_out_of_memory.py",
+        "providers/software/test_soft_load_and_out_of_memory.py",
     ),
     "rdmapost/_c/soft0/transaction.c": (
-        "providers/soft0/test_soft_handler_exceptions.py",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py",
+        "providers/software/test_soft_handler_exceptions.py",
+        "providers/software/test_soft_interrupts_at_every_bytecode.py",
         "resources/test_cq_interrupts.py",
         "resources/test_cq_create_and_close.py",
         "resources/test_comp_channel.py",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_send_without_memory_even_to_fail_is_carried_out_later",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_queue_pair_out_of_memory_does_not_block_another",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::test_retry_without_memory_is_made_later",
-        "providers/soft0/test_soft_load_and_out_of_memory.py::"
+        "providers/software/test_soft_load_and_out_of_memory.py::test_retry_without_memory_is_made_later",
+        "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
     "rdmapost/_c/soft0/journal.c": (
-        "providers/soft0/test_soft_qp.py",
-        "providers/soft0/test_soft_wc_fields.py",
-        "providers/soft0/test_soft_async_events.py",
-        "providers/soft0/test_soft_faults.py",
+        "providers/software/test_soft_qp.py",
+        "providers/software/test_soft_wc_fields.py",
+        "providers/software/test_soft_async_events.py",
+        "providers/software/test_soft_faults.py",
         "providers/soft0/test_soft_limits.py",
-        "providers/soft0/test_soft_cq_overrun.py",
-        "providers/soft0/test_soft_mr_and_mw.py",
+        "providers/software/test_soft_cq_overrun.py",
+        "providers/software/test_soft_mr_and_mw.py",
         *MEMORY,
         *EVENTS,
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py",
+        "providers/software/test_soft_interrupts_at_every_bytecode.py",
     ),
     "rdmapost/_c/handles/queue_lock.c": (
         "posting/test_concurrent_posts.py",
@@ -415,7 +436,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *EVENTS,
         "resources/test_close_at_exit_and_fork.py::"
         "test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/soft0/test_soft_interrupts_at_every_bytecode.py::"
+        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
         "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
         "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
         "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
@@ -437,7 +458,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_memory_in_flight.py",
         "resources/test_ah.py",
         "resources/test_mw_type_1_bind_mw.py",
-        "providers/soft0/test_soft_handler_exceptions.py",
+        "providers/software/test_soft_handler_exceptions.py",
         "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
         "soundness/test_exit.py",
         "soundness/test_fork.py",

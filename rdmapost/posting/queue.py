@@ -15,17 +15,10 @@ from .._arguments import within
 from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
+from ..standard.opcodes import OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from .columns import local_row, row_of
 from .fields import TYPE_NUMBERS, Verb
-from .rules import (
-    OPCODES_BY_QP_TYPE,
-    QP_TYPES_BY_OPCODE,
-    SEND_OPS,
-    WRONG_TYPES,
-    Limits,
-    Refusal,
-    too_long_a_list,
-)
+from .rules import WRONG_TYPES, Limits, Refusal, too_long_a_list
 from .wr import AtomicWrite, Flush, OpsWR, RecvWR, SendWR
 
 _COUNT_MASK = 0xFFFF_FFFF

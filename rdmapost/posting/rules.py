@@ -1,4 +1,4 @@
-"""What may be posted where: the table of ibv_post_send(3) as data, and why something is refused.
+"""What may be posted where, and why something is refused; ``standard/opcodes.py`` has the table.
 
 C checks what is posted (``_c/posting/rules.c``); the message of each rule is here, by name.
 """
@@ -9,48 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .._arguments import counted, shown
-from ..enums import DeviceCap, Opcode, QPState, QPType, SendFlags, SendOps
-from .wr import SGE, SendWR
-
-MAX_MSG_SIZE = 1 << 31
-"""Bytes in one message, at most."""
-
-MULTICAST_QPN = 0xFFFFFF
-"""The remote_qpn of a message to a multicast group."""
-
-_CONNECTED = frozenset({QPType.UC, QPType.RC, QPType.XRC_SEND})
-_RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND})
-
-QP_TYPES_BY_OPCODE: dict[Opcode, frozenset[QPType]] = {
-    Opcode.SEND: _CONNECTED | {QPType.UD, QPType.RAW_PACKET},
-    Opcode.SEND_WITH_IMM: _CONNECTED | {QPType.UD},
-    Opcode.RDMA_WRITE: _CONNECTED,
-    Opcode.RDMA_WRITE_WITH_IMM: _CONNECTED,
-    Opcode.RDMA_READ: _RELIABLE,
-    Opcode.ATOMIC_CMP_AND_SWP: _RELIABLE,
-    Opcode.ATOMIC_FETCH_AND_ADD: _RELIABLE,
-    Opcode.LOCAL_INV: _CONNECTED,
-    Opcode.BIND_MW: _CONNECTED,
-    Opcode.SEND_WITH_INV: _CONNECTED,
-    Opcode.TSO: frozenset({QPType.UD, QPType.RAW_PACKET}),
-    Opcode.FLUSH: _RELIABLE,
-    Opcode.ATOMIC_WRITE: _RELIABLE,
-}
-"""The table of ibv_post_send(3), and of ibv_wr_post(3) for the last two, by rows."""
-
-SEND_OPS = {Opcode.FLUSH: SendOps.FLUSH, Opcode.ATOMIC_WRITE: SendOps.ATOMIC_WRITE}
-"""Opcodes that only ibv_wr_post(3) has, and what a queue pair must be created with for them."""
-
-OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
-    qp_type: frozenset(op for op, types in QP_TYPES_BY_OPCODE.items() if qp_type in types)
-    for qp_type in QPType
-}
-"""The same table, by columns."""
-
-CONSUMES_RECEIVE = frozenset(
-    {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.SEND_WITH_INV, Opcode.RDMA_WRITE_WITH_IMM}
+from ..enums import DeviceCap, Opcode, QPState, QPType, SendFlags
+from ..standard.opcodes import (
+    CONSUMES_RECEIVE,
+    MAX_MSG_SIZE,
+    QP_TYPES_BY_OPCODE,
+    RELIABLE,
+    SEND_OPS,
 )
-"""Opcodes that consume one of the peer's receives."""
+from .wr import SGE, SendWR
 
 
 def _flags_of(opcode: Opcode) -> SendFlags:
@@ -84,7 +51,7 @@ def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags
         device_cap: device_cap_flags of the device; it says whether IP_CSUM works.
     """
     flags = FLAGS_BY_OPCODE[opcode]
-    if qp_type not in _RELIABLE:
+    if qp_type not in RELIABLE:
         flags &= ~SendFlags.FENCE
     if not device_cap & _IP_CSUM_CAP.get(qp_type, DeviceCap(0)):
         flags &= ~SendFlags.IP_CSUM

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
-from .base import ROCE, Counters, DeviceInfo, GIDEntry, Provider, RoceInterface
-from .roce.capture import Capture
+from .base import ROCE, Capture, Counters, DeviceInfo, GIDEntry, Provider, RoceInterface
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider

@@ -16,14 +16,17 @@ recording its result.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
 from ..enums import MTU, NodeType, TransportType
-from .roce.capture import Capture
+from ..errors import RdmaError
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
@@ -131,6 +134,67 @@ class Counters(NamedTuple):
     dropped: int
     send_errors: int
     faults: int
+
+
+class Capture(ABC):
+    """A capture in progress; Context.capture() creates it.
+
+    It is a context manager, which ends it; so does dropping the last reference to it.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("cannot copy or pickle 'Capture' object: it belongs to an open device")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            with contextlib.suppress(Exception):
+                error.add_note(str(failure))
+
+    @property
+    @abstractmethod
+    def path(self) -> str | bytes:
+        """The file's path."""
+
+    @property
+    @abstractmethod
+    def packets(self) -> int:
+        """How many packets are in the file."""
+
+    @property
+    @abstractmethod
+    def dropped(self) -> int:
+        """How many packets are missing, because the file could not be written fast enough."""
+
+    @property
+    @abstractmethod
+    def error(self) -> OSError | None:
+        """Why the capture has ended early; None if it has not."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the capture, and complete the file.
+
+        The end of the device ends it, too.  On a capture that has ended it does nothing; nor in
+        the child of a fork.
+
+        Raises:
+            RdmaError: the capture had ended early, because the file could not be written; or the
+                file has not been written for 30 s.
+        """
 
 
 class Provider(Protocol):

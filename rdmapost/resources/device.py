@@ -389,7 +389,7 @@ class Context(EventSource, struct="ibv_context"):
 
     @property
     def faults(self) -> Any:
-        """The faults to inject (rdmapost.providers.soft0.engine.faults.FaultPlan).
+        """The faults to inject (rdmapost.providers.software.faults.FaultPlan).
 
         soft0 and roce devices have them; only roce devices have faults of packets.
 

@@ -36,15 +36,9 @@ from ..posting.columns import Column, LocalRows, with_c_methods
 from ..posting.fields import Verb
 from ..posting.prepared import Batch, prepare
 from ..posting.queue import PostQueue, Reasons
-from ..posting.rules import (
-    MAX_MSG_SIZE,
-    OPCODES_BY_QP_TYPE,
-    SEND_OPS,
-    Limits,
-    check_send_state,
-    flags_allowed,
-)
+from ..posting.rules import Limits, check_send_state, flags_allowed
 from ..posting.wr import BindMW, RecvWR, SendWR
+from ..standard.opcodes import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE, SEND_OPS
 from ..standard.qp_states import FIELDS, missing_attributes, unchangeable_attributes
 from .ah import AH, AHAttr, why_no_source
 from .cq import CQ, keep_completions

@@ -10,7 +10,7 @@ from .._arguments import expect
 from .._binding import ffi, lib
 from ..enums import DeviceCap, Opcode, QPType, SendOps, SRQType
 from ..errors import UnsupportedError
-from ..posting.rules import QP_TYPES_BY_OPCODE
+from ..standard.opcodes import QP_TYPES_BY_OPCODE
 from .cq import CQ
 from .device import Context, provider_of
 from .device_attr import beyond

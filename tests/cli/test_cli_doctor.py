@@ -12,7 +12,7 @@ import pytest
 from support.cli_runner import run
 
 import rdmapost as rp
-from rdmapost.providers.soft0.engine.faults import FaultPlan
+from rdmapost.providers.software.faults import FaultPlan
 
 NOTHING = {
     "RDMAPOST_LIBIBVERBS": "/nonexistent",

@@ -10,7 +10,7 @@ from typing import Self
 import rdmapost as rp
 from rdmapost import QPState
 from rdmapost._binding import ffi
-from rdmapost.providers.soft0.state import device
+from rdmapost.providers.soft0.device import device
 
 from .model import REGIONS
 

@@ -202,7 +202,9 @@ def test_example_of_tests_passes_on_soft0(name: str) -> None:
 
 DAMAGED = """
 import runpy, sys
-from rdmapost.providers.soft0.engine import memory, requester, responder
+from rdmapost.providers.soft0 import requester, responder
+from rdmapost.providers.software import memory
+from rdmapost.providers.software import responder as shared
 
 def copy(source, target):
     data = bytearray(b"".join(source))
@@ -210,7 +212,7 @@ def copy(source, target):
         data[-1] ^= 1
     memory.copy([data], target)
 
-requester.copy = responder.copy = copy
+requester.copy = responder.copy = shared.copy = copy
 sys.argv = [sys.argv[1]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

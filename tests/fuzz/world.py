@@ -66,17 +66,17 @@ def filled(size: int) -> bytes:
 
 
 def provider_parts() -> tuple[Any, ...]:
-    from rdmapost.providers.soft0 import provider as soft
     from rdmapost.providers.soft0 import queue_verbs as soft_queues
-    from rdmapost.providers.soft0 import state as soft_state
+    from rdmapost.providers.soft0.device import device as soft_device
+    from rdmapost.providers.software import provider as soft
+    from rdmapost.providers.software import state as soft_state
 
-    return soft, soft_queues, soft_state
+    return soft, soft_queues, soft_state, soft_device
 
 
 def residue() -> dict[str, int]:
     """Count what the process and the soft device hold now."""
-    soft, queues, state = provider_parts()
-    device = state.device
+    soft, queues, state, device = provider_parts()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "objects": len(state.objects),
@@ -98,8 +98,8 @@ def renumber() -> None:
 
     A program then does the same by itself as after others.
     """
-    state = provider_parts()[2]
-    device, memory = state.device, state.device.memory
+    _, _, state, device = provider_parts()
+    memory = device.memory
     if not (
         state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory._by_index
     ):
@@ -243,7 +243,7 @@ class Memory:
         self.retired = True
         if self._start and any(
             self._start <= address_of(region.memory) < self._start + len(bytes(self.whole))
-            for region in list(provider_parts()[2].device.memory.regions_by_lkey.values())
+            for region in list(provider_parts()[3].memory.regions_by_lkey.values())
         ):
             self.dangling = True
 

@@ -22,6 +22,7 @@ from rdmapost import Access, MWType, Opcode, OpsFlags, QPType, SendFlags, SRQTyp
 from rdmapost._binding import ffi
 from rdmapost.posting import rules as rules_module
 from rdmapost.resources.device import provider_of
+from rdmapost.standard import opcodes
 
 soft = soft_queues.soft
 unchecked = soft_queues.unchecked
@@ -1331,4 +1332,4 @@ def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
 
 def test_groups_have_the_number_of_the_specification():
     """The highest of 24 bits; on soft0 alone, any other would do."""
-    assert rules_module.MULTICAST_QPN == rp.MULTICAST_QPN == 0xFFFFFF
+    assert opcodes.MULTICAST_QPN == rp.MULTICAST_QPN == 0xFFFFFF

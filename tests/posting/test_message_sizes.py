@@ -9,7 +9,7 @@ from support import ALL, CONNECTED, GRH, Pair, needs
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
-from rdmapost.posting.rules import MAX_MSG_SIZE
+from rdmapost.standard.opcodes import MAX_MSG_SIZE
 
 PIECES = 32
 """SGEs of one work request of the largest size, all over one region."""

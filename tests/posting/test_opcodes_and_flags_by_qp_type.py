@@ -11,12 +11,8 @@ from support.soft_queues import WRS, reason
 
 import rdmapost as rp
 from rdmapost import DeviceCap, Opcode, QPType, SendFlags
-from rdmapost.posting.rules import (
-    FLAGS_BY_OPCODE,
-    OPCODES_BY_QP_TYPE,
-    QP_TYPES_BY_OPCODE,
-    flags_allowed,
-)
+from rdmapost.posting.rules import FLAGS_BY_OPCODE, flags_allowed
+from rdmapost.standard.opcodes import OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE
 
 soft = soft_queues.soft
 watched = watching.watched

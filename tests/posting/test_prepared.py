@@ -513,7 +513,7 @@ def test_the_collector_may_take_a_list_and_its_region_in_one_cycle(rc, pd, monke
 def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
     """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
     needs(context.kind == "soft", "verbs written in Python", context)
-    from rdmapost.providers.soft0.engine import responder
+    from rdmapost.providers.soft0 import responder
 
     copy = responder.copy
 
@@ -538,7 +538,7 @@ def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monk
 def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     """Code that runs in the middle of a post, such as a finalizer, can post to the same queue."""
     needs(context.kind == "soft", "verbs written in Python", context)
-    from rdmapost.providers.soft0.engine import responder
+    from rdmapost.providers.soft0 import responder
 
     copy, batch, posted = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
 
@@ -563,7 +563,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
     """What was posted is still carried out."""
     needs(context.kind == "soft", "verbs written in Python", context)
-    from rdmapost.providers.soft0.engine import responder
+    from rdmapost.providers.soft0 import responder
 
     copy, struck = responder.copy, []
 
@@ -589,7 +589,7 @@ def test_finalizer_that_posts_to_the_same_queue_in_the_middle_of_a_post_does_not
 ):
     """What a finalizer does in the middle of a post to the same queue takes effect."""
     needs(context.kind == "soft", "verbs written in Python", context)
-    from rdmapost.providers.soft0.engine import responder
+    from rdmapost.providers.soft0 import responder
 
     copy, batch, said = responder.copy, rc.a.prepare(write(rc, wr_id=5)), []
     call = {

@@ -12,7 +12,7 @@ from support.soft_queues import outside, part, reason
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
-from rdmapost.posting.rules import MAX_MSG_SIZE
+from rdmapost.standard.opcodes import MAX_MSG_SIZE
 
 soft = soft_queues.soft
 pair = in_flight.pair

@@ -29,7 +29,7 @@ MODULES = [
     "frames",
     "loopback",
     "pingpong",
-    "providers.soft0.engine.faults",
+    "providers.software.faults",
 ]
 SECTIONS = ["Args", "Attributes", "Returns", "Raises"]
 """In this order."""

@@ -19,7 +19,7 @@ from support.statements import STATEMENTS, Statement, read
 
 from rdmapost._binding import ffi
 from rdmapost.enums import OpsFlags, OpsOpcode, SendFlags
-from rdmapost.posting.rules import QP_TYPES_BY_OPCODE
+from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 
 SECTIONS = {
     "ibv_post_send(3)": [

@@ -13,7 +13,7 @@ from typing import Any
 from isolated import TIMES
 
 import rdmapost as rp
-from rdmapost.providers.soft0.state import objects
+from rdmapost.providers.software.state import objects
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
 BINDABLE = ALL | rp.Access.MW_BIND

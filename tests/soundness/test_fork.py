@@ -522,7 +522,7 @@ inside, go = threading.Event(), threading.Event()
 class Slow:
     "Stops the thread that imports the soft device in the middle of that."
     def find_spec(self, name, path=None, target=None):
-        if name == "rdmapost.providers.soft0.engine.device":
+        if name == "rdmapost.providers.software.device":
             inside.set()
             go.wait(20)
 

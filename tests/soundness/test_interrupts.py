@@ -975,7 +975,7 @@ def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, wai
         handler=IN_THE_MIDDLE[nested],
         max_moments=40,
         seconds=5,
-        within="/rdmapost/providers/soft0/",
+        within="/rdmapost/providers/",
     )
     assert sum(tried) > 3, "the handler has not run in the middle of posts"
 

@@ -153,7 +153,7 @@ def test_interrupt_of_a_post_reports_how_many_were_posted(soft, count, note):
         rig.drain()
         rig.close()
 
-    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/soft0/")
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/")
     assert not wrong
     assert set(notes) == {note}
 

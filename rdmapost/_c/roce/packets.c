@@ -4,14 +4,13 @@
  *
  * These functions never wait and keep the GIL (module.c says why). None of them trusts a packet.
  */
-#include "module.h"
+#include "roce/icrc.h"
 
 #include <errno.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8, /* bytes */
-       MAX_SEGMENTS = 64, /* in one message, for any kernel */
+enum { MAX_SEGMENTS = 64, /* in one message, for any kernel */
        SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
 
 static int refuse(const char *why)
@@ -27,141 +26,6 @@ static PyObject *finish(Py_buffer *first, Py_buffer *second, Py_ssize_t result)
 	if (second)
 		PyBuffer_Release(second);
 	return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(result);
-}
-
-/*
- * ---- the ICRC (IBTA, Annex A17) ---------------------------------------------
- *
- * It is the CRC-32 of Ethernet and zlib, over eight bytes of ones, the IP and UDP headers, and the
- * packet from its BTH on, with ones for what may change on the way. It is stored little-endian.
- */
-
-#define POLYNOMIAL 0xedb88320u /* bit-reversed: bit 31 is x^0 */
-#define ONE 0x80000000u
-
-static uint32_t table[16][256]; /* what a byte contributes, with so many after it */
-static uint32_t inverse[16]; /* x^(-8 * 2^i) */
-
-static uint32_t times_x(uint32_t a)
-{
-	return a >> 1 ^ (a & 1 ? POLYNOMIAL : 0);
-}
-
-static uint32_t multiply(uint32_t a, uint32_t b)
-{
-	uint32_t product = 0;
-
-	for (; a; a <<= 1, b = times_x(b))
-		product ^= a & ONE ? b : 0;
-	return product;
-}
-
-static void init_crc(void)
-{
-	uint32_t power = ONE;
-
-	for (uint32_t i = 0; i < 16 * 256; i++) {
-		uint32_t crc = i < 256 ? i : table[i / 256 - 1][i % 256];
-
-		for (int bit = 0; bit < 8; bit++)
-			crc = times_x(crc);
-		table[i / 256][i % 256] = crc;
-	}
-	/* Divide by x: the reverse of times_x(). */
-	for (int bit = 0; bit < 8; bit++)
-		power = power & ONE ? (power ^ POLYNOMIAL) << 1 | 1 : power << 1;
-	for (int i = 0; i < 16; i++, power = multiply(power, power))
-		inverse[i] = power;
-}
-
-static uint32_t load(const uint8_t *at)
-{
-	return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
-}
-
-static inline uint32_t slice(uint32_t word, int after)
-{
-	return table[after + 3][word & 0xff] ^ table[after + 2][word >> 8 & 0xff] ^
-	       table[after + 1][word >> 16 & 0xff] ^ table[after][word >> 24];
-}
-
-static uint32_t update(uint32_t crc, const uint8_t *at, size_t length)
-{
-	for (; length >= 16; at += 16, length -= 16)
-		crc = slice(load(at) ^ crc, 12) ^ slice(load(at + 4), 8) ^
-		      slice(load(at + 8), 4) ^ slice(load(at + 12), 0);
-	for (; length; at++, length--)
-		crc = crc >> 8 ^ table[0][(crc ^ *at) & 0xff];
-	return crc;
-}
-
-/* The headers in front of each packet of a call. */
-struct flow {
-	uint8_t bytes[ONES + IPV6 + UDP + BTH]; /* what the ICRC covers, to the end of the BTH */
-	int is_ipv4;
-	Py_ssize_t ip, longest; /* the size of the IP header, and of a packet at most */
-};
-
-static int read_flow(struct flow *flow, const Py_buffer *given) /* 0, or -1 with an exception */
-{
-	const uint8_t *bytes = given->buf;
-	int is_ipv4 = given->len == IPV4 + UDP && bytes[0] == 0x45;
-
-	if (!is_ipv4 && (given->len != IPV6 + UDP || bytes[0] >> 4 != 6))
-		return refuse("flow must be an IPv4 header without options, or an IPv6 header, "
-			      "and a UDP header");
-	*flow = (struct flow){ .is_ipv4 = is_ipv4, .ip = given->len - UDP,
-			       .longest = UINT16_MAX - UDP - (is_ipv4 ? IPV4 : 0) };
-	memset(flow->bytes, 0xff, ONES);
-	memcpy(flow->bytes + ONES, bytes, (size_t)given->len);
-	return 0;
-}
-
-static void put16(uint8_t *at, Py_ssize_t number)
-{
-	at[0] = (uint8_t)(number >> 8);
-	at[1] = (uint8_t)number;
-}
-
-/* `size` includes the ICRC; `id` is IPv4's identification. */
-static uint32_t compute_icrc(struct flow *flow, const uint8_t *packet, Py_ssize_t size,
-			     Py_ssize_t id)
-{
-	uint8_t *ip = flow->bytes + ONES, *udp = ip + flow->ip, *bth = udp + UDP;
-	uint32_t crc;
-
-	put16(ip + (flow->is_ipv4 ? 2 : 4), size + UDP + (flow->is_ipv4 ? IPV4 : 0));
-	if (flow->is_ipv4)
-		put16(ip + 4, id);
-	put16(udp + 4, size + UDP);
-	memcpy(bth, packet, BTH);
-	bth[4] = 0xff; /* resv8a */
-	crc = update(~0u, flow->bytes, (size_t)(bth + BTH - flow->bytes));
-	return ~update(crc, packet + BTH, (size_t)(size - BTH - ICRC));
-}
-
-/*
- * Return the IPv4 identification that makes a packet's ICRC right, 0 for IPv6, -1 if it is damaged.
- *
- * A UDP socket does not show the identification, but CRCs are linear: two that differ in it differ
- * by (id1 xor id2) times a power of x, which depends on the size. Divide by that power: if more than
- * 16 bits result, something else is wrong.
- */
-static Py_ssize_t identify(struct flow *flow, const uint8_t *packet, Py_ssize_t size,
-			   Py_ssize_t guess)
-{
-	Py_ssize_t covered = size - ICRC + UDP + IPV4 - 4; /* from the identification on */
-	uint32_t error;
-
-	if (size < BTH + ICRC || size > flow->longest)
-		return -1;
-	error = load(packet + size - ICRC) ^ compute_icrc(flow, packet, size, guess);
-	if (!flow->is_ipv4)
-		return error ? -1 : 0;
-	for (int i = 0; error && i < 16; i++)
-		if (covered >> i & 1)
-			error = multiply(error, inverse[i]);
-	return error >> 16 ? -1 : (guess ^ ((error >> 8 | error << 8) & 0xffff));
 }
 
 /* ---- building packets ------------------------------------------------------- */
@@ -207,7 +71,7 @@ static int is_used_up(struct source *from)
 }
 
 /* Write one packet; return its size, or -1 with an exception. */
-static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, PyObject *header,
+static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct rp_flow *flow, PyObject *header,
 			    struct source *payload, Py_ssize_t mtu, Py_ssize_t id)
 {
 	Py_ssize_t size, n, padding;
@@ -230,7 +94,7 @@ static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct flow *flow, Py
 	out[1] = (uint8_t)((out[1] & ~0x30) | padding << 4);
 	for (size += n; padding; padding--)
 		out[size++] = 0;
-	icrc = compute_icrc(flow, out, size + ICRC, id);
+	icrc = rp_icrc(flow, out, size + ICRC, id);
 	for (int i = 0; i < ICRC; i++)
 		out[size++] = (uint8_t)(icrc >> 8 * i);
 	return size;
@@ -242,7 +106,7 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	struct source payload = { 0 };
 	PyObject *headers, *buffers;
 	Py_buffer out, given;
-	struct flow flow;
+	struct rp_flow flow;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*y*OOn", &out, &given, &headers, &buffers, &mtu))
@@ -250,7 +114,7 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	/* An exporter in Python may change a list. */
 	headers = PySequence_Tuple(headers);
 	payload.buffers = headers ? PySequence_Tuple(buffers) : NULL;
-	if (payload.buffers && !read_flow(&flow, &given))
+	if (payload.buffers && !rp_read_flow(&flow, &given))
 		count = PyTuple_Size(headers);
 	for (Py_ssize_t i = 0; i < count; i++, done += n) {
 		Py_ssize_t room = out.len - done;
@@ -374,19 +238,19 @@ static PyObject *roce_check(PyObject *self, PyObject *args)
 {
 	Py_ssize_t size, segment, damaged = 0, n;
 	Py_buffer buffer, given;
-	struct flow flow;
+	struct rp_flow flow;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*nny*", &buffer, &size, &segment, &given))
 		return NULL;
 	if (size < 0 || size > buffer.len || segment < (size > 0)) /* no segment: nothing received */
 		refuse(OUTSIDE);
-	else if (!read_flow(&flow, &given))
+	else if (!rp_read_flow(&flow, &given))
 		for (Py_ssize_t at = 0, i = 0; at < size; at += n, i++) {
 			uint8_t *packet = (uint8_t *)buffer.buf + at;
 
 			n = segment < size - at ? segment : size - at;
-			if (identify(&flow, packet, n, i & 0xffff) < 0) {
+			if (rp_identify(&flow, packet, n, i & 0xffff) < 0) {
 				packet[0] = 0xff;
 				damaged++;
 			}
@@ -398,15 +262,15 @@ static PyObject *roce_id(PyObject *self, PyObject *args)
 {
 	Py_ssize_t at, size, id = -1;
 	Py_buffer buffer, given;
-	struct flow flow;
+	struct rp_flow flow;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "y*nny*", &buffer, &at, &size, &given))
 		return NULL;
 	if (at < 0 || size < 0 || at > buffer.len || size > buffer.len - at)
 		refuse(OUTSIDE);
-	else if (!read_flow(&flow, &given))
-		id = identify(&flow, (const uint8_t *)buffer.buf + at, size, 0);
+	else if (!rp_read_flow(&flow, &given))
+		id = rp_identify(&flow, (const uint8_t *)buffer.buf + at, size, 0);
 	return finish(&buffer, &given, id);
 }
 
@@ -474,6 +338,6 @@ static PyMethodDef functions[] = {
 
 int rp_add_roce_packets(PyObject *module)
 {
-	init_crc();
+	rp_init_icrc();
 	return PyModule_AddFunctions(module, functions);
 }

@@ -1,7 +1,7 @@
 /*
  * What the soft device's C files share: the journal, its lock and transactions.
  *
- * The device is written in Python (rdmapost/providers/soft0/engine/), where a signal handler may
+ * The device is written in Python (rdmapost/providers/software/), where a signal handler may
  * raise between any two bytecodes. So the call that undoes a change to the device's state is
  * journaled before the change is made, and actions that cannot be undone are deferred. Then C, in
  * which no handler runs, makes either the undo calls or the deferred ones (soft0/journal.c).
@@ -88,7 +88,7 @@ int rp_take_fault(PyObject *faults);
 
 /* ---- soft0/transaction.c: the lock, and what runs under it ---------------- */
 
-/* The parts of the device, provided by rdmapost/providers/soft0/state.py (rdmapost/_verbs.pyi). */
+/* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
 	SETATTR, DELATTR, POP, PARTS

@@ -17,11 +17,11 @@ import threading
 import time
 import weakref
 from queue import SimpleQueue
-from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any
 
 from ..._binding import native
 from ...errors import RdmaError
+from ..base import Capture
 from . import pcapng
 
 _log = logging.getLogger("rdmapost.roce")
@@ -51,7 +51,7 @@ class Recording(native.Record):
         self.device = device
         self.queue: SimpleQueue[Any] = SimpleQueue()
         """Counts of packets and their blocks, as tuples; anything else is the end."""
-        self.user: weakref.ref[Capture] | None = None
+        self.user: weakref.ref[RoceCapture] | None = None
         """Puts itself into the queue when the user has dropped the capture: no signal handler
         runs in the middle."""
         self.queued = self.taken = 0
@@ -161,13 +161,10 @@ class Recording(native.Record):
         native.verb(_detach, self)
 
 
-class Capture:
-    """A capture in progress; Context.capture() creates it.
+class RoceCapture(Capture):
+    """A capture of a roce device's packets."""
 
-    It is a context manager, which ends it; so does dropping the last reference to it.
-    """
-
-    __slots__ = ("__weakref__", "_is_reported", "_recording")
+    __slots__ = ("_is_reported", "_recording")
 
     def __init__(self, path: str | bytes | os.PathLike[Any], device: Any) -> None:
         self._is_reported = False
@@ -180,56 +177,23 @@ class Capture:
             self._end()
             raise
 
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError("cannot copy or pickle 'Capture' object: it belongs to an open device")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            with contextlib.suppress(Exception):
-                error.add_note(str(failure))
-
     @property
     def path(self) -> str | bytes:
-        """The file's path."""
         return self._recording.path
 
     @property
     def packets(self) -> int:
-        """How many packets are in the file."""
         return self._recording.packets
 
     @property
     def dropped(self) -> int:
-        """How many packets are missing, because the file could not be written fast enough."""
         return self._recording.dropped
 
     @property
     def error(self) -> OSError | None:
-        """Why the capture has ended early; None if it has not."""
         return self._recording.error
 
     def close(self) -> None:
-        """End the capture, and complete the file.
-
-        The end of the device ends it, too.  On a capture that has ended it does nothing; nor in
-        the child of a fork.
-
-        Raises:
-            RdmaError: the capture had ended early, because the file could not be written; or the
-                file has not been written for 30 s.
-        """
         recording = self._recording
         if recording.is_inherited:
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..._binding import native
-from ..soft0.engine.faults import PacketFaults
+from ..software.faults import PacketFaults
 
 _OVERTAKEN_SECONDS = 0.002
 """How long a packet waits for another one to overtake it."""

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from ..._binding import native
 from ...enums import Opcode, QPType
 from ...standard.wire import BTH_BYTES, ICRC_BYTES
-from ..soft0.engine.memory import copy
-from ..soft0.engine.transport_messages import Request, Segments
+from ..software.memory import copy
+from ..software.transport_messages import Request, Segments
 
 PSN_MASK = 0xFFFFFF
 """PSNs, MSNs and queue pair numbers have 24 bits."""
@@ -247,7 +247,7 @@ FORMS: dict[QPType, dict[int, Form]] = {
 class Packet(Request):
     """A packet that was received, or a run of MIDDLE packets with consecutive PSNs.
 
-    As a request, it is what the responder of soft0 executes too.
+    As a request, it is what the functions that all devices share execute.
 
     Attributes:
         row: the table's row; the fields of its headers are attributes of these names.

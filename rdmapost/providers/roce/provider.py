@@ -9,13 +9,13 @@ from typing import Any
 from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError
 from ...standard.wire import ROCE_V2_PORT
-from ..base import ROCE, Counters, DeviceInfo, RoceInterface
-from ..soft0 import queue_verbs
-from ..soft0.engine.device import open_devices
-from ..soft0.provider import SoftwareProvider, open_context
-from ..soft0.state import context_of, verb
+from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
+from ..software import queue_verbs
+from ..software.device import open_devices
+from ..software.provider import SoftwareProvider, open_context
+from ..software.state import context_of, verb
 from .addresses import candidates
-from .capture import Capture
+from .capture import RoceCapture
 from .device import RoceDevice, guid_of
 from .survey import holder, survey
 
@@ -82,7 +82,7 @@ class RoceProvider(SoftwareProvider):
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Capture:
         opened = context_of(context, "capture")
         opened.wr_id_of = wr_id_of
-        return Capture(path, opened.device)
+        return RoceCapture(path, opened.device)
 
     @verb
     def counters(context: Any) -> Counters:
@@ -101,6 +101,10 @@ class RoceProvider(SoftwareProvider):
         raise UnsupportedError("ibv_open_xrcd", errno.EOPNOTSUPP, "roce devices have no XRC")
 
     @verb
+    def close_xrcd(xrcd: Any) -> None:
+        raise UnsupportedError("ibv_close_xrcd", errno.EOPNOTSUPP, "roce devices have no XRC")
+
+    @verb
     def create_qp(pd: Any, init: Any) -> Any:
         _check_type("ibv_create_qp", init.qp_type)
         return queue_verbs.make_qp(pd.context, pd, init)
@@ -115,6 +119,10 @@ class RoceProvider(SoftwareProvider):
         raise UnsupportedError(
             "ibv_attach_mcast", errno.EOPNOTSUPP, "roce devices have no multicast"
         )
+
+    @verb
+    def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
 def _check_type(name: str, qp_type: int) -> None:

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import QPAttrMask, QPState, WCOpcode, WCStatus
-from ..soft0.engine.completion import NO_TAG
-from ..soft0.engine.device_queues import WQE
-from ..soft0.engine.journaled_dict import JournaledDict
-from ..soft0.engine.memory import ErrorStatus
-from ..soft0.engine.qp import QueuePair
+from ..software.completion import NO_TAG
+from ..software.device_queues import WQE
+from ..software.journaled_dict import JournaledDict
+from ..software.memory import ErrorStatus
+from ..software.qp import QueuePair
 from .packets import FORMS, Form, Packet, Path, distance
 
 if TYPE_CHECKING:
-    from ..soft0.engine.device import Device
-    from ..soft0.engine.responder import Receive
-    from ..soft0.engine.transport_messages import Segments
+    from ..software.device import Device
+    from ..software.responder import Receive
+    from ..software.transport_messages import Segments
 
     class WireDevice(Device):
-        """What the engine needs of a device, besides what soft0 has.
+        """What the engine needs of a device, besides what all have.
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
@@ -141,11 +141,10 @@ class Reading(native.Record):
 class RoceQueuePair(QueuePair):
     """A queue pair whose peer is on the network."""
 
-    has_offloads = False
     device: WireDevice
 
-    def _forget(self) -> None:
-        super()._forget()
+    def forget(self) -> None:
+        super().forget()
         self.forms = FORMS[self.type]
         self.path = Path(bytes(16), 0, 0, 0)
         self.mtu = 0
@@ -224,8 +223,8 @@ class RoceQueuePair(QueuePair):
             self._forget_requests()
         return True
 
-    def _enter(self, state: QPState) -> None:
-        super()._enter(state)
+    def enter(self, state: QPState) -> None:
+        super().enter(state)
         if state is QPState.RTS:
             self.draining = False
 

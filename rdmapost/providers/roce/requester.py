@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ...posting.rules import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
 from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
-from ..soft0.engine import requester
-from ..soft0.engine.memory import ErrorStatus, copy
+from ..software import requester
+from ..software.memory import ErrorStatus, copy
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance
 from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
 
 if TYPE_CHECKING:
-    from ..soft0.engine.device_queues import WQE
-    from ..soft0.engine.transport_messages import Segments
+    from ..software.device_queues import WQE
+    from ..software.transport_messages import Segments
     from .packets import Row
     from .qp import RoceQueuePair
 

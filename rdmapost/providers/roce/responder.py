@@ -1,7 +1,7 @@
 """The responder: executes what arrives in the order of its PSNs, and acknowledges it.
 
-What a request may do is checked by the functions of soft0, for each packet. An unreliable service
-has no acknowledgements: what cannot be executed is dropped.
+What a request may do is checked for each packet, as on all devices. An unreliable service has no
+acknowledgements: what cannot be executed is dropped.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
-from ...posting.rules import MAX_MSG_SIZE
+from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
-from ..soft0.engine import responder
-from ..soft0.engine.memory import ErrorStatus, RemoteAccessError
-from ..soft0.engine.transport_messages import ACK, Ack, AckType, Segments
+from ..software import responder
+from ..software.memory import ErrorStatus, RemoteAccessError
+from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, Row, aeth, distance
 from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
 from .requester import packets_in_burst
 
 if TYPE_CHECKING:
-    from ..soft0.engine.responder import Executor, Receive
+    from ..software.responder import Executor, Receive
     from .qp import RoceQueuePair
 
 _AT_ONCE = 32
@@ -322,13 +322,13 @@ def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
 def _read(qp: RoceQueuePair, packet: Packet) -> Ack | None:
     if packet.length > MAX_MSG_SIZE:
         return responder.refuse(qp)
-    return responder.BY_OPCODE[_READ](qp, packet)
+    return responder.read(qp, packet)
 
 
 def _atomic_write(qp: RoceQueuePair, packet: Packet) -> Ack | None:
     if packet.length != 8 or packet.dma_length != 8:
         return responder.refuse(qp)
-    return responder.BY_OPCODE[packet.opcode](qp, packet)
+    return responder.atomic_write(qp, packet)
 
 
 _EXECUTORS: dict[int, Executor] = {
@@ -338,9 +338,9 @@ _EXECUTORS: dict[int, Executor] = {
     int(Opcode.RDMA_WRITE): _write_in,
     int(Opcode.RDMA_WRITE_WITH_IMM): _write_in,
     int(Opcode.RDMA_READ): _read,
-    int(Opcode.ATOMIC_CMP_AND_SWP): responder.BY_OPCODE[Opcode.ATOMIC_CMP_AND_SWP],
-    int(Opcode.ATOMIC_FETCH_AND_ADD): responder.BY_OPCODE[Opcode.ATOMIC_FETCH_AND_ADD],
-    int(Opcode.FLUSH): responder.BY_OPCODE[Opcode.FLUSH],
+    int(Opcode.ATOMIC_CMP_AND_SWP): responder.atomic,
+    int(Opcode.ATOMIC_FETCH_AND_ADD): responder.atomic,
+    int(Opcode.FLUSH): responder.flush,
     int(Opcode.ATOMIC_WRITE): _atomic_write,
 }
 

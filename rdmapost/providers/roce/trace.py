@@ -21,7 +21,7 @@ from ...standard.wire import (
     checksum_residue,
     ipv4_header,
 )
-from ..soft0.engine import requester
+from ..software import requester
 from . import pcapng
 from .capture import put
 from .packets import PSN_MASK, ROWS, distance
@@ -115,7 +115,7 @@ def received(
         whole = frame(source, target, port, tos, ttl, max(number, 0), packet)
         return pcapng.packet(whole, now, False, comment)
 
-    _put(device, block, device.buffer, size, each)
+    _put(device, block, device.receiver.buffer, size, each)
 
 
 def _put(

@@ -1,4 +1,4 @@
-"""soft0's control verbs for queue pairs, SRQs, XRC domains and address handles."""
+"""The control verbs for queues that only soft0 has: XRC, tag matching, multicast."""
 
 from __future__ import annotations
 
@@ -6,32 +6,16 @@ import errno
 import os
 from typing import Any
 
-from ..._binding import ffi, lib, native
-from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask, SRQType
-from ...errors import UnsupportedError, VerbsError
-from ...posting.rules import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
-from ...standard.qp_states import FIELDS
+from ..._binding import ffi, lib
+from ...enums import QPType, SRQType
+from ...errors import VerbsError
 from ...standard.wire import is_multicast_gid
-from .engine import tags
-from .engine.completion import CompletionQueue
-from .engine.datagram import AddressHandle
-from .engine.device_queues import SharedReceiveQueue, WorkQueue, XRCDomain
-from .engine.memory import ProtectionDomain
-from .engine.qp import ACCESS_FLAGS, QueuePair
-from .state import bound, context_of, device_of, drop, keep, table, verb
+from ..software.device_queues import SharedReceiveQueue, XRCDomain
+from ..software.queue_verbs import MAX_SGE, make_qp, make_qp_ex, make_srq
+from ..software.state import bound, context_of, drop, keep, table, verb
+from . import tags
+from .qp import SoftQueuePair
 
-MAX_QP_WR = 16384
-MAX_SGE = lib.RP_SOFT_MAX_SGE
-MAX_SRQ_WR = 16384
-MAX_INLINE = 1024
-MAX_TSO_HEADER = 512
-
-_SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
-_SEND_OPS = {
-    qp_type: sum(op for op in SendOps if qp_type in QP_TYPES_BY_OPCODE[Opcode[op.name or ""]])
-    for qp_type in QPType
-}
-"""What send_ops_flags may name, by type."""
 _SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
 _SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
     lib.IBV_SRQ_INIT_ATTR_XRCD,
@@ -46,14 +30,6 @@ _SRQ_FIELDS: dict[int, int] = {
 """The attributes of ibv_create_srq_ex, by type."""
 
 
-# ---- shared receive queues ----------------------------------------------
-
-
-@verb
-def create_srq(pd: Any, init: Any) -> Any:
-    return _create_srq(pd.context, pd, init.attr)
-
-
 @verb
 def create_srq_ex(context: Any, init: Any) -> Any:
     name, mask = "ibv_create_srq_ex", init.comp_mask
@@ -66,7 +42,7 @@ def create_srq_ex(context: Any, init: Any) -> Any:
     ):
         limits = f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}"
         raise VerbsError(name, errno.EINVAL, limits)
-    srq = _create_srq(context, init.pd, init.attr)
+    srq = make_srq(context, init.pd, init.attr)
     made: SharedReceiveQueue = bound(srq, name)
     if srq_type == SRQType.BASIC:
         return srq
@@ -79,72 +55,6 @@ def create_srq_ex(context: Any, init: Any) -> Any:
         made.tags = tags.MatchingList(made, cq, cap.max_num_tags, cap.max_ops, MAX_SGE)
         made.ops = made.tags.ops
     return srq
-
-
-def _create_srq(context: Any, pd: Any, attr: Any) -> Any:
-    limits = ("max_wr", attr.max_wr, MAX_SRQ_WR), ("max_sge", attr.max_sge, MAX_SGE)
-    for name, value, most in limits:
-        if not 1 <= value <= most:
-            text = f"{name}={value} is not in 1..{most}"
-            raise VerbsError("ibv_create_srq", errno.EINVAL, text)
-    srq = ffi.new("struct ibv_srq *")
-    srq.context, srq.pd = context, pd
-    opened = context_of(context, "ibv_create_srq")
-    number = opened.device.new_number()
-    made = SharedReceiveQueue(
-        opened, bound(pd, "ibv_create_srq"), attr.max_wr, attr.max_sge, number
-    )
-    made.handle = srq
-    opened.device.srqs[made.number] = made
-    return keep(srq, made)
-
-
-@verb
-def get_srq_num(srq: Any) -> int:
-    number: int = bound(srq, "ibv_get_srq_num").number
-    return number
-
-
-@verb
-def modify_srq(srq: Any, attr: Any, mask: int) -> None:
-    made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
-    depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
-    if not 1 <= depth <= MAX_SRQ_WR or not native.resize(made.queue, depth):
-        raise VerbsError("ibv_modify_srq", errno.EINVAL)
-    limit = attr.srq_limit if mask & SRQAttrMask.LIMIT else made.limit
-    if limit > depth:
-        reason = f"srq_limit={limit} is more than max_wr={depth}"
-        raise VerbsError("ibv_modify_srq", errno.EINVAL, reason)
-    made.limit = limit
-
-
-@verb
-def query_srq(srq: Any, attr: Any) -> None:
-    made: SharedReceiveQueue = bound(srq, "ibv_query_srq")
-    attr.max_wr, attr.max_sge = made.queue.depth, made.queue.max_sge
-    attr.srq_limit = made.limit
-
-
-@verb
-def destroy_srq(srq: Any) -> None:
-    made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
-    if made.users:
-        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs use it")
-    queues = [made.queue]
-    if made.tags is not None:
-        queues += [made.tags.slots, made.tags.ops]
-    for queue in queues:
-        if made.cq is not None:
-            made.cq.forget(queue)
-        queue.clear()
-        queue.refuses = errno.EINVAL
-    if made.cq is not None:
-        made.cq.users -= 1
-    if made.xrcd is not None:
-        made.xrcd.users -= 1
-    del made.device.srqs[made.number]
-    made.context.events.forget(made.handle)
-    drop(srq, "ibv_destroy_srq")
 
 
 @verb
@@ -170,203 +80,6 @@ def close_xrcd(xrcd: Any) -> None:
             del _domains[domain.inode]
     domain.opened -= 1
     drop(ffi.cast("struct rp_soft_xrcd *", xrcd), "ibv_close_xrcd")
-
-
-# ---- queue pairs --------------------------------------------------------
-
-
-@verb
-def create_qp(pd: Any, init: Any) -> Any:
-    return make_qp(pd.context, pd, init)
-
-
-@verb
-def create_qp_ex(context: Any, init: Any) -> Any:
-    return make_qp_ex(context, init)
-
-
-def make_qp_ex(context: Any, init: Any) -> Any:
-    """Create a queue pair as ibv_create_qp_ex does, inside a verb."""
-    mask = init.comp_mask
-    header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
-    if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
-        reason = f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}"
-        raise VerbsError("ibv_create_qp_ex", errno.EINVAL, reason)
-    pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
-    has_xrcd = mask & lib.IBV_QP_INIT_ATTR_XRCD
-    domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
-    ops = init.send_ops_flags if mask & lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS else 0
-    if ops & ~_SEND_OPS.get(init.qp_type, 0):
-        reason = "send_ops_flags has what the QP type has not"
-        raise UnsupportedError("ibv_create_qp_ex", errno.EOPNOTSUPP, reason)
-    qp = make_qp(context, pd, init, domain, extended=bool(ops))
-    made: QueuePair = bound(qp, "ibv_create_qp_ex")
-    made.sq.max_tso_header = header
-    made.opcodes |= {int(opcode) for opcode, op in SEND_OPS.items() if ops & op}
-    return qp
-
-
-def make_qp(
-    context: Any, pd: Any, init: Any, domain: XRCDomain | None = None, *, extended: bool = False
-) -> Any:
-    """Create a queue pair, inside a verb."""
-    if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
-        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
-    target = init.qp_type == QPType.XRC_RECV
-    if (domain is not None, bool(pd)) != (target, not target):
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
-    needs_recv_cq = init.qp_type not in (QPType.XRC_SEND, QPType.XRC_RECV)
-    if (not init.send_cq and not target) or (not init.recv_cq and needs_recv_cq):
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "a CQ is missing")
-    cap = init.cap
-    wrs_fit = max(cap.max_send_wr, cap.max_recv_wr) <= MAX_QP_WR
-    sges_fit = max(cap.max_send_sge, cap.max_recv_sge) <= MAX_SGE
-    if not wrs_fit or not sges_fit or cap.max_inline_data > MAX_INLINE:
-        raise VerbsError("ibv_create_qp", errno.EINVAL)
-    name = "ibv_create_qp"
-    whole = ffi.new("struct rp_soft_qp_ex *") if extended else None
-    qp = lib.rp_soft_qp_ex_init(whole) if extended else ffi.new("struct ibv_qp *")
-    qp.context, qp.pd, qp.qp_type = context, pd, init.qp_type
-    qp.send_cq, qp.recv_cq, qp.srq = init.send_cq, init.recv_cq, init.srq
-    srq = bound(init.srq, name) if init.srq else None
-    if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
-    opened = context_of(context, name)
-    # An XRC queue pair lacks one or both.
-    send_cq, recv_cq = [
-        bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
-        for cq in (init.send_cq, init.recv_cq)
-    ]
-    device = opened.device
-    made = device.queue_pair(
-        device,
-        opened,
-        device.new_number(),
-        QPType(init.qp_type),
-        bound(pd, name) if pd else ProtectionDomain(),
-        send_cq,
-        recv_cq,
-        srq,
-        WorkQueue(cap.max_send_wr, cap.max_send_sge),
-        WorkQueue(cap.max_recv_wr, cap.max_recv_sge),
-        bool(init.sq_sig_all),
-    )
-    made.sq.max_inline = cap.max_inline_data
-    made.handle, made.xrcd = qp, domain
-    device.qps[made.number] = made
-    for user in (send_cq, recv_cq, srq, domain):
-        if user is not None:
-            user.users += 1
-    qp.qp_num = made.number
-    return keep(qp, made, whole)
-
-
-@verb
-def modify_qp(qp: Any, attr: Any, mask: int) -> None:
-    made: QueuePair = bound(qp, "ibv_modify_qp")
-    if mask & QPAttrMask.ALT_PATH:
-        raise VerbsError("ibv_modify_qp", errno.EINVAL, "soft0 has no alternate paths")
-    attrs = {
-        name: getattr(attr, name)
-        for name, bit in FIELDS.items()
-        if bit & mask and name != "ah_attr"
-    }
-    if mask & QPAttrMask.AV:
-        if not attr.ah_attr.is_global:
-            raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
-        attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
-        attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
-    if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
-        reason = f"qp_access_flags has bits that are not access flags: 0x{unknown:x}"
-        raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
-    if not made.modify(QPAttrMask(mask), attrs):
-        raise VerbsError("ibv_modify_qp", errno.EINVAL)
-    native.on_commit(setattr, qp, "state", made.state)
-    made.device.start(made)
-
-
-@verb
-def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
-    made: QueuePair = bound(qp, "ibv_query_qp")
-    for name in FIELDS:
-        if name in made.attr and name != "ah_attr":
-            setattr(attr, name, made.attr[name])
-    attr.qp_state = attr.cur_qp_state = made.state
-    if address := made.attr.get("ah_attr"):
-        ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
-    for cap in (attr.cap, init.cap):
-        cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
-        cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
-        cap.max_inline_data = made.sq.max_inline
-    init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
-    init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
-
-
-@verb
-def query_qp_data_in_order(qp: Any, op: int, flags: int) -> int:
-    bound(qp, "ibv_query_qp_data_in_order")
-    # It copies with memmove, which promises no order.
-    return 0
-
-
-@verb
-def sends_for_receive(qp: Any) -> int:
-    made: QueuePair = bound(qp, "ibv_query_qp")
-    return sum([wqe.opcode in CONSUMES_RECEIVE for wqe in tuple(made.sq.pending)])
-
-
-@verb
-def destroy_qp(qp: Any) -> None:
-    made: QueuePair = drop(qp, "ibv_destroy_qp")
-    made.drop_queues()
-    made.context.events.forget(made.handle)
-    made.sq.refuses = made.rq.refuses = errno.EINVAL
-    for group in list(made.device.groups):
-        made.device.detach(made, group)
-    for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
-        if user is not None:
-            user.users -= 1
-    del made.device.qps[made.number]
-
-
-@verb
-def create_ah(pd: Any, attr: Any) -> Any:
-    bound(pd, "ibv_create_ah")
-    grh, gids = attr.grh, device_of(pd, "ibv_create_ah").gids
-    if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(gids):
-        raise VerbsError("ibv_create_ah", errno.EINVAL)
-    ah = ffi.new("struct ibv_ah *")
-    ah.context, ah.pd = pd.context, pd
-    address = AddressHandle(
-        gids[grh.sgid_index],
-        bytes(grh.dgid.raw),
-        attr.sl,
-        grh.flow_label & 0xFFFFF,
-        grh.hop_limit,
-        grh.traffic_class,
-    )
-    return keep(ah, address)
-
-
-@verb
-def destroy_ah(ah: Any) -> None:
-    drop(ah, "ibv_destroy_ah")
-
-
-@verb
-def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: QueuePair = bound(qp, "ibv_attach_mcast")
-    if made.type is not QPType.UD or not is_multicast_gid(gid):
-        raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-    if not made.device.attach(made, gid):
-        raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
-
-
-@verb
-def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: QueuePair = bound(qp, "ibv_detach_mcast")
-    if not made.device.detach(made, gid):
-        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
 
 
 _domains: dict[tuple[int, int], XRCDomain] = table()
@@ -395,3 +108,31 @@ def _find_domain(init: Any) -> XRCDomain:
     else:
         _domains[inode] = XRCDomain(inode)
     return _domains[inode]
+
+
+@verb
+def create_qp(pd: Any, init: Any) -> Any:
+    return make_qp(pd.context, pd, init)
+
+
+@verb
+def create_qp_ex(context: Any, init: Any) -> Any:
+    has_xrcd = init.comp_mask & lib.IBV_QP_INIT_ATTR_XRCD
+    domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
+    return make_qp_ex(context, init, domain)
+
+
+@verb
+def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+    made: SoftQueuePair = bound(qp, "ibv_attach_mcast")
+    if made.type is not QPType.UD or not is_multicast_gid(gid):
+        raise VerbsError("ibv_attach_mcast", errno.EINVAL)
+    if not made.device.attach(made, gid):
+        raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
+
+
+@verb
+def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+    made: SoftQueuePair = bound(qp, "ibv_detach_mcast")
+    if not made.device.detach(made, gid):
+        raise VerbsError("ibv_detach_mcast", errno.EINVAL)

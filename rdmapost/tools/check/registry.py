@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from ...enums import DeviceCap, Opcode, OpsOpcode, QPType
 from ...errors import RdmaError
-from ...posting.rules import QP_TYPES_BY_OPCODE
 from ...resources.device import Context
 from ...resources.device_attr import usable_mtu
+from ...standard.opcodes import QP_TYPES_BY_OPCODE
 from ..frames import ETHERNET_BYTES, ethernet
 from ..loopback import Loopback
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from ...enums import Opcode, OpsFlags, OpsOpcode, QPType, SendFlags
 from ...posting import wr as work_requests
-from ...posting.rules import QP_TYPES_BY_OPCODE, flags_allowed
+from ...posting.rules import flags_allowed
+from ...standard.opcodes import QP_TYPES_BY_OPCODE
 from .model import Explanation, explanation_of
 
 COLUMNS = (QPType.UD, QPType.UC, QPType.RC, QPType.XRC_SEND, QPType.RAW_PACKET)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ...enums import QPState, QPType, SendFlags
-from ...posting.rules import OPCODES_BY_QP_TYPE
+from ...standard.opcodes import OPCODES_BY_QP_TYPE
 from .model import Explanation, explanation_of
 
 

@@ -22,11 +22,11 @@ from rdmapost._binding import native
 from rdmapost.enums import MTU, Access, EventType, QPAttrMask, QPState, QPType, WCOpcode, WCStatus
 from rdmapost.providers.roce import engine, packets
 from rdmapost.providers.roce.qp import RoceQueuePair
-from rdmapost.providers.soft0.engine.completion import CompletionQueue
-from rdmapost.providers.soft0.engine.device_queues import SharedReceiveQueue, WorkQueue
-from rdmapost.providers.soft0.engine.faults import PlannedFaults
-from rdmapost.providers.soft0.engine.journaled_dict import JournaledDict
-from rdmapost.providers.soft0.engine.memory import Memory, ProtectionDomain, Region
+from rdmapost.providers.software.completion import CompletionQueue
+from rdmapost.providers.software.device_queues import SharedReceiveQueue, WorkQueue
+from rdmapost.providers.software.faults import PlannedFaults
+from rdmapost.providers.software.journaled_dict import JournaledDict
+from rdmapost.providers.software.memory import Memory, ProtectionDomain, Region
 from rdmapost.standard.wire import ICRC_BYTES
 
 ALL_ACCESS = int(

@@ -386,3 +386,12 @@ def test_file_is_complete_after_the_process(on_lo, tmp_path, way):
 def test_capture_cannot_be_copied(on_lo, tmp_path):
     with on_lo.capture(tmp_path / "packets") as made, pytest.raises(TypeError, match="'Capture'"):
         copy.copy(made)
+
+
+def test_capture_is_an_instance_of_the_public_class(on_lo, tmp_path):
+    """Which only a device can create."""
+    with on_lo.capture(tmp_path / "packets") as made:
+        assert isinstance(made, rp.Capture)
+    assert rp.Capture.__module__ == "rdmapost"
+    with pytest.raises(TypeError):
+        rp.Capture()

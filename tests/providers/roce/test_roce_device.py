@@ -265,7 +265,7 @@ def test_thread_that_lacked_memory_goes_on(context, connect, peer, monkeypatch):
 
 WITHOUT_THREADS = """
 import errno, os, rdmapost as rp
-from rdmapost.providers.roce import device
+from rdmapost.providers.roce import device_thread
 
 def fail(*_):
     raise RuntimeError("can't start new thread")
@@ -277,12 +277,12 @@ rp.open_device("roce:lo").close()
 while len(os.listdir("/proc/self/task")) > 1:
     pass
 before = len(os.listdir("/proc/self/fd"))
-real, device._thread = device._thread, Failing
+real, device_thread._thread = device_thread._thread, Failing
 try:
     rp.open_device("roce:lo")
 except rp.VerbsError as error:
     print(errno.errorcode[error.errno])
-device._thread = real
+device_thread._thread = real
 print(len(os.listdir("/proc/self/fd")) - before)
 rp.open_device("roce:lo").close()
 """
@@ -479,9 +479,9 @@ ENDED = """
 import atexit, os, socket, sys
 atexit.register(lambda: print(len(sys._current_frames()), flush=True))
 import rdmapost as rp
-from rdmapost.providers.roce import device
-from rdmapost.providers.soft0.engine.device import open_devices
-device._SHORTEST = device._LONGEST = 0.3
+from rdmapost.providers.roce import device_thread
+from rdmapost.providers.software.device import open_devices
+device_thread._SHORTEST = device_thread._LONGEST = 0.3
 context = rp.open_device("roce:lo")
 if child := os.fork():
     os.waitpid(child, 0)

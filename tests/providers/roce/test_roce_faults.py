@@ -21,7 +21,7 @@ from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.faults import Way, damage, fate_of
-from rdmapost.providers.soft0.engine.faults import PacketFaults
+from rdmapost.providers.software.faults import PacketFaults
 from rdmapost.standard.wire import ROCE_V2_PORT
 
 DEVICE = "roce:lo"

@@ -37,10 +37,10 @@ from rdmapost.enums import (
     WCStatus,
 )
 from rdmapost.providers.roce import engine, packets
-from rdmapost.providers.roce.device import RandomKeys
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
-from rdmapost.providers.soft0.engine.memory import ProtectionDomain
+from rdmapost.providers.roce.random_keys import RandomKeys
+from rdmapost.providers.software.memory import ProtectionDomain
 
 MTU_BYTES = 1024
 SUCCESS, FLUSHED = WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR

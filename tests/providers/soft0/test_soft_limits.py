@@ -11,7 +11,7 @@ from support import prints, soft_context
 
 import rdmapost as rp
 from rdmapost import QPState, QPType
-from rdmapost.providers.soft0.engine import device
+from rdmapost.providers.soft0 import device
 from rdmapost.resources import qp_modify
 
 context = soft_context

@@ -10,7 +10,7 @@ import pytest
 import rdmapost as rp
 from rdmapost import QPType, frames
 from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
-from rdmapost.posting.rules import QP_TYPES_BY_OPCODE
+from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 
 BESIDE_THE_TABLE = {
     "POST_COLUMNS": {"RC", "UC", "XRC_SEND"},
@@ -139,8 +139,8 @@ def test_message_that_does_not_arrive_fails_its_check(
     def copy(source: Any, target: Any) -> None:
         """Copy nothing."""
 
-    for module in ("datagram", "requester", "responder"):
-        monkeypatch.setattr(f"rdmapost.providers.soft0.engine.{module}.copy", copy, raising=False)
+    for module in ("soft0.requester", "soft0.responder", "software.responder"):
+        monkeypatch.setattr(f"rdmapost.providers.{module}.copy", copy, raising=False)
     (row,) = [row for row in ROWS if row.opcode == opcode]
     with pytest.raises(Failed):
         row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
@@ -150,7 +150,7 @@ def test_frames_that_do_not_arrive_are_unsupported(
     soft: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A NIC needs a flow rule before it delivers frames to a queue pair."""
-    monkeypatch.setattr("rdmapost.providers.soft0.engine.raw._send_frame", lambda qp, frame: None)
+    monkeypatch.setattr("rdmapost.providers.soft0.raw._send_frame", lambda qp, frame: None)
     found = list(run_checks(soft, timeout=0.1))
     raw = [result for result in found if result.qp_type == "RAW_PACKET"]
     assert {result.status for result in raw} == {"unsupported"}
@@ -162,7 +162,7 @@ def test_frames_that_do_not_arrive_are_unsupported(
 
 def segments(qp_type: QPType, payload: bytes, mss: int) -> list[bytes]:
     """Make the right segments of a payload, by the device's own means."""
-    from rdmapost.providers.soft0.engine import offload
+    from rdmapost.providers.soft0 import offload
 
     link = offload.ethernet if qp_type is QPType.RAW_PACKET else offload.ipoib
     return list(offload.segments(frames.tcp(qp_type), link, payload, mss))

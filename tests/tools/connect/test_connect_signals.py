@@ -237,7 +237,7 @@ def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(context: rp
     pd = rp.PD(context)
     began = time.monotonic()
     # The device holds its lock there.
-    with At("/rdmapost/providers/soft0/", 1, server.close) as at:
+    with At("/rdmapost/providers/", 1, server.close) as at:
         rp.MR(pd, 64).close()
     assert at.reached
     assert time.monotonic() - began < SOON
@@ -520,7 +520,7 @@ def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
     peer = served.dial()
     with rp.PD(served.context) as pd:
         began = time.monotonic()
-        with At("/rdmapost/providers/soft0/", 1, peer.close) as at:
+        with At("/rdmapost/providers/", 1, peer.close) as at:
             rp.MR(pd, 64).close()
         assert at.reached
         assert time.monotonic() - began < SOON

@@ -22,6 +22,7 @@ from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enu
 from rdmapost.cli.app import app
 from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
 from rdmapost.posting import rules
+from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 
 EVERY = [
     explanation
@@ -113,7 +114,7 @@ def test_no_two_texts_are_alike() -> None:
 @pytest.mark.parametrize("opcode", Opcode)
 def test_qp_types_of_an_opcode_are_those_of_the_rules(opcode: Opcode) -> None:
     (found,) = explain(opcode)
-    types = rules.QP_TYPES_BY_OPCODE.get(opcode, frozenset())
+    types = QP_TYPES_BY_OPCODE.get(opcode, frozenset())
     assert set(found.qp_types) == {qp_type.name for qp_type in types}
     assert set(found.qp_types) <= {column.name for column in COLUMNS}
     for flag in rp.SendFlags:

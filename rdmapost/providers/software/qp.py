@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any
 
-from ...._binding import native
-from ....enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
-from ....posting.rules import OPCODES_BY_QP_TYPE, SEND_OPS
-from ....standard.qp_states import OPTIONAL, RANGES, REQUIRED
+from ..._binding import native
+from ...enums import EventType, Opcode, QPAttrMask, QPState, QPType, SendFlags, WCOpcode, WCStatus
+from ...standard.opcodes import OPCODES_BY_QP_TYPE, SEND_OPS
+from ...standard.qp_states import OPTIONAL, RANGES, REQUIRED
 from .completion import NO_TAG, CompletionQueue, Entry
 from .device_queues import WQE, SharedReceiveQueue, WorkQueue
 
 if TYPE_CHECKING:
     from .device import Device
     from .memory import ProtectionDomain
+    from .transport_messages import Request
 
 _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.RDMA_WRITE): WCOpcode.RDMA_WRITE,
@@ -52,10 +53,7 @@ _ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
 
 
 class QueuePair(native.Record):
-    """A queue pair of the device."""
-
-    has_offloads = True
-    """Whether it checks the checksums of what it receives."""
+    """A queue pair of a device, whose own class may extend any method."""
 
     def __init__(
         self,
@@ -91,9 +89,10 @@ class QueuePair(native.Record):
         self.connected = qp_type not in (QPType.UD, QPType.RAW_PACKET)
         self.peer_type = _PEER_TYPE.get(qp_type, qp_type)
         self._set_state(QPState.RESET)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Begin as in RESET."""
         self.attr: dict[str, Any] = {}
         """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
@@ -119,22 +118,22 @@ class QueuePair(native.Record):
             if not low <= value <= high:
                 return False
         self.attr = {**self.attr, **attrs}
-        self._enter(new)
+        self.enter(new)
         if attrs.get("en_sqd_async_notify"):
             self.drain()
         return True
 
     def drain(self) -> None:
-        """Report when the send queue has drained."""
-        # Requests are executed when posted, so it has already.
+        """Report when the send queue has drained: at once, where posts are executed at once."""
         self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
-    def _enter(self, state: QPState) -> None:
+    def enter(self, state: QPState) -> None:
+        """Move to a state, as modify does."""
         failed = self.state is _ERR
         self._set_state(state)
         if state is QPState.RESET:
             self.drop_queues()
-            self._forget()
+            self.forget()
         elif state is _ERR and not failed:
             self.flush()
 
@@ -155,7 +154,6 @@ class QueuePair(native.Record):
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):
             queue.clear()
             cq.forget(queue)
-        self.device.unpark(self)
 
     # ---- attempts of the request at the head of the send queue --------------
 
@@ -163,8 +161,6 @@ class QueuePair(native.Record):
         """Give the next request its full number of attempts."""
         self.retries = 0
         self.rnr_retries = 0
-        self.due = 0.0
-        """When to retry the request at the head, by the monotonic clock."""
 
     # ---- completing ---------------------------------------------------------
 
@@ -226,7 +222,6 @@ class QueuePair(native.Record):
 
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""
-        self.device.unpark(self)
         while self.sq.pending:
             self.complete_send(self.sq.take(), WCStatus.WR_FLUSH_ERR)
 
@@ -240,3 +235,7 @@ class QueuePair(native.Record):
     def grants(self, access: int) -> bool:
         """Whether the queue pair allows the peer this access, all of it."""
         return not access & ~self.attr["qp_access_flags"]
+
+    def checksum_flags(self, request: Request) -> int:
+        """Return IP_CSUM_OK if the device has checked a message's checksums, else 0."""
+        return 0

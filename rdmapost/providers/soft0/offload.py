@@ -10,8 +10,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ....enums import WCStatus
-from ....standard.wire import (
+from ...enums import WCStatus
+from ...standard.wire import (
     ETHERTYPE_IPV4,
     ETHERTYPE_IPV6,
     IPOIB_BYTES,
@@ -23,7 +23,7 @@ from ....standard.wire import (
     UDP_BYTES,
     checksum_residue,
 )
-from .memory import ErrorStatus
+from ..software.memory import ErrorStatus
 
 MAX_TSO = 1 << 18
 """Payload bytes of one TSO work request."""

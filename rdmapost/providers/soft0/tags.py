@@ -19,21 +19,21 @@ import copy
 from struct import Struct
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._binding import native
-from ....enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
-from ....standard.wire import TMH, TMHOpcode
-from .completion import NO_TAG, Entry, tm_info
-from .device_queues import WQE, WorkQueue
-from .memory import ErrorStatus, gather
-from .memory import copy as copy_bytes
-from .responder import consume_receive, fill, not_ready, refuse
-from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
+from ..._binding import native
+from ...enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, WCStatus
+from ...standard.wire import TMH, TMHOpcode
+from ..software.completion import NO_TAG, Entry, tm_info
+from ..software.device_queues import WQE, WorkQueue
+from ..software.memory import ErrorStatus, gather
+from ..software.memory import copy as copy_bytes
+from ..software.responder import consume_receive, fill, not_ready, refuse
+from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 
 if TYPE_CHECKING:
-    from .completion import CompletionQueue
-    from .device_queues import SharedReceiveQueue
-    from .memory import ProtectionDomain
-    from .qp import QueuePair
+    from ..software.completion import CompletionQueue
+    from ..software.device_queues import SharedReceiveQueue
+    from ..software.memory import ProtectionDomain
+    from .qp import SoftQueuePair
 
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
@@ -157,7 +157,7 @@ class MatchingList(native.Record):
 
     # ---- messages -----------------------------------------------------------
 
-    def receive(self, qp: QueuePair, request: Request) -> Ack | None:
+    def receive(self, qp: SoftQueuePair, request: Request) -> Ack | None:
         """Handle a message to a queue pair of this shared receive queue."""
         head, payload = _split(request.data, TMH.size)
         opcode = head[0] if head else TMHOpcode.NO_TAG
@@ -188,7 +188,7 @@ class MatchingList(native.Record):
 
     def _deliver(
         self,
-        qp: QueuePair,
+        qp: SoftQueuePair,
         request: Request,
         opcode: WCOpcode,
         flags: int = 0,
@@ -199,7 +199,7 @@ class MatchingList(native.Record):
             return not_ready(qp)
         return fill(qp, request, taken, opcode, flags, tag_info)
 
-    def _unexpected(self, qp: QueuePair, request: Request) -> Ack | None:
+    def _unexpected(self, qp: SoftQueuePair, request: Request) -> Ack | None:
         flags = _SYNC_REQ if self._behind() >= _MAX_UNHANDLED else 0
         ack = self._deliver(qp, request, WCOpcode.TM_RECV, flags)
         if ack is ACK:
@@ -207,7 +207,7 @@ class MatchingList(native.Record):
         return ack
 
     def _eager(
-        self, qp: QueuePair, entry: _Entry, request: Request, payload: Segments, tag_info: bytes
+        self, qp: SoftQueuePair, entry: _Entry, request: Request, payload: Segments, tag_info: bytes
     ) -> Ack | None:
         message = copy.copy(request)
         message.data, message.length = payload, request.length - TMH.size
@@ -219,13 +219,13 @@ class MatchingList(native.Record):
         taken = entry, self.slots, self.srq.pd, self.cq
         return fill(qp, message, taken, WCOpcode.TM_RECV, flags, tag_info)
 
-    def _complete_match(self, qp: QueuePair, entry: _Entry, tag_info: bytes) -> None:
+    def _complete_match(self, qp: SoftQueuePair, entry: _Entry, tag_info: bytes) -> None:
         fields = (entry.wr_id, WCStatus.SUCCESS, WCOpcode.TM_RECV, 0, 0, qp.number, 0, _MATCH, 0)
         # The entry keeps its slot until its data has arrived.
         self._push((fields, self.slots, 0, False, tag_info))
 
     def complete(
-        self, qp: QueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
+        self, qp: SoftQueuePair, entry: _Entry, status: WCStatus, byte_len: int, flags: int
     ) -> None:
         """Complete a tagged receive, however its message ended."""
         fields = (entry.wr_id, status, WCOpcode.TM_RECV, byte_len, 0, qp.number, 0, flags, 0)
@@ -234,7 +234,7 @@ class MatchingList(native.Record):
     # ---- rendezvous ---------------------------------------------------------
 
     def _begin_rendezvous(
-        self, qp: QueuePair, entry: _Entry, message: bytes, tag_info: bytes
+        self, qp: SoftQueuePair, entry: _Entry, message: bytes, tag_info: bytes
     ) -> Ack:
         va, rkey, size = _RVH.unpack_from(message, TMH.size)
         try:
@@ -261,7 +261,7 @@ class MatchingList(native.Record):
 class _Rendezvous:
     """The device's own work requests on a send queue: fetch the data, then send a FIN."""
 
-    def __init__(self, tags: MatchingList, qp: QueuePair, entry: _Entry, size: int) -> None:
+    def __init__(self, tags: MatchingList, qp: SoftQueuePair, entry: _Entry, size: int) -> None:
         self.pd: ProtectionDomain = tags.srq.pd
         self._tags = tags
         self._qp = qp

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ...._binding import native
+from ..._binding import native
 
 if TYPE_CHECKING:
     from .completion import CompletionQueue

@@ -1,4 +1,4 @@
-"""soft0's state: the device itself, and the object behind each C struct.
+"""The object behind each C struct, the transactions, and what C calls.
 
 ``verb`` turns a function into a control verb: it holds the device's lock, and
 its changes to the device are committed when it returns, or rolled back if it
@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..._binding import address_of, native
 from ...errors import VerbsError
-from .engine.device import Device, OpenDevice, open_devices, ready, run_due, wires
-from .engine.journaled_dict import JournaledDict
+from .device import Device, OpenDevice, open_devices, permanent, ready, run_due, wires
+from .journaled_dict import JournaledDict
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -45,7 +45,6 @@ def table() -> JournaledDict:
     return made
 
 
-device = Device("soft0")
 objects: dict[int, Any] = table()
 """The object behind each struct, by the struct's handle."""
 _handles = itertools.count(1)
@@ -169,7 +168,7 @@ def _reset() -> bool:
 
     The old state is kept, as its structs may still be referred to; its descriptors stay open.
     """
-    for one in {device, *open_devices.values()}:
+    for one in {*permanent, *open_devices.values()}:
         _kept.append(dict(vars(one)))
         one.start_over()
     wires.clear()

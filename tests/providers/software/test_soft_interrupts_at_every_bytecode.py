@@ -40,8 +40,9 @@ from rdmapost import (
 from rdmapost._binding import ffi, lib, native
 from rdmapost.enums import SendFlags
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import provider as soft
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.soft0.device import device as soft_device
+from rdmapost.providers.software import provider as soft
+from rdmapost.providers.software import state as soft_state
 
 pytestmark = pytest.mark.skipif(
     sys.gettrace() is not None, reason="coverage (or a debugger) traces already"
@@ -57,7 +58,7 @@ ALL = int(
 M = QPAttrMask
 GROUP = bytes([0xFF, 0x12, *bytes(14)])
 DATA = bytes(range(256)) * 8
-OURS = ("/rdmapost/providers/soft0/",)
+OURS = ("/rdmapost/providers/software/", "/rdmapost/providers/soft0/")
 provider: Any = soft_provider()
 monitoring: Any = getattr(sys, "monitoring", None)
 """Since Python 3.12; earlier versions have only sys.settrace."""
@@ -116,7 +117,7 @@ class Bench:
             setattr(attr, name, value)
         if mask & M.AV:
             attr.ah_attr.is_global = attr.ah_attr.port_num = 1
-            attr.ah_attr.grh.dgid.raw = soft_state.device.gids[0]
+            attr.ah_attr.grh.dgid.raw = soft_device.gids[0]
         provider.modify_qp(qp, attr, int(mask))
 
     def to_init(self, qp: Any) -> None:
@@ -221,7 +222,7 @@ class Bench:
 
     def digest(self) -> list[Any]:
         """Return all of the device's state and reports, except for numbers that are always new."""
-        device = soft_state.device
+        device = soft_device
         for qp in device.qps.values():
             slots_add_up(qp.sq, qp.send_cq)
             slots_add_up(qp.rq, qp.recv_cq)
@@ -288,7 +289,7 @@ class Bench:
     def close(self) -> None:
         """Close everything, and check that nothing is left."""
         self.stack.close()
-        device = soft_state.device
+        device = soft_device
         made = [
             set(table) - was for table, was in zip(soft_state._tables, self.before, strict=True)
         ]
@@ -368,7 +369,7 @@ def destroyed_with_work(b: Bench) -> Any:
 def ah_attr(b: Bench) -> Any:
     attr = ffi.new("struct ibv_ah_attr *")
     attr.is_global = attr.port_num = 1
-    attr.grh.dgid.raw = soft_state.device.gids[0]
+    attr.grh.dgid.raw = soft_device.gids[0]
     return attr
 
 
@@ -863,12 +864,12 @@ def test_handler_may_post_to_the_queues_of_the_verb_it_interrupts(name, raises):
     setup = VERBS[name]
 
     def act(b: Bench) -> None:
-        for qp in tuple(soft_state.device.qps.values()):
+        for qp in tuple(soft_device.qps.values()):
             with contextlib.suppress(AssertionError):  # Not in this state, or no room.
                 b.receive(qp.handle, 70)
             with contextlib.suppress(AssertionError):
                 b.send(qp.handle, Opcode.RDMA_WRITE)
-        for srq in tuple(soft_state.device.srqs.values()):
+        for srq in tuple(soft_device.srqs.values()):
             with contextlib.suppress(AssertionError):
                 b.receive(srq.handle, 71)
             with contextlib.suppress(AssertionError):
@@ -893,7 +894,8 @@ import os, signal
 import rdmapost as rp
 from rdmapost._binding import native, ffi, lib
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.soft0.device import device as soft_device
+from rdmapost.providers.software import state as soft_state
 provider = soft_provider()
 context = provider.open_device("soft0")
 pd = provider.alloc_pd(context)
@@ -956,7 +958,7 @@ def test_signal_handler_may_fork_in_the_middle_of_a_verb():
     """The verb fails in the child, and continues in the parent."""
     code = """
 def alloc(self, context):
-    soft_state.device.port_mtu = 1
+    soft_device.port_mtu = 1
     fork_here()
 
 def fork_here():
@@ -964,14 +966,14 @@ def fork_here():
     pid = os.fork()
 
 rp.PD  # Loads the module that gives ClosedError to C.
-before = soft_state.device.port_mtu
+before = soft_device.port_mtu
 try:
     native.verb(alloc, provider, context)
 except rp.ClosedError as error:
     assert not pid and "forked in the middle of a verb" in str(error)
-    assert soft_state.device.port_mtu == before
+    assert soft_device.port_mtu == before
     child()
-assert pid and soft_state.device.port_mtu == 1
+assert pid and soft_device.port_mtu == 1
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert prints(FORKED + code) == "7"
@@ -1084,7 +1086,8 @@ def test_post_within_a_verb_does_not_wait_for_another_threads_post(other, handle
 STEP = """
 import os, signal, sys, threading, time
 import rdmapost as rp
-from rdmapost.providers.soft0.engine import completion, qp, requester
+from rdmapost.providers.soft0 import requester
+from rdmapost.providers.software import completion, qp
 
 signal.alarm(20)
 context = rp.open_device("soft0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...._binding import native
+from ..._binding import native
 
 _ABSENT = object()
 

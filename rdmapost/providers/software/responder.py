@@ -1,4 +1,4 @@
-"""The responder: executes one request and acknowledges it.
+"""What a request may do, and does, on the responder's side; and how a receive completes.
 
 An unreliable service has no acknowledgements: a request that cannot be executed is dropped
 silently.
@@ -11,8 +11,8 @@ from operator import setitem
 from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ...._binding import native
-from ....enums import (
+from ..._binding import native
+from ...enums import (
     Access,
     EventType,
     FlushLevel,
@@ -24,8 +24,7 @@ from ....enums import (
     WCOpcode,
     WCStatus,
 )
-from ....standard.wire import GRH_BYTES
-from . import datagram, raw
+from ...standard.wire import GRH_BYTES
 from .completion import NO_TAG
 from .device_queues import SharedReceiveQueue, WorkQueue
 from .memory import ErrorStatus, RemoteAccessError, contents, copy
@@ -58,23 +57,6 @@ _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(W
 # Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
 _RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
 _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
-
-
-def receive(qp: QueuePair, request: Request) -> Ack | None:
-    """Carry out a request; return the acknowledgement, or None if none is sent."""
-    if qp.state not in RECEIVES or qp.peer_type is not request.qp_type:
-        return None
-    if qp.connected:
-        if qp.attr["dest_qp_num"] != request.src_qpn:
-            return None
-        # UC accepts any PSN.
-        if qp.reliable and qp.attr["rq_psn"] != request.psn:
-            return None
-    elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
-        return None
-    establish(qp)
-    ack = execute(qp, request, BY_OPCODE[request.opcode])
-    return ack if qp.reliable else None
 
 
 def establish(qp: QueuePair) -> None:
@@ -149,17 +131,6 @@ def consume_receive(qp: QueuePair, request: Request) -> Receive | None:
     return wqe, srq.queue, srq.pd, qp.recv_cq if srq.cq is None else srq.cq
 
 
-def _send(qp: QueuePair, request: Request) -> Ack | None:
-    srq = shared_queue(qp, request)
-    if srq is not None and srq.tags is not None:
-        ack: Ack | None = srq.tags.receive(qp, request)
-        return ack
-    taken = consume_receive(qp, request)
-    if taken is None:
-        return not_ready(qp)
-    return fill(qp, request, taken)
-
-
 def fill(
     qp: QueuePair,
     request: Request,
@@ -179,13 +150,11 @@ def fill(
         segments = qp.device.memory.local(pd, wqe.sges, True, byte_len)
         if datagrams:
             copy([request.grh, *request.data], segments)
-            flags = _GRH
-            if qp.has_offloads:
-                flags |= datagram.flags_of(request)
+            flags = _GRH | qp.checksum_flags(request)
         elif request.data:
             copy(request.data, segments)
             if qp.type is _RAW_PACKET:
-                flags = raw.flags_of(request)
+                flags = qp.checksum_flags(request)
     except ErrorStatus as error:
         room = sum([length or 1 << 31 for _, length, _ in wqe.sges])
         # Whether the message fits is determined before any of it is written.
@@ -228,7 +197,7 @@ def complete_receive(
 # ---- remote memory ----------------------------------------------------------
 
 
-def _target(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
+def target_of(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
     """Return the memory that a request names, for an access that its key must grant."""
     if not size:
         # An empty message accesses no memory, so its key is not checked.
@@ -242,36 +211,21 @@ def _domain(qp: QueuePair, request: Request) -> ProtectionDomain:
     return qp.pd if srq is None else srq.pd
 
 
-def _write(qp: QueuePair, request: Request) -> Ack | None:
-    if not qp.grants(_REMOTE_WRITE):
-        return refuse(qp)
-    target = _target(qp, request, request.length, _REMOTE_WRITE)
-    if request.imm is None:
-        copy(request.data, target)
-        return ACK
-    # Without a receive nothing is written either.
-    taken = consume_receive(qp, request)
-    if taken is None:
-        return not_ready(qp)
-    copy(request.data, target)
-    return complete_receive(
-        qp, request, taken, _SUCCESS, request.length, WCOpcode.RECV_RDMA_WITH_IMM
-    )
-
-
-def _read(qp: QueuePair, request: Request) -> Ack | None:
+def read(qp: QueuePair, request: Request) -> Ack | None:
+    """Execute an RDMA_READ: the acknowledgement has the data."""
     if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
-    source = _target(qp, request, request.length, _REMOTE_READ)
+    source = target_of(qp, request, request.length, _REMOTE_READ)
     return Ack(AckType.ACK, data=source)
 
 
-def _atomic(qp: QueuePair, request: Request) -> Ack | None:
+def atomic(qp: QueuePair, request: Request) -> Ack | None:
+    """Execute an atomic operation."""
     if not qp.grants(_REMOTE_ATOMIC) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
     if request.remote_addr % 8:
         return refuse(qp)
-    [target] = _target(qp, request, 8, _REMOTE_ATOMIC)
+    [target] = target_of(qp, request, 8, _REMOTE_ATOMIC)
     # The device's lock makes this atomic.
     old: int
     (old,) = _UINT64.unpack(contents(target))
@@ -282,12 +236,13 @@ def _atomic(qp: QueuePair, request: Request) -> Ack | None:
     return Ack(AckType.ACK, value=old)
 
 
-def _atomic_write(qp: QueuePair, request: Request) -> Ack | None:
+def atomic_write(qp: QueuePair, request: Request) -> Ack | None:
+    """Execute an ATOMIC_WRITE."""
     if not qp.grants(_REMOTE_WRITE) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
     if request.remote_addr % 8:
         return refuse(qp)
-    [target] = _target(qp, request, 8, _REMOTE_WRITE)
+    [target] = target_of(qp, request, 8, _REMOTE_WRITE)
     if isinstance(target, native.Room):
         # The kernel copies it, in one piece as it is aligned.
         copy(request.data, [target])
@@ -297,7 +252,8 @@ def _atomic_write(qp: QueuePair, request: Request) -> Ack | None:
     return ACK
 
 
-def _flush(qp: QueuePair, request: Request) -> Ack | None:
+def flush(qp: QueuePair, request: Request) -> Ack | None:
+    """Execute a FLUSH."""
     access = sum([_FLUSH_ACCESS[flag] for flag in FlushType if flag & request.flush_type])
     if not access or request.flush_level not in _FLUSH_LEVELS:
         return refuse(qp)
@@ -314,18 +270,3 @@ def _flush(qp: QueuePair, request: Request) -> Ack | None:
         access,
     )
     return ACK
-
-
-BY_OPCODE: dict[int, Executor] = {
-    int(Opcode.SEND): _send,
-    int(Opcode.SEND_WITH_IMM): _send,
-    int(Opcode.SEND_WITH_INV): _send,
-    int(Opcode.RDMA_WRITE): _write,
-    int(Opcode.RDMA_WRITE_WITH_IMM): _write,
-    int(Opcode.RDMA_READ): _read,
-    int(Opcode.ATOMIC_CMP_AND_SWP): _atomic,
-    int(Opcode.ATOMIC_FETCH_AND_ADD): _atomic,
-    int(Opcode.FLUSH): _flush,
-    int(Opcode.ATOMIC_WRITE): _atomic_write,
-}
-"""What executes a request, by its opcode."""

@@ -14,7 +14,7 @@ from support import ALL, prints, soft_context
 import rdmapost as rp
 from rdmapost import Access, AdviseMRAdvice, WCStatus
 from rdmapost._binding import native
-from rdmapost.providers.soft0.mapped_memory import may_shrink
+from rdmapost.providers.software.mapped_memory import may_shrink
 
 context = soft_context
 PAGE = mmap.PAGESIZE

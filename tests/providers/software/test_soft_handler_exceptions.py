@@ -179,10 +179,10 @@ print(len(cq.wait(3)), len(announced.poll()))
 def test_child_whose_reset_fails_retries_it_in_its_next_verb(error):
     code = """
 import contextlib, logging
-from rdmapost.providers.soft0.engine import device
+from rdmapost.providers.software import device
 from rdmapost._binding import ffi
 from rdmapost.providers import soft_provider
-from rdmapost.providers.soft0 import state as soft_state
+from rdmapost.providers.soft0.device import device as soft_device
 
 def failing(self, name):
     tries.append(name)
@@ -198,7 +198,7 @@ if not pid:
     with contextlib.suppress(rp.VerbsError):
         soft_provider().alloc_pd(ffi.NULL)
     with rp.open_device("soft0") as mine, rp.CQ(mine) as own:
-        print(len(tries), own.poll(), [*soft_state.device.qps], flush=True)
+        print(len(tries), own.poll(), [*soft_device.qps], flush=True)
     os._exit(0)
 os.waitpid(pid, 0)
 """

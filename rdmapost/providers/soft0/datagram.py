@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from ....enums import Opcode, SendFlags, WCFlags, WCStatus
-from ....posting.rules import MULTICAST_QPN
-from ....standard.wire import (
+from ...enums import Opcode, SendFlags, WCFlags, WCStatus
+from ...standard.opcodes import MULTICAST_QPN
+from ...standard.wire import (
     BTH_BYTES,
     DETH_BYTES,
     DONT_FRAGMENT,
@@ -20,13 +20,14 @@ from ....standard.wire import (
     UDP_BYTES,
     ipv4_header,
 )
+from ..software.memory import ErrorStatus, gather
+from ..software.transport_messages import Request, Segments
 from . import offload
-from .memory import ErrorStatus, gather
-from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
-    from .device_queues import WQE
-    from .qp import QueuePair
+    from ..software.addressing import AddressHandle
+    from ..software.device_queues import WQE
+    from .qp import SoftQueuePair
 
 _HEADERS = UDP_BYTES + BTH_BYTES + DETH_BYTES + ICRC_BYTES
 """Bytes of a datagram's packet after the IP header, without the payload."""
@@ -35,18 +36,7 @@ _IP_CSUM = int(SendFlags.IP_CSUM)
 _ETHERTYPE_STARTS = (b"\x08", b"\x86")
 
 
-class AddressHandle(NamedTuple):
-    """The path to a peer."""
-
-    sgid: bytes
-    dgid: bytes
-    sl: int
-    flow_label: int
-    hop_limit: int
-    traffic_class: int
-
-
-def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+def send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send one datagram; nothing reports whether it arrived.
 
     Raises:
@@ -59,7 +49,7 @@ def send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
     _send(qp, wqe, data, size)
 
 
-def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+def send_segmented(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
 
     Raises:
@@ -71,7 +61,7 @@ def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
         _send(qp, wqe, [message], len(message))
 
 
-def _send(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+def _send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
     address: AddressHandle = wqe.ah
     # The segments of a TSO are SENDs on the wire.
     opcode = Opcode.SEND if wqe.opcode == Opcode.TSO else wqe.opcode

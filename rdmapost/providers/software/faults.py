@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from ...._arguments import expect, member, seconds, time_limit, within
-from ...._binding import native
-from ....enums import WCStatus
+from ..._arguments import expect, member, seconds, time_limit, within
+from ..._binding import native
+from ...enums import WCStatus
 from .journaled_dict import JournaledDict
 
 __all__ = ["FaultPlan"]

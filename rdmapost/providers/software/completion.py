@@ -10,8 +10,8 @@ from collections import deque
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from ...._binding import native
-from ....enums import EventType
+from ..._binding import native
+from ...enums import EventType
 
 if TYPE_CHECKING:
     from .device import Device

@@ -10,7 +10,7 @@ import pytest
 from support import prints
 
 from rdmapost import Access, MWType, WCStatus
-from rdmapost.providers.soft0.engine.memory import (
+from rdmapost.providers.software.memory import (
     ErrorStatus,
     Memory,
     ProtectionDomain,

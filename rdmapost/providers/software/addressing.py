@@ -1,9 +1,9 @@
-"""soft0's ibv_init_ah_from_wc: the address vector of a datagram's sender."""
+"""Address handles, and the address vector of a datagram's sender."""
 
 from __future__ import annotations
 
 import errno
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._binding import ffi
 from ...enums import WCFlags
@@ -12,6 +12,17 @@ from ...standard.wire import GRH_BYTES, IPV4, IPV4_MAPPED, IPV6
 from .state import context_of, verb
 
 _ANY_HOP_LIMIT = 0xFF
+
+
+class AddressHandle(NamedTuple):
+    """The path to a peer."""
+
+    sgid: bytes
+    dgid: bytes
+    sl: int
+    flow_label: int
+    hop_limit: int
+    traffic_class: int
 
 
 @verb

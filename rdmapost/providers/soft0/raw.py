@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ....enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
-from ....standard.wire import ETHERNET_BYTES
+from ...enums import Opcode, QPType, SendFlags, WCFlags, WCStatus
+from ...standard.wire import ETHERNET_BYTES
+from ..software.memory import ErrorStatus, gather
+from ..software.transport_messages import Request, Segments
 from . import offload
-from .memory import ErrorStatus, gather
-from .transport_messages import Request, Segments
 
 if TYPE_CHECKING:
-    from .device_queues import WQE
-    from .qp import QueuePair
+    from ..software.device_queues import WQE
+    from .qp import SoftQueuePair
 
 MAX_FRAME = 9000 + ETHERNET_BYTES
 
 
-def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
+def send(qp: SoftQueuePair, wqe: WQE, data: Segments) -> None:
     """Send one frame, with its checksums filled in if the work request asks for that.
 
     Raises:
@@ -30,7 +30,7 @@ def send(qp: QueuePair, wqe: WQE, data: Segments) -> None:
     _send_frame(qp, frame)
 
 
-def send_segmented(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> None:
+def send_segmented(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
     """Send a payload as many frames, each with the work request's header.
 
     Raises:
@@ -46,7 +46,7 @@ def _check_length(size: int) -> None:
         raise ErrorStatus(WCStatus.LOC_LEN_ERR)
 
 
-def _send_frame(qp: QueuePair, frame: bytes) -> None:
+def _send_frame(qp: SoftQueuePair, frame: bytes) -> None:
     """Put a frame on the wire."""
     for other in list(qp.device.qps.values()):
         if other is not qp and other.type is QPType.RAW_PACKET:

@@ -125,7 +125,7 @@ def test_a_hundred_thousand_resources_leave_nothing_behind(context, resource):
 
 def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, caplog, monkeypatch):
     """An exception inside a verb ends the work request, and its traceback is logged."""
-    from rdmapost.providers.soft0.engine import responder
+    from rdmapost.providers.soft0 import responder
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
@@ -155,8 +155,9 @@ def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, c
 INTERRUPTED = """
 import signal, sys
 import rdmapost as rp
-from rdmapost.providers.soft0.engine import completion, requester
-from rdmapost.providers.soft0.engine import qp as queuepair
+from rdmapost.providers.soft0 import requester
+from rdmapost.providers.software import completion
+from rdmapost.providers.software import qp as queuepair
 
 struck = []
 
@@ -223,7 +224,7 @@ def shortage(monkeypatch):
 
 def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
     """Unchanged, and before later posts."""
-    from rdmapost.providers.soft0.engine import qp as queuepair
+    from rdmapost.providers.software import qp as queuepair
 
     with (
         rp.PD(context) as pd,
@@ -253,8 +254,8 @@ def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, 
 
 
 def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
-    from rdmapost.providers.soft0.engine import qp as queuepair
-    from rdmapost.providers.soft0.engine import requester
+    from rdmapost.providers.soft0 import requester
+    from rdmapost.providers.software import qp as queuepair
 
     with (
         rp.PD(context) as pd,
@@ -283,7 +284,7 @@ def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
 
 
 def test_retry_without_memory_is_made_later(context, caplog, shortage):
-    from rdmapost.providers.soft0.engine import device
+    from rdmapost.providers.software import device
 
     with (
         rp.PD(context) as pd,

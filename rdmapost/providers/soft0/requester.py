@@ -13,14 +13,15 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from ....enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ....posting.rules import MAX_MSG_SIZE
-from ....standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
+from ...standard.opcodes import MAX_MSG_SIZE
+from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ..software.device_queues import WQE
+from ..software.memory import ErrorStatus, copy
+from ..software.requester import bind, local_invalidate, needs_rd_atomic, room
+from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 from . import datagram, raw
-from .device_queues import WQE
-from .memory import ErrorStatus, copy
-from .qp import QueuePair
-from .transport_messages import ACK, Ack, AckType, Request, Segments, size_of
+from .qp import SoftQueuePair
 
 _NAK_STATUS = {
     AckType.NAK_INVALID_REQUEST: WCStatus.REM_INV_REQ_ERR,
@@ -41,7 +42,7 @@ class _Parked(Exception):
     """The request must be retried later."""
 
 
-def execute_next(qp: QueuePair) -> bool:
+def execute_next(qp: SoftQueuePair) -> bool:
     """Execute the work request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
@@ -65,14 +66,14 @@ def execute_next(qp: QueuePair) -> bool:
     return bool(pending)
 
 
-def give_up(qp: QueuePair) -> bool:
+def give_up(qp: SoftQueuePair) -> bool:
     """Fail the request at the head of the send queue, which the device could not execute."""
     if qp.sq.pending:
         _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
     return bool(qp.sq.pending)
 
 
-def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
+def _retire(qp: SoftQueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
     if qp.due:
         qp.begin_attempts()
     if not qp.sq.pending or qp.sq.pending[0] is not wqe:
@@ -85,7 +86,7 @@ def _retire(qp: QueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:
         qp.fail_send()
 
 
-def _carry_out(qp: QueuePair, wqe: WQE) -> int:
+def _carry_out(qp: SoftQueuePair, wqe: WQE) -> int:
     """Carry out one work request; return the bytes that came back.
 
     Raises:
@@ -104,7 +105,7 @@ def _carry_out(qp: QueuePair, wqe: WQE) -> int:
 # ---- what goes out ----------------------------------------------------------
 
 
-def _local_data(qp: QueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segments, int]:
+def _local_data(qp: SoftQueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segments, int]:
     """Return the local buffers of a work request and their size."""
     if wqe.inline is not None:
         return ([wqe.inline] if wqe.inline else []), len(wqe.inline)
@@ -116,7 +117,7 @@ def _local_data(qp: QueuePair, wqe: WQE, *, write: bool = False) -> tuple[Segmen
     return segments, size
 
 
-def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
+def _request(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> Request:
     opcode = wqe.opcode
     request = Request(opcode, qp.type, qp.number, qp.attr["dest_qp_num"], data, size)
     request.psn = qp.attr["sq_psn"]
@@ -134,7 +135,7 @@ def _request(qp: QueuePair, wqe: WQE, data: Segments, size: int) -> Request:
     return request
 
 
-def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
+def _send_or_write(qp: SoftQueuePair, wqe: WQE) -> int:
     data, size = _local_data(qp, wqe)
     if qp.type is _UD:
         datagram.send(qp, wqe, data, size)
@@ -145,22 +146,7 @@ def _send_or_write(qp: QueuePair, wqe: WQE) -> int:
     return 0
 
 
-def room(wqe: WQE) -> int:
-    """Return the size of the local buffers of a read or an atomic.
-
-    As on hardware, their keys are checked only when the response arrives, after the responder has
-    executed the request.
-    """
-    if wqe.inline is not None:
-        # An inline copy cannot be written to.
-        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
-    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
-    if size > MAX_MSG_SIZE:
-        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    return size
-
-
-def _read(qp: QueuePair, wqe: WQE) -> int:
+def _read(qp: SoftQueuePair, wqe: WQE) -> int:
     size = room(wqe)
     needs_rd_atomic(qp)
     ack = _exchange(qp, _request(qp, wqe, [], size))
@@ -170,7 +156,7 @@ def _read(qp: QueuePair, wqe: WQE) -> int:
     return size
 
 
-def _atomic(qp: QueuePair, wqe: WQE) -> int:
+def _atomic(qp: SoftQueuePair, wqe: WQE) -> int:
     if room(wqe) < 8:
         raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     needs_rd_atomic(qp)
@@ -182,49 +168,20 @@ def _atomic(qp: QueuePair, wqe: WQE) -> int:
     return 8
 
 
-def _atomic_write(qp: QueuePair, wqe: WQE) -> int:
+def _atomic_write(qp: SoftQueuePair, wqe: WQE) -> int:
     needs_rd_atomic(qp)
     _exchange(qp, _request(qp, wqe, [wqe.atomic_wr.to_bytes(8, sys.byteorder)], 8))
     return 0
 
 
-def _flush(qp: QueuePair, wqe: WQE) -> int:
+def _flush(qp: SoftQueuePair, wqe: WQE) -> int:
     request = _request(qp, wqe, [], wqe.length)
     request.flush_type, request.flush_level = wqe.type, wqe.level
     _exchange(qp, request)
     return 0
 
 
-def needs_rd_atomic(qp: QueuePair) -> None:
-    """Raise an ErrorStatus if the queue pair may have no read or atomic outstanding."""
-    if not qp.attr["max_rd_atomic"]:
-        # It could never start.
-        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
-
-
-def local_invalidate(qp: QueuePair, wqe: WQE) -> int:
-    """Carry out a LOCAL_INV."""
-    if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
-        raise ErrorStatus(WCStatus.MW_BIND_ERR)
-    return 0
-
-
-def bind(qp: QueuePair, wqe: WQE) -> int:
-    """Carry out a BIND_MW."""
-    qp.device.memory.bind(
-        wqe.window,
-        wqe.region,
-        wqe.bind_addr,
-        wqe.bind_length,
-        wqe.bind_access,
-        pd=qp.pd,
-        qpn=qp.number,
-        rkey=wqe.bind_rkey,
-    )
-    return 0
-
-
-def _tso(qp: QueuePair, wqe: WQE) -> int:
+def _tso(qp: SoftQueuePair, wqe: WQE) -> int:
     data, size = _local_data(qp, wqe)
     if qp.type is _UD:
         datagram.send_segmented(qp, wqe, data, size)
@@ -233,7 +190,7 @@ def _tso(qp: QueuePair, wqe: WQE) -> int:
     return 0
 
 
-_BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
+_BY_OPCODE: dict[int, Callable[[SoftQueuePair, WQE], int]] = {
     int(Opcode.SEND): _send_or_write,
     int(Opcode.SEND_WITH_IMM): _send_or_write,
     int(Opcode.SEND_WITH_INV): _send_or_write,
@@ -253,7 +210,7 @@ _BY_OPCODE: dict[int, Callable[[QueuePair, WQE], int]] = {
 # ---- what comes back --------------------------------------------------------
 
 
-def _exchange(qp: QueuePair, request: Request) -> Ack:
+def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
     """Send a request and return its acknowledgement.
 
     Raises:
@@ -283,7 +240,7 @@ def _exchange(qp: QueuePair, request: Request) -> Ack:
     raise ErrorStatus(_NAK_STATUS[ack.type])
 
 
-def _try_again(qp: QueuePair, seconds: float) -> NoReturn:
+def _try_again(qp: SoftQueuePair, seconds: float) -> NoReturn:
     """Have the request at the head of the queue retried later."""
     qp.due = time.monotonic() + seconds
     raise _Parked

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from ....enums import QPType
+from ...enums import QPType
 
 Segments = list[Any]
 """Bytes in memory: memoryviews of registered memory, or the device's own bytes."""

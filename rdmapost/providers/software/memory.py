@@ -9,8 +9,8 @@ from __future__ import annotations
 from operator import setitem
 from typing import Any
 
-from ...._binding import native
-from ....enums import Access, MWType, WCStatus
+from ..._binding import native
+from ...enums import Access, MWType, WCStatus
 from .journaled_dict import JournaledDict
 from .transport_messages import Segments
 
@@ -135,13 +135,14 @@ class Memory(native.Record):
         self._next = 0x10
         self._tag = 0
 
-    def _new_key(self) -> int:
+    def new_key(self) -> int:
+        """Return the lkey of a new region, or the rkey of a window."""
         # The upper 24 bits are the index, the low byte a tag.
         self._next = (self._next + 1) & 0x7FFFFF or 1
         self._tag = (self._tag + _STALE_STEP) & 0xFF
         key = self._next << 8 | self._tag
         taken = key in self.regions_by_lkey or self.has_index_of(key)
-        return self._new_key() if taken else key
+        return self.new_key() if taken else key
 
     def has_index_of(self, key: int) -> bool:
         """Whether a region or a window has an rkey that differs at most in its low byte."""
@@ -173,7 +174,7 @@ class Memory(native.Record):
             unsure: the address of the first byte in this process, if the memory may be unmapped
                 while it is registered, or its file become shorter.
         """
-        lkey = self._new_key()
+        lkey = self.new_key()
         region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000, unsure)
         self._list(region)
         return region
@@ -184,7 +185,7 @@ class Memory(native.Record):
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
         """Register a region over other memory; its keys change, the old ones become unknown."""
-        lkey = self._new_key()
+        lkey = self.new_key()
         self.deregister(region)
         region.addr, region.memory, region.length = addr, memory, len(memory)
         region.lkey, region.rkey, region.unsure = lkey, lkey | 0x8000_0000, unsure
@@ -199,7 +200,7 @@ class Memory(native.Record):
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
         """Return a new unbound window."""
-        window = Window(pd, mw_type, self._new_key())
+        window = Window(pd, mw_type, self.new_key())
         self._by_index[window.rkey >> 8] = window
         return window
 

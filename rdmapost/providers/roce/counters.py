@@ -1,0 +1,32 @@
+"""What a device counts."""
+
+from __future__ import annotations
+
+from ..._binding import native
+from ..base import Counters
+
+
+class Counted(native.Record):
+    """Counters, which a step that is undone leaves as they were.
+
+    Attributes:
+        sent, received: packets, and their bytes: each pair is changed at once, for every packet.
+
+    The others are named as in Counters.
+    """
+
+    def __init__(self) -> None:
+        self.sent = self.received = (0, 0)
+        self.retransmitted = 0
+        self.naks_sent = self.naks_received = self.rnr_naks_sent = self.rnr_naks_received = 0
+        self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
+
+    def now(self) -> Counters:
+        """Return them."""
+        others = dict(vars(self))
+        ways = {way: others.pop(way) for way in ("sent", "received")}
+        return Counters(
+            **{f"packets_{way}": packets for way, (packets, _) in ways.items()},
+            **{f"bytes_{way}": size for way, (_, size) in ways.items()},
+            **others,
+        )

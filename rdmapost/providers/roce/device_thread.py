@@ -1,0 +1,140 @@
+"""The thread that looks after a device while nobody else does.
+
+A verb that begins, and so each poll, receives what has come and has the engine process it. So does
+a thread that waits for a completion, because the socket is among the descriptors that it waits for.
+While nobody does, the device's own thread looks. It sleeps first whenever somebody else may be
+quicker, because two threads that take turns with the GIL are slower than one.
+"""
+
+from __future__ import annotations
+
+import _socket
+import _thread
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from typing import Any
+
+from ..._binding import native
+from .udp_socket import share
+
+_log = logging.getLogger("rdmapost.roce")
+
+_SHORTEST, _LONGEST = 0.0002, 0.002
+"""Seconds that the thread leaves to others."""
+_AFTER_ERROR = 0.1
+"""Seconds before it tries again."""
+_AT_EXIT = 1.0
+"""Seconds that the exit of the process waits for threads at most."""
+
+_threads: dict[Any, Any] = {}
+"""The socket of each device's thread, and a lock that is held until the thread ends."""
+
+
+def _end_threads() -> None:
+    """End the threads before the interpreter does, which would not release what they hold."""
+    ending = list(_threads.items())
+    for stopped, _ in ending:
+        # It may have ended by itself.
+        with contextlib.suppress(OSError):
+            stopped.shutdown(socket.SHUT_RDWR)
+    end = time.monotonic() + _AT_EXIT
+    for _, running in ending:
+        # A thread waits for the device's lock if another one stays in a verb.
+        running.acquire(timeout=max(0.0, end - time.monotonic()))
+
+
+def forget_all() -> None:
+    """Leave the threads to the parent."""
+    _threads.clear()
+
+
+os.register_at_fork(after_in_child=forget_all)
+atexit.register(_end_threads)
+
+
+def start(wake_fds: tuple[int, ...]) -> Any:
+    """Start a device's thread, which a rollback ends again; return the socket that ends it.
+
+    Args:
+        wake_fds: the descriptors that are readable when there is something to do.
+
+    Raises:
+        OSError: there are too many threads or descriptors.
+    """
+    watched = select.epoll()
+    stop, stopped = _socket.socketpair()
+    native.undo(stop.close)
+    share(stop)
+    for fd in (*wake_fds, stopped.fileno()):
+        watched.register(fd, select.EPOLLIN)
+    running = threading.Lock()
+    running.acquire()
+    native.undo(_threads.pop, stopped, None)
+    _threads[stopped] = running
+    try:
+        _thread.start_new_thread(_watch, (watched, stopped, running))
+    except (RuntimeError, MemoryError) as error:
+        stopped.close()
+        if isinstance(error, MemoryError):
+            raise
+        raise OSError(errno.EAGAIN, "pthread_create") from None
+    return stop
+
+
+def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
+    """Make progress while nobody else does; a thread runs this until the device is closed."""
+    pause: float | None = 0.0
+    error: Exception | None = None
+    try:
+        while pause is not None:
+            # Nothing but the device's end ends the thread, and least of all a lack of memory.
+            try:
+                if error is not None:
+                    _recover(error)
+                    error = None
+                pause = _wait_and_look(epoll, stopped.fileno(), pause)
+            except Exception as raised:
+                error = raised
+    finally:
+        epoll.close()
+        _threads.pop(stopped, None)
+        stopped.close()
+        running.release()
+
+
+def _recover(error: Exception) -> None:
+    time.sleep(_AFTER_ERROR)
+    if not isinstance(error, MemoryError):
+        _log.error("the thread of a roce device goes on after an error", exc_info=error)
+
+
+def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | None:
+    """Wait until there is something to do, and do it unless somebody else does in the pause.
+
+    Returns:
+        How long to pause next time; None to end.
+    """
+    if _is_stopped(epoll.poll(), stop_fd):
+        return None
+    if pause:
+        time.sleep(pause)
+        found = epoll.poll(0)
+        if _is_stopped(found, stop_fd):
+            return None
+        if not found:
+            # Somebody else was quicker, and probably will be again.
+            return min(2 * pause, _LONGEST)
+    native.run_device()
+    # Whoever had time to look, looks again soon.
+    return 0.0 if epoll.poll(0) else _SHORTEST
+
+
+def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:
+    return any(fd == stop_fd for fd, _ in events)

@@ -1,0 +1,112 @@
+"""Sending: packets are built, and go out when the step is committed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..._binding import native
+from ...standard.wire import ICRC_BYTES
+from ..software.transport_messages import size_of
+from . import trace
+from .addresses import sockaddr
+from .faults import damage
+from .packets import Path
+from .qp import RoceQueuePair
+
+if TYPE_CHECKING:
+    from .device import RoceDevice
+
+_CANNOT_SEGMENT = frozenset({errno.EIO, errno.EINVAL, errno.EOPNOTSUPP})
+
+
+class Sender(native.Record):
+    """What a device sends through its socket.
+
+    Attributes:
+        may_join: whether one call may send several packets: not if the network device cannot
+            segment.
+        errors: the errnos of sends, which happen when a step is committed.
+    """
+
+    def __init__(self) -> None:
+        self.may_join = True
+        self.errors: list[int] = []
+
+    def send(
+        self,
+        device: RoceDevice,
+        qp: RoceQueuePair,
+        path: Path,
+        covered: bytes,
+        headers: list[bytes],
+        payload: Any,
+        mtu: int,
+    ) -> None:
+        """Send packets that go together, as RoceDevice.send does.
+
+        Args:
+            covered: their IP and UDP headers as the ICRC covers them.
+        """
+        # Up to 3 bytes of padding, and the ICRC.
+        data = bytearray(sum(map(len, headers)) + size_of(payload) + 7 * len(headers))
+        size = native.roce_build(data, covered, headers, tuple(payload), mtu)
+        packets_sent, bytes_sent = device.counters.sent
+        device.counters.sent = packets_sent + len(headers), bytes_sent + size
+        whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
+        segment = size if len(headers) == 1 else whole
+        about: Any = functools.partial(trace.about_sent, qp) if device.recordings else None
+        if device.outgoing.is_straight:
+            self._transmit(device, path, about, data, size, segment)
+            return
+        packet = bytes(data[:size])
+        if about is not None:
+            # By the time that it goes, it may be damaged, and its work request gone.
+            about = functools.partial(trace.said, about(packet))
+
+        def damaged(item: Any, number: int) -> Any:
+            note = about
+            if about is not None:
+                note = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+            return path, note, damage(packet, covered, number)
+
+        for each in device.admit(device.outgoing, (path, about, packet), damaged):
+            self.send_held(device, each)
+
+    def _transmit(
+        self,
+        device: RoceDevice,
+        path: Path,
+        about: Callable[[bytes], str] | None,
+        data: Any,
+        size: int,
+        segment: int,
+    ) -> None:
+        assert device.address is not None
+        if about is not None:
+            trace.sent(device, about, path.dgid, path.traffic_class, data, size, segment)
+        native.on_commit(
+            native.roce_send,
+            device.socket.fileno(),
+            sockaddr(path.dgid, device.address.scope),
+            data,
+            size,
+            segment,
+            path.traffic_class,
+            self.errors,
+        )
+
+    def send_held(self, device: RoceDevice, item: Any) -> None:
+        """Send a packet that the fault plan has held."""
+        path, about, packet = item
+        self._transmit(device, path, about, packet, len(packet), len(packet))
+
+    def note_errors(self, device: RoceDevice) -> None:
+        """Process the errors of what was sent since the last call."""
+        for code in self.errors:
+            device.counters.send_errors += 1
+            if code in _CANNOT_SEGMENT and self.may_join:
+                self.may_join = False
+        self.errors.clear()

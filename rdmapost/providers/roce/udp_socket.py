@@ -1,0 +1,122 @@
+"""The sockets of devices: their options, and who closes them after a fork."""
+
+from __future__ import annotations
+
+import _socket
+import contextlib
+import errno
+import os
+import socket
+from typing import Any
+
+from ..._binding import native
+from ...standard.wire import ROCE_V2_PORT
+from .addresses import LocalAddress, candidates
+
+_SOCKET_BUFFER = 1 << 22
+"""What is asked of the kernel, which may grant less (net.core.rmem_max)."""
+
+# Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
+_IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
+_UDP_GRO = 104
+_UDP_NO_CHECK6_RX = 102
+_IPV6_DONTFRAG = 62
+_OPTIONS = {
+    socket.AF_INET: (
+        (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE),
+        (socket.IPPROTO_IP, socket.IP_RECVTOS, 1),
+        (socket.IPPROTO_IP, socket.IP_RECVTTL if hasattr(socket, "IP_RECVTTL") else 12, 1),
+    ),
+    socket.AF_INET6: (
+        (socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1),
+        (socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE),
+        (socket.IPPROTO_IPV6, _IPV6_DONTFRAG, 1),
+        # Soft-RoCE sends no UDP checksum, which IPv6 usually requires: the ICRC covers the packet.
+        (socket.SOL_UDP, _UDP_NO_CHECK6_RX, 1),
+        (socket.IPPROTO_IPV6, socket.IPV6_RECVTCLASS, 1),
+        (socket.IPPROTO_IPV6, socket.IPV6_RECVHOPLIMIT, 1),
+    ),
+}
+"""With PROBE, an unconnected socket sends IPv4 packets with identification 0 and "don't fragment",
+which the ICRC covers."""
+
+_TTL = {
+    socket.AF_INET: (socket.IPPROTO_IP, socket.IP_TTL),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS),
+}
+
+_shared: list[Any] = []
+"""The sockets that the child of a fork closes at once."""
+
+
+def share(made: Any) -> None:
+    """Note a socket, until the end of the verb or of the device."""
+    native.undo(_shared.remove, made)
+    _shared.append(made)
+
+
+def close(made: Any) -> None:
+    """On commit, close a socket that was noted."""
+    native.on_commit(made.close)
+    native.on_commit(_shared.remove, made)
+
+
+def close_all() -> None:
+    """Leave the addresses to the parent, which may close its devices while the child lives.
+
+    It takes no lock: its owner may be a thread that the child lacks.
+    """
+    while _shared:
+        _shared.pop().close()
+
+
+os.register_at_fork(after_in_child=close_all)
+
+
+def bind(place: str) -> tuple[LocalAddress, Any]:
+    """Open a socket on the first address that is free; return both.
+
+    Args:
+        place: a network device or an address.
+
+    Raises:
+        OSError: none is.
+        LookupError: this machine has no such address.
+    """
+    error: OSError | None = None
+    for address in candidates(place):
+        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        made = native.made(_socket.socket.close, _socket.socket, address.family, kind)
+        # Before it has the address.
+        share(made)
+        try:
+            _prepare(made, address)
+        except OSError as refused:
+            error = refused
+            made.close()
+            _shared.remove(made)
+            if refused.errno == errno.EADDRINUSE:
+                continue
+            break
+        return address, made
+    assert error is not None
+    raise error
+
+
+def hop_limit(made: Any, address: LocalAddress) -> int:
+    """Return the time to live, or the hop limit, of what a socket sends."""
+    limit: int = made.getsockopt(*_TTL[address.family])
+    return limit
+
+
+def _prepare(made: Any, address: LocalAddress) -> None:
+    """Set a socket's options, and bind it."""
+    for level, option, value in _OPTIONS[address.family]:
+        made.setsockopt(level, option, value)
+    with contextlib.suppress(OSError):
+        # Linux 5.0; without it each packet comes by itself.
+        made.setsockopt(socket.SOL_UDP, _UDP_GRO, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+    scope = (0, address.scope) if address.family is socket.AF_INET6 else ()
+    made.bind((address.host, ROCE_V2_PORT, *scope))

@@ -1,0 +1,20 @@
+"""What all software devices share: RDMA in this process, in Python, by the specification.
+
+``provider`` and ``queue_verbs`` have the control verbs, ``state`` the object behind each C struct.
+Below them, one file per concept, which knows no C structs: ``device``, ``qp`` the state machine,
+``transport_messages`` the messages between queue pairs, ``responder`` what a request does,
+``memory`` the keys, ``completion`` the completion queues and events. How messages travel is each
+device's own: ``providers.soft0``, ``providers.roce``.
+
+A signal handler may raise between any two bytecodes, so a control verb, and the execution of each
+work request, is a transaction: C commits its changes when it returns, and rolls them back if it
+raises (``_c/soft0/journal.c``). That covers the attributes of a ``Record`` or a ``DeviceQueue``, a
+``JournaledDict``, and deques changed by ``put`` and ``take``. Other objects do not change once they
+are reachable from these. What a journal cannot undo, such as a write to a descriptor, goes through
+``on_commit``.
+"""
+
+from ..._binding import native, once
+from .state import parts
+
+once(native.soft_device, "software", *parts)

@@ -1,0 +1,169 @@
+"""The device: its objects, its timer, and what C asks of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..._binding import ffi, lib, native
+from ...enums import MTU
+from .completion import EventQueue
+from .device_queues import SharedReceiveQueue
+from .faults import FaultPlan, PacketFaults, PlannedFaults
+from .journaled_dict import JournaledDict
+from .memory import Memory
+from .qp import QueuePair
+
+_TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
+
+
+ready: list[QueuePair | SharedReceiveQueue] = []
+"""What has work requests to execute after the verb; C empties it."""
+wires: list[Device] = []
+"""The open devices on a network, which look for packets in every verb."""
+open_devices: dict[str, Device] = JournaledDict()
+"""The devices that have an open context, by name."""
+permanent: list[Device] = []
+"""The devices that outlive their contexts."""
+
+
+def run_due() -> None:
+    """Start what is due on the open devices."""
+    for device in list(open_devices.values()):
+        device.run_due()
+    _schedule()
+
+
+def _schedule() -> None:
+    """Have run_due called when the first of the devices is due."""
+    due = [device.due for device in open_devices.values() if device.due >= 0]
+    native.on_commit(native.schedule_at, min(due, default=-1.0))
+
+
+def _unknown(cookie: int) -> None:
+    """Return the caller's wr_id: not known."""
+
+
+class OpenDevice(native.Record):
+    """One open context of the device."""
+
+    def __init__(self, device: Device, struct: Any) -> None:
+        self.device = device
+        self.struct = struct
+        """The struct around the context; a pointer to a part does not keep the whole."""
+        self.events = EventQueue(device)
+        self.faults = PlannedFaults()
+        self.plan = FaultPlan(self.faults, device)
+        """The users' interface to the faults."""
+        self.wr_id_of: Callable[[int], int | None] = _unknown
+        """Returns the caller's wr_id for the device's, or None."""
+
+
+class Device(native.Record):
+    """A software RDMA device.
+
+    Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device
+    makes progress inside the verbs. The methods that raise NotImplementedError are each device's
+    own, and ``queue_pair`` may be.
+
+    Attributes:
+        name: its name.
+        guid: its node GUID.
+        gids: its GID table.
+        netdev: the network device behind it, or "".
+        port_mtu: the active MTU of its port.
+        memory: its keys.
+        qps, srqs: its queue pairs and SRQs, by number.
+        timer_fd: expires when the device is due; -1 while it is not open.
+        times_open: how many open contexts it has.
+        due: when something must be done, by the monotonic clock; negative if never.
+    """
+
+    queue_pair: type[QueuePair] = QueuePair
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.guid = 0
+        self.gids: tuple[bytes, ...] = ()
+        self.netdev = ""
+        self.port_mtu = MTU.MTU_4096
+        self.memory = Memory()
+        self.qps: dict[int, Any] = JournaledDict()
+        self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
+        self.due = -1.0
+        self.timer_fd = -1
+        self.times_open = 0
+
+    def open(self) -> None:
+        """Count one more open context; the first makes the timer."""
+        if not self.times_open:
+            self.timer_fd = native.made(os.close, lib.timerfd_create, *_TIMER)
+            if self.timer_fd < 0:
+                raise OSError(ffi.errno, "timerfd_create")
+            open_devices[self.name] = self
+        self.times_open += 1
+
+    def close(self) -> None:
+        """Undo open()."""
+        self.times_open -= 1
+        if not self.times_open:
+            native.on_commit(os.close, self.timer_fd)
+            self.timer_fd = -1
+            del open_devices[self.name]
+
+    @property
+    def wake_fds(self) -> tuple[int, ...]:
+        """The descriptors that are readable when a verb can make progress, such as a retry."""
+        return (self.timer_fd,)
+
+    def start_over(self) -> None:
+        """Forget everything, in the child of a fork."""
+        self.__init__(self.name)  # type: ignore[misc]
+
+    def new_number(self) -> int:
+        """Return the number of a new queue; 0 and 1 are special queue pairs elsewhere."""
+        raise NotImplementedError
+
+    def remove(self, qp: Any) -> None:
+        """Forget a queue pair that is being destroyed."""
+        del self.qps[qp.number]
+
+    def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
+        """Begin a plan for packets, or end it.
+
+        Raises:
+            UnsupportedError: the device has none.
+        """
+        raise NotImplementedError
+
+    # ---- progress -----------------------------------------------------------
+
+    def set_due(self, due: float) -> None:
+        """Have run_due called at a time, unless it is negative."""
+        self.due = due
+        _schedule()
+        # 0 disarms the timer.
+        nanoseconds = max(1, int((due - time.monotonic()) * 1e9)) if due >= 0 else 0
+        native.on_commit(native.set_timer, self.timer_fd, nanoseconds)
+
+    def start(self, worker: Any) -> None:
+        """Have a queue's work requests executed after the verb."""
+        native.on_commit(native.start, worker)
+
+    def run_due(self) -> None:
+        """Start what is due, if anything is."""
+        raise NotImplementedError
+
+    def put_off(self) -> bool:
+        """Have another verb go on with the pending work soon; return whether one will."""
+        raise NotImplementedError
+
+    def execute_next(self, worker: Any) -> bool:
+        """Do one part of a worker's pending work; return whether to call again."""
+        raise NotImplementedError
+
+    def give_up(self, worker: Any) -> bool:
+        """Fail what could not be executed; return whether to call again."""
+        raise NotImplementedError

@@ -1,0 +1,53 @@
+"""What every requester does the same way: sizes, limits, and what needs no peer."""
+
+from __future__ import annotations
+
+from ...enums import WCStatus
+from ...standard.opcodes import MAX_MSG_SIZE
+from .device_queues import WQE
+from .memory import ErrorStatus
+from .qp import QueuePair
+
+
+def room(wqe: WQE) -> int:
+    """Return the size of the local buffers of a read or an atomic.
+
+    As on hardware, their keys are checked only when the response arrives, after the responder has
+    executed the request.
+    """
+    if wqe.inline is not None:
+        # An inline copy cannot be written to.
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
+    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
+    if size > MAX_MSG_SIZE:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    return size
+
+
+def needs_rd_atomic(qp: QueuePair) -> None:
+    """Raise an ErrorStatus if the queue pair may have no read or atomic outstanding."""
+    if not qp.attr["max_rd_atomic"]:
+        # It could never start.
+        raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
+
+
+def local_invalidate(qp: QueuePair, wqe: WQE) -> int:
+    """Carry out a LOCAL_INV."""
+    if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
+        raise ErrorStatus(WCStatus.MW_BIND_ERR)
+    return 0
+
+
+def bind(qp: QueuePair, wqe: WQE) -> int:
+    """Carry out a BIND_MW."""
+    qp.device.memory.bind(
+        wqe.window,
+        wqe.region,
+        wqe.bind_addr,
+        wqe.bind_length,
+        wqe.bind_access,
+        pd=qp.pd,
+        qpn=qp.number,
+        rkey=wqe.bind_rkey,
+    )
+    return 0
