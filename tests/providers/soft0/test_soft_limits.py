@@ -116,6 +116,7 @@ def test_qp_attribute_outside_its_range_is_refused(pd, cq, monkeypatch, name, lo
     """Both ends are accepted; values beyond leave the queue pair unchanged."""
     # The library would refuse most of them before the device sees them.
     monkeypatch.setattr(qp_modify, "RANGES", {})
+    monkeypatch.setattr(qp_modify, "_PATHS", ())
     with rp.QP(pd, QPType.RC, cq) as qp:
         transitions = {
             QPState.INIT: {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0},
@@ -173,7 +174,9 @@ def test_wrong_cur_qp_state_is_refused(rc):
 
 
 @pytest.mark.parametrize("attr", ["port_num", "pkey_index"])
-def test_unknown_port_or_pkey_index_is_refused(rc, attr):
+def test_unknown_port_or_pkey_index_is_refused(rc, monkeypatch, attr):
+    # The library refuses them before the device sees them.
+    monkeypatch.setattr(qp_modify, "_PATHS", ())
     rc.a.to_reset()
     attrs = {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0}
     with pytest.raises(rp.VerbsError, match=r"EINVAL.*stays in RESET"):

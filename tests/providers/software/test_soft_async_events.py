@@ -68,7 +68,7 @@ def test_sq_drained_is_raised_only_on_request():
         qp.to_sqd()
         assert context.get_async_event(0) is None
         qp.to_rts()
-        qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
+        qp.modify(qp_state=QPState.SQD, en_sqd_async_notify=True)
         found = event(context)
         assert (found.event_type, found.element) == (EventType.SQ_DRAINED, qp)
         # The request was for that transition only.
