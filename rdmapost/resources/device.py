@@ -156,7 +156,7 @@ class Context(EventSource, struct="ibv_context"):
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, Any] = {}
-        self._invalidated: dict[int, int] = {}
+        self._invalidated: dict[int, bytes] = {}
         self._events = {}
         self._poller = native.Poller({}, {}, 0, 0, -1, None)
         self.name = info.name
@@ -547,8 +547,8 @@ def in_flight_of(context: Context) -> dict[int, Any]:
     return context._queues
 
 
-def invalidated_of(context: Context) -> dict[int, int]:
-    """Return which keys of a device were invalidated last, and when (native.InFlight.enroll)."""
+def invalidated_of(context: Context) -> dict[int, bytes]:
+    """Return where a device's invalidations of keys are counted (native.InFlight.enroll)."""
     return context._invalidated
 
 

@@ -631,7 +631,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         If it is not, it was in use when this was called.
         """
-        if any(window._unbind_if_invalidated() for window in self._bound_windows()):
+        if any([window._unbind_invalidated() for window in self._bound_windows()]):
             return
         windows = self._windows()
         if windows:
@@ -709,18 +709,12 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.pd = pd
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
-        self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
+        # C counts in these the binds and invalidations of each of its keys (handle.c).
+        counts = bytes(256 * 8) if self.mw_type is MWType.TYPE_2 else None
+        self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)
         self._index = self.rkey >> 8
-        invalidated_of(pd.context)[self._index] = 0
-
-    def _unbind_if_invalidated(self) -> bool:
-        """Release its regions if a completion says that its key was invalidated.
-
-        Returns:
-            whether it released any.
-        """
-        number, low = divmod(invalidated_of(self.pd.context).get(self._index, 0), 1 << 8)
-        return self._peek("rkey") == self._index << 8 | low and self._unbind_before(number)
+        if counts is not None:
+            invalidated_of(pd.context)[self._index] = counts
 
     def _forget(self) -> None:
         if hasattr(self, "_index"):

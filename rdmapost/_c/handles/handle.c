@@ -309,14 +309,14 @@ void rp_unpin(struct rp_handle *h)
 /* ---- windows -------------------------------------------------------------- */
 
 /*
- * A region that a window may be bound to. `serial` (the bind was posted) and `done` (its completion
- * was seen) come from one counter.
+ * A region that a window may be bound to. `bind.serial` (the bind was posted) and `done` (its
+ * completion was seen) come from one counter.
  */
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
-	struct rp_binder *binder;
-	uint64_t serial, done;
+	struct rp_bind bind;
+	uint64_t done;
 	int sure;
 };
 
@@ -325,6 +325,55 @@ uint64_t rp_count_bind(void)
 	static uint64_t count;
 
 	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
+}
+
+/*
+ * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
+ * seen ends the first bind under it, whatever was posted meanwhile. For each low byte of its keys,
+ * `counts` (a window's `keeps`) has a word: the binds posted under it, and in the low half the
+ * invalidations seen, never more. A window of type 1 has no counts.
+ */
+enum { KEYS = 256 };
+
+static uint64_t *word_of_key(PyObject *counts, unsigned char key)
+{
+	if (!counts || !PyBytes_CheckExact(counts) ||
+	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(uint64_t)))
+		return NULL;
+	return (uint64_t *)(void *)PyBytes_AsString(counts) + key;
+}
+
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key)
+{
+	uint64_t *word = word_of_key(mw->keeps, key);
+
+	return word ? (uint32_t)(RP_ADD(word, 1ull << 32) >> 32) : 0;
+}
+
+void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
+{
+	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
+
+	/* If another has been posted since, the window counts as bound for longer than it is. */
+	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
+	       !rp_swap_word(word, &old, old - (1ull << 32)))
+		;
+}
+
+void rp_count_invalidation(PyObject *counts, unsigned char key)
+{
+	uint64_t *word = word_of_key(counts, key), old = word ? RP_LOAD(word) : 0;
+
+	while (word && (uint32_t)old != (uint32_t)(old >> 32) &&
+	       !rp_swap_word(word, &old, (old & ~(uint64_t)UINT32_MAX) | (uint32_t)(old + 1)))
+		;
+}
+
+static int is_invalidated(struct rp_handle *mw, const struct rp_bind *bind)
+{
+	uint64_t *word = word_of_key(mw->keeps, bind->key);
+
+	return word && bind->number && (int32_t)((uint32_t)RP_LOAD(word) - bind->number) >= 0;
 }
 
 struct rp_binder *rp_new_binder(void)
@@ -413,23 +462,23 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
-		RP_ADD(&bound->binder->windows, -1);
+		RP_ADD(&bound->bind.binder->windows, -1);
 		rp_user_left(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
-		rp_drop_binder(bound->binder);
+		rp_drop_binder(bound->bind.binder);
 		PyMem_Free(bound);
 		bound = next;
 	}
 }
 
-/* Whether a region was certainly bound before the bind that `binder` posted as `serial`. */
-static int precedes(const struct rp_bound *bound, const struct rp_binder *binder, uint64_t serial)
+/* Whether a region was certainly bound before a bind. */
+static int precedes(const struct rp_bound *bound, const struct rp_bind *bind)
 {
-	return bound->done < serial || (bound->binder == binder && bound->serial < serial);
+	return bound->done < bind->serial ||
+	       (bound->bind.binder == bind->binder && bound->bind.serial < bind->serial);
 }
 
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
-	     uint64_t serial)
+void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind)
 {
 	struct rp_bound *new = NULL, *old = NULL;
 	int late = 0;
@@ -440,14 +489,14 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 		/* If memory runs out, the region is never released. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
-		RP_ADD(&binder->windows, 1);
+		RP_ADD(&bind.binder->windows, 1);
 		Py_INCREF((PyObject *)mr);
-		RP_ADD(&binder->users, 1);
+		RP_ADD(&bind.binder->users, 1);
 	}
 	RP_BEGIN(mw);
 	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
-		late |= b->sure && b->binder == binder && b->serial > serial;
-		if (sure && precedes(b, binder, serial)) {
+		late |= b->sure && b->bind.binder == bind.binder && b->bind.serial > bind.serial;
+		if (sure && precedes(b, &bind)) {
 			*at = b->next;
 			b->next = old;
 			old = b;
@@ -458,7 +507,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 	if (new) {
 		struct rp_bound **list = late ? &old : &mw->bound;
 
-		*new = (struct rp_bound){ mr, *list, binder, serial, rp_count_bind(), sure };
+		*new = (struct rp_bound){ mr, *list, bind, rp_count_bind(), sure };
 		*list = new;
 	}
 	RP_END();
@@ -466,21 +515,19 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 }
 
 /*
- * _unbind_before(serial): the window's key has been invalidated; release the regions that binds with
- * a lower number bound it to.  Returns whether there were any.
+ * _unbind_invalidated(): release the regions that a window let go of when its key was invalidated.
+ * Returns whether there were any.
  */
-static PyObject *handle_unbind_before(PyObject *self, PyObject *arg)
+static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
-	unsigned long long serial = PyLong_AsUnsignedLongLong(arg);
 	struct rp_bound *old = NULL;
 	int found;
 
-	if (serial == (unsigned long long)-1 && PyErr_Occurred())
-		return NULL;
+	(void)unused;
 	RP_BEGIN(h);
 	for (struct rp_bound *b, **at = &h->bound; (b = *at);) {
-		if (b->serial < serial) {
+		if (is_invalidated(h, &b->bind)) {
 			*at = b->next;
 			b->next = old;
 			old = b;
@@ -1727,7 +1774,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },
-	{ "_unbind_before", handle_unbind_before, METH_O, NULL },
+	{ "_unbind_invalidated", handle_unbind_invalidated, METH_NOARGS, NULL },
 	{ "_open_struct", open_struct, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "close($self, /)\n--\n\nRelease the resource.  Calling it again does nothing.\n\n"
