@@ -188,8 +188,6 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             self._end_making(True)
         except BaseException:
             self._end_making(False)
-            # Close it now: the traceback may keep it alive for long.
-            close_quietly(self)
             raise
 
     return __init__

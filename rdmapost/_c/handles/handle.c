@@ -549,8 +549,8 @@ void rp_raise_closed(struct rp_handle *h)
 	else if (rp_exiting == RP_CLOSED_ALL)
 		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
 	else if (h->spoiled)
-		PyErr_Format(python.closed,
-			     "%S cannot be used: it failed to be registered again; close it", h);
+		PyErr_Format(python.closed, "%S cannot be used: it failed to be %s; close it", h,
+			     h->address ? "registered again" : "made");
 	else if (h->remaking)
 		PyErr_Format(python.closed, "%S is being registered again by another thread", h);
 	else
@@ -701,23 +701,6 @@ static void give_up(struct rp_handle *h)
 	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
 }
 
-/* Destroy a struct that no handle owns; an exception already set stays set. */
-static void unmake(struct rp_handle *h, PyObject *made)
-{
-	struct error error = save_error();
-	PyObject *done = NULL;
-
-	/* A call may fail for lack of memory; retry, since some may have been freed. */
-	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
-		PyErr_Clear();
-		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
-	}
-	if (!done)
-		PyErr_WriteUnraisable((PyObject *)h);
-	Py_XDECREF(done);
-	restore_error(error);
-}
-
 /* Read a memory region's keys; they are kept here because to make ints of them takes memory. */
 static void read_keys(struct rp_handle *h)
 {
@@ -729,28 +712,34 @@ static void read_keys(struct rp_handle *h)
 	}
 }
 
-/* Take ownership of a new struct, or destroy it on failure; 0, or -1 with an exception. */
+/*
+ * Take ownership of a new struct; 0, or -1 with an exception. What comes after that may fail for
+ * lack of memory: then the handle is open, and can only be closed.
+ */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
-	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
-	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
+	PyObject *cast, *number;
+	int there = PyObject_IsTrue(made);
 
-	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
-	Py_XDECREF(number);
-	Py_XDECREF(cast);
-	if (!number || (h->address && check_struct(h, made))) {
-		unmake(h, made);
-		return -1;
-	}
-	if (!h->address) {
-		raise_failed(create, -1);
+	if (there <= 0) {
+		if (!there)
+			raise_failed(create, -1);
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
-	read_keys(h);
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
-	/* From here on the handle can be closed. */
+	h->spoiled = 1;
 	set_state(h, OPEN);
+	cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
+	number = cast ? PyNumber_Long(cast) : NULL;
+	if (number && !check_struct(h, made))
+		h->address = PyLong_AsVoidPtr(number);
+	Py_XDECREF(number);
+	Py_XDECREF(cast);
+	if (!h->address)
+		return -1;
+	read_keys(h);
+	h->spoiled = 0;
+	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	if (rp_exiting == RP_CLOSED_ALL)
 		give_up(h);
 	return 0;
@@ -787,13 +776,17 @@ static void drop_held(struct rp_handle *h, char state)
 	restore_error(error);
 }
 
-/* Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL. */
-static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
+/*
+ * Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL; says
+ * in any case whether the handle has become the owner.
+ */
+static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args, int *owner)
 {
 	struct rp_use uses[MAX_ARGS], own;
 	PyObject *listed, *made = NULL;
 	int used = 0;
 
+	*owner = 0;
 	if (join_parents(h->parents))
 		return NULL;
 	rp_push_use(rp_thread(), h, &own);
@@ -803,13 +796,14 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 		/* No Python code runs from here until the handle owns the struct. */
 		if (made && take_made(h, create, made))
 			Py_CLEAR(made);
-		if (!made)
+		*owner = h->cdata != NULL;
+		if (!*owner)
 			unlist(h);
 	}
 	Py_XDECREF(listed);
 	end_uses(uses, used);
 	rp_pop_use(rp_thread(), &own);
-	if (!made)
+	if (!*owner)
 		leave_parents(h->parents, PyTuple_Size(h->parents));
 	return made;
 }
@@ -840,15 +834,24 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* _end_making(well): the constructor has ended; if it created no struct, another may begin. */
+/*
+ * _end_making(well): the constructor has ended. If it created no struct, another may begin; else, if
+ * not well, close the handle, because a traceback may keep it alive for long. If that is impossible,
+ * it is listed, so that it is named to whoever closes its parents.
+ */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
-	if (well == Py_True)
-		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	if (well != Py_True && change_state(h, BEGUN, NEW))
+		Py_RETURN_NONE;
+	__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	if (well == Py_True || is_done(h) || rp_exiting == RP_CLOSED_ALL)
+		Py_RETURN_NONE;
+	if (rp_in_verb())
+		put_off(h, BY_CALLER);
 	else
-		change_state(h, BEGUN, NEW);
+		close_quietly(h);
 	Py_RETURN_NONE;
 }
 
@@ -865,7 +868,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *form = NULL, *made;
 	unsigned long long start = 0;
 	unsigned int access = 0;
-	int unreadable = 0;
+	int unreadable = 0, owner;
 	char before;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OIKpO", names, &create,
@@ -891,8 +894,8 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->form = Py_XNewRef(form);
 	h->destroy = Py_NewRef(destroy);
 	h->parents = Py_NewRef(parents);
-	made = make(h, create, values);
-	if (!made)
+	made = make(h, create, values, &owner);
+	if (!owner)
 		drop_held(h, before);
 	return made;
 }

@@ -46,7 +46,7 @@ struct rp_handle {
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
-	char spoiled; /* _remake() failed: it can only be closed, and stays SHUT */
+	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays SHUT */
 	char state;
 	char releasing; /* its closer may still use it */
 	char stalled; /* its closer is waiting for another close */
