@@ -286,7 +286,7 @@ class Refusal(NamedTuple):
         if opcode in SEND_OPS and mine in QP_TYPES_BY_OPCODE[opcode]:
             flag = f"SendOps.{SEND_OPS[opcode].name}"
             return f"{opcode.name} needs a QP that is created with send_ops_flags={flag}"
-        types = ", ".join(sorted(t.name for t in QP_TYPES_BY_OPCODE[opcode]))
+        types = ", ".join(sorted([t.name for t in QP_TYPES_BY_OPCODE[opcode]]))
         return f"{opcode.name} is not an opcode of {mine.name} QPs; {types} have it"
 
     def wrong_flags(self) -> str:
@@ -294,7 +294,7 @@ class Refusal(NamedTuple):
         wrong, qp_type = self.a, self.queue.limits.qp_type
         if wrong & ~_ALL_FLAGS:
             return f"send_flags={self.b:#x} has bits that are not send flags"
-        names = "|".join(flag.name or "" for flag in SendFlags if flag & wrong)
+        names = "|".join([flag.name or "" for flag in SendFlags if flag & wrong])
         if wrong & FLAGS_BY_OPCODE[opcode]:
             if wrong & SendFlags.IP_CSUM:
                 return f"{names}: the device has no such offload on {qp_type.name} QPs"

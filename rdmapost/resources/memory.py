@@ -659,7 +659,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         return [
             window
             for window in open_handles()
-            if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
+            if isinstance(window, MW) and any([r is self for r in gc.get_referents(window)])
         ]
 
     def _forget(self) -> None:

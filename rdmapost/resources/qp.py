@@ -1010,7 +1010,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             attached = self._groups.attached()
             if group in attached:
                 raise
-            named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
+            named = ", ".join(sorted([f"{gid} (lid {lid})" for gid, lid in attached]))
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid})"
                 + (f", but to {named}" if named else "")

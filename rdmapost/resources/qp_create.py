@@ -58,7 +58,7 @@ def device_of(
     expect("pd", pd, PD)
     expect("send_cq", send_cq, CQ)
     assert pd is not None
-    if any(cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)):
+    if any([cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)]):
         raise ValueError("the CQ was created on another open device than the PD")
     return pd.context
 
@@ -167,7 +167,7 @@ def why_not_created(
     ):
         return reason
     if send_ops_flags:
-        names = "|".join(op.name or "" for op in send_ops_flags)
+        names = "|".join([op.name or "" for op in send_ops_flags])
         return (
             f"send_ops_flags={names}: {device} or the installed libibverbs lacks one; ATOMIC_WRITE "
             "needs libibverbs 44 or later, FLUSH 45 or later, and both a device that has them"

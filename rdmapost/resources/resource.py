@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import operator
 import os
 import time
 import types
@@ -140,7 +141,7 @@ class Resource(native.Handle, ClosesOnExit):
     def __repr__(self) -> str:
         name = type(self).__name__
         # "<rdmapost.QP RC 0x11>": most names of handles contain the type's.
-        words = [f"rdmapost.{name}", *(word for word in str(self).split() if word != name)]
+        words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
@@ -248,7 +249,7 @@ def open_children(resource: Resource) -> list[Any]:
     return [
         handle
         for handle in reversed(open_handles())
-        if not handle._inner and any(parent is resource for parent in handle._parents)
+        if not handle._inner and any([parent is resource for parent in handle._parents])
     ]
 
 
@@ -264,7 +265,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     for handle in _all_below(resource):
         handle._end_user()
     below = _all_below(resource)
-    left = [*sorted(below, key=lambda handle: handle._rank), resource]
+    left = [*sorted(below, key=_RANK), resource]
     windows = [handle for handle in left if not handle._rank]
     end = time.monotonic() + _BINDS_S
     while True:
@@ -287,6 +288,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
 
 _BINDS_S = 0.5
 """How long to wait for the completions of binds."""
+_RANK = operator.attrgetter("_rank")
 
 
 def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
@@ -326,7 +328,7 @@ def close_dropped(handles: Iterable[Any]) -> bool:
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
         close_quietly(handle)
-    return any(handle.closed for handle in dropped)
+    return any([handle.closed for handle in dropped])
 
 
 def _all_open() -> list[Any]:
@@ -352,7 +354,7 @@ def close_all() -> None:
     interrupt: BaseException | None = None
     try:
         native.exiting(False)
-        for handle in sorted(_all_open(), key=lambda handle: handle._rank):
+        for handle in sorted(_all_open(), key=_RANK):
             try:
                 handle.close()
             except RdmaError:

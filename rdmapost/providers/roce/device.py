@@ -377,12 +377,7 @@ class RoceDevice(Device):
             # By the time that it goes, it may be damaged, and its work request gone.
             about = functools.partial(trace.said, about(packet))
 
-        def damaged(item: Any, number: int) -> Any:
-            note = about
-            if about is not None:
-                note = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
-            return path, note, damage(packet, covered, number)
-
+        damaged = functools.partial(_damaged_sent, covered)
         for each in self._pass(self.outgoing, (path, about, packet), damaged):
             self._transmit_held(each)
 
@@ -553,9 +548,7 @@ class RoceDevice(Device):
             self._begin(size, segment, gid, covered, tos, ttl)
             return True
 
-        def damaged(item: Any, number: int) -> Any:
-            return damage(item[0], covered, number), *item[1:]
-
+        damaged = functools.partial(_damaged_received, covered)
         for at in range(0, size, segment or 1):
             item = bytes(self.buffer[at : min(at + segment, size)]), gid, covered, tos, ttl
             for each in self._pass(self.incoming, item, damaged):
@@ -666,5 +659,16 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | N
     return 0.0 if epoll.poll(0) else _SHORTEST
 
 
+def _damaged_sent(covered: bytes, item: Any, number: int) -> Any:
+    path, about, packet = item
+    if about is not None:
+        about = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+    return path, about, damage(packet, covered, number)
+
+
+def _damaged_received(covered: bytes, item: Any, number: int) -> Any:
+    return damage(item[0], covered, number), *item[1:]
+
+
 def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:
-    return any(fd == stop_fd for fd, _ in events)
+    return stop_fd in [fd for fd, _ in events]
