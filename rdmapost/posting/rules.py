@@ -131,7 +131,8 @@ def check_send_state(state: QPState) -> str | None:
 
 # ---- why a work request is refused --------------------------------------------------
 
-_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
+_FLAGS = tuple(SendFlags)
+_ALL_FLAGS = sum(map(int, _FLAGS))
 _RESOURCES = {ord("a"): "AH", ord("w"): "MW", ord("r"): "MR"}
 
 
@@ -294,7 +295,7 @@ class Refusal(NamedTuple):
         wrong, qp_type = self.a, self.queue.limits.qp_type
         if wrong & ~_ALL_FLAGS:
             return f"send_flags={self.b:#x} has bits that are not send flags"
-        names = "|".join([flag.name or "" for flag in SendFlags if flag & wrong])
+        names = "|".join([flag.name or "" for flag in _FLAGS if flag & wrong])
         if wrong & FLAGS_BY_OPCODE[opcode]:
             if wrong & SendFlags.IP_CSUM:
                 return f"{names}: the device has no such offload on {qp_type.name} QPs"
