@@ -107,6 +107,10 @@ class Outstanding(NamedTuple):
     recv: int
 
 
+def _random_psn() -> int:
+    return int.from_bytes(os.urandom(3))
+
+
 class _Reset:
     """A reset in progress; only the call that makes it refers to it."""
 
@@ -140,7 +144,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         context: its open device.
         qp_num: its number.
         qp_type: its type.
-        psn: first packet sequence number that it sends: random, or the sq_psn given to modify.
+        psn: first packet sequence number that it sends: random, another one after a reset, or the
+            sq_psn given to modify.
         max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data: what
             the device granted.
 
@@ -248,7 +253,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # Whether a reset, or the creation, has returned since it last left RESET.
         self._was_reset = True
-        self._psn = int.from_bytes(os.urandom(3))
+        self._psn = _random_psn()
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
         if send_cq is not None and recv_cq is not None:
@@ -595,6 +600,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         before, change, reset = self._state, next(self._changes), _Reset()
+        psn = attrs.get("sq_psn")
+        if to is QPState.RESET and before > QPState.RTR:
+            # It may have sent: a delayed packet must not be one that the peer expects next.
+            psn = _random_psn()
         posted: list[tuple[native.InFlight, int]] = []
         self._latest_change = change
         try:
@@ -605,7 +614,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._note_state(to)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
-            self._psn = attrs.get("sq_psn", self._psn)
+            self._psn = self._psn if psn is None else psn
             self._note_modified(to, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
@@ -619,6 +628,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if self.state is to:
+                    self._psn = self._psn if psn is None else psn
                     self._note_modified(to, change, posted)
             raise
         finally:
@@ -915,6 +925,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         They never complete, and the regions, windows, address handles and buffers
         that they hold are released.  Completions that are already in the CQ stay
         there for the next poll or wait.  An SRQ's receives stay posted.
+
+        If it may have sent (it was in RTS or beyond), its psn is a new one, which the peer must
+        expect: exchange the endpoints again.
 
         Raises:
             ValueError: the transition is invalid (see modify).
