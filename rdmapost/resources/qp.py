@@ -161,6 +161,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     __slots__ = (
         "_changes",
+        "_cqs",
         "_gid",
         "_gid_index",
         "_groups",
@@ -169,6 +170,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_recv",
         "_resets",
         "_send",
+        "_srq",
         "_state",
         "_was_reset",
         "checked",
@@ -226,6 +228,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self.send_cq: CQ | Any = send_cq
         self.recv_cq: CQ | Any = recv_cq
         self.srq, self.xrcd = srq, xrcd
+        # For closing: a subclass may have other attributes of those names.
+        self._cqs, self._srq = (send_cq, recv_cq), srq
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         self.send_ops_flags = ops = flags_of(
             "send_ops_flags", send_ops_flags, _ALL_SEND_OPS, "SendOps flags"
@@ -352,12 +356,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         super()._release()
 
     def _keep_completions(self) -> None:
-        if self.send_cq is None:
+        send_cq, recv_cq = self._cqs
+        if send_cq is None or recv_cq is None:
             return
-        if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            keep_completions(self.send_cq)
-            if self.recv_cq is not self.send_cq:
-                keep_completions(self.recv_cq)
+        queues = self._in_flight if self._srq is None else self._in_flight + self._srq._in_flight
+        if any([queue.outstanding for queue in queues]):
+            keep_completions(send_cq)
+            if recv_cq is not send_cq:
+                keep_completions(recv_cq)
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
@@ -367,7 +373,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if reset() is None:
                 # An interrupt has ended it, and another what follows.
                 resets.pop(change, None)
-        receives = self.srq is None and self.qp_type not in XRC
+        receives = self._srq is None and self.qp_type not in XRC
         self._send.set_ready(any_state or state >= QPState.RTS, resets)
         self._recv.set_ready(receives and (any_state or state is not QPState.RESET), resets)
 

@@ -122,7 +122,7 @@ class Resource(native.Handle, ClosesOnExit):
 
     def _refuse_inherited(self) -> None:
         """Refuse a resource inherited across a fork, in a method that accepts closed ones."""
-        if self.closed and self._pid not in (0, os.getpid()):
+        if is_closed(self) and self._pid not in (0, os.getpid()):
             self._open_struct()
 
     def __enter__(self) -> Self:
@@ -151,7 +151,7 @@ class Resource(native.Handle, ClosesOnExit):
         """Close children that nothing refers to; raise InUseError if others are open."""
         children = open_children(self)
         some_closed = close_dropped(children)
-        names = [str(child) for child in children if not child.closed]
+        names = [str(child) for child in children if not is_closed(child)]
         if some_closed and not names:
             return
         shown = ", ".join(names[:4]) or "another resource"
@@ -173,6 +173,9 @@ class Resource(native.Handle, ClosesOnExit):
         refused = isinstance(failure, InUseError)
         return text if refused else f"{self} could not be {self._undone}: {text}"
 
+
+is_closed: Callable[[Any], bool] = native.Handle.__dict__["closed"].__get__
+"""Whether a resource is closed, whatever attribute of that name a subclass has."""
 
 _structs: dict[type, Any] = {}
 """The cffi type of each class's struct."""
@@ -328,13 +331,13 @@ def close_dropped(handles: Iterable[Any]) -> bool:
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
         close_quietly(handle)
-    return any([handle.closed for handle in dropped])
+    return any([is_closed(handle) for handle in dropped])
 
 
 def _all_open() -> list[Any]:
     listed = reversed(_open.copy().values())
     found = [one() if isinstance(one, weakref.ref) else one for one in listed]
-    return [handle for handle in found if handle is not None and not handle.closed]
+    return [handle for handle in found if handle is not None and not is_closed(handle)]
 
 
 def resource_at(struct: Any) -> Resource | None:

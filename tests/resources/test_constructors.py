@@ -432,7 +432,7 @@ def test_what_a_failed_constructor_leaves_open_is_named(monkeypatch):
             rp.QP(pd, QPType.RC, cq)
         monkeypatch.undo()
         answers.clear()
-        with pytest.raises(rp.InUseError, match=": RC QP 0x.* still open; close it first"):
+        with pytest.raises(rp.InUseError, match=r": RC QP 0x.* still open; close it first"):
             cq.close()
         del raised
         context.close_all()
