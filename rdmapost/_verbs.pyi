@@ -20,9 +20,9 @@ class Handle:
     def _handle(self) -> Any: ...
     @property
     def _parents(self) -> tuple[Any, ...]: ...
-    # A window's key has been invalidated: release the regions of binds that are numbered lower
-    # (InFlight.enroll).  Return whether there were any.
-    def _unbind_before(self, number: int, /) -> bool: ...
+    # Release the regions that a window let go of when its key was invalidated.  Return whether
+    # there were any.
+    def _unbind_invalidated(self) -> bool: ...
     # Return an attribute of the struct; None if closed.
     def _peek(self, name: str, /) -> Any: ...
     # Whether its last user is to close it.
@@ -150,9 +150,9 @@ class InFlight:
     # Drop those of what had been posted when `posted` had this value: the queue was reset then.
     def clear_until(self, posted: int, /) -> None: ...
     # Let completions find it in a dict, by its number, without keeping it alive.
-    # LOCAL_INVs that succeed are noted in `invalidated`: by the index of the key (all but its low
-    # byte), a number << 8 | the low byte; the number is higher than those of earlier binds.
-    def enroll(self, queues: dict[int, Any], invalidated: dict[int, int], /) -> None: ...
+    # LOCAL_INVs that succeed are counted in `invalidated`: a window's counts (handle.c), by the
+    # index of its keys (all but the low byte).
+    def enroll(self, queues: dict[int, Any], invalidated: dict[int, bytes], /) -> None: ...
 
 # Make the records those of a handle's queues: its close drops them, whatever fails in Python.
 def own_queues(handle: Handle, /, *queues: InFlight) -> None: ...
@@ -178,7 +178,7 @@ class Poller:
     @property
     def tasks(self) -> Any: ...
     def __init__(
-        self, queues: dict[int, Any], invalidated: dict[int, int], wc_flags: int, spin_ns: int,
+        self, queues: dict[int, Any], invalidated: dict[int, bytes], wc_flags: int, spin_ns: int,
         channel: int, drop_event: Callable[[], object] | None, /,
     ) -> None: ...  # fmt: skip
     def until(

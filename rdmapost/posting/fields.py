@@ -148,19 +148,20 @@ def _member(struct: str, path: str) -> tuple[int, int]:
 
 
 def _flat(ctype: Any) -> Any:
-    """Go through the fields of a struct, and those of its anonymous unions."""
+    """Return the fields of a struct, and those of its anonymous unions."""
+    found: list[Any] = []
     for name, field in ctype.fields:
-        if name:
-            yield name, field
-        else:
-            yield from _flat(field.type)
+        found += [(name, field)] if name else _flat(field.type)
+    return found
 
 
 def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
     struct = row.struct or _STRUCTS[verb]
     fields = tuple(
-        (name, *_member(struct, path), _FIELD_TYPES.get(name, _NUMBER))
-        for name, path in row.members.items()
+        [
+            (name, *_member(struct, path), _FIELD_TYPES.get(name, _NUMBER))
+            for name, path in row.members.items()
+        ]
     )
     opcode = int(getattr(wr_type, "opcode", 0))
     args = wr_type, int(verb), opcode, row.writes, row.atomic, fields

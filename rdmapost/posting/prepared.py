@@ -112,7 +112,7 @@ class Batch(native.Prepared):
         return _class_for(self._type_of(at))(self, at)
 
     def __iter__(self) -> Iterator[PreparedWR]:
-        return (self[index] for index in range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("cannot copy or pickle 'Batch' object")

@@ -8,7 +8,7 @@ posted; those before it are posted.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from .._arguments import within
@@ -123,15 +123,17 @@ class PostQueue(native.Queue):
             wr_types=tuple(self._allowed()),
         )
 
-    def _allowed(self) -> Iterator[tuple[int, int]]:
-        """Go through the classes of work requests that it accepts, and the flags of each."""
+    def _allowed(self) -> list[tuple[int, int]]:
+        """Return the classes of work requests that it accepts, and the flags of each."""
+        allowed = []
         for wr_type, number in TYPE_NUMBERS.items():
             if not issubclass(wr_type, self.wr_type):
                 continue
             if not issubclass(wr_type, SendWR) or not (self.checked or wr_type.opcode in SEND_OPS):
-                yield number, _ALL_FLAGS
+                allowed.append((number, _ALL_FLAGS))
             elif wr_type.opcode in self.limits.flags:
-                yield number, self.limits.flags[wr_type.opcode]
+                allowed.append((number, self.limits.flags[wr_type.opcode]))
+        return allowed
 
     @property
     def outstanding(self) -> int:

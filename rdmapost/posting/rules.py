@@ -98,7 +98,8 @@ def check_send_state(state: QPState) -> str | None:
 
 # ---- why a work request is refused --------------------------------------------------
 
-_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
+_FLAGS = tuple(SendFlags)
+_ALL_FLAGS = sum(map(int, _FLAGS))
 _RESOURCES = {ord("a"): "AH", ord("w"): "MW", ord("r"): "MR"}
 
 
@@ -253,7 +254,7 @@ class Refusal(NamedTuple):
         if opcode in SEND_OPS and mine in QP_TYPES_BY_OPCODE[opcode]:
             flag = f"SendOps.{SEND_OPS[opcode].name}"
             return f"{opcode.name} needs a QP that was created with send_ops_flags={flag}"
-        types = ", ".join(sorted(t.name for t in QP_TYPES_BY_OPCODE[opcode]))
+        types = ", ".join(sorted([t.name for t in QP_TYPES_BY_OPCODE[opcode]]))
         return f"{opcode.name} is not supported on {mine.name} QPs, only on {types}"
 
     def wrong_flags(self) -> str:
@@ -261,7 +262,7 @@ class Refusal(NamedTuple):
         wrong, qp_type = self.a, self.queue.limits.qp_type
         if wrong & ~_ALL_FLAGS:
             return f"send_flags={self.b:#x} has bits that are not send flags"
-        names = "|".join(flag.name or "" for flag in SendFlags if flag & wrong)
+        names = "|".join([flag.name or "" for flag in _FLAGS if flag & wrong])
         if wrong & FLAGS_BY_OPCODE[opcode]:
             if wrong & SendFlags.IP_CSUM:
                 return f"{names} is not supported by the device on {qp_type.name} QPs"

@@ -11,6 +11,7 @@ change between posts, and wrong ones are useful for testing devices.
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -88,7 +89,7 @@ class SGE(NamedTuple):
 
     def __repr__(self) -> str:
         # Shown in errors about SGEs, which may be made of anything.
-        addr, lkey = (f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey))
+        addr, lkey = [f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey)]
         return f"SGE(addr={addr}, length={self.length!r}, lkey={lkey})"
 
 
@@ -542,13 +543,13 @@ def use_fast_init() -> None:
             continue
         wr_type.__signature__ = _Signature(wr_type, inspect.signature(wr_type))
         # In the order in which they can be passed.
-        ordered = sorted(fields(wr_type), key=lambda field: bool(field.kw_only))
+        ordered = sorted(fields(wr_type), key=operator.attrgetter("kw_only"))
         once(
             native.quick_init,
             wr_type,
             wr_type,
             wr_type.__init__,
-            sum(not field.kw_only for field in ordered),
-            tuple((field.name, field.default) for field in ordered),
+            sum([not field.kw_only for field in ordered]),
+            tuple([(field.name, field.default) for field in ordered]),
         )
         del wr_type.__init__

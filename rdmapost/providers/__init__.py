@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging  # noqa: F401 - registers its own lock for forks, which must come first
 import os
-from collections.abc import Callable
 from threading import RLock
 from typing import TYPE_CHECKING, cast
 
@@ -41,42 +40,38 @@ os.register_at_fork(
 
 def verbs_provider() -> Provider:
     """Return the provider of real devices."""
-
-    def load() -> Provider:
-        from .verbs import VerbsProvider
-
-        return VerbsProvider()
-
-    return _once("verbs", load)
+    return _once("verbs")
 
 
 def soft_provider() -> Provider:
     """Return the provider of soft0."""
-
-    def load() -> Provider:
-        from .soft0.provider import SoftProvider
-
-        return SoftProvider()
-
-    return _once("soft", load)
+    return _once("soft")
 
 
 def roce_provider() -> RoceProvider:
     """Return the provider of RoCE v2 over UDP sockets."""
-
-    def load() -> Provider:
-        from .roce.provider import RoceProvider
-
-        return RoceProvider()
-
-    return cast("RoceProvider", _once("roce", load))
+    return cast("RoceProvider", _once("roce"))
 
 
-def _once(name: str, load: Callable[[], Provider]) -> Provider:
+def _load(name: str) -> Provider:
+    if name == "verbs":
+        from .verbs import VerbsProvider
+
+        return VerbsProvider()
+    if name == "soft":
+        from .soft0.provider import SoftProvider
+
+        return SoftProvider()
+    from .roce.provider import RoceProvider
+
+    return RoceProvider()
+
+
+def _once(name: str) -> Provider:
     provider = _loaded.get(name)
     if provider is None:
         with _loading:
             provider = _loaded.get(name)
             if provider is None:
-                provider = _loaded[name] = load()
+                provider = _loaded[name] = _load(name)
     return provider

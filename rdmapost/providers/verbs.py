@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .._binding import address_of, ffi, lib, native
@@ -103,17 +103,8 @@ class VerbsProvider:
                 for device in devices
             ]
 
-    @contextlib.contextmanager
-    def found_device(self, name: str) -> Iterator[Any]:
-        with _DeviceList() as devices:
-            for device in devices:
-                if ffi.string(device.name).decode() == name:
-                    try:
-                        yield device
-                    except VerbsError as error:
-                        raise _cannot_open(device, name, error.errno or 0) from None
-                    return
-        raise NoDeviceError(f"the RDMA device {name} is gone")
+    def found_device(self, name: str) -> AbstractContextManager[Any]:
+        return _FoundDevice(name)
 
     open_device = lib.ibv_open_device
     close_device = lib.ibv_close_device
@@ -319,6 +310,32 @@ class _DeviceList:
     def __exit__(self, *_: object) -> None:
         if self._list != ffi.NULL:
             lib.ibv_free_device_list(self._list)
+
+
+class _FoundDevice(_DeviceList):
+    """A device in that list, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> Any:
+        devices = super().__enter__()
+        try:
+            found = [each for each in devices if ffi.string(each.name).decode() == self._name]
+            if not found:
+                raise NoDeviceError(f"the RDMA device {self._name} is gone")
+        except BaseException:
+            super().__exit__()
+            raise
+        self._device = found[0]
+        return self._device
+
+    def __exit__(self, *about: object) -> None:
+        try:
+            if isinstance(about[1], VerbsError):
+                raise _cannot_open(self._device, self._name, about[1].errno or 0) from None
+        finally:
+            super().__exit__()
 
 
 def _cannot_open(device: Any, name: str, code: int) -> VerbsError:

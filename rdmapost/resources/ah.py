@@ -163,7 +163,7 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
     if attr.dgid is None:
         return None
     table = context.query_gid_table(attr.port_num)
-    if any(entry.gid_index == attr.sgid_index for entry in table):
+    if any([entry.gid_index == attr.sgid_index for entry in table]):
         return None
     return no_such_gid(context.name, attr.port_num, attr.sgid_index, table)
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 import select
 import weakref
@@ -586,7 +587,7 @@ class _ChannelWaits(_WaitList):
         self.queues: dict[CQ, _SharedCQWaits] = {}
 
     def in_use(self) -> bool:
-        return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
+        return super().in_use() or any([queue.in_use() for queue in list(self.queues.values())])
 
     def deliver(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
@@ -637,11 +638,7 @@ def _queue_of(cq: CQ) -> _CQWaits:
     if cq.channel is None:
         return _wait_list(cq, _CQWaits)
     channel = _wait_list(cq.channel, _ChannelWaits)
-
-    def make(loop: asyncio.AbstractEventLoop, cq: CQ) -> _CQWaits:
-        return _SharedCQWaits(loop, cq, channel)
-
-    queue = _wait_list(cq, make)
+    queue: _CQWaits = _wait_list(cq, functools.partial(_SharedCQWaits, channel=channel))
     # The channel's wait list may have been replaced since.
     if isinstance(queue, _SharedCQWaits):
         queue.channel = channel

@@ -113,7 +113,7 @@ def open_device(name: str | None = None) -> Context:
         for info in found:
             if info.name == name:
                 return Context(provider, info)
-    names = ", ".join(info.name for info in found)
+    names = ", ".join([info.name for info in found])
     devices = f"there is {names}" if names else NO_DEVICES
     raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {devices}")
 
@@ -124,7 +124,7 @@ def _open_active() -> Context:
     for info in provider.list_devices():
         context = Context(provider, info)
         ports = [context.query_port(n) for n in range(1, context.attr.phys_port_cnt + 1)]
-        if any(port.state is PortState.ACTIVE for port in ports):
+        if any([port.state is PortState.ACTIVE for port in ports]):
             return context
         seen += [f"{info.name} port {port.port_num} is {port.state.name}" for port in ports]
         context.close()
@@ -164,7 +164,7 @@ class Context(EventSource, struct="ibv_context"):
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider
         self._queues: dict[int, Any] = {}
-        self._invalidated: dict[int, int] = {}
+        self._invalidated: dict[int, bytes] = {}
         self._events = {}
         self._poller = native.Poller({}, {}, 0, 0, -1, None)
         self.name = info.name
@@ -205,7 +205,7 @@ class Context(EventSource, struct="ibv_context"):
         for resource, error in errors:
             more = f" (and {len(errors) - 1} more: see errors)" if len(errors) > 1 else ""
             text = resource._failure_text(error)
-            raise CloseError(text + more, tuple(each for _, each in errors)) from error
+            raise CloseError(text + more, tuple([each for _, each in errors])) from error
 
     def _query_attr(self) -> DeviceAttr:
         raw = ffi.new("struct ibv_device_attr_ex *")
@@ -288,7 +288,7 @@ class Context(EventSource, struct="ibv_context"):
             try:
                 return _table_entry(self._verb(self._provider.query_gid_ex, port_num, gid_index))
             except VerbsError:
-                if any(entry.gid_index == gid_index for entry in self.query_gid_table(port_num)):
+                if gid_index in [entry.gid_index for entry in self.query_gid_table(port_num)]:
                     raise
         table = self.query_gid_table(port_num)
         raise ValueError(no_such_gid(self.name, port_num, gid_index, table))
@@ -357,7 +357,7 @@ class Context(EventSource, struct="ibv_context"):
         table = [self.query_pkey(port_num, entry) for entry in range(length)]
         if pkey in table:
             return table.index(pkey)
-        has = ", ".join(f"{entry:#06x}" for entry in table if entry) or "none"
+        has = ", ".join([f"{entry:#06x}" for entry in table if entry]) or "none"
         raise VerbsError(
             "ibv_get_pkey_index",
             errno.ENOENT,
@@ -575,8 +575,8 @@ def in_flight_of(context: Context) -> dict[int, Any]:
     return context._queues
 
 
-def invalidated_of(context: Context) -> dict[int, int]:
-    """Return which keys of a device were invalidated last, and when (native.InFlight.enroll)."""
+def invalidated_of(context: Context) -> dict[int, bytes]:
+    """Return where a device's invalidations of keys are counted (native.InFlight.enroll)."""
     return context._invalidated
 
 

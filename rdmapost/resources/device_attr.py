@@ -306,14 +306,15 @@ _EXTENDED = frozenset(
 )
 """The attributes that ``struct ibv_device_attr`` does not have."""
 
+_LARGEST_MTU = max(MTU, key=int)
+
 
 def usable_mtu(port: PortAttr) -> MTU:
     """Return the largest MTU that a port supports and that this version can name.
 
     It is active_mtu, unless only a newer libibverbs or driver knows that.
     """
-    largest = max(MTU, key=int)
-    return MTU(max(MTU.MTU_256, min(port.active_mtu, largest)))
+    return MTU(max(MTU.MTU_256, min(port.active_mtu, _LARGEST_MTU)))
 
 
 def read_port_attr(port_num: int, raw: Any, active_speed_ex: int) -> PortAttr:

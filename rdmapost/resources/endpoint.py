@@ -14,6 +14,7 @@ _LINE = re.compile(
     r"qp_num=(0x[0-9a-f]{1,16}) psn=(0x[0-9a-f]{1,16}) gid=([^\s%]{1,64}) "
     r"lid=(0x[0-9a-f]{1,16}) mtu=([0-9]{1,9})"
 )
+_BY_BYTES = {mtu.bytes: mtu for mtu in MTU}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,6 @@ class Endpoint:
         if match is None:
             raise ValueError(f"not an endpoint: {line[:120]!r}")
         qpn, psn, gid, lid, mtu = match.groups()
-        by_bytes = {m.bytes: m for m in MTU}
-        if int(mtu) not in by_bytes:
-            raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, by_bytes))}")
-        return cls(int(qpn, 16), int(psn, 16), gid, int(lid, 16), by_bytes[int(mtu)])
+        if int(mtu) not in _BY_BYTES:
+            raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, _BY_BYTES))}")
+        return cls(int(qpn, 16), int(psn, 16), gid, int(lid, 16), _BY_BYTES[int(mtu)])

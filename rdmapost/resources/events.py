@@ -89,7 +89,7 @@ def has_overrun(cq: Any) -> bool:
         if cq._overrun or cq._verb(context._provider.has_overrun):
             return True
     taken = [_read(context, event) for event in context._events.copy().values()]
-    return any(one.event_type is EventType.CQ_ERR and one.element is cq for one in taken)
+    return any([one.event_type is EventType.CQ_ERR and one.element is cq for one in taken])
 
 
 def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> WaitTimeout:

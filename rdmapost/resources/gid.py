@@ -119,13 +119,13 @@ class GIDChoice:
 
 def preferred_gid(table: list[GIDTableEntry]) -> GIDChoice:
     """Choose an entry of a port's GID table that is not empty."""
-    best = max(table, key=lambda entry: (*_score(entry), -entry.gid_index))
+    best = max(table, key=_score)
     return GIDChoice(best.gid_index, best.gid, best.gid_type, _reason(best, table))
 
 
-def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool]:
-    gid = entry.gid
-    return (entry.gid_type is not GIDType.ROCE_V1, not gid.is_link_local, gid.is_ipv4)
+def _score(entry: GIDTableEntry) -> tuple[bool, bool, bool, int]:
+    gid, index = entry.gid, entry.gid_index
+    return (entry.gid_type is not GIDType.ROCE_V1, not gid.is_link_local, gid.is_ipv4, -index)
 
 
 def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
@@ -141,7 +141,7 @@ def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
 
 def no_such_gid(device: str, port_num: int, gid_index: int, table: list[GIDTableEntry]) -> str:
     """Say that a port of a device lacks a GID index, and which it has."""
-    valid = ", ".join(str(entry.gid_index) for entry in table) or "none"
+    valid = ", ".join([str(entry.gid_index) for entry in table]) or "none"
     return (
         f"{device} port {port_num} has no GID with index {gid_index}; the valid ones are: {valid}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -165,7 +165,8 @@ def _view(name: str, given: Any, wanted: str = "bytes") -> memoryview:
         raise TypeError(f"{name}: expected {wanted}, got {type(given).__name__}") from None
 
 
-def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
+def _pieces(sg_list: SGE | Sequence[SGE]) -> list[bytes]:
+    pieces = []
     for sge in (sg_list,) if isinstance(sg_list, SGE) else sg_list:
         region = sge.owner
         if getattr(region, "lkey", None) is None:
@@ -173,4 +174,5 @@ def _pieces(sg_list: SGE | Sequence[SGE]) -> Iterator[bytes]:
         if region.closed:
             raise ClosedError(f"{region} is closed")
         start = sge.addr - region.addr
-        yield bytes(region.buffer[start : start + sge.length])
+        pieces.append(bytes(region.buffer[start : start + sge.length]))
+    return pieces

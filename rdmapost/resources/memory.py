@@ -631,7 +631,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         If it is not, it was in use when this was called.
         """
-        if any(window._unbind_if_invalidated() for window in self._bound_windows()):
+        if any([window._unbind_invalidated() for window in self._bound_windows()]):
             return
         windows = self._windows()
         if windows:
@@ -659,7 +659,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         return [
             window
             for window in open_handles()
-            if isinstance(window, MW) and any(r is self for r in gc.get_referents(window))
+            if isinstance(window, MW) and any([r is self for r in gc.get_referents(window)])
         ]
 
     def _forget(self) -> None:
@@ -709,22 +709,16 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.pd = pd
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
+        # C counts in these the binds and invalidations of each of its keys (handle.c).
+        counts = bytes(256 * 8) if self.mw_type is MWType.TYPE_2 else None
         try:
-            self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,))
+            self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)
         except UnsupportedError as error:
             error.hint = error.hint or f"{pd.context.name} has no windows of {self.mw_type.name}"
             raise
         self._index = self.rkey >> 8
-        invalidated_of(pd.context)[self._index] = 0
-
-    def _unbind_if_invalidated(self) -> bool:
-        """Release the window's regions if a completion reports that its rkey was invalidated.
-
-        Returns:
-            whether any region was released.
-        """
-        number, low = divmod(invalidated_of(self.pd.context).get(self._index, 0), 1 << 8)
-        return self._peek("rkey") == self._index << 8 | low and self._unbind_before(number)
+        if counts is not None:
+            invalidated_of(pd.context)[self._index] = counts
 
     def _forget(self) -> None:
         if hasattr(self, "_index"):

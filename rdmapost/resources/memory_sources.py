@@ -124,7 +124,7 @@ def _of_cuda(memory: Any, writable: bool) -> Source:
         raise _no(memory, f"its __cuda_array_interface__ is not one: {error!r}") from None
     if typestr[1:2] == "O" or _has_objects(fields):
         raise _no(memory, f"its typestr {typestr!r} declares references to Python objects")
-    if any(extent < 0 for extent in shape):
+    if any([extent < 0 for extent in shape]):
         raise _no(memory, f"its shape {shape} has a negative extent")
     if described.get("mask") is not None:
         raise _no(memory, "it has a mask")
@@ -139,7 +139,7 @@ def _has_objects(fields: Any) -> bool:
     if not isinstance(fields, list):
         return False
     types = [field[1] for field in fields if isinstance(field, tuple) and len(field) > 1]
-    return any(_has_objects(t) if isinstance(t, list) else str(t)[1:2] == "O" for t in types)
+    return any([_has_objects(t) if isinstance(t, list) else str(t)[1:2] == "O" for t in types])
 
 
 def _of_dlpack(memory: Any, writable: bool) -> Source:
@@ -186,8 +186,8 @@ def _extent(shape: Sequence[int], strides: Iterable[int] | None, size: int) -> i
         raise ValueError("a region needs at least 1 byte, got 0")
     if strides is None:
         return length
-    steps = sorted((step, n) for step, n in zip(strides, shape, strict=True) if n > 1)
-    packed = accumulate((n for _, n in steps), mul, initial=size)
-    if any(step != wanted for (step, _), wanted in zip(steps, packed, strict=False)):
+    steps = sorted([(step, n) for step, n in zip(strides, shape, strict=True) if n > 1])
+    packed = accumulate([n for _, n in steps], mul, initial=size)
+    if any([step != wanted for (step, _), wanted in zip(steps, packed, strict=False)]):
         raise ValueError("a region is contiguous memory, and this array has gaps")
     return length

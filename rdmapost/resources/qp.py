@@ -104,6 +104,10 @@ class Outstanding(NamedTuple):
     recv: int
 
 
+def _random_psn() -> int:
+    return int.from_bytes(os.urandom(3))
+
+
 class _Reset:
     """A reset in progress; only the call that makes it refers to it."""
 
@@ -137,7 +141,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         context: its open device.
         qp_num: its number.
         qp_type: its type.
-        psn: first packet sequence number that it sends: random, or the sq_psn given to modify.
+        psn: first packet sequence number that it sends: random, another one after a reset, or the
+            sq_psn given to modify.
         max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data: what
             the device granted.
 
@@ -153,6 +158,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     __slots__ = (
         "_changes",
+        "_cqs",
         "_gid",
         "_gid_index",
         "_groups",
@@ -161,6 +167,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_recv",
         "_resets",
         "_send",
+        "_srq",
         "_state",
         "_was_reset",
         "checked",
@@ -218,6 +225,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self.send_cq: CQ | Any = send_cq
         self.recv_cq: CQ | Any = recv_cq
         self.srq, self.xrcd = srq, xrcd
+        # For closing: a subclass may have other attributes of those names.
+        self._cqs, self._srq = (send_cq, recv_cq), srq
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         self.send_ops_flags = ops = flags_of(
             "send_ops_flags", send_ops_flags, _ALL_SEND_OPS, "SendOps flags"
@@ -245,7 +254,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # Whether a reset, or the creation, has returned since it last left RESET.
         self._was_reset = True
-        self._psn = int.from_bytes(os.urandom(3))
+        self._psn = _random_psn()
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
         if send_cq is not None and recv_cq is not None:
@@ -344,12 +353,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         super()._release()
 
     def _keep_completions(self) -> None:
-        if self.send_cq is None:
+        send_cq, recv_cq = self._cqs
+        if send_cq is None or recv_cq is None:
             return
-        if any(self.outstanding) or (self.srq is not None and self.srq.outstanding):
-            keep_completions(self.send_cq)
-            if self.recv_cq is not self.send_cq:
-                keep_completions(self.recv_cq)
+        queues = self._in_flight if self._srq is None else self._in_flight + self._srq._in_flight
+        if any([queue.outstanding for queue in queues]):
+            keep_completions(send_cq)
+            if recv_cq is not send_cq:
+                keep_completions(recv_cq)
 
     def _note_state(self, state: QPState) -> None:
         self._state = state
@@ -359,7 +370,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if reset() is None:
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
-        receives = self.srq is None and self.qp_type not in XRC
+        receives = self._srq is None and self.qp_type not in XRC
         self._send.set_ready(any_state or state >= QPState.RTS, resets)
         self._recv.set_ready(receives and (any_state or state is not QPState.RESET), resets)
 
@@ -594,6 +605,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
         before, change, reset = self._state, next(self._changes), _Reset()
+        psn = attrs.get("sq_psn")
+        if to is QPState.RESET and before > QPState.RTR:
+            # It may have sent: a delayed packet must not be one that the peer expects next.
+            psn = _random_psn()
         posted: list[tuple[native.InFlight, int]] = []
         self._latest_change = change
         try:
@@ -604,7 +619,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._note_state(to)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
-            self._psn = attrs.get("sq_psn", self._psn)
+            self._psn = self._psn if psn is None else psn
             self._note_modified(to, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
@@ -621,6 +636,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if self.state is to:
+                    self._psn = self._psn if psn is None else psn
                     self._note_modified(to, change, posted)
             raise
         finally:
@@ -918,6 +934,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         that they hold are released.  Completions that are already in the CQ stay
         there for the next poll or wait.  An SRQ's receives stay posted.
 
+        If it may have sent (it was in RTS or beyond), its psn is a new one, which the peer must
+        expect: exchange the endpoints again.
+
         Raises:
             ValueError: the transition is invalid (see modify).
             ClosedError: the QP is closed.
@@ -1012,7 +1031,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             attached = self._groups.attached()
             if group in attached:
                 raise
-            named = ", ".join(sorted(f"{gid} (lid {lid})" for gid, lid in attached))
+            named = ", ".join(sorted([f"{gid} (lid {lid})" for gid, lid in attached]))
             raise RdmaError(
                 f"{self} is not attached to {group[0]} (lid {lid})"
                 + (f", but to {named}" if named else "")

@@ -31,6 +31,11 @@ _SEND_OPS_CAPS = {
     SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
 }
 """For each operation, the capabilities; one of them is enough."""
+_SEND_OPS = tuple(SendOps)
+
+
+def _ops_in(flags: SendOps) -> list[SendOps]:
+    return [op for op in _SEND_OPS if op & flags]
 
 
 def device_of(
@@ -58,7 +63,7 @@ def device_of(
     expect("pd", pd, PD)
     expect("send_cq", send_cq, CQ)
     assert pd is not None
-    if any(cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)):
+    if any([cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)]):
         raise ValueError("the CQ was created on another open device than the PD")
     return pd.context
 
@@ -81,7 +86,7 @@ def unsuitable_argument(
         return f"{name} queue pairs have no TSO, so max_tso_header cannot be given"
     if not 0 <= max_tso_header <= 0xFFFF:
         return f"max_tso_header={max_tso_header} is not in 0..65535"
-    for op in send_ops_flags:
+    for op in _ops_in(send_ops_flags):
         if qp_type not in QP_TYPES_BY_OPCODE[Opcode[op.name or ""]]:
             return f"{name} queue pairs have no {op.name}, so send_ops_flags cannot name it"
     return None
@@ -176,7 +181,7 @@ def why_not_created(
     ):
         return reason
     if send_ops_flags:
-        names = "|".join(op.name or "" for op in send_ops_flags)
+        names = "|".join([op.name or "" for op in _ops_in(send_ops_flags)])
         return (
             f"send_ops_flags={names}: {device} or the installed libibverbs lacks one; ATOMIC_WRITE "
             "needs libibverbs 44 or later, FLUSH 45 or later, and both a device that has them"

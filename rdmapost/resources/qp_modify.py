@@ -110,19 +110,21 @@ def options_of_type(qp_type: QPType, options: dict[str, int]) -> dict[str, int]:
     }
 
 
+def _fixed(qp_type: QPType, state: QPState, options: Iterable[str]) -> list[str]:
+    """Return the options that cannot change in this state."""
+    to = QPState.SQD if state is QPState.SQD else QPState.RTS
+    changeable = OPTIONAL[qp_type].get((state, to), QPAttrMask(0))
+    return [
+        option for option in options if not FIELDS[_ATTRIBUTES.get(option, option)] & changeable
+    ]
+
+
 def refuse_late_options(qp: str, qp_type: QPType, state: QPState, options: Iterable[str]) -> None:
     """Raise ValueError for options of an earlier transition that cannot change in this state."""
-
-    def fixed(where: QPState) -> list[str]:
-        to = QPState.SQD if where is QPState.SQD else QPState.RTS
-        changeable = OPTIONAL[qp_type].get((where, to), QPAttrMask(0))
-        return [
-            option for option in options if not FIELDS[_ATTRIBUTES.get(option, option)] & changeable
-        ]
-
-    if not (refused := fixed(state)):
+    if not (refused := _fixed(qp_type, state, options)):
         return
-    drain = "to_sqd() first, or " if state is QPState.RTS and not fixed(QPState.SQD) else ""
+    drains = state is QPState.RTS and not _fixed(qp_type, QPState.SQD, options)
+    drain = "to_sqd() first, or " if drains else ""
     raise ValueError(
         f"{qp} is in {state.name}, where {', '.join(refused)} cannot be changed "
         f"(ibv_modify_qp(3)): {drain}reset it with to_reset() and connect it again"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import operator
 import os
 import time
 import types
@@ -121,7 +122,7 @@ class Resource(native.Handle, ClosesOnExit):
 
     def _refuse_inherited(self) -> None:
         """Refuse a resource inherited across a fork, in a method that accepts closed ones."""
-        if self.closed and self._pid not in (0, os.getpid()):
+        if is_closed(self) and self._pid not in (0, os.getpid()):
             self._open_struct()
 
     def __enter__(self) -> Self:
@@ -140,7 +141,7 @@ class Resource(native.Handle, ClosesOnExit):
     def __repr__(self) -> str:
         name = type(self).__name__
         # "<rdmapost.QP RC 0x11>": most names of handles contain the type's.
-        words = [f"rdmapost.{name}", *(word for word in str(self).split() if word != name)]
+        words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
@@ -150,7 +151,7 @@ class Resource(native.Handle, ClosesOnExit):
         """Close children that nothing refers to; raise InUseError if others are open."""
         children = open_children(self)
         some_closed = close_dropped(children)
-        names = [str(child) for child in children if not child.closed]
+        names = [str(child) for child in children if not is_closed(child)]
         if some_closed and not names:
             return
         shown = ", ".join(names[:4]) or "another resource"
@@ -173,6 +174,9 @@ class Resource(native.Handle, ClosesOnExit):
         return text if refused else f"{self} could not be {self._undone}: {text}"
 
 
+is_closed: Callable[[Any], bool] = native.Handle.__dict__["closed"].__get__
+"""Whether a resource is closed, whatever attribute of that name a subclass has."""
+
 _structs: dict[type, Any] = {}
 """The cffi type of each class's struct."""
 
@@ -188,8 +192,6 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
             self._end_making(True)
         except BaseException:
             self._end_making(False)
-            # Close it now: a traceback may keep it alive.
-            close_quietly(self)
             raise
 
     return __init__
@@ -250,7 +252,7 @@ def open_children(resource: Resource) -> list[Any]:
     return [
         handle
         for handle in reversed(open_handles())
-        if not handle._inner and any(parent is resource for parent in handle._parents)
+        if not handle._inner and any([parent is resource for parent in handle._parents])
     ]
 
 
@@ -266,7 +268,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     for handle in _all_below(resource):
         handle._end_user()
     below = _all_below(resource)
-    left = [*sorted(below, key=lambda handle: handle._rank), resource]
+    left = [*sorted(below, key=_RANK), resource]
     windows = [handle for handle in left if not handle._rank]
     end = time.monotonic() + _BINDS_S
     while True:
@@ -289,6 +291,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
 
 _BINDS_S = 0.5
 """How long to wait for the completions of binds."""
+_RANK = operator.attrgetter("_rank")
 
 
 def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
@@ -328,13 +331,13 @@ def close_dropped(handles: Iterable[Any]) -> bool:
     dropped = [handle for handle in handles if handle._abandoned]
     for handle in dropped:
         close_quietly(handle)
-    return any(handle.closed for handle in dropped)
+    return any([is_closed(handle) for handle in dropped])
 
 
 def _all_open() -> list[Any]:
     listed = reversed(_open.copy().values())
     found = [one() if isinstance(one, weakref.ref) else one for one in listed]
-    return [handle for handle in found if handle is not None and not handle.closed]
+    return [handle for handle in found if handle is not None and not is_closed(handle)]
 
 
 def resource_at(struct: Any) -> Resource | None:
@@ -354,7 +357,7 @@ def close_all() -> None:
     interrupt: BaseException | None = None
     try:
         native.exiting(False)
-        for handle in sorted(_all_open(), key=lambda handle: handle._rank):
+        for handle in sorted(_all_open(), key=_RANK):
             try:
                 handle.close()
             except RdmaError:

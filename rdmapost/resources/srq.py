@@ -198,7 +198,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         context, pd = self.context, self.pd
         provider = provider_of(context)
         given = (pd, self.xrcd, self.cq)
-        parents = tuple(parent for parent in given if parent is not None)
+        parents = tuple([parent for parent in given if parent is not None])
         if self.srq_type is SRQType.BASIC:
             # Every driver supports the older call.
             init_attr = ffi.new("struct ibv_srq_init_attr *")
@@ -233,7 +233,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         )
 
     def _keep_completions(self) -> None:
-        if self.cq is not None and any(queue.outstanding for queue in self._in_flight):
+        if self.cq is not None and any([queue.outstanding for queue in self._in_flight]):
             keep_completions(self.cq)
 
     @property

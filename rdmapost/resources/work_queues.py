@@ -5,7 +5,6 @@ While a work request is outstanding or prepared, the resources that it uses cann
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import counted
@@ -83,7 +82,7 @@ class UsedByWorkRequests(Resource):
             for owner in owners
             for queue in owner._in_flight
             for wr_id, held in _outstanding_of(queue)
-            if held is self or (isinstance(held, tuple) and any(one is self for one in held))
+            if held is self or (isinstance(held, tuple) and any([one is self for one in held]))
         ]
         if not using:
             raise InUseError(
@@ -92,7 +91,7 @@ class UsedByWorkRequests(Resource):
                 "the QP first"
             )
         holders = " or ".join(sorted({f"the {owner._type_name}" for _, owner in using}))
-        shown = ", ".join(str(wr_id) for wr_id, _ in using[:4]) + (
+        shown = ", ".join([str(wr_id) for wr_id, _ in using[:4]]) + (
             ", ..." if len(using) > 4 else ""
         )
         what = "its completion" if len(using) == 1 else "their completions"
@@ -102,9 +101,9 @@ class UsedByWorkRequests(Resource):
         )
 
 
-def _outstanding_of(queue: native.InFlight) -> Iterator[tuple[int, Any]]:
-    """Iterate over a queue's outstanding work requests: each wr_id, and the resources in use."""
-    index = 0
-    while (entry := queue.entry(index)) is not None:
-        yield entry
-        index += 1
+def _outstanding_of(queue: native.InFlight) -> list[tuple[int, Any]]:
+    """List a queue's outstanding work requests: each wr_id, and the resources in use."""
+    found: list[tuple[int, Any]] = []
+    while (entry := queue.entry(len(found))) is not None:
+        found.append(entry)
+    return found

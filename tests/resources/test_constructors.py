@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from support import interrupt_everywhere, prints
+from support import LOSES_MEMORY, interrupt_everywhere, prints, run_python
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -368,3 +368,71 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         context.name,
     )
     assert said == "True"
+
+
+MADE_WITHOUT_MEMORY = """
+import sys, time, _testcapi, rdmapost as rp
+burst = int(sys.argv[2])
+def attempt(at):
+    # Whether it was made.
+    context = rp.open_device("soft0")
+    pd, cq = rp.PD(context), rp.CQ(context)
+    make = {
+        "CQ": lambda: rp.CQ(context), "PD": lambda: rp.PD(context), "MR": lambda: rp.MR(pd, 64),
+        "MW": lambda: rp.MW(pd), "SRQ": lambda: rp.SRQ(pd),
+        "QP": lambda: rp.QP(pd, rp.QPType.RC, cq),
+    }[sys.argv[1]]
+    made = None
+    try:
+        _testcapi.set_nomemory(at, at + burst)
+        try: made = make()
+        finally:
+            while True:
+                try:
+                    _testcapi.remove_mem_hooks()
+                    break
+                except MemoryError: pass
+    except MemoryError: pass
+    if made is not None:
+        made.close()
+    # What was left to the main thread has been closed by now.
+    for parent in (cq, pd, context):
+        parent.close()
+    return made is not None
+for at in range(900):
+    if attempt(at): break
+print(at > 5, at < 899)
+"""
+
+
+@pytest.mark.parametrize("burst", [1, 5, 20, 50, 100, 300])
+@pytest.mark.parametrize("what", ["CQ", "PD", "MR", "MW", "SRQ", "QP"])
+def test_constructor_without_memory_leaves_nothing_that_keeps_its_parents_open(what, burst):
+    """Wherever it runs out, and however many allocations fail after that."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    done = run_python(MADE_WITHOUT_MEMORY, what, str(burst), **LOSES_MEMORY)
+    assert done.stdout.strip() == "True True", done.stderr
+
+
+def test_what_a_failed_constructor_leaves_open_is_named(monkeypatch):
+    """The device has refused to destroy it, and a traceback still refers to it."""
+    with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        provider, answers = context._provider, [errno.EBUSY]
+        destroy = provider.destroy_qp
+
+        def destroy_qp(qp: Any) -> Any:
+            return answers[0] if answers else destroy(qp)
+
+        monkeypatch.setattr(provider, "destroy_qp", destroy_qp)
+        monkeypatch.setattr(rp.QP, "_note_state", Mock(side_effect=ZeroDivisionError))
+        with (
+            pytest.raises(ZeroDivisionError) as raised,
+            pytest.warns(ResourceWarning, match="RC QP"),
+        ):
+            rp.QP(pd, QPType.RC, cq)
+        monkeypatch.undo()
+        answers.clear()
+        with pytest.raises(rp.InUseError, match=r": RC QP 0x.* still open; close it first"):
+            cq.close()
+        del raised
+        context.close_all()

@@ -388,6 +388,49 @@ def test_window_bound_again_with_the_same_key_before_the_completion_is_bound(rc,
     assert _refused(mw, region)
 
 
+@pytest.mark.parametrize("first", ["bind", "invalidation"])
+def test_window_bound_again_with_its_key_before_the_peers_invalidation_is_polled_is_bound(
+    rc, windowed, context, stack, first
+):
+    """That completion is of the earlier bind, whenever it is polled."""
+    _, region = windowed
+    later = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    cq, others = stack.enter_context(rp.CQ(context)), stack.enter_context(rp.CQ(context))
+    a = stack.enter_context(rp.QP(rc.pd, rp.QPType.RC, others))
+    b = stack.enter_context(rp.QP(rc.pd, rp.QPType.RC, cq, recv_cq=others))
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mw = stack.enter_context(rp.MW(rc.pd))
+    key = mw.next_rkey()
+    b.post_send(rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64))
+    cq.wait(1)[0].check()
+    b.post_recv(rp.RecvWR(rc.theirs[:8]))
+    a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=key))
+    b.post_send(rp.BindMW(mw=mw, rkey=key, mr=later, addr=later.addr, length=64))
+    for polled, count in [(cq, 1), (others, 2)] if first == "bind" else [(others, 2), (cq, 1)]:
+        for wc in polled.wait(count, timeout=5):
+            wc.check()
+    assert _refused(mw, later)
+    b.post_send(rp.LocalInv(invalidate_rkey=key))
+    cq.wait(1)[0].check()
+    assert not _refused(mw, later)
+
+
+def test_bind_that_fails_is_not_the_one_that_an_invalidation_ends(rc, windowed):
+    """A later bind under the same key is, once that has succeeded."""
+    mw, region = windowed
+    key = mw.rkey
+    rc.b.post_send(rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64))
+    assert rc.cq.wait(1)[0].status is WCStatus.MW_BIND_ERR
+    assert _refused(mw, region)
+    for qp, peer in [(rc.a, rc.b), (rc.b, rc.a)]:
+        qp.to_reset()
+        qp.connect(peer.endpoint())
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
 def test_unsignaled_invalidation_counts_when_a_later_work_request_completes(rc, windowed):
     mw, region = windowed
     rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey, send_flags=0))

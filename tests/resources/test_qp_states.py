@@ -310,6 +310,28 @@ def test_queue_pair_works_again_after_a_reset(rc):
         rc.works()
 
 
+def test_each_connection_has_its_own_psn(rc):
+    """Delayed packets of the one before are not taken for its own."""
+    psns = set()
+    for _ in range(4):
+        psns.add(rc.a.psn)
+        rc.a.to_reset()
+        rc.b.to_reset()
+        rc.connect()
+        rc.works()
+    assert len(psns) > 1
+
+
+def test_psn_that_nothing_was_sent_with_stays(rc):
+    """The peer may have been told."""
+    for qp in (rc.a, rc.b):
+        qp.to_reset()
+    told = rc.a.psn
+    rc.a.to_init()
+    rc.a.to_reset()
+    assert rc.a.psn == rc.a.endpoint().psn == told
+
+
 def test_sqd_holds_what_is_posted(rc):
     rc.a.to_sqd()
     assert rc.a.state is QPState.SQD

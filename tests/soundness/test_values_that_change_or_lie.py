@@ -397,3 +397,31 @@ def test_garbage_collector_stays_as_the_caller_set_it(wanted, soft):
             rig.drain()
     assert calls, "the finalizer has not run"
     rig.close()
+
+
+@pytest.mark.parametrize("name", ["closed", "outstanding", "recv_cq", "send_cq", "srq"])
+def test_attribute_of_a_subclass_that_raises_keeps_nothing_open(name):
+    """Closing relies on what the class itself knows."""
+
+    class Raised(Exception):
+        pass
+
+    def get(self: Any) -> Any:
+        raise Raised
+
+    cls: Any = type("Own", (rp.QP,), {name: property(get, lambda self, value: None)})
+    with rp.open_device("soft0") as context:
+        pd, cq = rp.PD(context), rp.CQ(context)
+        srq = rp.SRQ(pd)
+        try:
+            qp = cls(pd, rp.QPType.RC, cq, srq=srq)
+        except Raised:
+            # It has been closed.
+            pass
+        else:
+            with pytest.raises(rp.InUseError, match=r": RC QP 0x.* still open; close it first"):
+                cq.close()
+            rp.QP.close(qp)
+        for parent in (srq, cq, pd):
+            parent.close()
+        context.close_all()

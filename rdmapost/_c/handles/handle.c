@@ -309,14 +309,14 @@ void rp_unpin(struct rp_handle *h)
 /* ---- windows -------------------------------------------------------------- */
 
 /*
- * A region that a window may be bound to. `serial` (the bind was posted) and `done` (its completion
- * was seen) come from one counter.
+ * A region that a window may be bound to. `bind.serial` (the bind was posted) and `done` (its
+ * completion was seen) come from one counter.
  */
 struct rp_bound {
 	struct rp_handle *mr;
 	struct rp_bound *next;
-	struct rp_binder *binder;
-	uint64_t serial, done;
+	struct rp_bind bind;
+	uint64_t done;
 	int sure;
 };
 
@@ -325,6 +325,55 @@ uint64_t rp_count_bind(void)
 	static uint64_t count;
 
 	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
+}
+
+/*
+ * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
+ * seen ends the first bind under it, whatever was posted meanwhile. For each low byte of its keys,
+ * `counts` (a window's `keeps`) has a word: the binds posted under it, and in the low half the
+ * invalidations seen, never more. A window of type 1 has no counts.
+ */
+enum { KEYS = 256 };
+
+static uint64_t *word_of_key(PyObject *counts, unsigned char key)
+{
+	if (!counts || !PyBytes_CheckExact(counts) ||
+	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(uint64_t)))
+		return NULL;
+	return (uint64_t *)(void *)PyBytes_AsString(counts) + key;
+}
+
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key)
+{
+	uint64_t *word = word_of_key(mw->keeps, key);
+
+	return word ? (uint32_t)(RP_ADD(word, 1ull << 32) >> 32) : 0;
+}
+
+void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
+{
+	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
+
+	/* If another has been posted since, the window counts as bound for longer than it is. */
+	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
+	       !rp_swap_word(word, &old, old - (1ull << 32)))
+		;
+}
+
+void rp_count_invalidation(PyObject *counts, unsigned char key)
+{
+	uint64_t *word = word_of_key(counts, key), old = word ? RP_LOAD(word) : 0;
+
+	while (word && (uint32_t)old != (uint32_t)(old >> 32) &&
+	       !rp_swap_word(word, &old, (old & ~(uint64_t)UINT32_MAX) | (uint32_t)(old + 1)))
+		;
+}
+
+static int is_invalidated(struct rp_handle *mw, const struct rp_bind *bind)
+{
+	uint64_t *word = word_of_key(mw->keeps, bind->key);
+
+	return word && bind->number && (int32_t)((uint32_t)RP_LOAD(word) - bind->number) >= 0;
 }
 
 struct rp_binder *rp_new_binder(void)
@@ -413,23 +462,23 @@ static void unbind(struct rp_bound *bound)
 		struct rp_bound *next = bound->next;
 
 		RP_ADD(&bound->mr->windows, -1);
-		RP_ADD(&bound->binder->windows, -1);
+		RP_ADD(&bound->bind.binder->windows, -1);
 		rp_user_left(bound->mr);
 		Py_DECREF((PyObject *)bound->mr);
-		rp_drop_binder(bound->binder);
+		rp_drop_binder(bound->bind.binder);
 		PyMem_Free(bound);
 		bound = next;
 	}
 }
 
-/* Whether a region was certainly bound before the bind that `binder` posted as `serial`. */
-static int precedes(const struct rp_bound *bound, const struct rp_binder *binder, uint64_t serial)
+/* Whether a region was certainly bound before a bind. */
+static int precedes(const struct rp_bound *bound, const struct rp_bind *bind)
 {
-	return bound->done < serial || (bound->binder == binder && bound->serial < serial);
+	return bound->done < bind->serial ||
+	       (bound->bind.binder == bind->binder && bound->bind.serial < bind->serial);
 }
 
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
-	     uint64_t serial)
+void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind)
 {
 	struct rp_bound *new = NULL, *old = NULL;
 	int late = 0;
@@ -440,14 +489,14 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 		/* If memory runs out, the region is never released. */
 		new = PyMem_Malloc(sizeof(*new));
 		RP_ADD(&mr->windows, 1);
-		RP_ADD(&binder->windows, 1);
+		RP_ADD(&bind.binder->windows, 1);
 		Py_INCREF((PyObject *)mr);
-		RP_ADD(&binder->users, 1);
+		RP_ADD(&bind.binder->users, 1);
 	}
 	RP_BEGIN(mw);
 	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
-		late |= b->sure && b->binder == binder && b->serial > serial;
-		if (sure && precedes(b, binder, serial)) {
+		late |= b->sure && b->bind.binder == bind.binder && b->bind.serial > bind.serial;
+		if (sure && precedes(b, &bind)) {
 			*at = b->next;
 			b->next = old;
 			old = b;
@@ -458,7 +507,7 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 	if (new) {
 		struct rp_bound **list = late ? &old : &mw->bound;
 
-		*new = (struct rp_bound){ mr, *list, binder, serial, rp_count_bind(), sure };
+		*new = (struct rp_bound){ mr, *list, bind, rp_count_bind(), sure };
 		*list = new;
 	}
 	RP_END();
@@ -466,21 +515,19 @@ void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bin
 }
 
 /*
- * _unbind_before(serial): the window's key has been invalidated; release the regions that binds with
- * a lower number bound it to.  Returns whether there were any.
+ * _unbind_invalidated(): release the regions that a window let go of when its key was invalidated.
+ * Returns whether there were any.
  */
-static PyObject *handle_unbind_before(PyObject *self, PyObject *arg)
+static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
-	unsigned long long serial = PyLong_AsUnsignedLongLong(arg);
 	struct rp_bound *old = NULL;
 	int found;
 
-	if (serial == (unsigned long long)-1 && PyErr_Occurred())
-		return NULL;
+	(void)unused;
 	RP_BEGIN(h);
 	for (struct rp_bound *b, **at = &h->bound; (b = *at);) {
-		if (b->serial < serial) {
+		if (is_invalidated(h, &b->bind)) {
 			*at = b->next;
 			b->next = old;
 			old = b;
@@ -502,8 +549,8 @@ void rp_raise_closed(struct rp_handle *h)
 	else if (rp_exiting == RP_CLOSED_ALL)
 		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
 	else if (h->spoiled)
-		PyErr_Format(python.closed,
-			     "%S cannot be used: its re-registration failed; close it", h);
+		PyErr_Format(python.closed, "%S cannot be used: %s failed; close it", h,
+			     h->address ? "its re-registration" : "its creation");
 	else if (h->remaking)
 		PyErr_Format(python.closed, "another thread is re-registering %S", h);
 	else
@@ -654,23 +701,6 @@ static void give_up(struct rp_handle *h)
 	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
 }
 
-/* Destroy a struct that no handle owns; an exception already set stays set. */
-static void unmake(struct rp_handle *h, PyObject *made)
-{
-	struct error error = save_error();
-	PyObject *done = NULL;
-
-	/* A call may fail for lack of memory; retry, because memory may have been freed. */
-	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
-		PyErr_Clear();
-		done = PyObject_CallFunctionObjArgs(h->destroy, made, NULL);
-	}
-	if (!done)
-		PyErr_WriteUnraisable((PyObject *)h);
-	Py_XDECREF(done);
-	restore_error(error);
-}
-
 /* Read a memory region's keys; they are kept here because to make ints of them takes memory. */
 static void read_keys(struct rp_handle *h)
 {
@@ -682,28 +712,34 @@ static void read_keys(struct rp_handle *h)
 	}
 }
 
-/* Take ownership of a new struct, or destroy it on failure; 0, or -1 with an exception. */
+/*
+ * Take ownership of a new struct; 0, or -1 with an exception. What comes after that may fail for
+ * lack of memory: then the handle is open, and can only be closed.
+ */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
-	PyObject *cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
-	PyObject *number = cast ? PyNumber_Long(cast) : NULL;
+	PyObject *cast, *number;
+	int there = PyObject_IsTrue(made);
 
-	h->address = number ? PyLong_AsVoidPtr(number) : NULL;
-	Py_XDECREF(number);
-	Py_XDECREF(cast);
-	if (!number || (h->address && check_struct(h, made))) {
-		unmake(h, made);
-		return -1;
-	}
-	if (!h->address) {
-		raise_failed(create, -1);
+	if (there <= 0) {
+		if (!there)
+			raise_failed(create, -1);
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
-	read_keys(h);
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
-	/* From here on the handle can be closed. */
+	h->spoiled = 1;
 	set_state(h, OPEN);
+	cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
+	number = cast ? PyNumber_Long(cast) : NULL;
+	if (number && !check_struct(h, made))
+		h->address = PyLong_AsVoidPtr(number);
+	Py_XDECREF(number);
+	Py_XDECREF(cast);
+	if (!h->address)
+		return -1;
+	read_keys(h);
+	h->spoiled = 0;
+	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	if (rp_exiting == RP_CLOSED_ALL)
 		give_up(h);
 	return 0;
@@ -740,13 +776,17 @@ static void drop_held(struct rp_handle *h, char state)
 	restore_error(error);
 }
 
-/* Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL. */
-static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
+/*
+ * Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL; says
+ * in any case whether the handle has become the owner.
+ */
+static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args, int *owner)
 {
 	struct rp_use uses[MAX_ARGS], own;
 	PyObject *listed, *made = NULL;
 	int used = 0;
 
+	*owner = 0;
 	if (join_parents(h->parents))
 		return NULL;
 	rp_push_use(rp_thread(), h, &own);
@@ -756,13 +796,14 @@ static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args)
 		/* No Python code runs from here until the handle owns the struct. */
 		if (made && take_made(h, create, made))
 			Py_CLEAR(made);
-		if (!made)
+		*owner = h->cdata != NULL;
+		if (!*owner)
 			unlist(h);
 	}
 	Py_XDECREF(listed);
 	end_uses(uses, used);
 	rp_pop_use(rp_thread(), &own);
-	if (!made)
+	if (!*owner)
 		leave_parents(h->parents, PyTuple_Size(h->parents));
 	return made;
 }
@@ -793,15 +834,24 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* _end_making(well): the constructor has ended; if it created no struct, another may begin. */
+/*
+ * _end_making(well): the constructor has ended. If it created no struct, another may begin; else, if
+ * not well, close the handle, because a traceback may keep it alive for long. If that is impossible,
+ * it is listed, so that it is named to whoever closes its parents.
+ */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 
-	if (well == Py_True)
-		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	if (well != Py_True && change_state(h, BEGUN, NEW))
+		Py_RETURN_NONE;
+	__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	if (well == Py_True || is_done(h) || rp_exiting == RP_CLOSED_ALL)
+		Py_RETURN_NONE;
+	if (rp_in_verb())
+		put_off(h, BY_CALLER);
 	else
-		change_state(h, BEGUN, NEW);
+		close_quietly(h);
 	Py_RETURN_NONE;
 }
 
@@ -818,7 +868,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	PyObject *create, *values, *destroy, *parents, *keeps = NULL, *form = NULL, *made;
 	unsigned long long start = 0;
 	unsigned int access = 0;
-	int unreadable = 0;
+	int unreadable = 0, owner;
 	char before;
 
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO!OO!|OIKpO", names, &create,
@@ -844,8 +894,8 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 	h->form = Py_XNewRef(form);
 	h->destroy = Py_NewRef(destroy);
 	h->parents = Py_NewRef(parents);
-	made = make(h, create, values);
-	if (!made)
+	made = make(h, create, values, &owner);
+	if (!owner)
 		drop_held(h, before);
 	return made;
 }
@@ -1727,7 +1777,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },
-	{ "_unbind_before", handle_unbind_before, METH_O, NULL },
+	{ "_unbind_invalidated", handle_unbind_invalidated, METH_NOARGS, NULL },
 	{ "_open_struct", open_struct, METH_NOARGS, "Return the struct, or raise ClosedError." },
 	{ "close", handle_close, METH_NOARGS,
 	  "close($self, /)\n--\n\nRelease the resource.  Calling it again does nothing.\n\n"

@@ -46,7 +46,7 @@ struct rp_handle {
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
-	char spoiled; /* _remake() failed: it can only be closed, and stays SHUT */
+	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays SHUT */
 	char state;
 	char releasing; /* its closer may still use it */
 	char stalled; /* its closer is waiting for another close */
@@ -263,14 +263,30 @@ struct rp_binder *rp_new_binder(void);
 /* Free a binder when its last user drops it. */
 void rp_drop_binder(struct rp_binder *binder);
 
+/* A bind that has been posted. */
+struct rp_bind {
+	struct rp_binder *binder; /* through which */
+	uint64_t serial; /* rp_count_bind() */
+	uint32_t number; /* rp_number_bind() */
+	unsigned char key; /* the low byte of the window's new key */
+};
+
 /*
- * The bind that `binder` posted as number `serial` has completed. If it succeeded (`sure`), the
- * window releases the regions bound earlier; queues are not ordered with respect to each other, so
- * another queue's bind is earlier only if it had completed when this one was posted. The window now
- * also references `mr`, unless NULL. Both handles are pinned (rp_pin). May run any Python code.
+ * A bind has completed. If it succeeded (`sure`), the window releases the regions bound earlier;
+ * queues are not ordered with respect to each other, so another queue's bind is earlier only if it
+ * had completed when this one was posted. The window now also references `mr`, unless NULL. Both
+ * handles are pinned (rp_pin). May run any Python code.
  */
-void rp_bind(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_binder *binder,
-	     uint64_t serial);
+void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind);
+
+/* A bind is about to be posted: return its number among those under that key; 0 for type 1. */
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key);
+
+/* That bind was not posted, or has failed. */
+void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
+
+/* A key has been invalidated; `counts` are its window's, or NULL. Runs no Python code. */
+void rp_count_invalidation(PyObject *counts, unsigned char key);
 
 /* A window bind has been posted to a handle's queue. */
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);

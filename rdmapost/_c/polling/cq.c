@@ -545,8 +545,7 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 				p->last = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
 		}
 		if (good && wc[i].wc_flags & IBV_WC_WITH_INV && wc[i].opcode & IBV_WC_RECV)
-			rp_note_invalidated(p->invalidated, wc[i].invalidated_rkey,
-					    rp_count_bind());
+			rp_note_invalidated(p->invalidated, wc[i].invalidated_rkey);
 		if (touched->rows && rp_complete_row(queue, wc[i].wr_id, &number_of_row)) {
 			put_row(&touched->rows, &wc[i], number_of_row);
 			continue;

@@ -498,7 +498,6 @@ static uint64_t record(struct columns *c, const struct request *r, uint64_t *coo
 		if (rp_invalidates(c->q, c->type)) {
 			entry.state = RP_LOCAL_INV;
 			entry.removes = key_at(c, r, i);
-			entry.serial = rp_count_bind();
 		} else if (rows) {
 			entry.serial = (uintptr_t)PyBytes_AsString(c->wr_id);
 		}

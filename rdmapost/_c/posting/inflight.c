@@ -169,19 +169,18 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 	return wr_id ? wr_id : PyLong_FromUnsignedLongLong(number);
 }
 
-void rp_note_invalidated(PyObject *invalidated, uint32_t rkey, uint64_t serial)
+void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 {
-	PyObject *type, *value, *traceback, *index, *when;
+	PyObject *type, *value, *traceback, *index, *counts;
 
 	PyErr_Fetch(&type, &value, &traceback);
-	index = PyLong_FromUnsignedLong(rkey >> 8);
-	when = PyLong_FromUnsignedLongLong(serial << 8 | (rkey & RP_KEY_BYTE));
 	/* A window that is closed has no entry. If memory runs out, the window counts as bound. */
-	if (!index || !when || (PyDict_Contains(invalidated, index) > 0 &&
-				PyDict_SetItem(invalidated, index, when)))
-		PyErr_Clear();
+	index = PyLong_FromUnsignedLong(rkey >> 8);
+	counts = index ? rp_dict_get(invalidated, index) : NULL;
+	rp_count_invalidation(counts, rkey & RP_KEY_BYTE);
+	PyErr_Clear();
+	Py_XDECREF(counts);
 	Py_XDECREF(index);
-	Py_XDECREF(when);
 	PyErr_Restore(type, value, traceback);
 }
 
@@ -206,8 +205,11 @@ static void note_bind(struct rp_entry *entry, int last, int status)
 	if (status == IBV_WC_SUCCESS)
 		entry->state = entry->state == RP_BIND ? RP_BOUND : RP_UNBOUND;
 	else if (last && (status == IBV_WC_MW_BIND_ERR || status == IBV_WC_LOC_QP_OP_ERR ||
-			  status == IBV_WC_LOC_PROT_ERR))
+			  status == IBV_WC_LOC_PROT_ERR)) {
 		entry->state = RP_POSTED;
+		rp_take_back_bind((struct rp_handle *)PyTuple_GetItem(entry->refs, 0), entry->key,
+				  entry->removes);
+	}
 }
 
 static int complete_in_order(struct rp_in_flight *q, uint64_t cookie, int status,
@@ -331,12 +333,14 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 
 		/* If the outcome is unknown, keep what was bound before and hold both. */
 		if (entry->state != RP_UNBIND)
-			rp_bind((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
-				entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
-				entry->state != RP_BIND, q->binder, entry->serial);
+			rp_note_bound((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
+				      entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
+				      entry->state != RP_BIND,
+				      (struct rp_bind){ q->binder, entry->serial, entry->removes,
+							entry->key });
 	}
 	if (entry->state == RP_INVALIDATED && q->invalidated)
-		rp_note_invalidated(q->invalidated, entry->removes, entry->serial);
+		rp_note_invalidated(q->invalidated, entry->removes);
 	rp_unpin_all(entry->refs);
 	Py_XDECREF(entry->refs);
 	Py_XDECREF(entry->wr_id);

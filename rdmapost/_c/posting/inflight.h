@@ -28,17 +28,17 @@ struct rp_entry {
 	uint32_t count; /* work requests; in a free or done slot, the next one */
 	/*
 	 * Low half of the cookie of the receive that a TAG_DEL removes, or 0; for a LOCAL_INV, the
-	 * key.
+	 * key; for a bind, rp_number_bind().
 	 */
 	uint32_t removes;
 	/*
 	 * In a queue that completes in any order, a number that is never reused. In one that
-	 * completes in order: for a TAG_DEL, the serial of the receive that it removes; for a bind
-	 * or a LOCAL_INV, its place among all of these; for RP_ROWS, the address of the wr_ids.
+	 * completes in order: for a TAG_DEL, the serial of the receive that it removes; for a bind,
+	 * its place among all binds; for RP_ROWS, the address of the wr_ids.
 	 */
 	uint64_t serial;
 	uint32_t row; /* where its first work request is in `wr_id`; 0 for RP_ROWS */
-	unsigned char generation, state;
+	unsigned char generation, state, key; /* the low byte of the key that a bind sets */
 };
 
 struct rp_in_flight {
@@ -73,11 +73,10 @@ extern PyObject *rp_in_flight_type;
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
 
 /*
- * The key of a window, or of something else, has been invalidated, after the binds whose number is
- * lower than `serial` (rp_count_bind()). `invalidated` is the dict of the device for it
- * (Context._invalidated): for each index of a key, the latest serial and the low byte.
+ * The key of a window, or of something else, has been invalidated. `invalidated` is the dict of the
+ * device for it (Context._invalidated): a window's counts, by the index of its keys.
  */
-void rp_note_invalidated(PyObject *invalidated, uint32_t rkey, uint64_t serial);
+void rp_note_invalidated(PyObject *invalidated, uint32_t rkey);
 
 /* Make room for `count` more entries; 0, or -1 with an exception. */
 int rp_grow(struct rp_in_flight *q, size_t count);

@@ -140,7 +140,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 {
 	struct ibv_send_wr *wr = (void *)(post->structs + r->at);
 	PyObject *wr_id = r->wr_id, *refs;
-	unsigned char state = RP_POSTED;
+	unsigned char state = RP_POSTED, key = 0;
 	uint32_t removes = 0;
 	uint64_t serial = 0;
 
@@ -158,11 +158,12 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 		serial = rp_count_bind();
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
+		key = wr->bind_mw.rkey & RP_KEY_BYTE;
+		removes = rp_number_bind(r->mw, key);
 	}
 	if (rp_invalidates(q, r->type)) {
 		state = RP_LOCAL_INV;
 		removes = wr->invalidate_rkey;
-		serial = rp_count_bind();
 	}
 	if (q->in_flight->tagged)
 		removes = record_tags(q->in_flight->tagged, r, (void *)wr, &refs, &serial);
@@ -170,7 +171,8 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 	wr->wr_id = r->cookie = rp_record(q->in_flight,
 					  (struct rp_entry){ .wr_id = wr_id, .refs = refs,
 							     .count = 1, .removes = removes,
-							     .serial = serial, .state = state });
+							     .serial = serial, .state = state,
+							     .key = key });
 }
 
 /* Check and record each in turn; returns how many. */
@@ -217,7 +219,6 @@ static size_t record_list(struct work_queue *q, struct post *post, struct rp_sen
 			entry.state = RP_LOCAL_INV;
 			/* It may have been changed since the last post. */
 			entry.removes = ((struct ibv_send_wr *)struct_of(post, i))->invalidate_rkey;
-			entry.serial = rp_count_bind();
 		}
 		cookie = rp_record(q->in_flight, entry);
 		for (size_t j = 0; j < each; j++)
@@ -230,9 +231,11 @@ static size_t record_list(struct work_queue *q, struct post *post, struct rp_sen
 /* Undo a record; its references go back to the request, which releases them. */
 static void take_back(struct work_queue *q, struct request *r)
 {
-	struct rp_entry taken, tagged = { .wr_id = NULL };
+	struct rp_entry taken = { .wr_id = NULL }, tagged = { .wr_id = NULL };
 
 	rp_unrecord(q->in_flight, r->cookie, 1, &taken);
+	if (taken.state >= RP_BIND)
+		rp_take_back_bind(r->mw, taken.key, taken.removes);
 	if (r->tagged)
 		rp_unrecord(q->in_flight->tagged, r->tagged, 1, &tagged);
 	r->wr_id = taken.wr_id;

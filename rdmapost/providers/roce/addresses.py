@@ -20,6 +20,7 @@ _IFREQ = struct.Struct("16s24s")
 _IFCONF = struct.Struct("@iP")
 _LOOPBACK = "lo"
 _LOOPBACK_ADDRESSES = 254
+_MTUS = tuple(MTU)
 _IPV6_MORE = 20
 """How much longer an IPv6 header is than an IPv4 header."""
 
@@ -51,7 +52,7 @@ class LocalAddress(NamedTuple):
         room = mtu_of(self.netdev) - ROCE_V2_BYTES
         if self.family is socket.AF_INET6:
             room -= _IPV6_MORE
-        return max((mtu for mtu in MTU if mtu.bytes <= room), default=MTU.MTU_256)
+        return max([mtu for mtu in _MTUS if mtu.bytes <= room], default=MTU.MTU_256)
 
 
 def candidates(place: str) -> list[LocalAddress]:
@@ -86,7 +87,7 @@ def candidates(place: str) -> list[LocalAddress]:
             if address.family is family and socket.inet_pton(family, address.host) == raw:
                 return [address]
         break
-    has = ", ".join(dict.fromkeys(f"{each.netdev} ({each.host})" for each in found))
+    has = ", ".join(dict.fromkeys([f"{each.netdev} ({each.host})" for each in found]))
     raise LookupError(f"this machine has no network device or address {place!r}; it has {has}")
 
 

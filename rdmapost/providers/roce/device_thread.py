@@ -137,4 +137,4 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | N
 
 
 def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:
-    return any(fd == stop_fd for fd, _ in events)
+    return stop_fd in [fd for fd, _ in events]

@@ -6,6 +6,8 @@ depends on the seed and on how many went the same way before it, and on nothing 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -55,18 +57,11 @@ def fate_of(plan: PacketFaults, way: int, number: int) -> Fate:
     """
     seed = _draw(plan.seed, way)
     draws = [_draw(seed, number * _DRAWS + n) for n in range(1, 7)]
-
-    def happens(n: int, rate: float) -> bool:
-        return draws[n] < rate * 2**64
-
-    damage = draws[5] if happens(4, plan.corrupt) else -1
-    return Fate(
-        happens(0, plan.drop),
-        happens(1, plan.duplicate),
-        happens(2, plan.delay),
-        happens(3, plan.reorder),
-        damage,
-    )
+    rates = plan.drop, plan.duplicate, plan.delay, plan.reorder, plan.corrupt
+    drop, duplicate, delay, reorder, corrupt = [
+        draw < rate * 2**64 for draw, rate in zip(draws, rates, strict=False)
+    ]
+    return Fate(drop, duplicate, delay, reorder, draws[5] if corrupt else -1)
 
 
 class Held(NamedTuple):
@@ -81,6 +76,13 @@ class Held(NamedTuple):
     when: float
     until: int
     item: Any
+
+    def may_go(self, now: float, number: int) -> bool:
+        """Whether it has waited long enough, once a packet with that number has passed."""
+        return self.when <= now or 0 <= self.until <= number
+
+
+_WHEN = operator.attrgetter("when")
 
 
 class Way(native.Record):
@@ -144,19 +146,19 @@ class Way(native.Record):
                 arrived.append(item)
             if fate.duplicate:
                 arrived.append(item)
-        arrived += self._take(lambda each: 0 <= each.until <= number)
+        arrived += self._take(-math.inf, number)
         return arrived, any(fate[:4]) or fate.damage >= 0
 
     def release(self, now: float) -> list[Any]:
         """Return the packets that have waited long enough, in the order of their times."""
-        return self._take(lambda each: each.when <= now)
+        return self._take(now, -1)
 
-    def _take(self, may_go: Callable[[Held], bool]) -> list[Any]:
-        gone = [each for each in self.held if may_go(each)]
+    def _take(self, now: float, number: int) -> list[Any]:
+        gone = [each for each in self.held if each.may_go(now, number)]
         if gone:
-            self.held = tuple([each for each in self.held if not may_go(each)])
+            self.held = tuple([each for each in self.held if not each.may_go(now, number)])
             self.is_straight = self.plan is None and not self.held
-            gone.sort(key=lambda each: each.when)
+            gone.sort(key=_WHEN)
         return [each.item for each in gone]
 
 

@@ -78,9 +78,7 @@ class Receiver(native.Record):
             self._begin(device, size, segment, gid, covered, tos, ttl)
             return True
 
-        def damaged(item: Any, number: int) -> Any:
-            return damage(item[0], covered, number), *item[1:]
-
+        damaged = functools.partial(_damaged, covered)
         for at in range(0, size, segment or 1):
             item = bytes(self.buffer[at : min(at + segment, size)]), gid, covered, tos, ttl
             for each in device.admit(device.incoming, item, damaged):
@@ -144,3 +142,7 @@ class Receiver(native.Record):
         if self._batch is None and (lost := self._inbox or self._arrived):
             native.take(lost)
         self._batch = None
+
+
+def _damaged(covered: bytes, item: Any, number: int) -> Any:
+    return damage(item[0], covered, number), *item[1:]

@@ -66,12 +66,7 @@ class Sender(native.Record):
             # By the time that it goes, it may be damaged, and its work request gone.
             about = functools.partial(trace.said, about(packet))
 
-        def damaged(item: Any, number: int) -> Any:
-            note = about
-            if about is not None:
-                note = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
-            return path, note, damage(packet, covered, number)
-
+        damaged = functools.partial(_damaged, covered)
         for each in device.admit(device.outgoing, (path, about, packet), damaged):
             self.send_held(device, each)
 
@@ -110,3 +105,10 @@ class Sender(native.Record):
             if code in _CANNOT_SEGMENT and self.may_join:
                 self.may_join = False
         self.errors.clear()
+
+
+def _damaged(covered: bytes, item: Any, number: int) -> Any:
+    path, about, packet = item
+    if about is not None:
+        about = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+    return path, about, damage(packet, covered, number)

@@ -57,7 +57,7 @@ def holder(address: LocalAddress) -> str:
     """Name who has UDP port 4791 of an address, as far as this user may see it."""
     raw = socket.inet_pton(address.family, address.host)
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
-    here = "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+    here = "".join([f"{int.from_bytes(word, sys.byteorder):08X}" for word in words])
     inodes = set()
     with contextlib.suppress(OSError), open(_TABLES[address.family], encoding="ascii") as table:
         for line in table.readlines()[1:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 import time
 from collections.abc import Callable
@@ -84,11 +85,7 @@ def sent(
         each: the bytes of each packet but the last one.
     """
     now, source = time.time_ns(), device.gids[0]
-
-    def block(number: int, packet: bytes) -> bytes:
-        whole = frame(source, target, ROCE_V2_PORT, tos, device.ttl, number, packet)
-        return pcapng.packet(whole, now, True, about(packet))
-
+    block = functools.partial(_sent_block, now, about, source, target, tos, device.ttl)
     _put(device, block, data, size, each)
 
 
@@ -108,14 +105,36 @@ def received(
         each: the bytes of each packet but the last one.
     """
     now, target = time.time_ns(), device.gids[0]
-
-    def block(_: int, packet: bytes) -> bytes:
-        number = native.roce_id(packet, 0, len(packet), covered)
-        comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
-        whole = frame(source, target, port, tos, ttl, max(number, 0), packet)
-        return pcapng.packet(whole, now, False, comment)
-
+    way = source, target, port, tos, ttl
+    block = functools.partial(_received_block, now, device, covered, way)
     _put(device, block, device.receiver.buffer, size, each)
+
+
+def _sent_block(
+    now: int,
+    about: Callable[[bytes], str],
+    source: bytes,
+    target: bytes,
+    tos: int,
+    ttl: int,
+    number: int,
+    packet: bytes,
+) -> bytes:
+    whole = frame(source, target, ROCE_V2_PORT, tos, ttl, number, packet)
+    return pcapng.packet(whole, now, True, about(packet))
+
+
+def _received_block(
+    now: int,
+    device: Any,
+    covered: bytes,
+    way: tuple[bytes, bytes, int, int, int],
+    _: int,
+    packet: bytes,
+) -> bytes:
+    number = native.roce_id(packet, 0, len(packet), covered)
+    comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
+    return pcapng.packet(frame(*way, max(number, 0), packet), now, False, comment)
 
 
 def _put(

@@ -254,7 +254,7 @@ def atomic_write(qp: QueuePair, request: Request) -> Ack | None:
 
 def flush(qp: QueuePair, request: Request) -> Ack | None:
     """Execute a FLUSH."""
-    access = sum([_FLUSH_ACCESS[flag] for flag in FlushType if flag & request.flush_type])
+    access = sum([_FLUSH_ACCESS[flag] for flag in _FLUSH_ACCESS if flag & request.flush_type])
     if not access or request.flush_level not in _FLUSH_LEVELS:
         return refuse(qp)
     if not qp.grants(access) or not qp.attr["max_dest_rd_atomic"]:

@@ -51,6 +51,37 @@ def address(context: rp.Context) -> str:
     return str(context.choose_gid(1).gid).removeprefix("::ffff:")
 
 
+def test_delayed_packet_of_a_connection_before_a_reset_does_not_reach_the_next(context):
+    """Nor is the next one's first packet taken for a duplicate of it."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as a,
+        rp.QP(pd, QPType.RC, cq) as b,
+    ):
+
+        def connect() -> None:
+            for qp in (a, b):
+                qp.to_reset()
+            a.connect(b.endpoint())
+            b.connect(a.endpoint())
+
+        connect()
+        mr.buffer[:8], mr.buffer[32:40] = b"the last", bytes(8)
+        context.faults.packets(delay=1.0, delay_by=0.1)
+        a.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 32, rkey=mr.rkey))
+        context.faults.packets()
+        before = counters(context)["packets_received"]
+        connect()
+        until(lambda: cq.poll() or counters(context)["packets_received"] > before)
+        assert bytes(mr.buffer[32:40]) == bytes(8)
+        mr.buffer[:8] = b"the next"
+        a.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 32, rkey=mr.rkey))
+        cq.wait(1, timeout=LIMIT)[0].check()
+        assert bytes(mr.buffer[32:40]) == b"the next"
+
+
 # ---- in one process ------------------------------------------------------------------------
 
 
