@@ -1,4 +1,4 @@
-"""What the software device and the code that polling calls may not do."""
+"""What the software device, captures and the code that polling calls may not do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ PACKAGE = pathlib.Path(rdmapost.__file__).parent
 SOURCES = [
     *sorted((PACKAGE / "providers" / "soft0").rglob("*.py")),
     PACKAGE / "resources" / "buffers.py",
+    *[
+        PACKAGE / "providers" / "roce" / f"{name}.py"
+        for name in ("capture", "pcapng", "recording", "trace")
+    ],
 ]
 NESTED = (ast.FunctionDef, ast.Lambda, ast.GeneratorExp)
 

@@ -23,7 +23,7 @@ from ...standard.wire import (
 )
 from ..soft0.engine import requester
 from . import pcapng
-from .capture import put
+from .capture import in_progress, put
 from .packets import PSN_MASK, ROWS, distance
 
 if TYPE_CHECKING:
@@ -83,13 +83,22 @@ def sent(
         size: their bytes.
         each: the bytes of each packet but the last one.
     """
-    now, source = time.time_ns(), device.gids[0]
+    known = about, device.gids[0], target, tos, device.ttl, time.time_ns()
+    _put(device, _sent_block, known, data, size, each)
 
-    def block(number: int, packet: bytes) -> bytes:
-        whole = frame(source, target, ROCE_V2_PORT, tos, device.ttl, number, packet)
-        return pcapng.packet(whole, now, True, about(packet))
 
-    _put(device, block, data, size, each)
+def _sent_block(
+    about: Callable[[bytes], str],
+    source: bytes,
+    target: bytes,
+    tos: int,
+    ttl: int,
+    now: int,
+    number: int,
+    packet: bytes,
+) -> bytes:
+    whole = frame(source, target, ROCE_V2_PORT, tos, ttl, number, packet)
+    return pcapng.packet(whole, now, True, about(packet))
 
 
 def received(
@@ -107,32 +116,63 @@ def received(
         size: their bytes.
         each: the bytes of each packet but the last one.
     """
-    now, target = time.time_ns(), device.gids[0]
+    known = device, source, port, covered, tos, ttl, time.time_ns()
+    _put(device, _received_block, known, device.buffer, size, each)
 
-    def block(_: int, packet: bytes) -> bytes:
-        number = native.roce_id(packet, 0, len(packet), covered)
-        comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
-        whole = frame(source, target, port, tos, ttl, max(number, 0), packet)
-        return pcapng.packet(whole, now, False, comment)
 
-    _put(device, block, device.buffer, size, each)
+def _received_block(
+    device: Any,
+    source: bytes,
+    port: int,
+    covered: bytes,
+    tos: int,
+    ttl: int,
+    now: int,
+    _: int,
+    packet: bytes,
+) -> bytes:
+    number = native.roce_id(packet, 0, len(packet), covered)
+    comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
+    whole = frame(source, device.gids[0], port, tos, ttl, max(number, 0), packet)
+    return pcapng.packet(whole, now, False, comment)
 
 
 def _put(
-    device: Any, block: Callable[[int, bytes], bytes], data: Any, size: int, each: int
+    device: Any,
+    block: Callable[..., bytes],
+    known: tuple[Any, ...],
+    data: Any,
+    size: int,
+    each: int,
 ) -> None:
-    """Give captures the packets in a buffer, as blocks made of their numbers and bytes."""
+    """Give captures the packets in a buffer, as blocks.
+
+    Args:
+        device: the device.
+        block: makes one, of what is known, a packet's number and its bytes. It is no function that
+            is made at run time: CPython 3.12 and 3.13 crash if there is no memory for one.
+        known: what block is called with.
+        data: the packets; the first `size` bytes count.
+        size: their bytes.
+        each: the bytes of each packet but the last one.
+    """
+    recordings = in_progress(device)
+    if not recordings:
+        return
     count = -(-size // each) if size else 0
     try:
         blocks = b"".join(
-            [block(n, bytes(data[n * each : min((n + 1) * each, size)])) for n in range(count)]
+            [
+                block(*known, n, bytes(data[n * each : min((n + 1) * each, size)]))
+                for n in range(count)
+            ]
         )
     except MemoryError:
         # The capture lacks them; the step goes on.
-        for recording in device.recordings:
-            recording.dropped += count
+        for recording in recordings:
+            recording.tally.dropped += count
         return
-    for recording in device.recordings:
+    for recording in recordings:
         put(recording, count, blocks)
 
 
