@@ -71,6 +71,7 @@ class App(Group):
         try:
             # --help and ctx.exit() come back as a number, commands as None.
             code = super().main(arguments, prog_name or "rdmapost", **extra)
+            out.raise_failure()
         except Exception as error:
             code = report(error, out)
             drop_unwritten()

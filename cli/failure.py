@@ -18,6 +18,7 @@ _UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EDQUOT, errno.EFBIG)
 
 def report(error: Exception, out: Output) -> int:
     """Report a command's error on stderr and in the JSON document; return the exit code."""
+    out.failure = None
     if isinstance(error, click.exceptions.Abort):
         out.doc["error"] = "interrupted"
         _finish(out)

@@ -48,22 +48,33 @@ class Output:
         verbose: print notes.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
+        failure: what makes the command fail though it has a result, which is printed first.
     """
 
     json: bool = False
     one_line: bool = False
     verbose: bool = False
     doc: dict[str, Any] = field(default_factory=dict)
+    failure: Exception | None = None
 
     def note(self, text: str) -> None:
         """Print a note on stderr, if verbose."""
         if self.verbose:
             echo(text, err=True)
 
+    def raise_failure(self) -> None:
+        """Raise what makes the command fail though it has a result."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
     def finish(self, text: str) -> None:
         """Print the result."""
         import json
 
+        if self.json and self.failure is not None:
+            # The document has the error, and is printed with it.
+            return
         click.echo(json.dumps(self.doc, indent=None if self.one_line else 2) if self.json else text)
 
 

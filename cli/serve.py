@@ -217,14 +217,16 @@ def serve(
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
     """Show the library's log on stderr."""
-    logger = logging.getLogger("rdmapost.connect")
+    loggers = [logging.getLogger(f"rdmapost.{name}") for name in ("connect", "roce.capture")]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
-    logger.addHandler(handler)
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 @contextmanager

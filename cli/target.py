@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rdmapost import (
     Capture,
@@ -43,7 +44,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         NoRdmaError, NoDeviceError, VerbsError: as in open_device.
     """
     context, why = _open(out, target)
-    with context, _capture(context, target) as capture:
+    with context, _capture(out, context, target):
         out.doc.update(device=context.name, kind=context.kind)
         ports = _ports(context, target)
         port = next((port for port in ports if port.state in _CARRIES_TRAFFIC), ports[0])
@@ -66,20 +67,41 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         if out.verbose and context.kind == "roce":
             counted = {name: n for name, n in context.counters()._asdict().items() if n}
             out.note(f"counters {', '.join(f'{name} {n}' for name, n in counted.items())}")
-    if capture is not None:
-        out.note(f"capture  {capture.packets} packets in {target.pcap}")
 
 
-def _capture(context: Context, target: Target) -> AbstractContextManager[Capture | None]:
-    """Begin to capture the device's packets if --pcap was given."""
+@contextmanager
+def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
+    """Capture the device's packets if --pcap was given.
+
+    If the file cannot be completed, the command still has its result.
+    """
     if target.pcap is None:
-        return nullcontext()
+        yield
+        return
+    log, silent = logging.getLogger("rdmapost.roce.capture"), logging.NullHandler()
+    # The command reports the error.
+    log.addHandler(silent)
+    is_done = False
     try:
-        return context.capture(target.pcap)
+        with _begin(context, target.pcap) as capture:
+            yield
+            is_done = True
+        out.note(f"capture  {capture.packets} packets in {target.pcap}")
+    except RdmaError as error:
+        if not is_done:
+            raise
+        out.failure = error
+    finally:
+        log.removeHandler(silent)
+
+
+def _begin(context: Context, path: str) -> Capture:
+    try:
+        return context.capture(path)
     except RdmaError:
         raise
     except OSError as error:
-        usage_error(f"--pcap {target.pcap}: {error.strerror}")
+        usage_error(f"--pcap {path}: {error.strerror or error}")
 
 
 def _ports(context: Context, target: Target) -> list[PortAttr]:

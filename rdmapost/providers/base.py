@@ -188,8 +188,13 @@ class Capture(ABC):
     def close(self) -> None:
         """End the capture, and complete the file.
 
-        The end of the device ends it, too.  On a capture that has ended it does nothing; nor in
-        the child of a fork.
+        The end of the device ends it, too.  On a capture that has ended, and in the child of a
+        fork, this does nothing.
+
+        A signal handler or a finalizer may call this while the device is in the middle of
+        something, and must not wait for a file.  Then nothing more is captured, but the file may
+        become complete only later: close it again to wait for that, and for any error, which is
+        otherwise logged.
 
         Raises:
             RdmaError: the capture had ended early, because the file could not be written; or the
@@ -202,9 +207,9 @@ class Provider(Protocol):
 
     kind: str
     spin_ns: int
+    """How long to spin before sleeping."""
     default_timeout: int
     """The timeout of to_rts() unless another is given (ibv_modify_qp(3))."""
-    """How long to spin before sleeping."""
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import pathlib
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 
 import pytest
 from support import LIMIT
-from support.cli_runner import Ran, run
+from support.cli_runner import Ran, process, run
 from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 from support.ports import free_port
@@ -102,6 +103,12 @@ def test_pingpong(path):
     assert all(payload_of(each.frame)[12:112] for each in sent)
 
 
+def separate(*args: str) -> Ran:
+    """Run a command as a process: what is logged is on its standard error, too."""
+    done = process(*args)
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
 def failed(ran: Ran, code: int, text: str) -> None:
     assert (ran.code, ran.out) == (code, "")
     assert text in ran.err
@@ -119,9 +126,27 @@ def test_file_that_cannot_be_created_is_a_usage_error(tmp_path):
     failed(ran, 2, f"--pcap {path}: No such file or directory")
 
 
-def test_file_that_cannot_be_written_fails_the_command(path):
-    with files_of_at_most(100):
-        ran = run("write", "-d", DEVICE, "--pcap", str(path), "--json")
-    assert ran.code == 1
-    assert ran.doc["status"] == "SUCCESS"
-    assert "packets: File too large" in ran.doc["error"]
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_file_that_takes_no_beginning_is_a_usage_error():
+    """Every time: nothing is posted."""
+    for _ in range(10):
+        ran = separate("write", "-d", DEVICE, "--pcap", "/dev/full")
+        failed(ran, 2, "--pcap /dev/full: No space left on device")
+        assert ran.err.count("No space left") == 1
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_file_that_cannot_be_completed_fails_the_command_with_its_result(path, json):
+    with files_of_at_most(4096):
+        ran = separate(
+            *("write", "-d", DEVICE, "--size", "64K", "--pcap", str(path)),
+            *(["--json"] if json else []),
+        )
+    text = f"the capture to {path} ended after 0 packets: File too large"
+    assert (ran.code, ran.err) == (1, f"rdmapost: {text}\n")
+    if json:
+        assert (ran.doc["status"], ran.doc["error"]) == ("SUCCESS", text)
+        assert ran.doc["received"] == ran.doc["data"]
+    else:
+        assert ran.out.startswith(f"RDMA_WRITE of 65536 bytes on RC, {DEVICE}: SUCCESS\n")
+    assert read(path, is_whole=False) == []

@@ -488,6 +488,14 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	return result;
 }
 
+/* in_step(): whether this thread is in the middle of a verb or of work of the device. */
+static PyObject *in_step(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyBool_FromLong(rp_soft_busy());
+}
+
 /* run_device(): do the device's pending work, as posts and polls do when they hold no lock. */
 static PyObject *run_device(PyObject *self, PyObject *unused)
 {
@@ -547,6 +555,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
+	{ "in_step", in_step, METH_NOARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
 	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "schedule_at", schedule_at, METH_O, NULL },

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from ...standard.wire import (
 )
 from ..software import requester
 from . import pcapng
-from .capture import put
+from .capture import in_progress, put
 from .packets import PSN_MASK, ROWS, distance
 
 if TYPE_CHECKING:
@@ -84,9 +83,22 @@ def sent(
         size: their bytes.
         each: the bytes of each packet but the last one.
     """
-    now, source = time.time_ns(), device.gids[0]
-    block = functools.partial(_sent_block, now, about, source, target, tos, device.ttl)
-    _put(device, block, data, size, each)
+    known = about, device.gids[0], target, tos, device.ttl, time.time_ns()
+    _put(device, _sent_block, known, data, size, each)
+
+
+def _sent_block(
+    about: Callable[[bytes], str],
+    source: bytes,
+    target: bytes,
+    tos: int,
+    ttl: int,
+    now: int,
+    number: int,
+    packet: bytes,
+) -> bytes:
+    whole = frame(source, target, ROCE_V2_PORT, tos, ttl, number, packet)
+    return pcapng.packet(whole, now, True, about(packet))
 
 
 def received(
@@ -104,54 +116,63 @@ def received(
         size: their bytes.
         each: the bytes of each packet but the last one.
     """
-    now, target = time.time_ns(), device.gids[0]
-    way = source, target, port, tos, ttl
-    block = functools.partial(_received_block, now, device, covered, way)
-    _put(device, block, device.receiver.buffer, size, each)
-
-
-def _sent_block(
-    now: int,
-    about: Callable[[bytes], str],
-    source: bytes,
-    target: bytes,
-    tos: int,
-    ttl: int,
-    number: int,
-    packet: bytes,
-) -> bytes:
-    whole = frame(source, target, ROCE_V2_PORT, tos, ttl, number, packet)
-    return pcapng.packet(whole, now, True, about(packet))
+    known = device, source, port, covered, tos, ttl, time.time_ns()
+    _put(device, _received_block, known, device.receiver.buffer, size, each)
 
 
 def _received_block(
-    now: int,
     device: Any,
+    source: bytes,
+    port: int,
     covered: bytes,
-    way: tuple[bytes, bytes, int, int, int],
+    tos: int,
+    ttl: int,
+    now: int,
     _: int,
     packet: bytes,
 ) -> bytes:
     number = native.roce_id(packet, 0, len(packet), covered)
     comment = "its ICRC is wrong" if number < 0 else _about_received(device, packet)
-    return pcapng.packet(frame(*way, max(number, 0), packet), now, False, comment)
+    whole = frame(source, device.gids[0], port, tos, ttl, max(number, 0), packet)
+    return pcapng.packet(whole, now, False, comment)
 
 
 def _put(
-    device: Any, block: Callable[[int, bytes], bytes], data: Any, size: int, each: int
+    device: Any,
+    block: Callable[..., bytes],
+    known: tuple[Any, ...],
+    data: Any,
+    size: int,
+    each: int,
 ) -> None:
-    """Give captures the packets in a buffer, as blocks made of their numbers and bytes."""
+    """Give captures the packets in a buffer, as blocks.
+
+    Args:
+        device: the device.
+        block: makes one, of what is known, a packet's number and its bytes. It is no function that
+            is made at run time: CPython 3.12 and 3.13 crash if there is no memory for one.
+        known: what block is called with.
+        data: the packets; the first `size` bytes count.
+        size: their bytes.
+        each: the bytes of each packet but the last one.
+    """
+    recordings = in_progress(device)
+    if not recordings:
+        return
     count = -(-size // each) if size else 0
     try:
         blocks = b"".join(
-            [block(n, bytes(data[n * each : min((n + 1) * each, size)])) for n in range(count)]
+            [
+                block(*known, n, bytes(data[n * each : min((n + 1) * each, size)]))
+                for n in range(count)
+            ]
         )
     except MemoryError:
         # The capture lacks them; the step goes on.
-        for recording in device.recordings:
-            recording.dropped += count
+        for recording in recordings:
+            recording.tally.dropped += count
         return
-    for recording in device.recordings:
+    for recording in recordings:
         put(recording, count, blocks)
 
 

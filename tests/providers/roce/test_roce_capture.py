@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import logging
 import os
 import pathlib
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
-from support import LIMIT, Pair, interrupt_everywhere, prints, until
+from support import LIMIT, Pair, interrupt_everywhere, prints, run_python, until
 from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 
 import rdmapost as rp
 from rdmapost import QPType
+from rdmapost._binding import native
 from rdmapost.providers.roce import capture as capture_module
+from rdmapost.providers.roce import recording as recording_module
 
 DEVICE = "roce:lo"
 
@@ -31,6 +35,12 @@ def open_device(name: str) -> rp.Context:
         if error.errno != errno.EADDRINUSE:
             raise
         pytest.skip(str(error))
+
+
+def none_is_left() -> bool:
+    """Whether no capture's thread runs."""
+    recordings = [each() for each in recording_module._known.copy()]
+    return all(each is None or each._thread() is None for each in recordings)
 
 
 def has_ipv6() -> bool:
@@ -252,7 +262,7 @@ def test_file_that_cannot_be_created_is_named(on_lo, tmp_path):
         on_lo.capture(missing)
     with pytest.raises(TypeError):
         on_lo.capture(7)  # type: ignore[arg-type]
-    until(lambda: not capture_module._running)
+    until(none_is_left)
 
 
 def test_end_of_the_device_ends_it(tmp_path):
@@ -272,7 +282,7 @@ def test_dropped_capture_ends(on_lo, connect_on_lo, tmp_path):
     capture = on_lo.capture(path)
     pair.works()
     del capture
-    until(lambda: not capture_module._running)
+    until(none_is_left)
     assert len(read(path)) == 4
 
 
@@ -284,7 +294,7 @@ def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
 
     before = descriptors()
     assert interrupt_everywhere(lambda: on_lo.capture(tmp_path / "packets") and None) > 10
-    until(lambda: not capture_module._running)
+    until(none_is_left)
     # An earlier test's device may just have closed its own.
     assert descriptors() <= before
 
@@ -306,7 +316,7 @@ def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect,
     with pytest.raises(rp.RdmaError, match=rf"{path} ended after \d+ packets: File too large"):
         capture.close()
     capture.close()
-    assert caplog.text.count("File too large") == 1
+    until(lambda: caplog.text.count("File too large") == 1)
     # What is there is whole.
     assert len(read(path, is_whole=False)) == capture.packets > 0
 
@@ -348,6 +358,315 @@ def test_file_that_is_not_written_costs_bounded_memory_and_no_time(
     monkeypatch.setattr(capture_module, "_AT_CLOSE", LIMIT)
     with pytest.raises(rp.RdmaError, match="Broken pipe"):
         capture.close()
+
+
+# ---- in the middle of something ----------------------------------------------------------------
+
+
+class InStep:
+    """Calls a function once, in the middle of a step of the device, as a signal handler does."""
+
+    def __init__(self, function) -> None:
+        self._function, self.calls = function, 0
+
+    def __enter__(self) -> InStep:
+        sys.setprofile(self._look)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _look(self, frame: object, event: str, argument: object) -> None:
+        if not self.calls and event == "call" and native.in_step():
+            self.calls += 1
+            self._function()
+
+
+def test_close_in_the_middle_of_a_step_does_not_wait(
+    on_lo, connect_on_lo, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(capture_module, "_AT_CLOSE", 2.0)
+    pair, path = connect_on_lo, tmp_path / "packets"
+    capture = on_lo.capture(path)
+    pair.works()
+    with InStep(capture.close) as step:
+        pair.works()
+    assert step.calls == 1
+    pair.works()
+    capture.close()
+    assert len(read(path)) == capture.packets == 4
+    assert caplog.text == ""
+
+
+def test_slow_file_does_not_hold_up_the_step_that_its_close_interrupts(
+    on_lo, connect_on_lo, tmp_path, monkeypatch, caplog
+):
+    """A pipe that nobody reads. The error that close() does not wait for is logged."""
+    path, pair = tmp_path / "pipe", connect_on_lo
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        capture = on_lo.capture(path)
+        for _ in range(20):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+            pair.wait()
+        monkeypatch.setattr(capture_module, "_AT_CLOSE", LIMIT)
+        with InStep(capture.close) as step:
+            pair.works()
+        assert (step.calls, capture.error) == (1, None)
+    finally:
+        os.close(reader)
+    until(lambda: capture.error is not None)
+    until(lambda: caplog.text.count("Broken pipe") == 1)
+    with pytest.raises(rp.RdmaError, match="Broken pipe"):
+        capture.close()
+
+
+def test_capture_is_refused_in_the_middle_of_a_step(on_lo, connect_on_lo, tmp_path):
+    path, errors = tmp_path / "packets", []
+
+    def begin() -> None:
+        try:
+            on_lo.capture(path)
+        except rp.VerbsError as error:
+            errors.append(str(error))
+
+    with InStep(begin):
+        connect_on_lo.works()
+    assert len(errors) == 1
+    assert errors[0].startswith("ibv_capture: EBUSY")
+    assert not path.exists()
+
+
+class ClosesWhenLogged(logging.Handler):
+    """A handler of the log that closes a capture, in whatever thread it is called."""
+
+    def __init__(self, capture: rp.Capture) -> None:
+        super().__init__()
+        self.capture, self.raised = capture, []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.capture.close()
+        except rp.RdmaError as error:
+            self.raised.append(str(error))
+
+
+def test_handler_of_the_log_may_close_it(on_lo, connect_on_lo, tmp_path):
+    pair, path = connect_on_lo, tmp_path / "packets"
+    with files_of_at_most(4096):
+        capture = on_lo.capture(path)
+        handler = ClosesWhenLogged(capture)
+        logging.getLogger("rdmapost.roce.capture").addHandler(handler)
+        try:
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+            pair.wait()
+            until(lambda: handler.raised)
+        finally:
+            logging.getLogger("rdmapost.roce.capture").removeHandler(handler)
+    assert ["File too large" in text for text in handler.raised] == [True]
+
+
+def test_close_does_not_wait_for_the_log(on_lo, connect_on_lo, tmp_path, monkeypatch):
+    """Its caller may be a signal handler that has interrupted a handler of the log."""
+    monkeypatch.setattr(capture_module, "_AT_CLOSE", 2.0)
+    pair, handler = connect_on_lo, logging.NullHandler()
+    handler.createLock()
+    handler.handle = logging.Handler.handle.__get__(handler)  # type: ignore[method-assign]
+    logging.getLogger("rdmapost.roce.capture").addHandler(handler)
+    try:
+        with files_of_at_most(4096):
+            capture = on_lo.capture(tmp_path / "packets")
+            handler.acquire()
+            try:
+                pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8000]))
+                pair.wait()
+                with pytest.raises(rp.RdmaError, match="File too large"):
+                    capture.close()
+            finally:
+                handler.release()
+    finally:
+        logging.getLogger("rdmapost.roce.capture").removeHandler(handler)
+
+
+# ---- whatever fails ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/tmp/x\0y", "/tmp/\udfff", b"/tmp/x\0y"])
+def test_path_that_cannot_be_one_is_refused(on_lo, path):
+    with pytest.raises(ValueError, match=r"null|surrogates"):
+        on_lo.capture(path)
+    until(none_is_left)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_file_that_takes_no_beginning_is_refused(on_lo, caplog):
+    """Every time, and not only if the thread is quick."""
+    for _ in range(20):
+        with pytest.raises(OSError, match="No space left on device"):
+            on_lo.capture("/dev/full")
+    until(none_is_left)
+    assert caplog.text == ""
+
+
+AUDITED = """
+import sys, rdmapost as rp
+def refuse(event, args):
+    if event == "open" and args[0] == sys.argv[1]:
+        raise LookupError("not this file")
+with rp.open_device("roce:lo") as context:
+    sys.addaudithook(refuse)
+    try:
+        context.capture(sys.argv[1])
+    except LookupError as error:
+        print(error)
+"""
+
+
+def test_whatever_opening_raises_is_raised(tmp_path):
+    assert prints(AUDITED, str(tmp_path / "packets")) == "not this file"
+
+
+def test_thread_that_ends_without_a_word_has_failed(on_lo, tmp_path, monkeypatch):
+    """As one does that lacks memory to say more: nobody waits for it."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    capture = on_lo.capture(tmp_path / "packets")
+    monkeypatch.setattr(recording_module.Recording, "_end", None)
+    with pytest.raises(rp.RdmaError, match="Cannot allocate memory"):
+        capture.close()
+    monkeypatch.setattr(recording_module.Recording, "_run", lambda recording: None)
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        on_lo.capture(tmp_path / "packets")
+
+
+NO_MEMORY = """
+import _testcapi, faulthandler, gc, logging, os, sys, rdmapost as rp
+faulthandler.dump_traceback_later(100, exit=True)
+logging.disable()
+path, burst = sys.argv[1], int(sys.argv[2])
+sys.unraisablehook = len
+
+def attempt(context, at):
+    # Small functions: Python needs memory for where a handler is in a long one.
+    _testcapi.set_nomemory(at, at + burst)
+    try:
+        return context.capture(path)
+    except BaseException as raised:
+        return raised
+
+def remove_hooks():
+    while True:
+        try:
+            return _testcapi.remove_mem_hooks()
+        except MemoryError:
+            pass
+
+with rp.open_device("roce:lo") as context:
+    gc.disable()
+    at = quiet = 0
+    while quiet < 20:
+        made = attempt(context, at)
+        remove_hooks()
+        error, capture = (made, None) if isinstance(made, BaseException) else (None, made)
+        made = None
+        assert isinstance(error, (MemoryError, OSError, type(None))), error
+        quiet = quiet + 1 if error is None else 0
+        if capture is not None:
+            try:
+                capture.close()
+            except rp.RdmaError as failed:
+                assert "Cannot allocate memory" in str(failed), failed
+            assert os.path.getsize(path) >= 20
+        at += 1
+print(at > 40)
+"""
+
+
+@pytest.mark.parametrize("burst", [1, 3])
+def test_lack_of_memory_is_reported(tmp_path, burst):
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    ran = run_python(NO_MEMORY, str(tmp_path / "packets"), str(burst))
+    # What a thread lacks memory for may be on standard error.
+    assert (ran.returncode, ran.stdout) == (0, "True\n"), ran.stderr
+
+
+# ---- the end of the process, and forks ---------------------------------------------------------
+
+
+FORKED = """
+import os, signal, sys, threading, time, rdmapost as rp
+path, way = sys.argv[1:]
+os.mkfifo(path)
+context = rp.open_device("roce:lo")
+parent, children = os.getpid(), []
+
+def fork(*_):
+    if child := os.fork():
+        children.append(child)
+    else:
+        signal.alarm(20)
+
+def wait():
+    for child in children:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    print(len(children))
+
+signal.signal(signal.SIGUSR1, fork)
+if way == "begin":
+    # The handler runs while capture() waits for a reader of the pipe.
+    def read():
+        os.kill(parent, signal.SIGUSR1)
+        while not children:
+            time.sleep(0.001)
+        os.waitid(os.P_PID, children[0], os.WEXITED | os.WNOWAIT)
+        os.open(path, os.O_RDONLY)
+    threading.Timer(0.2, read).start()
+    try:
+        capture = context.capture(path)
+    except rp.ClosedError as error:
+        assert os.getpid() != parent and "was begun by process" in str(error)
+        os._exit(0)
+    capture.close()
+else:
+    # A thread waits for a pipe that is full, and then so does the handler's victim.
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    capture = context.capture(path)
+    pd, cq = rp.PD(context), rp.CQ(context)
+    mr = rp.MR(pd, 1 << 17, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+    a = rp.QP(pd, rp.QPType.RC, cq)
+    a.connect(a.endpoint())
+    a.post_send(rp.RdmaWrite(mr[:], remote_addr=mr.addr, rkey=mr.rkey))
+    cq.wait(1)[0].check()
+    def close():
+        try:
+            capture.close()
+        except rp.RdmaError as error:
+            assert "Broken pipe" in str(error)
+    closer = threading.Thread(target=close)
+    closer.start()
+    def interrupt():
+        for _ in range(10):
+            os.kill(parent, signal.SIGUSR1)
+            while len(children) < 1 + _:
+                time.sleep(0.001)
+        for child in children:
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.close(reader)
+    threading.Timer(0.2, interrupt).start()
+    close()
+    if os.getpid() != parent:
+        capture.close()
+        os._exit(0)
+    closer.join()
+wait()
+context.close_all()
+"""
+
+
+@pytest.mark.parametrize(("way", "children"), [("begin", "1"), ("end", "10")])
+def test_child_of_a_fork_waits_for_no_thread_of_its_parent(tmp_path, way, children):
+    """Not even if a signal handler forks while its parent waits."""
+    assert prints(FORKED, str(tmp_path / "pipe"), way) == children
 
 
 EXITED = """

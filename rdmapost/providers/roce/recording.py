@@ -1,0 +1,349 @@
+"""The life of a capture: a thread that opens the file, writes what is queued, and ends.
+
+Only the thread says how far it is, and it needs nothing that another thread holds: neither the
+device's lock nor the user's. So whoever waits for it, in the middle of whatever, does not hold it
+up. Functions and generators are not made at run time: CPython 3.12 and 3.13 crash if there is no
+memory for one.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import enum
+import errno
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import IO, Any
+
+from ..._binding import native
+from ...errors import ClosedError
+from . import pcapng
+
+_log = logging.getLogger("rdmapost.roce.capture")
+
+_GATHER = 0.01
+"""Seconds in which the thread lets packets gather, to write them at once."""
+_LOOK = 0.05
+"""Seconds after which whoever waits for the thread looks whether it exists."""
+_AT_EXIT = 2.0
+"""Seconds that the exit of the process waits for the files at most."""
+
+
+class State(enum.IntEnum):
+    """How far a capture is."""
+
+    OPENING = 0
+    """The file is not open, or has no beginning."""
+    OPEN = 1
+    FAILED = 2
+    ENDED = 3
+
+
+class Tally(native.Record):
+    """What the device has given to a capture; a step that is undone leaves it as it was.
+
+    Attributes:
+        queued: bytes, in all.
+        dropped: packets that the capture lacks.
+    """
+
+    def __init__(self) -> None:
+        self.queued = self.dropped = 0
+
+
+class Recording:
+    """What a device, a user and the thread share of a capture.
+
+    Attributes:
+        path: the file's path.
+        interface: the device's name.
+        tally: the device's side.
+        queue: counts of packets and their blocks, as tuples; anything else is the end.
+        packets: how many are in the file.
+        taken: bytes that the thread has taken from the queue, in all.
+        state: how far it is; the thread sets it.
+        error: why it ended early; if it did not begin, whatever was raised.
+        is_stopping: whether nothing more is to be queued.
+        is_awaited: whether somebody waits for the end, who reports the error.
+        user: the user's object. When that is dropped, this puts itself into the queue: no signal
+            handler runs in the middle.
+        file: the file, while it is open.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_began",
+        "_ended",
+        "_pid",
+        "_thread",
+        "_thread_id",
+        "_whole",
+        "error",
+        "file",
+        "interface",
+        "is_awaited",
+        "is_stopping",
+        "packets",
+        "path",
+        "queue",
+        "state",
+        "taken",
+        "tally",
+        "user",
+    )
+
+    def __init__(self, path: str | bytes, interface: str) -> None:
+        self.path = path
+        self.interface = interface
+        self.tally = Tally()
+        self.queue: SimpleQueue[Any] = SimpleQueue()
+        self.packets = self.taken = 0
+        self.state = State.OPENING
+        self.error: BaseException | None = None
+        self.is_stopping = self.is_awaited = False
+        self.user: weakref.ref[Any] | None = None
+        self.file: IO[bytes] | None = None
+        self._whole = 0
+        """The size of the file up to its last whole block."""
+        self._pid = os.getpid()
+        self._thread_id = 0
+        self._thread: weakref.ref[Any] | None = None
+        """What the thread calls: it lives as long as the thread."""
+        self._began, self._ended = _held_lock(), _held_lock()
+        """The thread releases them when it has begun and ended, to wake up those who wait. They
+        decide nothing."""
+
+    # ---- for those who wait ------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, and wait until the file is open and has its beginning.
+
+        Raises:
+            OSError: there are too many threads.
+            ClosedError: this is the child of a fork now.
+            BaseException: what the thread has raised.
+        """
+        # Before there is a thread. It is forgotten when nothing refers to it, the thread least.
+        _known.append(weakref.ref(self, _known.remove))
+        run = self._run
+        self._thread = weakref.ref(run)
+        try:
+            _thread.start_new_thread(run, ())
+        except RuntimeError:
+            raise OSError(errno.EAGAIN, "cannot start a thread for the capture") from None
+        del run
+        self._wait(self._has_begun, self._began, float("inf"))
+        self.check_process()
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        """Have the thread end; nothing more is queued."""
+        if not self.has_ended():
+            self.queue.put(None)
+            self.is_stopping = True
+
+    def wait_until_ended(self, timeout: float) -> bool:
+        """Wait for the thread; return whether it has ended in time.
+
+        In the child of a fork, or called by the thread itself, this does not wait.
+        """
+        return self._wait(self.has_ended, self._ended, timeout)
+
+    def has_ended(self) -> bool:
+        """Whether the thread has ended."""
+        # In this order: the thread says how it ended before it is gone.
+        is_gone = self._thread is not None and self._thread() is None
+        if is_gone and self.state < State.FAILED:
+            # It had no memory even for that.
+            self._become(State.FAILED, _out_of_memory())
+        return self.state >= State.FAILED
+
+    def is_inherited(self) -> bool:
+        """Whether it is the parent's, in the child of a fork."""
+        return os.getpid() != self._pid
+
+    def is_own_thread(self) -> bool:
+        """Whether this is the thread."""
+        return _thread.get_ident() == self._thread_id
+
+    def check_process(self) -> None:
+        """Raise ClosedError in the child of a fork."""
+        if self.is_inherited():
+            raise ClosedError(
+                f"the capture to {os.fsdecode(self.path)} was begun by process {self._pid}; "
+                "open the device again"
+            )
+
+    def failure(self) -> str:
+        """Say why the capture has ended early."""
+        error = self.error
+        return (
+            f"the capture to {os.fsdecode(self.path)} ended after {self.packets} packets: "
+            f"{(isinstance(error, OSError) and error.strerror) or error}"
+        )
+
+    def _has_begun(self) -> bool:
+        return self.has_ended() or self.state is not State.OPENING
+
+    def _wait(self, is_over: Callable[[], bool], bell: Any, timeout: float) -> bool:
+        end = time.monotonic() + timeout
+        while not is_over():
+            left = end - time.monotonic()
+            # A signal handler may have forked, and nobody releases the child's copy of a lock.
+            if left <= 0 or self.is_inherited() or self.is_own_thread():
+                return False
+            if bell.acquire(timeout=min(left, _LOOK)):
+                bell.release()
+        return True
+
+    def flush(self, timeout: float) -> None:
+        """At exit, let the thread write what it has."""
+        if self.state is not State.OPENING and not self.is_inherited():
+            self._ended.acquire(timeout=timeout)
+
+    # ---- the thread -------------------------------------------------------------
+
+    def _run(self) -> None:
+        """The thread's function."""
+        error: BaseException | None = None
+        try:
+            self._thread_id = _thread.get_ident()
+            # start() may go on in the child of a fork.
+            self.check_process()
+            self._record()
+        except BaseException as raised:
+            error = raised
+        self._end(error)
+
+    def _record(self) -> None:
+        with open(self.path, "wb", buffering=0) as self.file:
+            self._write(pcapng.beginning("rdmapost", self.interface), 0)
+            self._become(State.OPEN, None)
+            self._began.release()
+            while self._write_some():
+                time.sleep(_GATHER)
+
+    def _become(self, state: State, error: BaseException | None) -> None:
+        self.error = error
+        self.state = state
+
+    def _end(self, error: BaseException | None) -> None:
+        """Say how the capture ended, before anything that could wait for another thread."""
+        has_begun = self.state is not State.OPENING
+        if error is None:
+            self._become(State.ENDED, None)
+        else:
+            # Its frames would keep what they refer to.
+            error = error.with_traceback(None)
+            self._become(State.FAILED, _as_os_error(error) if has_begun else error)
+        if not has_begun:
+            self._began.release()
+        elif error is not None and not self.is_awaited:
+            # Who waits may have interrupted a handler of the log, and reports the error.
+            _log.error("%s", self.failure())
+        self._ended.release()
+        self._take()
+
+    def _write_some(self) -> bool:
+        """Wait for blocks, and write them; return False at the end."""
+        taken = [self.queue.get(), *self._take()]
+        count, blocks, goes_on = 0, [], True
+        for each in taken:
+            if isinstance(each, tuple):
+                count += each[0]
+                blocks.append(each[1])
+                self.taken += len(each[1])
+            else:
+                goes_on = False
+        if not goes_on:
+            self.is_stopping = True
+            seen = self.packets + count + self.tally.dropped
+            blocks.append(pcapng.end(time.time_ns(), seen, self.tally.dropped))
+        self._write(b"".join(blocks), count)
+        return goes_on
+
+    def _take(self) -> list[Any]:
+        return [self.queue.get() for _ in range(self.queue.qsize())]
+
+    def _write(self, data: bytes, count: int) -> None:
+        """Write the blocks of packets: all of them, or none if the file can be cut."""
+        assert self.file is not None
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self.file.write(left) :]
+        except BaseException:
+            self._cut()
+            raise
+        self._whole += len(data)
+        self.packets += count
+
+    def _cut(self) -> None:
+        assert self.file is not None
+        try:
+            os.ftruncate(self.file.fileno(), self._whole)
+        except OSError:
+            # It is a pipe or a device.
+            return
+
+
+def _held_lock() -> Any:
+    try:
+        lock = _thread.allocate_lock()
+    except RuntimeError:
+        # "can't allocate lock"
+        raise MemoryError from None
+    lock.acquire()
+    return lock
+
+
+def _out_of_memory() -> OSError:
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _as_os_error(error: BaseException) -> OSError:
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error, MemoryError):
+        return _out_of_memory()
+    made = OSError(errno.EIO, f"{type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
+
+
+# ---- the end of the process, and forks ---------------------------------------------------
+
+
+_known: list[weakref.ref[Recording]] = []
+"""All of them: a thread keeps its own alive."""
+
+
+def _finish() -> None:
+    """Let the threads write what they have, before the interpreter stops them."""
+    left = [recording for each in _known.copy() if (recording := each()) is not None]
+    for recording in left:
+        recording.queue.put(None)
+    end = time.monotonic() + _AT_EXIT
+    for recording in left:
+        recording.flush(max(0.0, end - time.monotonic()))
+
+
+def _leave_to_parent() -> None:
+    """In the child of a fork, close the files: their threads are the parent's."""
+    for each in _known.copy():
+        recording = each()
+        if recording is not None and recording.file is not None:
+            try:
+                recording.file.close()
+            except OSError:
+                continue
+
+
+atexit.register(_finish)
+os.register_at_fork(after_in_child=_leave_to_parent)
