@@ -71,51 +71,42 @@ async def completions(
     cq: CQ, count: int, timeout: float | None, max_entries: int | None
 ) -> list[WC]:
     """Implement CQ.completions."""
-    count, timeout = index("count", count), seconds(timeout)
+    if type(count) is not int:
+        count = index("count", count)
+    if type(timeout) is not float or timeout != timeout:
+        timeout = seconds(timeout)
     if max_entries is not None:
         count, max_entries = check_max_entries(count, max_entries)
-    cancels = cq._poller.cancels
-    # Leave the completions that are promised to tasks about to run.
-    found = _take(cq, count, _promised(cq))
+    poller = cq._poller
+    cancels = poller.cancels
+    found: list[WC] = []
     try:
-        if found is None:
-            found = await _wait(cq, count, timeout, cancels)
+        # Leave the completions that are promised to tasks about to run.
+        if poller.wait(cq, count, _promised(cq), 0.0, found) is not None:
+            queue = _queue_of(cq)
+            waiter = _Waiter(queue.loop, count, cancels)
+            try:
+                queue.join(waiter, timeout)
+                while True:
+                    queue.deliver()
+                    await waiter.woken
+                    # First: a cancelled wait takes nothing, even if completions have come since.
+                    if poller.cancels != cancels:
+                        raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
+                    if poller.wait(cq, count, 0, 0.0, found) is None:
+                        break
+                    if waiter.expired:
+                        raise timed_out(cq, _rearm(cq, count), count, timeout)
+                    # Another thread's poll() has taken them.
+                    waiter.sleep(queue.loop)
+            finally:
+                # Before any call, hence before any interrupt.
+                waiter.gone = True
+                queue.leave(waiter)
         if max_entries is not None:
             _take_more(cq, max_entries, found)
     except BaseException:
-        if found:
-            cq._poller.put_back(found)
-        raise
-    return found
-
-
-async def _wait(cq: CQ, count: int, timeout: float | None, cancels: int) -> list[WC]:
-    """Wait for exactly that many; ``cancels`` is how often waits had been cancelled before."""
-    found: list[WC] | None = None
-    queue = _queue_of(cq)
-    waiter = _Waiter(queue.loop, count, cancels)
-    try:
-        try:
-            queue.join(waiter, timeout)
-            while True:
-                queue.deliver()
-                await waiter.woken
-                # First: a cancelled wait takes nothing, even if completions have come since.
-                if cq._poller.cancels != cancels:
-                    raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
-                if (found := _take(cq, count)) is not None:
-                    break
-                if waiter.expired:
-                    raise timed_out(cq, _rearm(cq, count), count, timeout)
-                # Another thread's poll() has taken them.
-                waiter.sleep(queue.loop)
-        finally:
-            # Before any call, hence before any interrupt.
-            waiter.gone = True
-            queue.leave(waiter)
-    except BaseException:
-        if found:
-            cq._poller.put_back(found)
+        poller.put_back(found)
         raise
     return found
 
@@ -192,18 +183,6 @@ def _rearm(cq: CQ, count: int) -> int:
     return poller.fill(cq, count)
 
 
-def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
-    """Return exactly `count` if `promised` more are available too, else None."""
-    poller = cq._poller
-    found: list[WC] = []
-    try:
-        missing = poller.wait(cq, count, promised, 0.0, found)
-    except BaseException:
-        poller.put_back(found)
-        raise
-    return found if missing is None else None
-
-
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
     """Take what else there is, up to a number, and leave what tasks wait for."""
     poller, wanted = cq._poller, max_entries - len(found)
@@ -235,11 +214,11 @@ class _Waiter:
         self.count, self.cancels = count, cancels
         self.expired = self.gone = False
         self.deadline: float | None = None
-        self.sleep(loop)
+        self.woken: asyncio.Future[None] = loop.create_future()
 
     def sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Get ready to be woken again."""
-        self.woken: asyncio.Future[None] = loop.create_future()
+        self.woken = loop.create_future()
 
     def wake(self) -> None:
         """Wake it to check what is available."""
@@ -263,23 +242,21 @@ class _Watch:
     It uses its own epoll: if the descriptor is closed and its number reused, the new one is not
     watched. Only the event loop refers to a watch, so the epoll stays open while it is watched, and
     is closed with the loop.
+
+    Attributes:
+        epoll: that epoll, closed when it has stopped watching.
     """
 
     def __init__(self, waits: _WaitList, fd: int) -> None:
         self._loop = waits.loop
         self._waits = weakref.ref(waits)
-        self._epoll = select.epoll()
-        self._epoll.register(fd, select.EPOLLIN)
+        self.epoll = select.epoll()
+        self.epoll.register(fd, select.EPOLLIN)
         try:
-            self._loop.add_reader(self._epoll.fileno(), self._ready)
+            self._loop.add_reader(self.epoll.fileno(), self._ready)
         except BaseException:
-            self._loop.remove_reader(self._epoll.fileno())
+            self._loop.remove_reader(self.epoll.fileno())
             raise
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has stopped watching."""
-        return self._epoll.closed
 
     def _ready(self) -> None:
         if (waits := self._waits()) is None:
@@ -289,11 +266,11 @@ class _Watch:
 
     def close(self) -> None:
         """Stop watching; the loop may be closed, or run in another thread."""
-        if self._loop.is_closed() or self._epoll.closed:
+        if self._loop.is_closed() or self.epoll.closed:
             return
         if _runs(self._loop):
-            self._loop.remove_reader(self._epoll.fileno())
-            self._epoll.close()
+            self._loop.remove_reader(self.epoll.fileno())
+            self.epoll.close()
         else:
             with contextlib.suppress(RuntimeError):  # The loop has just been closed.
                 self._loop.call_soon_threadsafe(self._close_unused)
@@ -328,6 +305,7 @@ class _WaitList:
         self._poller: native.Poller = owner._poller
         self._watch: Callable[[], _Watch | None] = _nothing
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
 
     @property
     def owner(self) -> Any:
@@ -340,10 +318,13 @@ class _WaitList:
 
     def in_use(self) -> bool:
         """Whether a task waits here, or will."""
-        if not self.loop.is_closed():
-            for waiter in self.waiters:
-                if not waiter.gone:
-                    return True
+        return self.wanted() and not self.loop.is_closed()
+
+    def wanted(self) -> bool:
+        """Whether a task waits here, or did when the loop was closed."""
+        for waiter in self.waiters:
+            if not waiter.gone:
+                return True
         return False
 
     def __call__(self) -> None:
@@ -364,20 +345,21 @@ class _WaitList:
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
-            waiter.deadline = self.loop.time() + timeout
-            self._expire_at(waiter.deadline)
+            waiter.deadline = deadline = self.loop.time() + timeout
+            # A timer that is too early sets another one.
+            if self._timer_at > deadline:
+                self._expire_at(deadline)
 
     def _expire_at(self, deadline: float) -> None:
         timer = self._timer
-        # A timer that is too early sets another one.
-        if timer is None or timer.when() > deadline:
-            self._timer = self.loop.call_at(deadline, _expire, weakref.ref(self))
-            if timer is not None:
-                timer.cancel()
+        self._timer = self.loop.call_at(deadline, _expire, weakref.ref(self))
+        self._timer_at = deadline
+        if timer is not None:
+            timer.cancel()
 
     def expire(self) -> None:
         """Wake the tasks whose time is up, and set the timer for the others."""
-        self._timer = None
+        self._timer, self._timer_at = None, math.inf
         now, next_deadline = self.loop.time(), math.inf
         for waiter in self.waiting():
             if waiter.deadline is None or waiter.expired:
@@ -392,9 +374,11 @@ class _WaitList:
     def leave(self, waiter: _Waiter) -> None:
         """Remove a task that is gone; the other tasks get what was promised to it."""
         # A new list: another thread may be going through the old one.
-        self.waiters = self.waiting()
-        if self.in_use():
-            self.deliver_or_fail()
+        self.waiters = [other for other in self.waiters if not other.gone]
+        if self.loop.is_closed():
+            self.stop(self._poller.claims)
+        elif self.wanted():
+            self._try(self.deliver)
         else:
             self.rest()
 
@@ -405,9 +389,12 @@ class _WaitList:
     def start(self) -> None:
         """Claim the events and watch the descriptor, unless it does already."""
         self.claim()
+        if (watch := self._watch()) is None or watch.epoll.closed:
+            self._watch_again()
+
+    def _watch_again(self) -> None:
         try:
-            if (watch := self._watch()) is None or watch.closed:
-                self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
+            self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
         except OSError:
             # Another thread may have closed it meanwhile: then say so.
             struct_of(self.owner)
@@ -438,7 +425,7 @@ class _WaitList:
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
-        if self.in_use():
+        if self.wanted():
             self._try(self.on_event)
         else:
             self.stop(self._poller.claims)
@@ -498,16 +485,15 @@ class _CQWaits(_WaitList):
     threads = "sleeps in wait()"
 
     def rest(self) -> None:
-        if self.loop.is_closed():
-            super().rest()
+        """Go on watching: a task will probably wait again."""
 
     def deliver(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
-        self._poller.notify(self.owner, False)
+        self._poller.notify(self._owner(), False)
         self._wake_those_with_enough()
 
     def on_event(self) -> None:
-        cq: CQ = self.owner
+        cq: CQ = self._owner()
         self._poller.until(cq, -1, cq._drop_event, 0.0, True)
         # Usually nobody sleeps on, and no other event is needed.
         if not self._wake_those_with_enough():
@@ -520,12 +506,18 @@ class _CQWaits(_WaitList):
             if not waiter.gone:
                 wanted += waiter.count
         # Small waits are not blocked by larger ones.
-        available = self._poller.fill(self.owner, wanted) - self.promised()
+        available = self._poller.fill(self._owner(), wanted)
         cancels = self._poller.cancels
-        everyone = True
-        for waiter in self.waiting():
-            if waiter.woken.done():
+        asleep = []
+        for waiter in self.waiters:
+            if waiter.gone:
                 continue
+            if not waiter.woken.done():
+                asleep.append(waiter)
+            elif waiter.cancels == cancels:
+                available -= waiter.count
+        everyone = True
+        for waiter in asleep:
             if waiter.cancels != cancels:
                 waiter.wake()
             elif waiter.count <= available:
@@ -585,8 +577,8 @@ class _ChannelWaits(_WaitList):
         super().__init__(loop, channel)
         self.queues: dict[CQ, _SharedCQWaits] = {}
 
-    def in_use(self) -> bool:
-        return super().in_use() or any(queue.in_use() for queue in list(self.queues.values()))
+    def wanted(self) -> bool:
+        return super().wanted() or any(queue.wanted() for queue in list(self.queues.values()))
 
     def deliver(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
