@@ -88,7 +88,7 @@ async def completions(
             try:
                 queue.join(waiter, timeout)
                 while True:
-                    queue.deliver()
+                    queue.wake_those_with_enough(True)
                     await waiter.woken
                     # First: a cancelled wait takes nothing, even if completions have come since.
                     if poller.cancels != cancels:
@@ -178,9 +178,7 @@ def _runs(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _rearm(cq: CQ, count: int) -> int:
     """Request the next event, then poll for `count` completions; return how many are available."""
-    poller = cq._poller
-    poller.notify(cq, False)
-    return poller.fill(cq, count)
+    return cq._poller.fill(cq, count, True)
 
 
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
@@ -222,8 +220,11 @@ class _Waiter:
 
     def wake(self) -> None:
         """Wake it to check what is available."""
-        if not self.woken.done():
+        try:
             self.woken.set_result(None)
+        except asyncio.InvalidStateError:
+            # It is awake already, or its task has been cancelled.
+            pass
 
     def expire(self) -> None:
         """Wake it because its time is up."""
@@ -232,7 +233,7 @@ class _Waiter:
 
     def fail(self, error: Exception) -> None:
         """Raise an error in the task."""
-        if not self.woken.done():
+        with contextlib.suppress(asyncio.InvalidStateError):
             self.woken.set_exception(error)
 
 
@@ -377,7 +378,7 @@ class _WaitList:
         self.waiters = [other for other in self.waiters if not other.gone]
         if self.loop.is_closed():
             self.stop(self._poller.claims)
-        elif self.wanted():
+        elif self.waiters:
             self._try(self.deliver)
         else:
             self.rest()
@@ -387,8 +388,9 @@ class _WaitList:
         self.stop(self._poller.claims)
 
     def start(self) -> None:
-        """Claim the events and watch the descriptor, unless it does already."""
-        self.claim()
+        """Claim the events, which threads then leave to the tasks, and watch the descriptor."""
+        if not self._poller.claim(self):
+            self.refuse()
         if (watch := self._watch()) is None or watch.epoll.closed:
             self._watch_again()
 
@@ -400,10 +402,8 @@ class _WaitList:
             struct_of(self.owner)
             raise
 
-    def claim(self) -> None:
-        """Make threads that arrive from now on leave the events to the tasks."""
-        if self._poller.claim(self):
-            return
+    def refuse(self) -> None:
+        """Say who takes the events already."""
         if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
@@ -489,24 +489,25 @@ class _CQWaits(_WaitList):
 
     def deliver(self) -> None:
         """Ask for the next event, then poll, and wake the tasks that can have enough."""
-        self._poller.notify(self._owner(), False)
-        self._wake_those_with_enough()
+        self.wake_those_with_enough(True)
 
     def on_event(self) -> None:
-        cq: CQ = self._owner()
-        self._poller.until(cq, -1, cq._drop_event, 0.0, True)
         # Usually nobody sleeps on, and no other event is needed.
-        if not self._wake_those_with_enough():
+        if not self.wake_those_with_enough(False):
             self.deliver()
 
-    def _wake_those_with_enough(self) -> bool:
-        """Poll, wake the tasks that can have what they want, and return whether all can."""
+    def wake_those_with_enough(self, arm: bool) -> bool:
+        """Poll, wake the tasks that can have what they want, and return whether all can.
+
+        Args:
+            arm: whether to ask for the next event first, or to take one off the channel.
+        """
         wanted = 0
         for waiter in self.waiters:
             if not waiter.gone:
                 wanted += waiter.count
         # Small waits are not blocked by larger ones.
-        available = self._poller.fill(self._owner(), wanted)
+        available = self._poller.fill(self._owner(), wanted, arm)
         cancels = self._poller.cancels
         asleep = []
         for waiter in self.waiters:
@@ -553,7 +554,8 @@ class _SharedCQWaits(_CQWaits):
         self.stop(self._poller.claims)
 
     def start(self) -> None:
-        self.claim()
+        if not self._poller.claim(self):
+            self.refuse()
         self.channel.queues[self.owner] = self
         self.channel.start()
 
@@ -600,6 +602,12 @@ class _ChannelWaits(_WaitList):
         if channel._events:
             super().wake()
 
+    def rest(self) -> None:
+        if self.wanted():
+            self._try(self.deliver)
+        else:
+            super().rest()
+
     def wake(self) -> None:
         super().wake()
         for queue in list(self.queues.values()):
@@ -627,7 +635,10 @@ def _wait_list(
 def _queue_of(cq: CQ) -> _CQWaits:
     """Return this event loop's wait queue for a CQ."""
     if cq.channel is None:
-        return _wait_list(cq, _CQWaits)
+        waits: _CQWaits | None = cq._poller.tasks
+        loop = asyncio.get_running_loop()
+        # If another loop has one, claim() will refuse.
+        return waits if waits is not None and waits.loop is loop else _CQWaits(loop, cq)
     channel = _wait_list(cq.channel, _ChannelWaits)
 
     def make(loop: asyncio.AbstractEventLoop, cq: CQ) -> _CQWaits:
@@ -643,4 +654,4 @@ def _queue_of(cq: CQ) -> _CQWaits:
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
     queue: _CQWaits | None = cq._poller.tasks
-    return 0 if queue is None else queue.promised()
+    return queue.promised() if queue is not None and queue.waiters else 0

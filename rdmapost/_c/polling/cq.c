@@ -1152,17 +1152,23 @@ out:
 	return result;
 }
 
-/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; return its size. */
+/*
+ * fill(handle, count, arm): poll until the backlog has `count` or the CQ is empty; return its size.
+ * First request an event if `arm` is True, or take one off the CQ's own channel if it is False.
+ */
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);
 	struct order order = { .count = 0 };
-	PyObject *found = NULL;
+	PyObject *found = NULL, *arm = nargs == 3 ? args[2] : Py_None;
 	struct rp_use use;
 
-	if (begin(args, nargs, 2, &use))
+	if (begin(args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
-	if (!read_count(args[1], "count", &order.count) && !gather(p, use.handle, &order, NULL))
+	if (!read_count(args[1], "count", &order.count) &&
+	    !(arm == Py_True && ask_for_event(use.handle, 0)) &&
+	    !(arm == Py_False && call_optional(p->drop_event)) &&
+	    !gather(p, use.handle, &order, NULL))
 		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :
 						   PyLong_FromSize_t(p->there);
 	rp_end_use(&use);
