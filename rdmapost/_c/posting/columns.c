@@ -75,9 +75,13 @@ copy(const struct column *col, const char *from, ptrdiff_t stride, int wide, int
 {
 	uint64_t scale = col->scale, base = col->base, *to = col->values;
 	/* How far a value may be below and above 0; `value + below > span` tests both at once. */
-	uint64_t below = scale ? base / scale : INT64_MAX + 1ull;
-	uint64_t above = scale ? (col->field->max - base) / scale : UINT64_MAX, span;
+	uint64_t below = base, above = col->field->max - base, span;
 	size_t i;
+
+	if (scale != 1) {
+		below = scale ? below / scale : INT64_MAX + 1ull;
+		above = scale ? above / scale : UINT64_MAX;
+	}
 
 	if (is_signed && above > INT64_MAX)
 		above = INT64_MAX;
