@@ -121,11 +121,11 @@ static inline int read_attribute(struct post *post, const struct request *r,
 /* Return a larger array to replace one; NULL with an exception. `small` is not freed. */
 static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
 {
-	size_t more = 2 * *size;
+	size_t more = 4 * *size;
 	void *new;
 
 	while (more < wanted)
-		more *= 2;
+		more *= 4;
 	new = PyMem_Malloc(more * each);
 	if (!new)
 		return PyErr_NoMemory();
