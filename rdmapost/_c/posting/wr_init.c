@@ -43,8 +43,8 @@ static int read_arguments(const struct class *class, PyObject *args,
 
 	if (positional > class->positional)
 		return 0;
-	for (Py_ssize_t i = 0; i < class->fields; i++)
-		values[i] = i < positional ? PyTuple_GetItem(args, i) : NULL;
+	for (Py_ssize_t i = 0; i < positional; i++)
+		values[i] = PyTuple_GetItem(args, i);
 	while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
 		Py_ssize_t i = 0;
 
@@ -87,7 +87,7 @@ static int set_fields(PyObject *self, const struct class *class, PyObject **valu
 
 static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	PyObject *values[FIELDS];
+	PyObject *values[FIELDS] = { NULL };
 	const struct class *class = classes;
 
 	while (class < classes + known && !rp_has_type(self, class->type))
