@@ -12,8 +12,11 @@
 
 #include <endian.h>
 
-/* Reading runs the caller's code, which may post again: keep posting's arrays off that stack. */
-#define NOINLINE __attribute__((noinline))
+/*
+ * Reading runs the caller's code, which may post again: keep posting's arrays off that stack. The
+ * loops over rows take a tenth longer where a change elsewhere moves them within a cache line.
+ */
+#define NOINLINE __attribute__((noinline, aligned(64)))
 
 enum { CHUNK = 128, COLUMNS = FIELDS + 3, SMALL = 512 };
 
@@ -75,13 +78,10 @@ copy(const struct column *col, const char *from, ptrdiff_t stride, int wide, int
 {
 	uint64_t scale = col->scale, base = col->base, *to = col->values;
 	/* How far a value may be below and above 0; `value + below > span` tests both at once. */
-	uint64_t below = base, above = col->field->max - base, span;
+	uint64_t below = scale ? base / scale : INT64_MAX + 1ull;
+	uint64_t above = scale ? (col->field->max - base) / scale : UINT64_MAX, span;
 	size_t i;
 
-	if (scale != 1) {
-		below = scale ? below / scale : INT64_MAX + 1ull;
-		above = scale ? above / scale : UINT64_MAX;
-	}
 
 	if (is_signed && above > INT64_MAX)
 		above = INT64_MAX;
@@ -176,7 +176,7 @@ static void no_field(const struct wr_type *type, PyObject *name)
 }
 
 /* Copy an exported buffer into a column. */
-static int read_view(struct columns *c, struct column *col, const Py_buffer *view)
+static NOINLINE int read_view(struct columns *c, struct column *col, const Py_buffer *view)
 {
 	ptrdiff_t stride = view->strides ? view->strides[0] : view->itemsize;
 	char format = format_of(view);
@@ -586,7 +586,7 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 		if (is_send)
 			put_flags(c, structs, *known, size, count, r->flags | IBV_SEND_SIGNALED);
 		outcome = rp_submit(c->q, c->owner->address, structs, size);
-		if (is_send)
+		if (is_send && *known + size < count)
 			put_flags(c, structs, *known, size, count, r->flags);
 		outcome.posted += outcome.posted < 0 ? 0 : (int64_t)*known;
 	}
