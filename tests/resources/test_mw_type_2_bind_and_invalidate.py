@@ -293,7 +293,7 @@ def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type)
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_region_of_a_window_that_any_of_several_rows_invalidates_is_free(rc, window, context, at):
+def test_any_of_several_rows_may_say_that_a_window_is_invalidated(rc, window, context, at):
     needs(context.kind == "soft", "WITH_INV flag in completions", context)
     mw, region = window
     rkey = bind(rc, mw, region)
@@ -306,11 +306,12 @@ def test_region_of_a_window_that_any_of_several_rows_invalidates_is_free(rc, win
         send.send_flags = rp.SendFlags(0)
     rc.a.post_send(sends)
     got = memoryview(bytearray(48 * 8))
-    assert rc.cq.wait_into(got, 4) == 4
+    assert rc.cq.poll_into(got) == 4
     keys = [int.from_bytes(got[48 * row :][24:28], sys.byteorder) for row in range(4)]
     assert keys == [rkey if row == at else 0 for row in range(4)]
     assert [got[48 * row] for row in range(4)] == [5, 6, 7, 8]
-    region.close()
+    # While a window is bound to it, that is refused.
+    region.rereg(access=BINDABLE)
 
 
 def test_each_rule_of_bind_info_refuses_its_case(soft):
