@@ -223,8 +223,7 @@ class _Waiter:
         try:
             self.woken.set_result(None)
         except asyncio.InvalidStateError:
-            # It is awake already, or its task has been cancelled.
-            pass
+            return  # It is awake already, or its task has been cancelled.
 
     def expire(self) -> None:
         """Wake it because its time is up."""
@@ -325,8 +324,10 @@ class _WaitList:
         """Whether a task waits here, or did when the loop was closed."""
         for waiter in self.waiters:
             if not waiter.gone:
-                return True
-        return False
+                break
+        else:
+            return False
+        return True
 
     def __call__(self) -> None:
         """Wake the tasks to poll again, from any thread; stop() if none is waiting."""

@@ -11,8 +11,8 @@ after it has gone to sleep, and that of a task that waits for a plain eventfd in
 whose reader stays registered.  Between the two is the least that a wait for a write
 can cost: the write is posted and polled, and the event loop has a timer, but the task
 waits for the eventfd.  All are measured on the null device (null.c) too, where the
-device itself costs nothing.  Every figure is the best of several runs: disturbances only ever make a run
-slower.
+device itself costs nothing.  Every figure is the best of several runs: disturbances
+only ever make a run slower.
 """
 
 from __future__ import annotations

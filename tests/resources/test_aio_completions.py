@@ -307,7 +307,6 @@ def test_loops_that_end_while_they_watch_a_cq_leave_nothing_open(context):
         for _ in range(3):
             run(main)
         run(close)
-        del cq
         gc.collect()
     assert not [str(warning.message) for warning in caught]
     assert len(os.listdir("/proc/self/fd")) == before

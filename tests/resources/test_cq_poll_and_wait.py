@@ -12,6 +12,7 @@ from support import Pair, needs, until, write
 
 import rdmapost as rp
 
+
 def test_poll_returns_at_once_when_there_is_nothing(cq):
     assert cq.poll() == []
     assert cq.poll(0) == []
