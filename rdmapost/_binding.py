@@ -37,9 +37,12 @@ def once(function: Callable[..., Any], key: object, *args: object) -> Any:
     return _results[called]
 
 
+_UINTPTR = ffi.typeof("uintptr_t")
+
+
 def address_of(cdata: object) -> int:
     """Return the address in a cffi pointer, as the functions of ``native`` take it."""
-    return int(ffi.cast("uintptr_t", cdata))
+    return int(ffi.cast(_UINTPTR, cdata))
 
 
 def start_of(view: memoryview) -> int:

@@ -72,51 +72,42 @@ async def completions(
     cq: CQ, count: int, timeout: float | None, max_entries: int | None
 ) -> list[WC]:
     """Implement CQ.completions."""
-    count, timeout = index("count", count), seconds(timeout)
+    if type(count) is not int:
+        count = index("count", count)
+    if type(timeout) is not float or timeout != timeout:
+        timeout = seconds(timeout)
     if max_entries is not None:
         count, max_entries = check_max_entries(count, max_entries)
-    cancels = cq._poller.cancels
-    # Leave the completions that are promised to tasks about to run.
-    found = _take(cq, count, _promised(cq))
+    poller = cq._poller
+    cancels = poller.cancels
+    found: list[WC] = []
     try:
-        if found is None:
-            found = await _wait(cq, count, timeout, cancels)
+        # Leave the completions that are promised to tasks about to run.
+        if poller.wait(cq, count, _promised(cq), 0.0, found) is not None:
+            queue = _queue_of(cq)
+            waiter = _Waiter(queue.loop, count, cancels)
+            try:
+                queue.join(waiter, timeout)
+                while True:
+                    queue.wake_those_with_enough(True)
+                    await waiter.woken
+                    # First: a cancelled wait takes nothing, even if completions have come since.
+                    if poller.cancels != cancels:
+                        raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
+                    if poller.wait(cq, count, 0, 0.0, found) is None:
+                        break
+                    if waiter.expired:
+                        raise timed_out(cq, _rearm(cq, count), count, timeout)
+                    # Another thread's poll() has taken them.
+                    waiter.sleep(queue.loop)
+            finally:
+                # Before any call, hence before any interrupt.
+                waiter.gone = True
+                queue.leave(waiter)
         if max_entries is not None:
             _take_more(cq, max_entries, found)
     except BaseException:
-        if found:
-            cq._poller.put_back(found)
-        raise
-    return found
-
-
-async def _wait(cq: CQ, count: int, timeout: float | None, cancels: int) -> list[WC]:
-    """Wait for exactly that many; ``cancels`` is how often waits had been cancelled before."""
-    found: list[WC] | None = None
-    queue = _queue_of(cq)
-    waiter = _Waiter(queue.loop, count, cancels)
-    try:
-        try:
-            queue.join(waiter, timeout)
-            while True:
-                queue.deliver()
-                await waiter.woken
-                # First: a cancelled wait takes nothing, even if completions have come since.
-                if cq._poller.cancels != cancels:
-                    raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
-                if (found := _take(cq, count)) is not None:
-                    break
-                if waiter.expired:
-                    raise timed_out(cq, _rearm(cq, count), count, timeout)
-                # Another thread's poll() has taken them.
-                waiter.sleep(queue.loop)
-        finally:
-            # Before any call, hence before any interrupt.
-            waiter.gone = True
-            queue.leave(waiter)
-    except BaseException:
-        if found:
-            cq._poller.put_back(found)
+        poller.put_back(found)
         raise
     return found
 
@@ -188,21 +179,7 @@ def _runs(loop: asyncio.AbstractEventLoop) -> bool:
 
 def _rearm(cq: CQ, count: int) -> int:
     """Request the next event, then poll for `count` completions; return how many are available."""
-    poller = cq._poller
-    poller.notify(cq, False)
-    return poller.fill(cq, count)
-
-
-def _take(cq: CQ, count: int, promised: int = 0) -> list[WC] | None:
-    """Return exactly `count` if `promised` more are available too, else None."""
-    poller = cq._poller
-    found: list[WC] = []
-    try:
-        missing = poller.wait(cq, count, promised, 0.0, found)
-    except BaseException:
-        poller.put_back(found)
-        raise
-    return found if missing is None else None
+    return cq._poller.fill(cq, count, True)
 
 
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
@@ -236,16 +213,18 @@ class _Waiter:
         self.count, self.cancels = count, cancels
         self.expired = self.gone = False
         self.deadline: float | None = None
-        self.sleep(loop)
+        self.woken: asyncio.Future[None] = loop.create_future()
 
     def sleep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Get ready to be woken again."""
-        self.woken: asyncio.Future[None] = loop.create_future()
+        self.woken = loop.create_future()
 
     def wake(self) -> None:
         """Wake it to check what is available."""
-        if not self.woken.done():
+        try:
             self.woken.set_result(None)
+        except asyncio.InvalidStateError:
+            return  # It is awake already, or its task has been cancelled.
 
     def expire(self) -> None:
         """Wake it because its time is up."""
@@ -254,7 +233,7 @@ class _Waiter:
 
     def fail(self, error: Exception) -> None:
         """Raise an error in the task."""
-        if not self.woken.done():
+        with contextlib.suppress(asyncio.InvalidStateError):
             self.woken.set_exception(error)
 
 
@@ -264,23 +243,21 @@ class _Watch:
     It uses its own epoll: if the descriptor is closed and its number reused, the new one is not
     watched. Only the event loop refers to a watch, so the epoll stays open while it is watched, and
     is closed with the loop.
+
+    Attributes:
+        epoll: that epoll, closed when it has stopped watching.
     """
 
     def __init__(self, waits: _WaitList, fd: int) -> None:
         self._loop = waits.loop
         self._waits = weakref.ref(waits)
-        self._epoll = select.epoll()
-        self._epoll.register(fd, select.EPOLLIN)
+        self.epoll = select.epoll()
+        self.epoll.register(fd, select.EPOLLIN)
         try:
-            self._loop.add_reader(self._epoll.fileno(), self._ready)
+            self._loop.add_reader(self.epoll.fileno(), self._ready)
         except BaseException:
-            self._loop.remove_reader(self._epoll.fileno())
+            self._loop.remove_reader(self.epoll.fileno())
             raise
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has stopped watching."""
-        return self._epoll.closed
 
     def _ready(self) -> None:
         if (waits := self._waits()) is None:
@@ -290,11 +267,11 @@ class _Watch:
 
     def close(self) -> None:
         """Stop watching; the loop may be closed, or run in another thread."""
-        if self._loop.is_closed() or self._epoll.closed:
+        if self._loop.is_closed() or self.epoll.closed:
             return
         if _runs(self._loop):
-            self._loop.remove_reader(self._epoll.fileno())
-            self._epoll.close()
+            self._loop.remove_reader(self.epoll.fileno())
+            self.epoll.close()
         else:
             with contextlib.suppress(RuntimeError):  # The loop has just been closed.
                 self._loop.call_soon_threadsafe(self._close_unused)
@@ -329,6 +306,7 @@ class _WaitList:
         self._poller: native.Poller = owner._poller
         self._watch: Callable[[], _Watch | None] = _nothing
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
 
     @property
     def owner(self) -> Any:
@@ -341,11 +319,16 @@ class _WaitList:
 
     def in_use(self) -> bool:
         """Whether a task waits here, or will."""
-        if not self.loop.is_closed():
-            for waiter in self.waiters:
-                if not waiter.gone:
-                    return True
-        return False
+        return self.wanted() and not self.loop.is_closed()
+
+    def wanted(self) -> bool:
+        """Whether a task waits here, or did when the loop was closed."""
+        for waiter in self.waiters:
+            if not waiter.gone:
+                break
+        else:
+            return False
+        return True
 
     def __call__(self) -> None:
         """Wake the tasks to poll again, from any thread; stop() if none is waiting."""
@@ -365,20 +348,21 @@ class _WaitList:
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
-            waiter.deadline = self.loop.time() + timeout
-            self._expire_at(waiter.deadline)
+            waiter.deadline = deadline = self.loop.time() + timeout
+            # A timer that is too early sets another one.
+            if self._timer_at > deadline:
+                self._expire_at(deadline)
 
     def _expire_at(self, deadline: float) -> None:
         timer = self._timer
-        # A timer that is too early sets another one.
-        if timer is None or timer.when() > deadline:
-            self._timer = self.loop.call_at(deadline, _expire, weakref.ref(self))
-            if timer is not None:
-                timer.cancel()
+        self._timer = self.loop.call_at(deadline, _expire, weakref.ref(self))
+        self._timer_at = deadline
+        if timer is not None:
+            timer.cancel()
 
     def expire(self) -> None:
         """Wake the tasks whose time is up, and set the timer for the others."""
-        self._timer = None
+        self._timer, self._timer_at = None, math.inf
         now, next_deadline = self.loop.time(), math.inf
         for waiter in self.waiting():
             if waiter.deadline is None or waiter.expired:
@@ -393,9 +377,11 @@ class _WaitList:
     def leave(self, waiter: _Waiter) -> None:
         """Remove a task that is gone; the other tasks get what was promised to it."""
         # A new list: another thread may be going through the old one.
-        self.waiters = self.waiting()
-        if self.in_use():
-            self.deliver_or_fail()
+        self.waiters = [other for other in self.waiters if not other.gone]
+        if self.loop.is_closed():
+            self.stop(self._poller.claims)
+        elif self.waiters:
+            self._try(self.deliver)
         else:
             self.rest()
 
@@ -404,20 +390,22 @@ class _WaitList:
         self.stop(self._poller.claims)
 
     def start(self) -> None:
-        """Claim the events and watch the descriptor, unless it does already."""
-        self.claim()
+        """Claim the events, which threads then leave to the tasks, and watch the descriptor."""
+        if not self._poller.claim(self):
+            self.refuse()
+        if (watch := self._watch()) is None or watch.epoll.closed:
+            self._watch_again()
+
+    def _watch_again(self) -> None:
         try:
-            if (watch := self._watch()) is None or watch.closed:
-                self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
+            self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
         except OSError:
             # If another thread has closed it, raise ClosedError.
             struct_of(self.owner)
             raise
 
-    def claim(self) -> None:
-        """Make threads that arrive from now on leave the events to the tasks."""
-        if self._poller.claim(self):
-            return
+    def refuse(self) -> None:
+        """Say who takes the events already."""
         if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
@@ -439,7 +427,7 @@ class _WaitList:
 
     def ready(self) -> None:
         """React to the descriptor becoming readable."""
-        if self.in_use():
+        if self.wanted():
             self._try(self.on_event)
         else:
             self.stop(self._poller.claims)
@@ -499,34 +487,40 @@ class _CQWaits(_WaitList):
     threads = "sleeps in wait()"
 
     def rest(self) -> None:
-        if self.loop.is_closed():
-            super().rest()
+        """Go on watching: a task will probably wait again."""
 
     def deliver(self) -> None:
         """Request the next event, then poll, and wake the tasks whose waits are satisfied."""
-        self._poller.notify(self.owner, False)
-        self._wake_those_with_enough()
+        self.wake_those_with_enough(True)
 
     def on_event(self) -> None:
-        cq: CQ = self.owner
-        self._poller.until(cq, -1, cq._drop_event, 0.0, True)
         # Usually nobody sleeps on, and no other event is needed.
-        if not self._wake_those_with_enough():
+        if not self.wake_those_with_enough(False):
             self.deliver()
 
-    def _wake_those_with_enough(self) -> bool:
-        """Poll, wake the tasks whose waits are satisfied, and return whether all are."""
+    def wake_those_with_enough(self, arm: bool) -> bool:
+        """Poll, wake the tasks whose waits are satisfied, and return whether all are.
+
+        Args:
+            arm: whether to request the next event first, or to take one off the channel.
+        """
         wanted = 0
         for waiter in self.waiters:
             if not waiter.gone:
                 wanted += waiter.count
         # A larger wait does not block smaller ones.
-        available = self._poller.fill(self.owner, wanted) - self.promised()
+        available = self._poller.fill(self._owner(), wanted, arm)
         cancels = self._poller.cancels
-        everyone = True
-        for waiter in self.waiting():
-            if waiter.woken.done():
+        asleep = []
+        for waiter in self.waiters:
+            if waiter.gone:
                 continue
+            if not waiter.woken.done():
+                asleep.append(waiter)
+            elif waiter.cancels == cancels:
+                available -= waiter.count
+        everyone = True
+        for waiter in asleep:
             if waiter.cancels != cancels:
                 waiter.wake()
             elif waiter.count <= available:
@@ -562,7 +556,8 @@ class _SharedCQWaits(_CQWaits):
         self.stop(self._poller.claims)
 
     def start(self) -> None:
-        self.claim()
+        if not self._poller.claim(self):
+            self.refuse()
         self.channel.queues[self.owner] = self
         self.channel.start()
 
@@ -586,8 +581,8 @@ class _ChannelWaits(_WaitList):
         super().__init__(loop, channel)
         self.queues: dict[CQ, _SharedCQWaits] = {}
 
-    def in_use(self) -> bool:
-        return super().in_use() or any([queue.in_use() for queue in list(self.queues.values())])
+    def wanted(self) -> bool:
+        return super().wanted() or any([queue.wanted() for queue in list(self.queues.values())])
 
     def deliver(self) -> None:
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
@@ -608,6 +603,12 @@ class _ChannelWaits(_WaitList):
             raise
         if channel._events:
             super().wake()
+
+    def rest(self) -> None:
+        if self.wanted():
+            self._try(self.deliver)
+        else:
+            super().rest()
 
     def wake(self) -> None:
         super().wake()
@@ -636,7 +637,10 @@ def _wait_list(
 def _queue_of(cq: CQ) -> _CQWaits:
     """Return this event loop's wait queue for a CQ."""
     if cq.channel is None:
-        return _wait_list(cq, _CQWaits)
+        waits: _CQWaits | None = cq._poller.tasks
+        loop = asyncio.get_running_loop()
+        # If another loop has one, claim() will refuse.
+        return waits if waits is not None and waits.loop is loop else _CQWaits(loop, cq)
     channel = _wait_list(cq.channel, _ChannelWaits)
     queue: _CQWaits = _wait_list(cq, functools.partial(_SharedCQWaits, channel=channel))
     # The channel's wait list may have been replaced since.
@@ -648,4 +652,4 @@ def _queue_of(cq: CQ) -> _CQWaits:
 def _promised(cq: CQ) -> int:
     """Return how many completions are promised to tasks."""
     queue: _CQWaits | None = cq._poller.tasks
-    return 0 if queue is None else queue.promised()
+    return queue.promised() if queue is not None and queue.waiters else 0

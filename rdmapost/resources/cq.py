@@ -22,7 +22,7 @@ from .resource import close_quietly, struct_of
 from .waitable import CompletionSource, check_max_entries
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 
 class WC(NamedTuple):
@@ -561,9 +561,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
         """
-        from .aio import completions  # asyncio takes long to import
-
-        return await completions(self, count, timeout, max_entries)
+        return await _aio_completions()(self, count, timeout, max_entries)
 
     def __aiter__(self) -> AsyncIterator[WC]:
         from .aio import Completions
@@ -572,6 +570,13 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
 
 with_c_methods(CQ)
+
+
+@functools.cache
+def _aio_completions() -> Callable[..., Awaitable[list[WC]]]:
+    from .aio import completions  # asyncio takes long to import
+
+    return completions
 
 
 def _view_of(buffer: Any) -> memoryview:

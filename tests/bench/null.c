@@ -7,7 +7,8 @@
  * LD_PRELOAD.  Its symbols are unversioned, so that they match any version.
  *
  * A post walks the chain and counts it.  After null_remember(1) the CQ also
- * records what is posted, and polls return it in order, all successful.
+ * records what is posted, and polls return it in order, all successful; a CQ that was
+ * asked for an event writes to its channel.  A channel serves one CQ.
  *
  * For tests of error messages, NULL_REFUSES in the environment names a control
  * verb and the errno with which it fails ("ibv_reg_mr=12"); NULL_PORT_STATE
@@ -32,6 +33,7 @@
 /* Must come first: the header casts to it. */
 struct null_cq {
 	struct ibv_cq cq;
+	int armed;
 	uint32_t head, tail;
 	struct ibv_wc *ring;
 };
@@ -120,6 +122,10 @@ static void complete(struct ibv_cq *cq, uint32_t qp_num, uint64_t wr_id,
 		wc->byte_len = 8;
 	}
 	wc->wr_id = wr_id;
+	if (queue->armed) {
+		queue->armed = 0;
+		eventfd_write(cq->channel->fd, 1);
+	}
 }
 
 static int post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
@@ -182,7 +188,8 @@ static int poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
 
 static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
-	(void)cq, (void)solicited_only;
+	(void)solicited_only;
+	((struct null_cq *)cq)->armed = cq->channel != NULL;
 	return 0;
 }
 
@@ -367,13 +374,19 @@ static int dealloc_mw(struct ibv_mw *mw)
 	return 0;
 }
 
+/* Must come first: the header casts to it. */
+struct null_channel {
+	struct ibv_comp_channel channel;
+	struct ibv_cq *cq;
+};
+
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context)
 {
 	if (refuses("ibv_create_comp_channel"))
 		return NULL;
-	MAKE(struct ibv_comp_channel, channel, context, context);
-	channel->fd = eventfd(0, EFD_CLOEXEC);
-	return channel;
+	MAKE(struct null_channel, made, channel.context, context);
+	made->channel.fd = eventfd(0, EFD_CLOEXEC);
+	return &made->channel;
 }
 
 int ibv_destroy_comp_channel(struct ibv_comp_channel *channel)
@@ -401,6 +414,8 @@ struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
 	queue->cq.cq_context = cq_context;
 	queue->cq.channel = channel;
 	queue->cq.cqe = cqe;
+	if (channel)
+		((struct null_channel *)channel)->cq = &queue->cq;
 	return &queue->cq;
 }
 
@@ -410,6 +425,24 @@ int ibv_destroy_cq(struct ibv_cq *cq)
 	free(cq);
 	return 0;
 }
+
+#ifndef OWN_CQ_EVENTS
+int ibv_get_cq_event(struct ibv_comp_channel *channel, struct ibv_cq **cq, void **cq_context)
+{
+	eventfd_t counted;
+
+	if (eventfd_read(channel->fd, &counted))
+		return -1;
+	*cq = ((struct null_channel *)channel)->cq;
+	*cq_context = (*cq)->cq_context;
+	return 0;
+}
+
+void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int count)
+{
+	(void)cq, (void)count;
+}
+#endif
 
 static struct ibv_qp *create_qp_ex(struct ibv_context *context,
 				   struct ibv_qp_init_attr_ex *init)

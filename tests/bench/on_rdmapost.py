@@ -196,6 +196,7 @@ class Bench:
 
     def columns(self, qp: rp.QP) -> Iterator[Case]:
         """Lists by columns, in arrays as numpy has them: memory of 8-byte integers."""
+        posted = qp._send.in_flight
         for length in COLUMNS:
             names = {
                 **self.names,
@@ -217,7 +218,7 @@ class Bench:
                     statement,
                     length,
                     names,
-                    after=lambda: qp._send.in_flight.clear(),
+                    after=lambda: posted.clear_until(posted.posted),
                 )
 
     def lives(self, qp: rp.QP) -> Iterator[Case]:

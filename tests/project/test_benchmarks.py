@@ -25,6 +25,13 @@ def test_benchmark_prints_its_rows(program, options, rows):
     runs(program, options, rows)
 
 
+def test_benchmark_of_the_null_device_prints_its_rows():
+    if shutil.which("cc") is None:
+        pytest.skip("this machine has no C compiler")
+    options = ("--runs", "1", "--rounds", "1", "--no-growth")
+    runs("null.py", options, ("list of 32, checked", "4096", "poll_into 256", "its SGE"))
+
+
 @pytest.mark.rdma
 def test_benchmark_of_a_real_device_prints_its_rows(verbs_context):
     if shutil.which("cc") is None:

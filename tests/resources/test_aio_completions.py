@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import sys
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -280,6 +282,34 @@ def test_cq_dropped_after_waits_is_closed_at_once_although_the_loop_runs_on(cont
         assert len(os.listdir("/proc/self/fd")) == before
 
     run(main)
+
+
+def test_loops_that_end_while_they_watch_a_cq_leave_nothing_open(context):
+    """Neither a descriptor nor a warning, whether the loop or the CQ is closed first."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def main():
+        for _ in range(2):
+            with pytest.raises(rp.WaitTimeout):
+                await cq.completions(1, timeout=0.001)
+
+    async def close():
+        await main()
+        watched = len(os.listdir("/proc/self/fd"))
+        cq.close()
+        # The CQ's channel has one, and the loop's watch of it another.
+        assert len(os.listdir("/proc/self/fd")) <= watched - 2
+        await settle()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cq = rp.CQ(context, 16)
+        for _ in range(3):
+            run(main)
+        run(close)
+        gc.collect()
+    assert not [str(warning.message) for warning in caught]
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_descriptor_reused_by_another_cq_is_watched_again(rc, context):

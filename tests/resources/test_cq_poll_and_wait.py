@@ -11,7 +11,6 @@ import pytest
 from support import Pair, needs, until, write
 
 import rdmapost as rp
-from rdmapost.resources.aio import _take
 
 
 def test_poll_returns_at_once_when_there_is_nothing(cq):
@@ -153,10 +152,16 @@ def test_wait_without_time_polls_once(rc, timeout):
 def test_completions_promised_to_tasks_are_left_to_them(rc):
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=i) for i in range(3)])
     until(lambda: rc.cq._poller.fill(rc.cq, 3) == 3)
-    assert _take(rc.cq, 2, promised=2) is None
-    assert [wc.wr_id for wc in _take(rc.cq, 1, promised=2)] == [0]
-    assert _take(rc.cq, 1, promised=2) is None
-    assert [wc.wr_id for wc in _take(rc.cq, 2)] == [1, 2]
+
+    def take(count, promised):
+        found = []
+        rc.cq._poller.wait(rc.cq, count, promised, 0.0, found)
+        return [wc.wr_id for wc in found]
+
+    assert take(2, promised=2) == []
+    assert take(1, promised=2) == [0]
+    assert take(1, promised=2) == []
+    assert take(2, promised=0) == [1, 2]
 
 
 @pytest.mark.parametrize("call", ["poll", "wait", "completions"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import array
+import sys
 import weakref
 from typing import Any
 
@@ -288,6 +290,28 @@ def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type)
     assert done[7].invalidated_rkey == mw.rkey
     assert done[7].wc_flags & rp.WCFlags.WITH_INV
     assert (done[7].imm_data, done[9].invalidated_rkey) == (None, None)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_any_of_several_rows_may_say_that_a_window_is_invalidated(rc, window, context, at):
+    needs(context.kind == "soft", "WITH_INV flag in completions", context)
+    mw, region = window
+    rkey = bind(rc, mw, region)
+    rc.wait()
+    ids = array.array("Q", range(5, 9))
+    rc.b.post_recv_columns(rc.theirs.blocks(ids, 8), wr_id=ids)
+    sends = [rp.Send(rc.mine[:8]) for _ in range(4)]
+    sends[at] = rp.SendWithInv(rc.mine[:8], invalidate_rkey=rkey)
+    for send in sends:
+        send.send_flags = rp.SendFlags(0)
+    rc.a.post_send(sends)
+    got = memoryview(bytearray(48 * 8))
+    assert rc.cq.poll_into(got) == 4
+    keys = [int.from_bytes(got[48 * row :][24:28], sys.byteorder) for row in range(4)]
+    assert keys == [rkey if row == at else 0 for row in range(4)]
+    assert [got[48 * row] for row in range(4)] == [5, 6, 7, 8]
+    # While a window is bound to it, that is refused.
+    region.rereg(access=BINDABLE)
 
 
 def test_each_rule_of_bind_info_refuses_its_case(soft):

@@ -209,3 +209,39 @@ def test_task_gets_the_completion_that_an_interrupted_task_put_back() -> None:
         rig.close()
 
     interrupt_at_each_moment(Rig, act, check, handler=Interrupted, within=HERE, max_moments=60)
+
+
+def test_signal_handler_that_cancels_one_task_leaves_the_other_its_completion() -> None:
+    """Even in the middle of waking the first."""
+
+    class Two(Rig):
+        tasks: list[asyncio.Task[list[rp.WC]]]
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tasks = []
+
+    async def both(rig: Two) -> None:
+        rig.tasks += [asyncio.create_task(rig.cq.completions(1, LIMIT)) for _ in range(2)]
+        await asyncio.sleep(0)
+        rig.a.post_send([rig.write(7), rig.write(8)])
+        got = await asyncio.gather(*rig.tasks, return_exceptions=True)
+        rig.found += [wc for wcs in got if isinstance(wcs, list) for wc in wcs]
+        assert isinstance(got[1], list), got
+        assert isinstance(got[0], list | asyncio.CancelledError), got
+
+    def act(rig: Two) -> None:
+        asyncio.run(both(rig))
+
+    def check(rig: Two, moment: Moment) -> None:
+        rig.found += rig.cq.poll()
+        assert sorted(wc.wr_id for wc in rig.found) == [7, 8]
+        rig.drain()
+        rig.close()
+
+    def cancel(rig: Two) -> None:
+        # asyncio drops the result of a task that is cancelled while it runs.
+        if rig.tasks and asyncio.current_task() is not rig.tasks[0]:
+            rig.tasks[0].cancel()
+
+    interrupt_at_each_moment(Two, act, check, handler=cancel, within=HERE)

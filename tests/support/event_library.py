@@ -14,6 +14,7 @@ import pytest
 from support import ROOT, prints
 
 LIBRARY = r"""
+#define OWN_CQ_EVENTS
 #include "null.c"
 
 static struct ibv_async_event queue[64];

@@ -513,6 +513,45 @@ static int put_kept_row(char **rows, struct rp_completion *s)
 	return 0;
 }
 
+/* Whether it is a receive whose sender has invalidated a key. */
+static inline int invalidates(const struct ibv_wc *wc)
+{
+	return wc->status == IBV_WC_SUCCESS && wc->wc_flags & IBV_WC_WITH_INV &&
+	       wc->opcode & IBV_WC_RECV;
+}
+
+/*
+ * Complete and put into rows, as far as they are rows of the oldest call of post_columns() but not
+ * its last, completions of one queue, the second and later without a key. Returns how many.
+ */
+static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
+{
+	const struct rp_entry *entry = &q->entries[q->first & (q->size - 1)];
+	/* In registers: what a row writes to memory, the next one would wait for. */
+	uint64_t done = q->done, begun = q->begun, last, number = wc->wr_id >> 32;
+	const uint64_t *wr_ids;
+	char *at = *rows;
+	int n = 0;
+
+	if (!RP_READS_SLOTS || !q->in_order || q->first == q->end || entry->state != RP_ROWS)
+		return 0;
+	wr_ids = (const uint64_t *)(uintptr_t)entry->serial;
+	last = entry->count;
+	for (; n < count && wc[n].wr_id >> 32 == number && !(n && invalidates(&wc[n])); n++) {
+		uint64_t next = begun + ((wc[n].wr_id - done) & UINT32_MAX) + 1;
+
+		if (next >= last)
+			break;
+		put_row(&at, &wc[n], wr_ids[next - 1]);
+		done += next - begun;
+		begun = next;
+	}
+	q->done = done;
+	q->begun = begun;
+	*rows = at;
+	return n;
+}
+
 /*
  * Restore the wr_ids of polled completions, and add them to the backlog or to the caller's rows.
  * The lock is held.
@@ -529,6 +568,7 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 		int whole = wc[i].wc_flags & IBV_WC_TM_DATA_VALID;
 		struct rp_completion *s = p->spare;
 		PyObject *wr_id;
+		int run;
 
 		if (!queue || number != wc[i].wr_id >> 32) {
 			number = wc[i].wr_id >> 32;
@@ -544,10 +584,11 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 			if (queue != p->last)
 				p->last = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
 		}
-		if (good && wc[i].wc_flags & IBV_WC_WITH_INV && wc[i].opcode & IBV_WC_RECV)
+		if (invalidates(&wc[i]))
 			rp_note_invalidated(p->invalidated, wc[i].invalidated_rkey);
-		if (touched->rows && rp_complete_row(queue, wc[i].wr_id, &number_of_row)) {
-			put_row(&touched->rows, &wc[i], number_of_row);
+		run = touched->rows ? put_run(queue, &wc[i], count - i, &touched->rows) : 0;
+		if (run) {
+			i += run - 1;
 			continue;
 		}
 		if (p->wc_flags && matched && !whole)
@@ -1154,17 +1195,23 @@ out:
 	return result;
 }
 
-/* fill(handle, count): poll until the backlog has `count` or the CQ is empty; return its size. */
+/*
+ * fill(handle, count, arm): poll until the backlog has `count` or the CQ is empty; return its size.
+ * First request an event if `arm` is True, or take one off the CQ's own channel if it is False.
+ */
 METHOD(fill)
 {
 	struct poller *p = POLLER(self);
 	struct order order = { .count = 0 };
-	PyObject *found = NULL;
+	PyObject *found = NULL, *arm = nargs == 3 ? args[2] : Py_None;
 	struct rp_use use;
 
-	if (begin(args, nargs, 2, &use))
+	if (begin(args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
-	if (!read_count(args[1], "count", &order.count) && !gather(p, use.handle, &order, NULL))
+	if (!read_count(args[1], "count", &order.count) &&
+	    !(arm == Py_True && ask_for_event(use.handle, 0)) &&
+	    !(arm == Py_False && call_optional(p->drop_event)) &&
+	    !gather(p, use.handle, &order, NULL))
 		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :
 						   PyLong_FromSize_t(p->there);
 	rp_end_use(&use);

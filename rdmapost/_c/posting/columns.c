@@ -13,8 +13,11 @@
 
 #include <endian.h>
 
-/* Reading runs the caller's code, which may post again: keep posting's arrays off that stack. */
-#define NOINLINE __attribute__((noinline))
+/*
+ * Reading runs the caller's code, which may post again: keep posting's arrays off that stack. The
+ * loops over rows take a tenth longer where a change elsewhere moves them within a cache line.
+ */
+#define NOINLINE __attribute__((noinline, aligned(64)))
 
 enum { CHUNK = 128, COLUMNS = FIELDS + 3, SMALL = 512 };
 
@@ -79,6 +82,7 @@ copy(const struct column *col, const char *from, ptrdiff_t stride, int wide, int
 	uint64_t below = scale ? base / scale : INT64_MAX + 1ull;
 	uint64_t above = scale ? (col->field->max - base) / scale : UINT64_MAX, span;
 	size_t i;
+
 
 	if (is_signed && above > INT64_MAX)
 		above = INT64_MAX;
@@ -173,7 +177,7 @@ static void no_field(const struct wr_type *type, PyObject *name)
 }
 
 /* Copy an exported buffer into a column. */
-static int read_view(struct columns *c, struct column *col, const Py_buffer *view)
+static NOINLINE int read_view(struct columns *c, struct column *col, const Py_buffer *view)
 {
 	ptrdiff_t stride = view->strides ? view->strides[0] : view->itemsize;
 	char format = format_of(view);
@@ -605,7 +609,7 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 		if (is_send)
 			put_flags(c, structs, *known, size, count, r->flags | IBV_SEND_SIGNALED);
 		outcome = rp_submit(c->q, c->owner->address, structs, size);
-		if (is_send)
+		if (is_send && *known + size < count)
 			put_flags(c, structs, *known, size, count, r->flags);
 		outcome.posted += outcome.posted < 0 ? 0 : (int64_t)*known;
 	}

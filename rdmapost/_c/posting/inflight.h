@@ -131,21 +131,6 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
 		uint64_t *number);
 
-/* A faster rp_complete() for a row that is not the last of its call; 0 if this is not one. */
-static inline int rp_complete_row(struct rp_in_flight *q, uint64_t cookie, uint64_t *number)
-{
-	const struct rp_entry *entry = &q->entries[q->first & (q->size - 1)];
-	uint64_t next = q->begun + ((cookie - q->done) & UINT32_MAX) + 1;
-
-	if (!RP_READS_SLOTS || !q->in_order || q->first == q->end || entry->state != RP_ROWS ||
-	    next >= entry->count)
-		return 0;
-	*number = ((const uint64_t *)(uintptr_t)entry->serial)[next - 1];
-	q->done += next - q->begun;
-	q->begun = next;
-	return 1;
-}
-
 void rp_drop_all_done(struct rp_in_flight *q);
 
 static inline void rp_drop_done(struct rp_in_flight *q)

@@ -121,11 +121,11 @@ static inline int read_attribute(struct post *post, const struct request *r,
 /* Return a larger array to replace one; NULL with an exception. `small` is not freed. */
 static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
 {
-	size_t more = 2 * *size;
+	size_t more = 4 * *size;
 	void *new;
 
 	while (more < wanted)
-		more *= 2;
+		more *= 4;
 	new = PyMem_Malloc(more * each);
 	if (!new)
 		return PyErr_NoMemory();
@@ -464,13 +464,18 @@ static void put_head(int verb, char *at, const struct request *r)
 struct request *rp_open_request(struct work_queue *q, struct post *post, PyObject *wr,
 				const struct wr_type *type)
 {
-	size_t size = rp_heads[q->verb].size;
+	size_t size = rp_heads[q->verb].size, half = offsetof(struct request, cookie);
 	struct request *r = room_for_request(post);
 
 	if (!r || room_for_bytes(post, size) < 0)
 		return NULL;
 	post->count++;
-	*r = (struct request){ .wr = wr, .type = type, .at = post->used };
+	/* In halves: for the whole of it, GCC uses "rep stos", which takes longer than the rest. */
+	memset(r, 0, half);
+	memset((char *)r + half, 0, sizeof(*r) - half);
+	r->wr = wr;
+	r->type = type;
+	r->at = post->used;
 	post->used += size;
 	memset(post->structs + r->at, 0, size);
 	return r;
