@@ -164,6 +164,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_recv",
         "_resets",
         "_send",
+        "_settings",
         "_state",
         "_was_reset",
         "checked",
@@ -241,6 +242,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
+        # What modify has set since the last reset, the last state other than ERR included.
+        self._settings: dict[str, Any] = {}
         self._changes = itertools.count(1)
         # Each change of state sets this to a new number when it begins, and when it ends.
         self._latest_change = 0
@@ -606,7 +609,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             self._psn = attrs.get("sq_psn", self._psn)
-            self._note_modified(to, change, posted)
+            self._note_modified(to, attrs, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
             self._note_state(before)
@@ -619,22 +622,31 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if self.state is to:
-                    self._note_modified(to, change, posted)
+                    self._note_modified(to, attrs, change, posted)
             raise
         finally:
             self._resets.pop(change, None)
             self._latest_change = next(self._changes)
 
     def _note_modified(
-        self, to: QPState, change: int, posted: list[tuple[native.InFlight, int]]
+        self,
+        to: QPState,
+        attrs: dict[str, Any],
+        change: int,
+        posted: list[tuple[native.InFlight, int]],
     ) -> None:
         """Note a change of state that the device has made.
 
         Args:
             to: the new state.
+            attrs: the attributes that were set.
             change: the number of the change.
             posted: for a reset, how much each queue had posted before it.
         """
+        if to is QPState.RESET:
+            self._settings = {}
+        elif to is not QPState.ERR:
+            self._settings = {**self._settings, **attrs}
         if to is QPState.RESET:
             self._was_reset |= change in self._resets
             self._resets.pop(change, None)
@@ -1331,6 +1343,14 @@ def asked_gid_index(qp: QP) -> int | None:
 def chosen_gid(qp: QP) -> GIDChoice | None:
     """Return the GID that a queue pair uses, or None if none is chosen yet."""
     return qp._gid
+
+
+def settings(qp: QP) -> dict[str, Any]:
+    """Return the attributes set since the last reset, by the names of ibv_modify_qp(3).
+
+    qp_state is the last state other than ERR that it was brought to.
+    """
+    return qp._settings
 
 
 def oldest_send(qp: QP) -> int | None:

@@ -22,7 +22,8 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "A peer may RDMA-write. A region needs LOCAL_WRITE too.",
         "mr.access and qp.query().qp_access_flags: a write needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's write: the region, the window or qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's write: the region or the window lacks it; REM_INV_REQ_ERR: "
+            "qp_access_flags do.",
         ),
     ),
     _access(
@@ -30,7 +31,8 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "A peer may RDMA-read. A region needs nothing else for it. Not on UC.",
         "mr.access and qp.query().qp_access_flags: a read needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's read: the region, the window or qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's read: the region or the window lacks it; REM_INV_REQ_ERR: "
+            "qp_access_flags do.",
         ),
     ),
     _access(
@@ -39,8 +41,8 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "mr.access and qp.query().qp_access_flags: an atomic needs it in both. "
         "context.attr.atomic_cap.",
         causes=(
-            "REM_ACCESS_ERR of a peer's atomic: the region, the window or "
-            "qp_access_flags lacks it.",
+            "REM_ACCESS_ERR of a peer's atomic: the region or the window lacks it; "
+            "REM_INV_REQ_ERR: qp_access_flags do.",
         ),
     ),
     _access(
