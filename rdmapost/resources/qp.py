@@ -976,13 +976,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         To send to the group, use ``remote_qpn=MULTICAST_QPN``, the receivers' Q_Key,
         and an AH with the group as dgid (and its LID as dlid).  Each attached queue
-        pair gets one copy, however often it was attached.  On a network the port must
-        also have joined the group, on InfiniBand through the subnet administrator.
-        Closing the queue pair detaches it.
+        pair gets one copy, however often it was attached.  Closing the queue pair
+        detaches it.
+
+        On a network the host must also have joined the group, or it drops the packets
+        while the sender sees SUCCESS: on Ethernet with a socket's IP_ADD_MEMBERSHIP or
+        IPV6_JOIN_GROUP on the network device that carries the GID
+        (examples/multicast.py), on InfiniBand through the subnet administrator.
 
         Args:
-            gid: the group, as a GID, 16 bytes or text: in ff00::/8, or an IPv4 one such as
-                "::ffff:239.1.2.3".
+            gid: the group, as a GID, 16 bytes or text: an IPv4 one such as
+                "::ffff:239.1.2.3" if the senders' GIDs are IPv4, otherwise one in ff00::/8.
             lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
