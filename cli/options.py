@@ -219,7 +219,10 @@ def device_options(function: Command) -> Command:
         out = click.get_current_context().find_object(Output)
         assert out is not None, "App.main() makes it"
         out.json, out.verbose = as_json, verbose
-        return function(out=out, target=Target(device, port, gid_index, pcap), **options)
+        function(out=out, target=Target(device, port, gid_index, pcap), **options)
+        error, out.late_error = out.late_error, None
+        if error is not None:
+            raise error
 
     return command
 

@@ -48,12 +48,14 @@ class Output:
         verbose: print notes.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
+        late_error: an error to report after the result.
     """
 
     json: bool = False
     one_line: bool = False
     verbose: bool = False
     doc: dict[str, Any] = field(default_factory=dict)
+    late_error: Exception | None = None
 
     def note(self, text: str) -> None:
         """Print a note on stderr, if verbose."""
@@ -61,9 +63,11 @@ class Output:
             echo(text, err=True)
 
     def finish(self, text: str) -> None:
-        """Print the result."""
+        """Print the result; in JSON, the report of a late error prints it."""
         import json
 
+        if self.late_error is not None and self.json and not self.one_line:
+            return
         click.echo(json.dumps(self.doc, indent=None if self.one_line else 2) if self.json else text)
 
 

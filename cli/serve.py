@@ -185,7 +185,7 @@ def serve(
         _Printer(out) as printer,
         _log_to_stderr(),
         _signals(printer),
-        open_target(out, target) as (context, port_num),
+        open_target(out, target, log_capture=True) as (context, port_num),
     ):
         if why := why_confined(context):
             echo(why, err=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rdmapost import (
     Capture,
@@ -27,11 +28,18 @@ _CARRIES_TRAFFIC = (PortState.ACTIVE, PortState.ACTIVE_DEFER)
 
 
 @contextmanager
-def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
+def open_target(
+    out: Output, target: Target, *, log_capture: bool = False
+) -> Iterator[tuple[Context, int]]:
     """Open the device that the options name, or choose one.
 
     If there is no RDMA device, this chooses soft0, the software device in this
     process, and says so on standard error.
+
+    Args:
+        out: the command's output.
+        target: the options.
+        log_capture: say at once when the capture fails, and not only at the end.
 
     Yields:
         the device and the port number.
@@ -43,7 +51,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         NoRdmaError, NoDeviceError, VerbsError: as in open_device.
     """
     context, why = _open(out, target)
-    with context, _capture(context, target) as capture:
+    with context, _capture(out, context, target, log=log_capture) as capture:
         out.doc.update(device=context.name, kind=context.kind)
         ports = _ports(context, target)
         port = next((port for port in ports if port.state in _CARRIES_TRAFFIC), ports[0])
@@ -70,16 +78,47 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         out.note(f"capture  {capture.packets} packets in {target.pcap}")
 
 
-def _capture(context: Context, target: Target) -> AbstractContextManager[Capture | None]:
-    """Begin to capture the device's packets, if asked to."""
+@contextmanager
+def _capture(
+    out: Output, context: Context, target: Target, *, log: bool
+) -> Iterator[Capture | None]:
+    """Capture the device's packets, if asked to; a capture that fails does not hide the result.
+
+    Args:
+        log: let the library log it at once when the capture fails.
+    """
     if target.pcap is None:
-        return nullcontext()
+        yield None
+        return
+    logger = logging.getLogger("rdmapost.roce")
+    if not log:
+        # It is reported at the end.
+        logger.addFilter(_is_not_of_a_capture)
     try:
-        return context.capture(target.pcap)
-    except RdmaError:
-        raise
-    except OSError as error:
-        usage_error(f"--pcap {target.pcap}: {error.strerror}")
+        try:
+            capture = context.capture(target.pcap)
+        except RdmaError:
+            raise
+        except OSError as error:
+            usage_error(f"--pcap {target.pcap}: {error.strerror}")
+        try:
+            yield capture
+        except BaseException:
+            try:
+                capture.close()
+            except RdmaError as failure:
+                echo(f"rdmapost: {failure}", err=True)
+            raise
+        try:
+            capture.close()
+        except RdmaError as failure:
+            out.late_error = failure
+    finally:
+        logger.removeFilter(_is_not_of_a_capture)
+
+
+def _is_not_of_a_capture(record: logging.LogRecord) -> bool:
+    return record.module != "capture"
 
 
 def _ports(context: Context, target: Target) -> list[PortAttr]:

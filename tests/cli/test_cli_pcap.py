@@ -124,4 +124,14 @@ def test_file_that_cannot_be_written_fails_the_command(path):
         ran = run("write", "-d", DEVICE, "--pcap", str(path), "--json")
     assert ran.code == 1
     assert ran.doc["status"] == "SUCCESS"
+    assert ran.doc["received"] == ran.doc["data"]
     assert "packets: File too large" in ran.doc["error"]
+
+
+def test_capture_that_fails_is_reported_once_after_the_result(path):
+    with files_of_at_most(100):
+        ran = run("write", "-d", DEVICE, "--data", "hello", "--pcap", str(path))
+    assert ran.code == 1
+    assert ran.out.startswith(f"RDMA_WRITE of 5 bytes on RC, {DEVICE}: SUCCESS\n")
+    (line,) = ran.err.splitlines()
+    assert line.startswith(f"rdmapost: the capture to {path} ended after ")
