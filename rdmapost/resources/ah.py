@@ -83,8 +83,13 @@ class AHAttr:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        # Whatever was given, the attribute is a GID.
         if self.dgid is not None:
             object.__setattr__(self, "dgid", gid_argument("dgid", self.dgid))
+
+
+# help() shows what it takes.
+AHAttr.__init__.__annotations__["dgid"] = "GIDLike | None"
 
 
 def fill_ah_attr(attr: AHAttr, raw: Any) -> None:

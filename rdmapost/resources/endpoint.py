@@ -15,6 +15,8 @@ _LINE = re.compile(
     r"lid=(0x[0-9a-f]{1,16}) mtu=([0-9]{1,9})"
 )
 
+_FIELDS = ("qp_num", "psn", "gid", "lid", "mtu")
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -75,7 +77,9 @@ class Endpoint:
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            raise ValueError(f"not an endpoint: {line[:120]!r}")
+            missing = [name for name in _FIELDS if f"{name}=" not in line]
+            lacks = f"; it has no {', '.join(missing)}" if len(missing) < len(_FIELDS) else ""
+            raise ValueError(f"not an endpoint: {line[:120]!r}{lacks if missing else ''}")
         qpn, psn, gid, lid, mtu = match.groups()
         by_bytes = {m.bytes: m for m in MTU}
         if int(mtu) not in by_bytes:

@@ -459,6 +459,14 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     qp.to_reset()
 
 
+def test_default_cq_holds_the_completions_of_two_default_queue_pairs(context, pd, stack):
+    cq = stack.enter_context(rp.CQ(context))
+    for _ in range(2):
+        qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    if qp.max_send_wr + qp.max_recv_wr <= 128:
+        assert named(qp.diagnose(), "cq").severity == "ok"
+
+
 def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
     srq = stack.enter_context(rp.SRQ(pd, 8))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
