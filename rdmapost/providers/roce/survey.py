@@ -73,7 +73,7 @@ def holder(address: LocalAddress) -> str:
         if pid is not None:
             return f"process {pid}"
     if os.path.isdir("/sys/module/rdma_rxe"):
-        return "Soft-RoCE: use its device ('rdma link')"
+        return "Soft-RoCE: use its device"
     return "another process"
 
 
