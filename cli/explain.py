@@ -6,7 +6,6 @@ import io
 import os
 import stat
 import sys
-import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
@@ -19,7 +18,7 @@ from .output import Output, columns, width, wrapped
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-    from rdmapost.explain import Explanation
+    from rdmapost.explain import Explanation, UnknownNameError
 
 
 _CAUSES = {
@@ -41,11 +40,14 @@ def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[Complet
 
     in_c = text.upper().startswith("IBV_")
     found: dict[str, dict[str, None]] = {}
+    findings = names()["finding"]
     for known in dict.fromkeys(name for of in names().values() for name in of):
         for one in look_up(known):
             spelled = one.constant if in_c else one.name
-            if spelled.startswith(text.upper()):
+            if one.kind != "finding" and spelled.upper().startswith(text.upper()):
                 found.setdefault(spelled, {})[KINDS[one.kind]] = None
+    if not found:
+        found = {name: {KINDS["finding"]: None} for name in findings if name.startswith(text)}
     return [CompletionItem(name, help=", ".join(kinds)) for name, kinds in found.items()]
 
 
@@ -60,7 +62,8 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
 
     NAME is a completion status, an errno, an opcode, a QP type or state, a flag
     or an asynchronous event, by name or number, as any program prints it:
-    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read.
+    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read; or an
+    exception of this library or a finding (WaitTimeout, psn-mismatch).
     MESSAGE is a line that a program printed.  Several are explained in turn.
 
     \b
@@ -71,7 +74,7 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     A log on standard input is searched for statuses, errnos and events.  Without
     any of these, all names are listed.
     """
-    from rdmapost.explain import KINDS, UnknownNameError, names
+    from rdmapost.explain import KINDS, names
 
     out: Output = ctx.obj
     out.json = as_json
@@ -87,13 +90,15 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
         )
         return
     out.doc["name"] = " ".join(name)
-    try:
-        found = _look_up(name)
-    except UnknownNameError as error:
-        out.doc["nearest"] = error.nearest
-        raise click.UsageError(str(error), ctx) from None
-    out.doc["explanations"] = [asdict(one) for one in found]
-    out.finish(_joined(_page(one, KINDS[one.kind]) for one in found))
+    unknown: list[UnknownNameError] = []
+    found = _look_up(name, unknown)
+    if found:
+        out.doc["explanations"] = [asdict(one) for one in found]
+        if not (unknown and out.json):
+            out.finish(_joined(_page(one, KINDS[one.kind]) for one in found))
+    if unknown:
+        out.doc["nearest"] = unknown[0].nearest
+        raise click.UsageError("; ".join(map(str, unknown)), ctx)
 
 
 def _log(name: tuple[str, ...]) -> Iterator[str] | None:
@@ -130,35 +135,42 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
     out.finish(_joined(pages))
 
 
-def _look_up(words: tuple[str, ...]) -> list[Explanation]:
-    """Explain the words as one name, as one name each, or as what a program printed."""
-    from rdmapost.explain import UnknownNameError, explain_lines
+def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Explanation]:
+    """Explain the words as one name, as one name each, or as what a program printed.
+
+    Args:
+        words: the words.
+        unknown: receives an error for each name that has no explanation.
+    """
+    from rdmapost.explain import UnknownNameError as UnknownName
     from rdmapost.explain import explain as look_up
+    from rdmapost.explain import explain_lines
 
     if len(words) > 1 and any(" " in word for word in words):
         # Quoted: each is a name or a message.
-        found = [one for word in words for one in _look_up((word,))]
+        found = [one for word in words for one in _look_up((word,), unknown)]
         return list({(one.kind, one.name): one for one in found}.values())
     text = " ".join(words)
     if "\n" in text.strip() and (mentions := explain_lines(text.splitlines())):
         return [one.explanation for one in mentions]
     try:
         return list(look_up(text))
-    except UnknownNameError as error:
+    except UnknownName as error:
         known: list[Explanation] = []
-        unknown: list[UnknownNameError] = []
+        others: list[UnknownNameError] = []
         for word in dict.fromkeys(words):
             try:
                 known += look_up(word)
-            except UnknownNameError as one:
-                unknown.append(one)
-        if not unknown:
-            return known
-        names = len(words) - len(unknown)
-        if names < len(unknown) and (mentions := explain_lines([text])):
+            except UnknownName as one:
+                others.append(one)
+        names = len(words) - len(others)
+        if names < len(others) and (mentions := explain_lines([text])):
             return [one.explanation for one in mentions]
-        # Of several names, only the unknown one is worth naming.
-        raise (unknown[0] if known and names >= len(unknown) else error) from None
+        if known and names >= len(others):
+            unknown += others
+            return known
+        unknown.append(error)
+        return []
 
 
 def _joined(pages: Iterable[str]) -> str:
@@ -167,12 +179,14 @@ def _joined(pages: Iterable[str]) -> str:
 
 
 def _page(one: Explanation, kind: str) -> str:
+    from rdmapost.tools.explain.model import UNNUMBERED
+
     parts = [
-        f"{one.name}: {kind}" if one.kind == "exception" else f"{one.name}: {kind} {one.number}"
+        f"{one.name}: {kind}" if one.kind in UNNUMBERED else f"{one.name}: {kind} {one.number}"
     ]
     if one.constant != one.name:
         parts[0] += f" ({one.constant})"
-    parts.append(textwrap.fill(one.meaning, width()))
+    parts.append(wrapped(one.meaning, ""))
     if one.kind == "opcode":
         parts.append(_row(one))
     if one.flags or one.fields:

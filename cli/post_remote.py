@@ -39,6 +39,13 @@ from .target import open_target
 _POLL_INTERVAL_S = 0.01
 _REPORTED = 1024
 """How many arrivals a server remembers."""
+_NEEDS = {
+    Opcode.RDMA_WRITE: Access.REMOTE_WRITE,
+    Opcode.RDMA_WRITE_WITH_IMM: Access.REMOTE_WRITE,
+    Opcode.RDMA_READ: Access.REMOTE_READ,
+    Opcode.ATOMIC_FETCH_AND_ADD: Access.REMOTE_ATOMIC,
+    Opcode.ATOMIC_CMP_AND_SWP: Access.REMOTE_ATOMIC,
+}
 
 
 @contextmanager
@@ -89,10 +96,16 @@ def _exposed(connection: Connection) -> str:
     )
 
 
-def _why_refused(out: Output, connection: Connection, shown: WC, sent: int | None) -> str | None:
+def _why_refused(
+    out: Output, connection: Connection, shown: WC, opcode: Opcode, sent: int | None
+) -> str | None:
     """Say why the server refused a work request, if its offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
-    if shown.status is WCStatus.REM_ACCESS_ERR:
+    # The server's queue pair permits what the region does, and refuses the rest first.
+    lacks_access = _NEEDS.get(opcode, Access(0)) & ~offer.access
+    if shown.status is WCStatus.REM_ACCESS_ERR or (
+        lacks_access and shown.status is WCStatus.REM_INV_REQ_ERR
+    ):
         return f"{peer} exposes {_exposed(connection)}"
     too_long = sent is not None and offer.receives and sent > offer.receive_size
     if too_long and shown.status is not WCStatus.SUCCESS:
@@ -118,7 +131,7 @@ def _post(
         raise WaitTimeout(
             f"the posted work requests did not complete within {connection.timeout:g} s"
         ) from None
-    if reason := _why_refused(out, connection, shown, sent):
+    if reason := _why_refused(out, connection, shown, wrs[0].opcode, sent):
         raise CompletionError(
             shown,
             f"the work request with wr_id {shown.wr_id} ended with {shown.status.name}; {reason}",

@@ -402,6 +402,8 @@ class _Printer:
             )
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
+        from rdmapost import WCStatus
+
         from .results import as_text
 
         doc: dict[str, Any] = {
@@ -413,7 +415,12 @@ class _Printer:
             "imm_data": arrival.imm_data,
         }
         if arrival.status:
-            text = f"client {client}: its queue pair failed: {arrival.status.name}"
+            text = f"client {client}: its queue pair failed: "
+            if arrival.status is WCStatus.WR_FLUSH_ERR:
+                text += "a request of the client's was refused, or ended in an error there; "
+                text += f"receives end with {arrival.status.name}"
+            else:
+                text += arrival.status.name
             self._line("arrived", doc, text)
             return
         text = f"client {client}: {doc['opcode']} of {arrival.byte_len} bytes"

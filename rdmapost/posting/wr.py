@@ -170,6 +170,9 @@ class SendWithImm(_Message):
 class SendWithInv(_WithBuffers):
     """Send a message that invalidates one of the peer's keys (RC, UC, XRC_SEND).
 
+    RoCE and InfiniBand have no such packet on UC: there a device may refuse it, also in the
+    completion (LOC_QP_OP_ERR).
+
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.

@@ -83,8 +83,13 @@ class AHAttr:
         ) -> None: ...
 
     def __post_init__(self) -> None:
+        # Whatever was given, the attribute is a GID.
         if self.dgid is not None:
             object.__setattr__(self, "dgid", gid_argument("dgid", self.dgid))
+
+
+# help() shows what it takes.
+AHAttr.__init__.__annotations__["dgid"] = "GIDLike | None"
 
 
 def fill_ah_attr(attr: AHAttr, raw: Any) -> None:
@@ -129,8 +134,11 @@ def ah_attr_from_wc(context: Context, wc: WC, grh: GRH | None, port_num: int) ->
     except VerbsError as error:
         if grh is not None:
             error.hint = error.hint or (
-                f"{grh.dgid}, which the datagram was sent to, may not be a GID of {context.name} "
-                f"port {port_num}"
+                f"the datagram was sent to the multicast group {grh.dgid}, which is no source GID; "
+                "use AH(pd, AHAttr(dgid=grh.sgid, sgid_index=qp.gid.gid_index))"
+                if grh.dgid.is_multicast
+                else f"{grh.dgid}, which the datagram was sent to, may not be a GID of "
+                f"{context.name} port {port_num}"
             )
         raise
     return read_ah_attr(attr)
@@ -214,7 +222,8 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         """Create an address handle to a datagram's sender, from the datagram's completion.
 
         Post to it with ``remote_qpn=wc.src_qp``.  The source GID is the GID that the datagram was
-        sent to, so this fails for a datagram to a multicast group.
+        sent to, so this fails for a datagram to a multicast group: give AH an AHAttr with
+        ``dgid=grh.sgid`` instead.
 
         Args:
             pd: the protection domain of the queue pairs that will use it.

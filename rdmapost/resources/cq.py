@@ -163,7 +163,8 @@ class _RowType(dict[str, Any]):
     integers in native byte order:
 
     - wr_id (8 bytes): the wr_id of the work request.
-    - status (4): how it ended, a WCStatus; 0 is SUCCESS.
+    - status (4): how it ended, a WCStatus; 0 is SUCCESS. ``rp.WCStatus(row["status"])`` has its
+      name, and explain() and 'rdmapost explain' its causes.
     - opcode (4): the operation that completed, a WCOpcode.
     - vendor_err (4): the device's own error code.
     - byte_len (4): valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte
@@ -237,7 +238,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def __init__(
         self,
         context: Context,
-        cqe: int = 128,
+        cqe: int = 256,
         *,
         channel: CompChannel | None = None,
         comp_vector: int = 0,
@@ -374,7 +375,10 @@ class CQ(CompletionSource, struct="ibv_cq"):
         expect("solicited_only", solicited_only, bool)
         if self.channel is None:
             self._open_struct()
-            raise RdmaError(f"{self} was created without a completion channel: CQ(channel=...)")
+            raise RdmaError(
+                f"{self} was created without a completion channel of yours: CQ(channel=...); its "
+                "own is for cq.wait()"
+            )
         self._poller.notify(self, solicited_only)
 
     def poll(self, max_entries: int = _BATCH) -> list[WC]:

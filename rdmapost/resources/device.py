@@ -43,9 +43,9 @@ _TABLE_AT_MOST = 1 << 16
 """The most entries of a GID or P_Key table."""
 
 NO_DEVICES = (
-    "this machine has none; load the NIC's driver, or make a Soft-RoCE device with "
-    "'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; or use a software "
-    "device: soft0 within one process, roce:lo between processes"
+    "this machine has none; load the NIC's driver, or, if the kernel has it ('rdmapost doctor'), "
+    "make a Soft-RoCE device with 'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; "
+    "or use a software device: soft0 within one process, roce:lo between processes"
 )
 
 

@@ -16,6 +16,8 @@ _LINE = re.compile(
 )
 _BY_BYTES = {mtu.bytes: mtu for mtu in MTU}
 
+_FIELDS = ("qp_num", "psn", "gid", "lid", "mtu")
+
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
@@ -76,7 +78,9 @@ class Endpoint:
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            raise ValueError(f"not an endpoint: {line[:120]!r}")
+            missing = [name for name in _FIELDS if f"{name}=" not in line]
+            lacks = f"; it has no {', '.join(missing)}" if len(missing) < len(_FIELDS) else ""
+            raise ValueError(f"not an endpoint: {line[:120]!r}{lacks if missing else ''}")
         qpn, psn, gid, lid, mtu = match.groups()
         if int(mtu) not in _BY_BYTES:
             raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, _BY_BYTES))}")

@@ -370,7 +370,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ValueError: a number is out of range; or as for MR.
             ClosedError: the PD is closed.
             UnsupportedError: the device cannot register dma-bufs, or libibverbs is older than 34.
-            VerbsError: the device refused; EBADF or EINVAL: fd is not a dma-buf.
+            VerbsError: the device refused; EBADF or EINVAL: fd is not a dma-buf (on soft0 also
+                what mmap says of it, such as EACCES or ENODEV).
         """
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 

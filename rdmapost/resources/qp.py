@@ -167,6 +167,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_recv",
         "_resets",
         "_send",
+        "_settings",
         "_srq",
         "_state",
         "_was_reset",
@@ -247,6 +248,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
+        # What modify has set since the last reset, the last state other than ERR included.
+        self._settings: dict[str, Any] = {}
         self._changes = itertools.count(1)
         # Each change of state sets this to a new number when it begins, and when it ends.
         self._latest_change = 0
@@ -620,7 +623,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             self._psn = self._psn if psn is None else psn
-            self._note_modified(to, change, posted)
+            self._note_modified(to, attrs, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
             self._note_state(before)
@@ -637,22 +640,31 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             with contextlib.suppress(RdmaError):
                 if self.state is to:
                     self._psn = self._psn if psn is None else psn
-                    self._note_modified(to, change, posted)
+                    self._note_modified(to, attrs, change, posted)
             raise
         finally:
             self._resets.pop(change, None)
             self._latest_change = next(self._changes)
 
     def _note_modified(
-        self, to: QPState, change: int, posted: list[tuple[native.InFlight, int]]
+        self,
+        to: QPState,
+        attrs: dict[str, Any],
+        change: int,
+        posted: list[tuple[native.InFlight, int]],
     ) -> None:
         """Note a change of state that the device has made.
 
         Args:
             to: the new state.
+            attrs: the attributes that were set.
             change: the number of the change.
             posted: for a reset, how much each queue had posted before it.
         """
+        if to is QPState.RESET:
+            self._settings = {}
+        elif to is not QPState.ERR:
+            self._settings = {**self._settings, **attrs}
         if to is QPState.RESET:
             self._was_reset |= change in self._resets
             self._resets.pop(change, None)
@@ -985,13 +997,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         To send to the group, use ``remote_qpn=MULTICAST_QPN``, the receivers' Q_Key,
         and an AH with the group as dgid (and its LID as dlid).  Each attached queue
-        pair gets one copy, however often it was attached.  On a network the port must
-        also have joined the group, on InfiniBand through the subnet administrator.
-        Closing the queue pair detaches it.
+        pair gets one copy, however often it was attached.  Closing the queue pair
+        detaches it.
+
+        On a network the host must also have joined the group, or it drops the packets
+        while the sender sees SUCCESS: on Ethernet with a socket's IP_ADD_MEMBERSHIP or
+        IPV6_JOIN_GROUP on the network device that carries the GID
+        (examples/multicast.py), on InfiniBand through the subnet administrator.
 
         Args:
-            gid: the group, as a GID, 16 bytes or text: in ff00::/8, or an IPv4 one such as
-                "::ffff:239.1.2.3".
+            gid: the group, as a GID, 16 bytes or text: an IPv4 one such as
+                "::ffff:239.1.2.3" if the senders' GIDs are IPv4, otherwise one in ff00::/8.
             lid: its LID on InfiniBand; 0 on Ethernet.
 
         Raises:
@@ -1352,6 +1368,14 @@ def asked_gid_index(qp: QP) -> int | None:
 def chosen_gid(qp: QP) -> GIDChoice | None:
     """Return the GID that a queue pair uses, or None if none is chosen yet."""
     return qp._gid
+
+
+def settings(qp: QP) -> dict[str, Any]:
+    """Return the attributes set since the last reset, by the names of ibv_modify_qp(3).
+
+    qp_state is the last state other than ERR that it was brought to.
+    """
+    return qp._settings
 
 
 def oldest_send(qp: QP) -> int | None:

@@ -38,6 +38,10 @@ def _ops_in(flags: SendOps) -> list[SendOps]:
     return [op for op in _SEND_OPS if op & flags]
 
 
+_SEND_OPS_SINCE = {SendOps.ATOMIC_WRITE: 44, SendOps.FLUSH: 45}
+"""The libibverbs that has an operation first."""
+
+
 def device_of(
     qp_type: QPType, pd: PD | None, send_cq: CQ | None, recv_cq: CQ | None, xrcd: XRCD | None
 ) -> Context:
@@ -182,16 +186,29 @@ def why_not_created(
         return reason
     if send_ops_flags:
         names = "|".join([op.name or "" for op in _ops_in(send_ops_flags)])
+        lacking = [
+            op.name or ""
+            for op in _ops_in(send_ops_flags)
+            if not _SEND_OPS_CAPS[op] & attr.device_cap_flags_ex
+        ]
+        needs = ", ".join(
+            [
+                f"{op.name} needs libibverbs {_SEND_OPS_SINCE[op]} or later"
+                for op in _ops_in(send_ops_flags)
+            ]
+        )
+        if lacking:
+            return f"send_ops_flags={names}: {device} has no {' and no '.join(lacking)}"
         return (
-            f"send_ops_flags={names}: {device} or the installed libibverbs lacks one; ATOMIC_WRITE "
-            "needs libibverbs 44 or later, FLUSH 45 or later, and both a device that has them"
+            f"send_ops_flags={names}: not {device}, but the installed libibverbs or its driver for "
+            f"the device lacks it{'; ' if needs else ''}{needs}"
         )
     if max_tso_header:
         return f"max_tso_header={max_tso_header}, but {device} may have no TSO"
     if cap.max_inline_data:
         return (
             f"max_inline_data={cap.max_inline_data} may be more than {device} can take; "
-            "rdmapost.max_inline() finds the largest"
+            "in Python, rdmapost.max_inline() finds the largest"
         )
     kind = QPType(init.qp_type).name
     return f"{device} may not have {kind} queue pairs, or no more of them (max_qp={attr.max_qp})"

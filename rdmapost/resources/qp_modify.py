@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import Any
 
 from .._arguments import expect, index, member
+from .._binding import ffi
 from ..enums import MTU, Access, MigState, QPAttrMask, QPState, QPType
 from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
 from .ah import AHAttr, fill_ah_attr, refuse_missing_source
@@ -55,7 +56,9 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
             setattr(raw, name, number)
         except OverflowError:
             refuse_out_of_range({name: number})
-            raise ValueError(f"{name}={value!r} does not fit struct ibv_qp_attr") from None
+            fields = dict(ffi.typeof("struct ibv_qp_attr").fields)
+            bits = 8 * ffi.sizeof(fields[name].type)
+            raise ValueError(f"{name}={number} is not in 0..2^{bits}-1") from None
 
 
 def refuse_missing_entries(

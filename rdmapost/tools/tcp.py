@@ -19,6 +19,11 @@ LINGER_BYTES = 1 << 16
 with unread data resets the connection, and the peer may lose the message."""
 
 _LOOK_UP_S = 5.0
+_REMEDIES = {
+    errno.EADDRINUSE: "; give another port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "; give an address of this machine ('ip -br addr')",
+}
+"""What to try where an address cannot be listened on."""
 _KEEPALIVE = (
     ("TCP_KEEPIDLE", 15),
     ("TCP_KEEPINTVL", 5),
@@ -177,8 +182,7 @@ def _listen_on(family: int, address: tuple[Any, ...], backlog: int) -> socket.so
 
 def cannot_listen(where: str, error: OSError) -> TCPError:
     """Make the error for an address that cannot be listened on, with what to try."""
-    in_use = error.errno == errno.EADDRINUSE
-    remedy = "; give another port, or 0 for a free one" if in_use else ""
+    remedy = _REMEDIES.get(error.errno or 0, "")
     return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", errno_of(error))
 
 

@@ -236,6 +236,17 @@ def test_devices_lists_what_can_be_opened_over_udp_and_what_is_in_the_way() -> N
     assert line.endswith(taken["obstacle"])
 
 
+def test_loopback_without_a_free_address_is_listed_with_the_one_that_opening_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from rdmapost.providers.roce import survey
+
+    taken = "UDP port 4791 is taken by process 1"
+    monkeypatch.setattr(survey, "obstacle_on", lambda address: taken)
+    (loopback,) = (one for one in rp.list_roce_interfaces() if one.name == "roce:lo")
+    assert (loopback.address, loopback.obstacle) == ("127.0.0.1", taken)
+
+
 def test_devices_lists_soft0_where_there_is_no_rdma_device() -> None:
     ended = process("devices", "--json", **NOTHING)
     assert ended.returncode == 0

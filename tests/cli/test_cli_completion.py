@@ -74,8 +74,10 @@ def test_completion_offers_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPa
 
 def test_completion_offers_names_that_explain_knows() -> None:
     """Statuses, errnos and opcodes, in any case, and in C after IBV_."""
-    assert values("explain", "RNR") == ["RNR_RETRY_EXC_ERR"]
-    assert values("explain", "rnr") == ["RNR_RETRY_EXC_ERR"]
+    assert values("explain", "RNR") == ["RNR_RETRY_EXC_ERR", "RNR"]
+    assert values("explain", "rnr") == ["RNR_RETRY_EXC_ERR", "RNR"]
+    assert values("explain", "psn-") == ["psn-mismatch"]
+    assert values("explain", "waitt") == ["WaitTimeout"]
     assert values("explain", "EINV") == ["EINVAL"]
     assert values("explain", "ibv_wr_send") == [
         "IBV_WR_SEND",

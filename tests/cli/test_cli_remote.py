@@ -159,8 +159,8 @@ def test_access_that_the_server_lacks_is_refused_by_the_device(
     ran = on(context, *command, serve(access=access), "--json")
     assert ran.code == 1
     assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
-    if ran.doc["status"] == "REM_ACCESS_ERR":
-        assert "exposes 4096 bytes at 0x" in ran.doc["error"]
+    assert "exposes 4096 bytes at 0x" in ran.doc["error"]
+    assert ran.doc["error"].endswith(f"for {access.name.removeprefix('REMOTE_').lower()}")
 
 
 def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:
@@ -226,7 +226,7 @@ def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
         where = f"127.0.0.1:{listener.getsockname()[1]}"
         ran = on(context, "send", where, "--timeout", "0.3")
     assert ran.code == 1
-    assert "did not answer within 0.3 s: is it 'rdmapost serve'?" in ran.err
+    assert "did not answer within 0.3 s: is it 'rdmapost serve', or" in ran.err
     assert len(ran.err.splitlines()) == 1
 
 

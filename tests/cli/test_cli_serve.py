@@ -181,6 +181,23 @@ def test_serve_shows_what_each_client_gets_and_does(
     assert docs[7] == {"clients": 1}
 
 
+def test_serve_says_that_a_request_was_refused(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def visit(address: tuple[str, int]) -> None:
+        with connect.dial(context, *address) as peer:
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:2], remote_addr=1, rkey=peer.offer.rkey))
+            assert peer.wait()[0].status
+            peer.report(1)
+
+    ran = serving(context, monkeypatch, visit, number=signal.SIGTERM)
+    (failed,) = [line for line in ran.out.splitlines() if "failed" in line]
+    assert failed.startswith(
+        "client 1: its queue pair failed: a request of the client's was refused"
+    )
+    assert failed.endswith("receives end with WR_FLUSH_ERR")
+
+
 def test_serve_prints_events_as_text(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     def visit(address: tuple[str, int]) -> None:
         with connect.dial(context, *address) as peer:
@@ -205,6 +222,7 @@ def test_serve_prints_events_as_text(context: rp.Context, monkeypatch: pytest.Mo
     )
     assert arrived == f'client 1: RECV of 100 bytes, imm_data 0x5: "{"x" * 60}..."'
     assert failed.startswith("client 1: its queue pair failed: ")
+    assert "WR_FLUSH_ERR" not in failed
     assert changed == 'client 1: memory 0..2 holds "xx"'
     assert left == "client 1 left: done"
     assert ended == "ended after 1 client"

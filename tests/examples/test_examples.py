@@ -42,6 +42,11 @@ from -> FROM
 ben -> BEN
 served 2 clients
 """,
+    "multicast.py": """\
+subscriber 0: rain sun snow
+subscriber 1: rain sun snow
+subscriber 2: rain sun snow
+""",
     "file_cache.py": """\
 first reading of 3 files: 45 blocks
 second reading of 3 files: 0 blocks

@@ -84,11 +84,22 @@ def test_every_gid_of_the_port_can_be_answered(
 
 
 def test_datagram_to_another_address_cannot_be_answered(server: Server) -> None:
-    """As one to a multicast group."""
     wc, _ = server.request(b"question")
-    grh = rp.GRH(rp.GID("fe80::1"), rp.GID("ff0e::1"), 0, 0, 8, 17, 64)
-    with pytest.raises(rp.VerbsError, match="ff0e::1, which the datagram was sent to, may not be"):
+    grh = rp.GRH(rp.GID("fe80::1"), rp.GID("2001::1"), 0, 0, 8, 17, 64)
+    with pytest.raises(rp.VerbsError, match="2001::1, which the datagram was sent to, may not be"):
         rp.AH.from_wc(server.pair.pd, wc, grh)
+
+
+def test_datagram_to_a_multicast_group_is_answered_with_an_ahattr(server: Server) -> None:
+    wc, datagram = server.request(b"question")
+    assert datagram.grh is not None
+    group = rp.GID("::ffff:239.1.2.3" if datagram.grh.sgid.is_ipv4 else "ff0e::1")
+    grh = replace(datagram.grh, dgid=group)
+    with pytest.raises(rp.VerbsError, match=f"to the multicast group {group}, which is no source"):
+        rp.AH.from_wc(server.pair.pd, wc, grh)
+    index = server.pair.b.gid.gid_index
+    with rp.AH(server.pair.pd, rp.AHAttr(dgid=grh.sgid, sgid_index=index)) as ah:
+        assert server.answer(wc, ah) == b"answer"
 
 
 def test_what_is_missing_is_named(server: Server) -> None:

@@ -43,6 +43,13 @@ def test_endpoint_with_a_change_is_another_or_none(endpoint, data):
     assert Endpoint.parse(str(parsed)) == parsed
 
 
+def test_fields_that_are_missing_are_named():
+    with pytest.raises(ValueError, match=r"psn=0x5'; it has no gid, lid, mtu$"):
+        Endpoint.parse("qp_num=0x12 psn=0x5")
+    with pytest.raises(ValueError, match=r"^not an endpoint: 'hello'$"):
+        Endpoint.parse("hello")
+
+
 @given(st.text())
 def test_garbage_is_no_endpoint(text):
     with pytest.raises(ValueError, match="not an endpoint"):

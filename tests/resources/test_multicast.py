@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import runpy
 import sys
 import threading
 from decimal import Decimal
 from fractions import Fraction
 
 import pytest
-from support import ALL, GRH, needs
+from support import ALL, GRH, ROOT, needs
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -17,6 +18,8 @@ from rdmapost.resources.qp import DEFAULT_QKEY
 
 SOFT_ROCE = 0xFFFFFF
 GROUPS = ["ff0e::1234", "::ffff:239.1.2.3"]
+JOIN = runpy.run_path(str(ROOT / "examples" / "multicast.py"))["join"]
+IPV4_GROUPS = ["::ffff:239.1.2.4", "::ffff:239.1.2.5"]
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +30,14 @@ def _multicast(context):
 
 
 @pytest.fixture
-def hears_itself(context):
-    """Soft-RoCE sends to the network, which does not send it back."""
-    needs(context.attr.vendor_id != SOFT_ROCE, "loopback of its multicast messages", context)
+def hears_itself(context, stack):
+    """A host hears its own messages to groups that it has joined."""
+    known = context.kind == "soft" or context.attr.vendor_id == SOFT_ROCE
+    needs(known, "loopback of its multicast messages", context)
+    ndev = next(entry.ndev for entry in context.query_gid_table() if entry.gid.is_ipv4)
+    if ndev:
+        for group in (*GROUPS, *IPV4_GROUPS):
+            stack.enter_context(JOIN(rp.GID(group), ndev))
 
 
 @pytest.fixture
@@ -100,7 +108,7 @@ def test_every_attached_queue_pair_gets_one_copy(party, group):
 
 @pytest.mark.usefixtures("hears_itself")
 def test_message_reaches_the_members_of_its_group_only(party):
-    first, second = rp.GID("ff0e::1"), rp.GID("ff0e::2")
+    first, second = map(rp.GID, IPV4_GROUPS)
     sender, one, both = party(), party(), party()
     for listener in (one, both):
         listener.listen(2)

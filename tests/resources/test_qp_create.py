@@ -113,13 +113,16 @@ def test_queue_pair_that_cannot_be_made_says_what_may_be_too_much(on_null):
         print(said(lambda: rp.QP(pd, rp.QPType.RC, cq, max_inline_data=4096)))
         print(said(lambda: rp.QP(pd, rp.QPType.UD, cq, max_tso_header=64, checked=False)))
         print(said(lambda: rp.QP(pd, rp.QPType.RAW_PACKET, cq)))
+        flush = rp.SendOps.FLUSH
+        print(said(lambda: rp.QP(pd, rp.QPType.RC, cq, send_ops_flags=flush, checked=False)))
         """,
         NULL_REFUSES="ibv_create_qp=22",
     )
-    sges, inline, tso, kind = text.splitlines()
+    sges, inline, tso, kind, flush = text.splitlines()
+    assert flush.endswith("send_ops_flags=FLUSH: null0 has no FLUSH")
     assert sges.endswith("max_send_sge=64 is more than the device's max_sge=32")
     assert "max_inline_data=4096 may be more than null0 can take; " in inline
-    assert inline.endswith("rdmapost.max_inline() finds the largest")
+    assert inline.endswith("in Python, rdmapost.max_inline() finds the largest")
     assert tso.endswith("max_tso_header=64, but null0 may have no TSO")
     assert "null0 may not have RAW_PACKET queue pairs, or no more of them (max_qp=" in kind
 

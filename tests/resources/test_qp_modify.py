@@ -50,6 +50,8 @@ def test_step_that_does_not_exist_is_refused(connect):
         ({"qp_state": "RTS"}, TypeError, "qp_state: expected QPState, got str"),
         ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
         ({"timeout": 256}, ValueError, "timeout=256 is not in 0..31"),
+        ({"qkey": -1}, ValueError, r"qkey=-1 is not in 0..2\^32-1$"),
+        ({"pkey_index": 1 << 16}, ValueError, r"pkey_index=65536 is not in 0..2\^16-1$"),
         ({"rq_psn": -1}, ValueError, "rq_psn=-1 is not in 0..16777215"),
         ({"ah_attr": 5}, TypeError, "ah_attr: expected AHAttr, got int"),
         ({"port_num": rp.AHAttr()}, TypeError, "port_num: expected int, got AHAttr"),

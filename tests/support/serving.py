@@ -69,9 +69,9 @@ class Served:
     def __init__(self, context: rp.Context, serve: Callable[..., Any], **options: Any) -> None:
         self.context = context
         self.events: queue.Queue[connect.Event] = queue.Queue()
-        options = {"port": 0, "token": None, **options}
+        options = {"port": 0, "token": None, "on_event": self.events.put, **options}
         self.token = options["token"]
-        self.server = serve(context, on_event=self.events.put, **options)
+        self.server = serve(context, **options)
 
     def dial(self, **options: Any) -> connect.Connection:
         return connect.dial(

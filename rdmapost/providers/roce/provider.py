@@ -86,7 +86,7 @@ class RoceProvider(SoftwareProvider):
 
     @verb
     def counters(context: Any) -> Counters:
-        device: Any = context_of(context, "counters").device
+        device: Any = context_of(context, "Context.counters").device
         counted: Counters = device.counters.now()
         return counted
 
@@ -130,5 +130,5 @@ def _check_type(name: str, qp_type: int) -> None:
         raise UnsupportedError(
             name,
             errno.EOPNOTSUPP,
-            "roce devices have RC, UC and UD queue pairs; soft0 has the others",
+            f"roce devices have no {QPType(qp_type).name} queue pairs; soft0 has",
         )

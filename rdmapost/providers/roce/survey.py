@@ -34,6 +34,9 @@ def survey(prefix: str) -> list[RoceInterface]:
             obstacle = obstacle_on(address)
             if obstacle is None or not obstacle.startswith("UDP"):
                 break
+        else:
+            # None is free: the one that opening the device names.
+            address = addresses[0]
         found.append(RoceInterface(prefix + netdev, address.host, address.path_mtu, obstacle))
     return found
 
@@ -70,7 +73,7 @@ def holder(address: LocalAddress) -> str:
         if pid is not None:
             return f"process {pid}"
     if os.path.isdir("/sys/module/rdma_rxe"):
-        return "Soft-RoCE (rdma_rxe), which takes it on every address of its network namespace"
+        return "Soft-RoCE: use its device"
     return "another process"
 
 

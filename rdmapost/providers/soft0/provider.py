@@ -65,13 +65,17 @@ class SoftProvider(SoftwareProvider):
 
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
         raise UnsupportedError(
-            "capture", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
+            "Context.capture",
+            errno.EOPNOTSUPP,
+            "soft0 has no packets; use a roce device, such as roce:lo",
         )
 
     @verb
     def counters(context: Any) -> Counters:
         raise UnsupportedError(
-            "counters", errno.EOPNOTSUPP, "soft0 has no packets; use a roce device, such as roce:lo"
+            "Context.counters",
+            errno.EOPNOTSUPP,
+            "soft0 has no packets; use a roce device, such as roce:lo",
         )
 
     create_srq_ex = queue_verbs.create_srq_ex

@@ -157,9 +157,9 @@ class FaultPlan:
                 drops them.
             delay_by: seconds, more than 0.
             seed: chooses the packets, 0..2^64-1.
-            sent: whether it is for packets that the device sends.  If not, an earlier plan for
-                them stays.
-            received: whether it is for packets that it receives, likewise.
+            sent: apply it to packets that the device sends; if False, an earlier plan for them
+                stays in force.
+            received: apply it to packets that it receives, likewise.
 
         Raises:
             TypeError: a rate, delay_by or seed is not a number, or sent or received not a bool.

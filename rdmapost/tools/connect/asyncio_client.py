@@ -20,7 +20,7 @@ from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ProtocolError, not_reached
+from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .qp_options import QPOptions
@@ -56,9 +56,9 @@ async def adial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; default: 4096.
+        local_size: bytes of local memory, at least 1 even if it is 0; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
-        depth: work requests that each queue must hold.
+        depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain.
@@ -111,9 +111,12 @@ async def adial(
 class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     """A connection to a server; ``adial`` creates it.
 
-    A request (report, look) that is cancelled, by asyncio.timeout() for instance,
-    leaves the connection usable: its late answer is dropped.  The connection belongs to the
-    event loop that ``adial`` ran in: elsewhere wait, report, look and close raise RdmaError.
+    A request (report, look) that is cancelled, by asyncio.timeout() for instance, or ends with
+    ConnectTimeout leaves the connection usable: its late answer is dropped.  After any other
+    ConnectError the connection is closed, and later requests say why.
+
+    The connection belongs to the event loop that ``adial`` ran in: elsewhere wait, report, look
+    and close raise RdmaError.
 
     A connection that is dropped without close() releases everything, with a ResourceWarning.
     """
@@ -155,13 +158,16 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         leaving = isinstance(message, Bye)
         async with self._turn:
             if self._writer is None or (self._closing.done() and not leaving):
-                raise ConnectError("the connection is closed", "lost")
+                raise ConnectError(f"the connection is closed{self._closed_by}", "lost")
             try:
                 request = self._session.ask(message, more_time)
                 return await self._drive(self._writer, request, leaving)
-            except ConnectError:
+            except ConnectError as error:
+                if self._session.late and isinstance(error, ConnectTimeout) and not leaving:
+                    raise
                 # close() still has to say goodbye.
                 if not self._closing.done() or leaving:
+                    self._closed_by = f": {error}"
                     self._disconnect()
                 raise
 
@@ -299,7 +305,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return self._writer is None or self._reading.done()
         try:
             return self._session.is_over(self._take_read())
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
+            self._closed_by = f": {error}"
             self._disconnect()
             return True
 

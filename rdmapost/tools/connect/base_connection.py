@@ -95,6 +95,8 @@ class BaseConnection(native.Finalizer, NotCopied):
         self.timeout = time_limit(timeout)
         self._session = ClientSession(name_of((host, port)), self.timeout)
         self._pid = os.getpid()
+        # Why it was closed, if not by close(): ": " and the reason.
+        self._closed_by = ""
         # The server, HOST:PORT, while it is open.
         self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
@@ -145,7 +147,9 @@ class BaseConnection(native.Finalizer, NotCopied):
             }
         else:
             self.qp.connect(offer.endpoint, access=self._local_access, **self._given.connect)
-        return (yield from self._session.ask(Ready()))
+        ready = yield from self._session.ask(Ready())
+        self._session.established = True
+        return ready
 
     def _refuse_inherited(self) -> None:
         """Raise ClosedError in a forked child: the TCP connection belongs to the parent."""

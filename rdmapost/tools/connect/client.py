@@ -65,9 +65,9 @@ def dial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; default: 4096.
+        local_size: bytes of local memory, at least 1 even if it is 0; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
-        depth: work requests that each queue must hold.
+        depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain.
@@ -137,9 +137,10 @@ class _Turn(weakref.ref[_Request]):
 class Connection(BaseConnection, ClosesOnExit):
     """A connection to a server; ``dial`` creates it.
 
-    If a signal handler raises (KeyboardInterrupt) during a request (report, look), the connection
-    stays usable: the late answer is dropped. In the rare case that it raises while bytes are sent
-    or received, the connection is closed.
+    If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
+    (KeyboardInterrupt), the connection stays usable: the late answer is dropped. In the rare case
+    that this happens while bytes are sent or received, and after any other ConnectError, the
+    connection is closed, and later requests say why.
 
     A connection that is dropped without close() is closed, with a ResourceWarning.
     """
@@ -155,7 +156,6 @@ class Connection(BaseConnection, ClosesOnExit):
         # close() was called during a request; the end of that request closes the descriptors.
         self._closed_in_request = False
         self._consistent = True
-        self._closed_by = ""
         super().__init__(context, host, port, **options)
         where = self._session.where
         # Wakes threads waiting for an answer, so that close() need not wait for them. map calls
@@ -181,7 +181,7 @@ class Connection(BaseConnection, ClosesOnExit):
         self._where = where
 
     def _ask(self, message: Message, more_time: float = 0.0) -> Message:
-        """Send a message and return the answer; without one, the connection is closed."""
+        """Send a message and return the answer."""
         self._refuse_inherited()
         request = _Request()
         leaving = isinstance(message, Bye)
@@ -201,9 +201,12 @@ class Connection(BaseConnection, ClosesOnExit):
             self._abandon_if_closed()
 
     def _note_failure(self, error: BaseException, leaving: bool) -> None:
-        if isinstance(error, ConnectError):
+        if self._session.late and isinstance(error, ConnectTimeout) and not leaving:
+            self._consistent = True
+        elif isinstance(error, ConnectError):
             # close() still has to say goodbye.
             if not self._closing or leaving:
+                self._closed_by = f": {error}"
                 self._disconnect()
         elif not self._consistent:
             # How much was sent and received is unknown.
@@ -330,7 +333,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ConnectError: the server is gone, no longer has the report, the connection
                 was closed meanwhile, or a signal handler has interrupted another request
                 of this thread.
-            ConnectTimeout: there was no answer in time, or other requests took too long.
+            ConnectTimeout: there was no answer in time, or other requests took too long; the
+                connection stays usable.
         """
         for request, wait in self._report_requests(index, timeout):
             answer = self._ask(request, wait + MARGIN_S)
@@ -356,7 +360,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, the connection was closed meanwhile, or a
                 signal handler has interrupted another request of this thread.
-            ConnectTimeout: there was no answer in time, or other requests took too long.
+            ConnectTimeout: there was no answer in time, or other requests took too long; the
+                connection stays usable.
         """
         seen = self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"
@@ -397,7 +402,8 @@ class Connection(BaseConnection, ClosesOnExit):
             return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:
             return False
-        except (OSError, ProtocolError):
+        except (OSError, ProtocolError) as error:
+            self._closed_by = f": {error}"
             self._disconnect()
             return True
         except BaseException:

@@ -38,12 +38,17 @@ class ClientSession:
         self.where = where
         self.protocol = ClientProtocol()
         self._timeout = timeout
+        # Both sides have said that they are ready.
+        self.established = False
+        # The last request has ended without its answer, which is dropped if it comes later.
+        self.late = False
 
     def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
         """Send a message and return the answer, unless that is an error.
 
         The server may take more_time seconds in addition to the timeout.
         """
+        self.late = False
         if self.protocol.must_wait and not isinstance(message, Bye):
             # The late answer to an interrupted request.
             yield from self._answer(self._timeout)
@@ -51,7 +56,10 @@ class ClientSession:
         self.protocol.ask(message)
         outcome = yield data, time.monotonic() + self._timeout
         if outcome is NoData.TIMED_OUT:
-            raise self._silent(self._timeout)
+            raise ConnectTimeout(
+                f"{self.where} did not take a request within {self._timeout:g} s; it may have got "
+                "a part of it, so the connection is closed"
+            )
         # What the server sent before it went may still be pending.
         broken = reason(outcome) if isinstance(outcome, OSError) else ""
         return (yield from self._answer(self._timeout + more_time, broken))
@@ -61,6 +69,7 @@ class ClientSession:
         while (answer := self._next_message()) is None:
             outcome = yield b"", deadline
             if outcome is NoData.TIMED_OUT:
+                self.late = self.established
                 raise self._silent(limit)
             if isinstance(outcome, NoData):
                 raise ConnectError("the connection was closed before the answer came", "lost")
@@ -86,9 +95,14 @@ class ClientSession:
         return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
 
     def _silent(self, seconds: float) -> ConnectTimeout:
+        if self.established:
+            return ConnectTimeout(
+                f"{self.where} did not answer within {seconds:g} s; the connection stays open, and "
+                "a late answer is dropped"
+            )
         return ConnectTimeout(
             f"{self.where} took the connection and did not answer within {seconds:g} s: "
-            "is it 'rdmapost serve'?"
+            "is it 'rdmapost serve', or does its on_connect take longer?"
         )
 
     def is_over(self, data: bytes) -> bool:

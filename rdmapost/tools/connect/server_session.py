@@ -276,6 +276,9 @@ class ServerSession:
             text = f"the server has failed ({type(error).__name__})"
         self.over = True
         self.code, self._reason = code, text
+        if code == "failed" and isinstance(error, (ClosedError, OSError, MemoryError)):
+            # The client has regions and descriptors, too.
+            text = f"on the server: {text}"
         return Error(code, text)
 
     def _release(self) -> None:

@@ -6,13 +6,11 @@ from collections.abc import Iterable
 
 from ...enums import Access, GIDType, QPState, QPType
 from ...resources.endpoint import Endpoint
-from ...resources.qp import QP, chosen_gid
+from ...resources.qp import QP, chosen_gid, settings
 from ...resources.qp_query import QPAttr
 from .finding import Finding, Severity
-from .qp_checks import has_receive, waiting_sends
-from .snapshot import CONNECTED, RECEIVES, Snapshot
-
-_PSN_MASK = 0xFFFFFF
+from .qp_checks import access_refused, has_receive, waiting_sends
+from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
@@ -57,6 +55,10 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
         wrong.append(("lid-wrong", f"dlid={attr.ah_attr.dlid:#x}", f"{peer.lid:#x}"))
     if attr.path_mtu is not None and attr.path_mtu > peer.mtu:
         wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
+    expected = settings(snap.qp).get("rq_psn")
+    # Another queue pair has another PSN.
+    if not wrong and snap.qp.qp_type is QPType.RC and expected not in (None, peer.psn):
+        wrong.append(("psn-mismatch", f"rq_psn={expected:#x}", f"psn={peer.psn:#x}"))
     for name, here, there in wrong:
         evidence = f"{here}, but the peer's endpoint has {there}"
         remedy = "qp.to_reset(), and qp.connect() with the peer's current endpoint"
@@ -139,7 +141,7 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
         # Before RTR a queue pair has no peer.
-        if attr.qp_state in RECEIVES and attr.dest_qp_num != other.qp_num:
+        if worked_in(side, attr) in RECEIVES and attr.dest_qp_num != other.qp_num:
             crossed = False
             yield Finding(
                 "dest-qp-num",
@@ -162,28 +164,27 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
 def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     """Check the attributes that must match."""
     qp, here = snap.qp, snap.attr
-    if there.qp_state not in RECEIVES:
+    if worked_in(peer, there) not in RECEIVES:
         return
     again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
         evidence = f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}"
         yield Finding("mtu-mismatch", "problem", evidence, again)
-    for sender, sending, expecting, side in (
-        (qp, here, there, f"{qp} sends"),
-        (peer, there, here, f"its peer {peer} sends"),
+    for sender, expecting, side in (
+        (qp, peer, f"{qp} sends"),
+        (peer, qp, f"its peer {peer} sends"),
     ):
-        if sending.qp_state is not QPState.RTS or qp.qp_type is QPType.UC:
+        # As they were set: some devices report the current PSN, some the first.
+        sent, expected = settings(sender).get("sq_psn"), settings(expecting).get("rq_psn")
+        if qp.qp_type is QPType.UC or None in (sent, expected):
             # UC accepts any PSN.
             continue
-        # Some devices report the current PSN, some the first; while packets are in flight
-        # neither can be compared.
-        sent = {sending.sq_psn & _PSN_MASK, sender.psn}
-        if not sender.outstanding.send and expecting.rq_psn & _PSN_MASK not in sent:
+        if sent != expected:
             yield Finding(
                 "psn-mismatch",
                 "problem",
-                f"{side} from sq_psn={sending.sq_psn:#x}, but the receiver expects "
-                f"rq_psn={expecting.rq_psn:#x}: packets are dropped, and nothing is acknowledged",
+                f"{side} from sq_psn={sent:#x}, but the receiver expects rq_psn={expected:#x}: "
+                "packets are dropped, or taken for duplicates: acknowledged, with nothing written",
                 again,
             )
     gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
@@ -210,8 +211,8 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
             yield Finding(
                 "peer-access",
                 "info",
-                f"its peer {peer} does not allow {', '.join(lacking)}: such work requests end "
-                "with REM_INV_REQ_ERR or REM_ACCESS_ERR",
+                f"its peer {peer} does not allow {', '.join(lacking)}: such work requests "
+                f"{access_refused(qp.qp_type)}",
                 "connect the peer with access=...",
             )
 

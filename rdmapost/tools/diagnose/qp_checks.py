@@ -355,13 +355,22 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
         evidence = f"qp_access_flags: a peer may {', '.join(allowed)}, if the region permits it"
         yield Finding("access", "ok", evidence)
     else:
+        unreliable = snap.qp.qp_type is QPType.UC
+        refused = "writes" if unreliable else "writes, reads and atomics"
+        lacks = "REMOTE_WRITE" if unreliable else "REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC"
+        grant = "Access.REMOTE_WRITE" + ("" if unreliable else " | Access.REMOTE_READ")
         yield Finding(
             "access-none",
             "info",
-            "qp_access_flags has no REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC: a peer can send, "
-            "but its writes, reads and atomics fail with REM_INV_REQ_ERR or REM_ACCESS_ERR",
-            "connect with access=Access.REMOTE_WRITE | Access.REMOTE_READ",
+            f"qp_access_flags has no {lacks}: a peer can send, but its {refused} "
+            f"{access_refused(snap.qp.qp_type)}",
+            f"connect with access={grant}",
         )
+
+
+def access_refused(qp_type: QPType) -> str:
+    """Say how work requests end that the peer's qp_access_flags do not allow."""
+    return "are dropped" if qp_type is QPType.UC else "end with REM_INV_REQ_ERR"
 
 
 def waiting_sends(snap: Snapshot) -> int | None:

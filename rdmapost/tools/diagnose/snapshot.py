@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeGuard
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
-from ...enums import QPState, QPType
+from ...enums import MTU, Access, QPState, QPType
 from ...errors import RdmaError
 from ...resources.device_attr import PortAttr
 from ...resources.endpoint import Endpoint
 from ...resources.gid import GIDTableEntry
-from ...resources.qp import QP
+from ...resources.qp import QP, settings
 from ...resources.qp_query import QPAttr
 from ...resources.resource import open_handles
 from .sysfs import System
@@ -20,6 +20,8 @@ FAILURES = (RdmaError, OSError, ValueError)
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
+_NOT_TERMS = frozenset({"qp_state", "cur_qp_state", "path_mig_state"})
+"""What modify sets that is not a setting to compare."""
 _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEND}
 
 
@@ -29,11 +31,11 @@ class Snapshot:
 
     Attributes:
         qp: the queue pair.
-        attr: its attributes.
+        attr: its attributes; in ERR, those that it worked with.
         port: its port.
         table: the GIDs of its port.
         peer: the other side: a queue pair in this process, or its endpoint.
-        peer_attr: its attributes, if it is in this process.
+        peer_attr: its attributes, if it is in this process; in ERR, those that it worked with.
         given: the caller named the peer; otherwise it was found by its number.
         system: the machine's files.
     """
@@ -50,15 +52,13 @@ class Snapshot:
     @property
     def connected(self) -> bool:
         """Whether it has a peer: those attributes are set in the transition to RTR."""
-        return self.qp.qp_type in CONNECTED and _knows_peer(self.attr)
+        return self.qp.qp_type in CONNECTED and worked_in(self.qp, self.attr) in RECEIVES
 
     @property
     def requests(self) -> bool:
         """Whether its requester attributes are valid: they are set in the transition to RTS."""
-        attr = self.attr
-        if attr.qp_state is QPState.ERR:
-            return bool(attr.timeout or attr.retry_cnt or attr.rnr_retry or attr.max_rd_atomic)
-        return attr.qp_state in RECEIVES and attr.qp_state is not QPState.RTR
+        state = worked_in(self.qp, self.attr)
+        return state in RECEIVES and state is not QPState.RTR
 
     @property
     def local_peer(self) -> tuple[QP, QPAttr] | None:
@@ -78,7 +78,7 @@ class Snapshot:
         local = self.local_peer
         if local is None or local[0].qp_type is not self.peer_type:
             return None
-        return local if local[1].qp_state in RECEIVES else None
+        return local if worked_in(*local) in RECEIVES else None
 
     @property
     def source(self) -> GIDTableEntry | None:
@@ -94,15 +94,15 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
         RdmaError, OSError, ValueError: it cannot be read.
     """
     context = qp.context
-    attr = qp.query()
+    attr = _attributes(qp)
     port = context.query_port(qp.port_num)
     table = context.query_gid_table(qp.port_num)
     given = peer is not None
-    if peer is None and qp.qp_type in CONNECTED and _knows_peer(attr):
+    if peer is None and qp.qp_type in CONNECTED and worked_in(qp, attr) in RECEIVES:
         peer = _find(qp, attr, port, table)
     peer_attr = None
     if is_queue_pair(peer) and not peer.closed:
-        peer_attr = peer.query()
+        peer_attr = _attributes(peer)
     return Snapshot(qp, attr, port, table, peer, peer_attr, given, System())
 
 
@@ -111,11 +111,28 @@ def is_queue_pair(thing: object) -> TypeGuard[QP]:
     return isinstance(thing, QP)
 
 
-def _knows_peer(attr: QPAttr) -> bool:
-    if attr.qp_state is QPState.ERR:
-        # ERR can be entered from any state.
-        return bool(attr.dest_qp_num)
-    return attr.qp_state in RECEIVES
+def worked_in(qp: QP, attr: QPAttr) -> QPState:
+    """Return the state of a queue pair, or the one that it failed in."""
+    if attr.qp_state is not QPState.ERR:
+        return attr.qp_state
+    return QPState(settings(qp).get("qp_state", QPState.RESET))
+
+
+def _attributes(qp: QP) -> QPAttr:
+    """Return the attributes of a queue pair; in ERR, those that it worked with.
+
+    In ERR most are invalid (ibv_query_qp(3)), and they are why it has failed.
+    """
+    attr = qp.query()
+    if attr.qp_state is not QPState.ERR:
+        return attr
+    types: dict[str, Any] = {"path_mtu": MTU, "qp_access_flags": Access}
+    kept = {
+        name: types[name](value) if name in types else value
+        for name, value in settings(qp).items()
+        if name not in _NOT_TERMS
+    }
+    return replace(attr, **kept)
 
 
 def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> QP | None:

@@ -259,6 +259,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
             "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
             "A firmware command that was not answered: the device hangs.",
+            "librdmacm's RDMA_CM_EVENT_UNREACHABLE with error -110: the peer did not answer the "
+            "connection request, or the path's address does not resolve.",
             "This library's WaitTimeout is a TimeoutError: no completion arrived in time, and the "
             "work request is still outstanding.",
         ),
@@ -291,6 +293,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "against a global one.",
             "The network device of this GID is down, or has lost its address.",
             "No gateway for the peer's network, or policy routing that excludes this source.",
+            "UCX's 'Destination is unreachable': the two sides have no transport or device in "
+            "common (UCX_TLS, UCX_NET_DEVICES).",
         ),
         look_at=(
             "ip route get PEER from OWN; ip rule; ip -br addr.",
@@ -410,12 +414,47 @@ ERRNOS: tuple[Explanation, ...] = (
         see=("bind(2)", "udp(7)"),
     ),
     _errno(
+        "EADDRNOTAVAIL",
+        "No interface of this machine, or of this network namespace, has the address. No verb "
+        "returns it; listening on a TCP port and opening a roce device do.",
+        causes=(
+            "serve --bind, pingpong --bind: the address is another machine's, or misspelt.",
+            "The address was removed, or its interface is in another network namespace.",
+        ),
+        look_at=("ip -br addr: the addresses there are. 0.0.0.0 stands for all of them.",),
+        see=("bind(2)", "ip-address(8)"),
+    ),
+    _errno(
+        "ECONNABORTED",
+        "The connection was given up on this side. The kernel's NFS over RDMA prints -103 when the "
+        "queue pair has failed.",
+        causes=(
+            "A work request of it failed, or the peer went away.",
+            "The program was told to close the connection.",
+        ),
+        look_at=("The lines before it in the log, on both sides: the first error is the cause.",),
+    ),
+    _errno(
+        "EREMOTEIO",
+        "The device's firmware refused a command. It is not about the peer, in spite of its text.",
+        causes=(
+            "mlx5: a DEVX command (UCX, DPDK, DOCA) with a status other than success, often for a "
+            "feature or limit that the firmware does not have.",
+        ),
+        look_at=(
+            "dmesg, or the program's log: the command's status and syndrome.",
+            "The firmware's version (fw_ver in ibv_devinfo) against what the program needs.",
+        ),
+    ),
+    _errno(
         "ECONNREFUSED",
         "Nothing listens at the peer's address and TCP port, which is where two programs exchange "
         "their endpoints. It says nothing about RDMA.",
         causes=(
             "The server is not running, has ended, or listens on another address or port.",
             "A firewall refuses the connection.",
+            "librdmacm's RDMA_CM_EVENT_REJECTED is the same over InfiniBand's connection manager: "
+            "error 8 if nothing listens there, 28 if the program refused.",
         ),
         look_at=("ss -ltnp on the peer; ping, and the address that was given.",),
         see=("connect(2)",),

@@ -15,6 +15,19 @@ def _exception(name: str, meaning: str, *, module: str = "rdmapost", **texts: An
 
 EXCEPTIONS: tuple[Explanation, ...] = (
     _exception(
+        "RdmaError",
+        "The base of all exceptions of this library: 'except rp.RdmaError' catches them.",
+        look_at=("The class that was raised, which says more, and the message.",),
+    ),
+    _exception(
+        "VerbsError",
+        "A verb failed. It is also an OSError.",
+        look_at=(
+            "error.call: which verb; error.errno: why, which the message names too: explain that.",
+            "error.hint: what this library knows about it; it is at the end of the message.",
+        ),
+    ),
+    _exception(
         "WaitTimeout",
         "Fewer completions arrived in time than were waited for. Those that arrived are not lost: "
         "the next poll or wait returns them.",
@@ -91,6 +104,12 @@ EXCEPTIONS: tuple[Explanation, ...] = (
     _exception(
         "NoDeviceError",
         "There is no RDMA device of this name, or none at all.",
+        causes=(
+            "The device's user-space driver is not installed (libibverbs warns about it): "
+            "apt-get install ibverbs-providers.",
+            "The kernel's driver is not loaded, or the container or network namespace does not "
+            "have the device.",
+        ),
         look_at=("rdmapost devices: the devices found. rdmapost doctor: why there is none.",),
     ),
     _exception(
@@ -108,5 +127,40 @@ EXCEPTIONS: tuple[Explanation, ...] = (
             "The server has ended, or dropped this client.",
         ),
         look_at=("The message names the address and what the other side said.",),
+    ),
+    _exception(
+        "ConnectTimeout",
+        "The other side did not answer in time. It is a ConnectError. An established connection "
+        "stays usable, and a late answer is dropped.",
+        module="rdmapost.connect",
+        causes=(
+            "dial: what listens there is no server of this library, or its on_connect takes "
+            "longer.",
+            "look, report: the server's host or its thread is busy, as in on_event; or it is gone, "
+            "which shows within half a minute.",
+        ),
+        look_at=("The timeout argument of dial, and connection.closed.",),
+    ),
+    _exception(
+        "ProtocolError",
+        "The other side sent something that is not rdmapost's protocol. It is a ConnectError.",
+        module="rdmapost.connect",
+        causes=(
+            "Another program listens on this TCP port.",
+            "The two sides have different versions of rdmapost.",
+        ),
+        look_at=("The message quotes what came. ss -ltnp there: who listens.",),
+    ),
+    _exception(
+        "PingpongError",
+        "The other side of a pingpong ended, or does not fit this one. It is a ConnectError.",
+        module="rdmapost.pingpong",
+        look_at=("The message, and the other side's.",),
+    ),
+    _exception(
+        "UnknownNameError",
+        "explain() has no explanation of a name.",
+        module="rdmapost.explain",
+        look_at=("Its attribute nearest: similar names.", "rdmapost explain: all names, listed."),
     ),
 )

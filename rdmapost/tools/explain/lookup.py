@@ -15,10 +15,12 @@ from .access_flags import ACCESS_FLAGS, OPS_FLAGS
 from .errnos import ALIASES, ERRNOS
 from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
+from .findings import FINDINGS
 from .model import ENUMERATIONS, KINDS, Explanation
 from .opcodes import OPCODES
 from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
 from .statuses import STATUSES
+from .terms import TERMS, VENDOR_ERR, VENDOR_ERR_NUMBER
 from .wc_opcodes import WC_OPCODES
 
 _ALL = sorted(
@@ -35,6 +37,8 @@ _ALL = sorted(
         *WC_FLAGS,
         *EVENTS,
         *EXCEPTIONS,
+        *FINDINGS,
+        *TERMS,
     ),
     key=lambda found: list(KINDS).index(found.kind),
 )
@@ -91,6 +95,7 @@ PHRASES: dict[str, WCStatus | EventType] = {
     "GID table change": EventType.GID_CHANGE,
     "WQ fatal": EventType.WQ_FATAL,
 }
+_OF_VENDOR_ERR = ("vendor err", "vendor error", "vendor code", "vendor syndrome", "syndrome")
 """What libibverbs calls statuses and events, and so most programs print."""
 
 
@@ -120,6 +125,9 @@ def of_member(member: WCStatus | EventType) -> list[Explanation]:
 def _index() -> dict[str, list[Explanation]]:
     found: dict[str, list[Explanation]] = {}
     for one in _ALL:
+        if one.kind == "finding":
+            # Without its hyphens, rnr-retry would be another name of RNR_RETRY_EXC_ERR.
+            continue
         of = ENUMERATIONS.get(one.kind, one.kind)
         spellings = [one.name, one.constant, f"{of}.{one.name}"]
         if one.kind == "errno":
@@ -130,10 +138,12 @@ def _index() -> dict[str, list[Explanation]]:
     for text, member in PHRASES.items():
         known = found.setdefault(_key(text), [])
         known += [one for one in of_member(member) if one not in known]
+    found |= {_key(text): [VENDOR_ERR] for text in _OF_VENDOR_ERR}
     return found
 
 
 _BY_KEY = _index()
+_FINDING = {one.name: one for one in FINDINGS}
 
 
 def names() -> dict[str, list[str]]:
@@ -150,6 +160,8 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
             what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
             number, of any integer type, of a status or errno (a negative one only of an errno).
+            Also an exception of this library, the name of a Finding, and a few terms
+            (``vendor_err``, ``PSN``).
 
     Returns:
         all with this name or number; 13 is a status and an errno, and SEND an
@@ -163,10 +175,16 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         return _by_number(index("what", what, "a name or a number"))
     text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else what.strip()
     if re.fullmatch(r"-?\d{1,9}|0[xX][0-9a-fA-F]{1,8}", text):
-        return _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
-    found = _BY_KEY.get(_key(text))
+        numbered = _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
+        # Text from a program's output: 129 is rather mlx5's vendor_err than an opcode.
+        return (*numbered, VENDOR_ERR) if numbered[0].kind == "wc_opcode" else numbered
+    found = _BY_KEY.get(_key(text), [])
+    if finding := _FINDING.get(text.lower()):
+        found = [finding, *found]
     if found:
         return tuple(found)
+    if VENDOR_ERR_NUMBER.fullmatch(text):
+        return (VENDOR_ERR,)
     number = getattr(errno, text.upper(), None)
     if isinstance(number, int):
         return _by_number(number)
@@ -190,13 +208,15 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
         raise UnknownNameError(f"{text} is not an error that verbs are known to return", ())
     raise UnknownNameError(
         f"{shown(number)} is not the number of a status or an errno"
-        + ("; only the device's driver knows what a vendor_err means" if number > 0 else ""),
+        + ("; if it is a vendor_err, only the device's driver knows it" if number > 0 else ""),
         (),
     )
 
 
 def _nearest(text: str) -> tuple[str, ...]:
     key = _key(text)
+    if "-" in text:
+        return tuple(difflib.get_close_matches(text.lower(), _FINDING, cutoff=0.62))
     close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.62)
     if not close and len(key) > 2:
         close = [known for known in _BY_KEY if key in known][:6]

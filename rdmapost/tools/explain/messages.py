@@ -13,12 +13,14 @@ from .errnos import ERRNOS
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
 from .lookup import PHRASES, of_member
-from .model import Explanation
+from .model import UNNUMBERED, Explanation
+from .qp_types import QP_STATES
 from .statuses import STATUSES
+from .terms import VENDOR_ERR, VENDOR_ERR_NUMBER
 
 _LONGEST_LINE = 4096
 
-_OTHER_PHRASES: dict[str, WCStatus | EventType] = {
+_OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     # The kernel (ib_wc_status_msg, ib_event_msg), where its wording differs from libibverbs'.
     "WR flushed": WCStatus.WR_FLUSH_ERR,
     "invalid request error": WCStatus.REM_INV_REQ_ERR,
@@ -42,6 +44,22 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType] = {
     "invalid request on": WCStatus.REM_INV_REQ_ERR,
     "local length on": WCStatus.LOC_LEN_ERR,
     "WR flushed because QP in error state": WCStatus.WR_FLUSH_ERR,
+    "destination is unreachable": "ENETUNREACH",
+    # Open MPI
+    "the InfiniBand retry count between two MPI processes has been exceeded": (
+        WCStatus.RETRY_EXC_ERR
+    ),
+    # NCCL
+    "NET/IB : No device found": "NoDeviceError",
+    # libibverbs
+    "libibverbs: Warning: RLIMIT_MEMLOCK": "ENOMEM",
+    "no userspace device-specific driver found": "NoDeviceError",
+    # librdmacm
+    "RDMA_CM_EVENT_REJECTED": "ECONNREFUSED",
+    "RDMA_CM_EVENT_UNREACHABLE": "ETIMEDOUT",
+    # libmlx5, the kernel's mlx5
+    "dump error cqe": "vendor_err",
+    "got completion with error": "vendor_err",
 }
 
 _COMPLETION = re.compile(
@@ -70,17 +88,22 @@ _STATUS_NUMBER = re.compile(
     r"\bprov_err(?:no)?[ =:]+(\d{1,2})\b|"
     # "Completion with error 12: wr_id 0", NCCL's "completion from peer 10.0.0.2<4791> with error
     # 12", but not "completion with error: ... (err 125".
-    r"\bcompletion (?:from peer \S+ )?with error:?\s+\(?(\d{1,2})\b",
+    r"\bcompletion (?:from peer \S+ )?with error:?\s+\(?(\d{1,2})\b|"
+    r"\bwc error:?\s+(\d{1,2})\b",
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
-    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", but not -1;
-    # "ibv_post_send failed: 12", because these verbs return errnos.
+    # "[Errno 12]", "errno=12", "errno: 12"; "error -12", "ret=-22", "failed (-110)", rpcrdma's
+    # "closed (-103)", but not -1; "ibv_post_send failed: 12", because these verbs return errnos.
     r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
-    r"\b(?:err(?:or)?|ret|rc|res|returned|failed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
+    r"\b(?:err(?:or)?|ret|rc|res|returned|failed|closed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
     r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+[^0-9-]{1,20}(\d{1,3})\b(?![.:]\d)",
     re.IGNORECASE,
 )
+
+
+_QP_MOVE = re.compile(r"\bmodify QP\b.* to (INIT|RTR|RTS)\b", re.IGNORECASE)
+"""perftest's "Failed to modify QP 0x11 to RTR", which names no errno."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +126,9 @@ class Mention:
 def _phrases() -> dict[str, Explanation]:
     """Return the explanation of each phrase; the phrases are in lower case."""
     found = {os.strerror(one.number): one for one in ERRNOS}
-    for phrase, member in (PHRASES | _OTHER_PHRASES).items():
-        (found[phrase],) = of_member(member)
+    by_name = {one.name: one for one in (*ERRNOS, *EXCEPTIONS, VENDOR_ERR)}
+    for phrase, meant in (PHRASES | _OTHER_PHRASES).items():
+        (found[phrase],) = [by_name[meant]] if isinstance(meant, str) else of_member(meant)
     return {phrase.lower(): one for phrase, one in found.items()}
 
 
@@ -122,6 +146,9 @@ _BY_PHRASE = _phrases()
 _BY_NAME = _names()
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
+_STATE = {one.name: one for one in QP_STATES}
+_OURS = {one.name for one in EXCEPTIONS if one.constant == f"rdmapost.{one.name}"} - {"RdmaError"}
+"""Exceptions that no other library has; others count only with their module."""
 _WORDS = re.compile(
     # Longest first, so that "local access error" is not matched as "local access".
     r"(?<![a-z])(?:"
@@ -167,7 +194,8 @@ def _in_line(line: str) -> list[Explanation]:
     """Explain the names in a line, each once, in the order of their first occurrence."""
     at: list[tuple[int, Explanation]] = []
     for match in _NAME.finditer(line):
-        if one := _BY_NAME.get(match[0]) or _other_errno(match[0]):
+        one = _BY_NAME.get(match[0]) or _other_errno(match[0])
+        if one and (one.kind != "exception" or match[0] in _OURS or one.constant in line):
             at.append((match.start(), one))
     for match in _WORDS.finditer(line):
         phrase = match[0].lower()
@@ -180,11 +208,16 @@ def _in_line(line: str) -> list[Explanation]:
             text = next(filter(None, match.groups()))
             if one := numbers.get(int(text, 16 if text[:2].lower() == "0x" else 10)):
                 at.append((match.start(), one))
+    if not at and (move := _QP_MOVE.search(line)):
+        at.append((move.start(), _STATE[move[1].upper()]))
+    if not at and (vendor := VENDOR_ERR_NUMBER.search(line)):
+        at.append((vendor.start(), VENDOR_ERR))
     if timeout := _TOO_FEW.search(line):
         at.append((timeout.start(), _BY_NAME["WaitTimeout"]))
     found = {(one.kind, one.name): one for _, one in sorted(at, key=_place)}.values()
-    # An exception says less than the status or errno in its text.
-    return [one for one in found if one.kind != "exception"] or list(found)
+    # An exception says less than the status or errno in its text, and a vendor_err less than the
+    # status beside it.
+    return [one for one in found if one.kind not in UNNUMBERED] or list(found)
 
 
 def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:

@@ -315,6 +315,7 @@ STATUSES: tuple[Explanation, ...] = (
             "hw_counters before and after: local_ack_timeout_err, out_of_sequence, "
             "packet_seq_err (mlx5); retry_exceeded_err, completer_retry_err (rxe).",
             "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the path.",
+            "Not vendor_err (perftest's syndrom): only the driver knows what it means.",
         ),
         soft_roce="retry_cnt=7 never gives up: the work request hangs. On Linux 6.1 it also hangs "
         "if a later work request fails locally, or if it is fenced. The underlying network device "

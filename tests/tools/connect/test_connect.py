@@ -310,7 +310,10 @@ def test_serve_names_the_address_that_it_cannot_listen_on(
         connect.ConnectError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address al"
     ):
         connect.serve(context, port=served.server.address[1])
-    with pytest.raises(connect.ConnectError, match=r"cannot listen on 192\.0\.2\.1"):
+    with pytest.raises(
+        connect.ConnectError,
+        match=r"cannot listen on 192\.0\.2\.1:0: .*; give an address of this machine",
+    ):
         connect.serve(context, "192.0.2.1", 0)
 
 

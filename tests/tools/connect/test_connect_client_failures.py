@@ -5,6 +5,7 @@ A misbehaving client is a raw socket; each such test ends with a client that wor
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import queue
 import socket
@@ -214,3 +215,117 @@ def test_a_failing_on_event_is_logged_and_clients_are_served(
     ):
         assert peer.look(0, 1).data == b"\0"
     assert "on_event failed" in caplog.messages
+
+
+# ---- requests without an answer -----------------------------------------------------
+
+
+class _Stalled:
+    """A server whose thread stands still in on_event until it is let go."""
+
+    def __init__(self, serve: Callable[..., Served]) -> None:
+        self._let_go = threading.Event()
+        self.served = serve(on_event=self._on_event)
+
+    def _on_event(self, event: object) -> None:
+        if isinstance(event, connect.Arrived):
+            assert self._let_go.wait(LIMIT)
+
+    def let_go(self) -> None:
+        self._let_go.set()
+
+
+def test_a_request_that_times_out_leaves_the_connection_usable(
+    serve: Callable[..., Served],
+) -> None:
+    stalled = _Stalled(serve)
+    with stalled.served.dial(timeout=0.2) as peer:
+        peer.mr.buffer[:4] = b"data"
+        peer.qp.post_send([rp.Send(peer.mr[:4]), rp.RdmaWrite(peer.mr[:4], **peer.target())])
+        peer.wait(2, LIMIT)
+        late = "did not answer within .* s; the connection stays open, and a late answer is dropped"
+        with pytest.raises(connect.ConnectTimeout, match=late):
+            peer.report(3, timeout=0)
+        for _ in range(2):
+            with pytest.raises(connect.ConnectTimeout, match=late):
+                peer.look(100, 8)
+        assert not peer.closed
+        stalled.let_go()
+        # None of the late answers is taken for this one's.
+        peer.timeout = LIMIT
+        seen = peer.look(0, 4)
+        assert (seen.offset, seen.length, seen.data) == (0, 4, b"data")
+        arrival = peer.report(1, LIMIT)
+        assert arrival is not None
+        assert (arrival.index, arrival.byte_len) == (1, 4)
+        assert not peer.closed
+
+
+def test_a_request_that_times_out_leaves_an_asyncio_connection_usable(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
+    stalled = _Stalled(serve)
+
+    async def main() -> None:
+        host, port = stalled.served.server.address
+        async with await connect.adial(context, host, port, timeout=0.2) as peer:
+            peer.mr.buffer[:4] = b"data"
+            peer.qp.post_send([rp.Send(peer.mr[:4]), rp.RdmaWrite(peer.mr[:4], **peer.target())])
+            await peer.wait(2, LIMIT)
+            with pytest.raises(connect.ConnectTimeout, match="the connection stays open"):
+                await peer.report(3, timeout=0)
+            for _ in range(2):
+                with pytest.raises(connect.ConnectTimeout, match="the connection stays open"):
+                    await peer.look(100, 8)
+            assert not peer.closed
+            stalled.let_go()
+            # The late answer to the look may still take a while.
+            for _ in range(100):
+                with contextlib.suppress(connect.ConnectTimeout):
+                    seen = await peer.look(0, 4)
+                    break
+            assert (seen.offset, seen.length, seen.data) == (0, 4, b"data")
+            arrival = await peer.report(1, LIMIT)
+            assert arrival is not None
+            assert (arrival.index, arrival.byte_len) == (1, 4)
+
+    asyncio.run(main())
+
+
+def test_every_request_on_a_closed_connection_says_why_it_is(
+    serve: Callable[..., Served], context: rp.Context
+) -> None:
+    served = serve()
+    peer = served.dial()
+
+    async def main() -> list[str]:
+        said = []
+        host, port = served.server.address
+        other = await connect.adial(context, host, port)
+        served.server.close()
+        for _ in range(3):
+            with pytest.raises(connect.ConnectError) as raised:
+                await other.look()
+            said.append(str(raised.value))
+        await other.close()
+        return said
+
+    said = [asyncio.run(main()), []]
+    for _ in range(3):
+        with pytest.raises(connect.ConnectError) as raised:
+            peer.look()
+        said[1].append(str(raised.value))
+    for first, *later in said:
+        assert first.endswith("the server is shutting down")
+        assert later == [f"the connection is closed: {first}"] * 2
+    peer.close()
+
+
+def test_dial_names_on_connect_when_the_server_is_slow(serve: Callable[..., Served]) -> None:
+    let_go = threading.Event()
+    served = serve(on_connect=lambda client: let_go.wait(LIMIT) and None)
+    try:
+        with pytest.raises(connect.ConnectTimeout, match="or does its on_connect take longer"):
+            served.dial(timeout=0.2)
+    finally:
+        let_go.set()

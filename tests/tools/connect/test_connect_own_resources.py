@@ -88,7 +88,7 @@ def test_region_closed_under_a_server_refuses_new_clients_by_name(
         mr.close()
         peer.qp.post_send(rp.RdmaRead(peer.mr[:5], **peer.target()))
         assert peer.wait()[0].status is rp.WCStatus.REM_ACCESS_ERR
-    with pytest.raises(connect.ConnectError, match=r"MR of 64 bytes .* is closed"):
+    with pytest.raises(connect.ConnectError, match=r"on the server: MR of 64 bytes .* is closed"):
         served.dial()
 
 

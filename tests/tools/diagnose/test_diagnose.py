@@ -459,6 +459,14 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     qp.to_reset()
 
 
+def test_default_cq_holds_the_completions_of_two_default_queue_pairs(context, pd, stack):
+    cq = stack.enter_context(rp.CQ(context))
+    for _ in range(2):
+        qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    if qp.max_send_wr + qp.max_recv_wr <= 128:
+        assert named(qp.diagnose(), "cq").severity == "ok"
+
+
 def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
     srq = stack.enter_context(rp.SRQ(pd, 8))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
@@ -503,3 +511,85 @@ def test_send_that_nothing_answers_is_explained(context, unconnected):
     findings = unconnected.a.diagnose()
     assert problems(findings) == ["qp-state", "peer-state"]
     assert "RESET" in named(findings, "peer-state").evidence
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "options", "cause"),
+    [
+        ({}, {"psn": 7}, {}, "psn-mismatch"),
+        ({"qp_num": 0x999}, {}, {}, "dest-qp-num"),
+        ({}, {"qp_num": 0x999}, {}, "dest-qp-num"),
+        ({}, {}, {"max_dest_rd_atomic": 0}, "rd-atomic-mismatch"),
+        ({}, {}, {"access": 0}, "peer-access"),
+    ],
+)
+def test_cause_is_still_found_after_the_failure(unconnected, near, far, options, cause):
+    a, b = unconnected.a, unconnected.b
+    a.connect(dataclasses.replace(b.endpoint(), **near), timeout=8, retry_cnt=1)
+    b.connect(dataclasses.replace(a.endpoint(), **far), **options)
+    found = [named(a.diagnose(b), cause)]
+    a.post_send(unconnected.wr(rp.RdmaRead, unconnected.mine[:8]))
+    assert unconnected.cq.wait(1, 10)[0].status is not WCStatus.SUCCESS
+    assert a.state is QPState.ERR
+    found.append(named(a.diagnose(b), cause))
+    assert found[0] == found[1]
+
+
+def test_settings_of_a_failed_queue_pair_are_those_that_were_set(connect, monkeypatch):
+    """In ERR a device may report others (ibv_query_qp(3))."""
+    pair = connect(to=QPState.RESET)
+    join(pair, far={"access": 0, "max_dest_rd_atomic": 1})
+    before = {finding.name: finding for finding in pair.a.diagnose(pair.b)}
+    query = rp.QP.query
+
+    def after_a_failure(qp):
+        return dataclasses.replace(
+            query(qp),
+            qp_state=QPState.ERR,
+            dest_qp_num=0,
+            qp_access_flags=Access.REMOTE_WRITE,
+            max_dest_rd_atomic=0,
+            max_rd_atomic=0,
+            rq_psn=0,
+            sq_psn=0,
+            timeout=0,
+            path_mtu=None,
+            ah_attr=rp.AHAttr(),
+        )
+
+    monkeypatch.setattr(rp.QP, "query", after_a_failure)
+    after = {finding.name: finding for finding in pair.a.diagnose(pair.b)}
+    for name in ("peer-access", "rd-atomic-mismatch", "timeout", "gid", "path-mtu", "access"):
+        assert after[name] == before[name]
+    assert not {"dest-qp-num", "psn-mismatch", "timeout-0"} & after.keys()
+
+
+def test_queue_pair_that_failed_before_it_was_connected_has_no_peer(unconnected):
+    unconnected.a.to_init()
+    unconnected.a.to_err()
+    assert wrong(unconnected.a, unconnected.b) == ["qp-state", "peer-state"]
+
+
+def test_refused_access_ends_with_the_status_that_the_findings_name(unconnected):
+    join(unconnected, far={"access": 0})
+    unconnected.a.post_send(unconnected.wr(rp.RdmaWrite, unconnected.mine[:8]))
+    status = unconnected.cq.wait(1, 10)[0].status
+    there = named(unconnected.b.diagnose(), "access-none").evidence
+    here = named(unconnected.a.diagnose(), "peer-access").evidence
+    for evidence in (there, here):
+        assert evidence.endswith(f"end with {status.name}")
+
+
+def test_refused_write_on_uc_is_said_to_be_dropped(connect):
+    pair = connect(QPType.UC, to=QPState.RESET)
+    join(pair, far={"access": 0})
+    assert named(pair.b.diagnose(), "access-none").evidence.endswith("but its writes are dropped")
+    pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8]))
+    assert pair.cq.wait(1, 10)[0].status is WCStatus.SUCCESS
+    assert pair.b.state is QPState.RTS
+
+
+def test_psn_that_the_endpoint_does_not_have_is_found(unconnected):
+    far = unconnected.b.endpoint()
+    unconnected.a.connect(dataclasses.replace(far, psn=far.psn ^ 1))
+    assert wrong(unconnected.a, far) == ["psn-mismatch"]

@@ -5,21 +5,24 @@ from __future__ import annotations
 import dataclasses
 import enum
 import errno
+import importlib
 import itertools
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from typing import get_args
 
 import click
 import pytest
-from support import Connect
+from support import ROOT, Connect
 from support.cli_runner import run
 from support.wr_classes import OPS_CLASSES, SEND_CLASSES
 
 import rdmapost as rp
 from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
 from rdmapost.cli.app import app
+from rdmapost.diagnose import Severity
 from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
 from rdmapost.posting import rules
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
@@ -147,6 +150,10 @@ def test_texts_name_only_existing_constants() -> None:
         "RDMAPOST_LIBIBVERBS",
         "NET_RAW",
         "IPC_LOCK",
+        "RDMA_CM_EVENT_REJECTED",
+        "RDMA_CM_EVENT_UNREACHABLE",
+        "UCX_TLS",
+        "UCX_NET_DEVICES",
         "NO_TAG",
     }
     words = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", PROSE))
@@ -355,10 +362,74 @@ def test_several_names_are_explained_in_order() -> None:
     assert heads == ["ETIMEDOUT: errno 110", "EINVAL: errno 22", "RTR: QP state 2 (IBV_QPS_RTR)"]
     doc = run("explain", "--json", "110", "-22").doc
     assert [one["name"] for one in doc["explanations"]] == ["ETIMEDOUT", "EINVAL"]
-    # The unknown one is named, without those that are known.
-    ran = run("explain", "-22", "nonsense")
-    assert ran.code == 2
-    assert "explain: 'nonsense' is not a status" in ran.err
+
+
+def test_of_several_names_the_known_ones_are_explained_and_the_others_named() -> None:
+    for args in (["-22", "WaitTimeout", "nonsense"], ["-22", "local protection error", "a b c"]):
+        ran = run("explain", *args)
+        assert ran.code == 2
+        assert [page.strip().split(":")[0] for page in ran.out.split("-" * 80)] == [
+            "EINVAL",
+            "WaitTimeout" if args[1] == "WaitTimeout" else "LOC_PROT_ERR",
+        ]
+        assert ran.err.startswith(f"rdmapost explain: '{args[2]}' is not a status")
+    doc = run("explain", "--json", "-22", "nonsense").doc
+    assert [one["name"] for one in doc["explanations"]] == ["EINVAL"]
+    assert doc["error"].startswith("'nonsense' is not a status")
+
+
+def _exceptions() -> list[type[BaseException]]:
+    # Those of rdmapost.check end a check, and nothing else raises them.
+    modules = [
+        importlib.import_module(f"rdmapost{name}")
+        for name in ("", ".connect", ".explain", ".pingpong", ".loopback", ".diagnose")
+    ]
+    members = [getattr(module, name) for module in modules for name in module.__all__]
+    found = {
+        member
+        for member in members
+        if isinstance(member, type) and issubclass(member, BaseException)
+    }
+    return sorted(found, key=lambda member: member.__name__)
+
+
+@pytest.mark.parametrize("exception", _exceptions())
+def test_every_public_exception_is_explained(exception: type[BaseException]) -> None:
+    (found,) = explain(exception.__name__)
+    assert found.kind == "exception"
+    assert found.constant == f"{exception.__module__}.{exception.__name__}"
+
+
+def _finding_names() -> set[str]:
+    """Return all names that the source gives to findings."""
+    found = set()
+    for file in (ROOT / "rdmapost" / "tools" / "diagnose").glob("*.py"):
+        text = file.read_text()
+        found |= set(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', text))
+        found |= set(re.findall(r'wrong\.append\(\("([a-z0-9-]+)"', text))
+        found |= set(re.findall(r'name(?:, remedy)? = "([a-z0-9-]+)"', text))
+        found |= {
+            name
+            for pair in re.findall(r'"([a-z0-9-]+)" if \w+ else "([a-z0-9-]+)",', text)
+            for name in pair
+        }
+    return found - set(get_args(Severity))
+
+
+def test_every_finding_is_explained_and_no_other() -> None:
+    assert _finding_names() == set(names()["finding"])
+    for name in names()["finding"]:
+        assert "finding" in [one.kind for one in explain(name)]
+
+
+def test_vendor_err_is_left_to_the_driver() -> None:
+    for what in ("vendor_err", "vendor err 129", "syndrom 0x81", "syndrome 0x88", "vendor code=5"):
+        (found,) = explain(what)
+        assert found.name == "vendor_err"
+    assert [one.name for one in explain("0x81")] == ["RECV_RDMA_WITH_IMM", "vendor_err"]
+    assert [one.name for one in explain(0x81)] == ["RECV_RDMA_WITH_IMM"]
+    with pytest.raises(UnknownNameError, match="if it is a vendor_err, only the device's driver"):
+        explain("249")
 
 
 def test_help_of_explain_fits_80_columns() -> None:

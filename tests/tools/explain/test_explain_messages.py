@@ -88,6 +88,27 @@ LINES = [
     ("[Errno 12] Cannot allocate memory", ["ENOMEM"]),
     ("OSError: [Errno 13] Permission denied: '/dev/infiniband/uverbs0'", ["EACCES"]),
     ("Couldn't register MR: Cannot allocate memory", ["ENOMEM"]),
+    ("libibverbs: Warning: RLIMIT_MEMLOCK is 65536 bytes.", ["ENOMEM"]),
+    (
+        "libibverbs: Warning: no userspace device-specific driver found for "
+        "/sys/class/infiniband_verbs/uverbs0",
+        ["NoDeviceError"],
+    ),
+    (" Failed to modify QP 0x11 to RTR", ["RTR"]),
+    ("cma event RDMA_CM_EVENT_REJECTED, error 28", ["ECONNREFUSED"]),
+    ("cma event RDMA_CM_EVENT_UNREACHABLE, error -110", ["ETIMEDOUT"]),
+    ("ucp_ep.c:1 UCX ERROR no remote address: Destination is unreachable", ["ENETUNREACH"]),
+    (
+        'The InfiniBand retry count between two MPI processes has been exceeded. "Retry count"',
+        ["RETRY_EXC_ERR"],
+    ),
+    ("NCCL INFO NET/IB : No device found.", ["NoDeviceError"]),
+    ("IB WC error 4", ["LOC_PROT_ERR"]),
+    ("mlx5_devx_create failed: Remote I/O error", ["EREMOTEIO"]),
+    ("mlx5_0:dump_cqe:277:(pid 0): dump error cqe", ["vendor_err"]),
+    ("work request failed, vendor err 129", ["vendor_err"]),
+    ("rpcrdma: connection to 10.0.0.1:20049 closed (-103)", ["ECONNABORTED"]),
+    ("rdmapost.connect.ConnectTimeout: 10.0.0.1:1 did not answer", ["ConnectTimeout"]),
 ]
 
 
@@ -138,6 +159,8 @@ def test_messages_of_this_library_are_explained(context: rp.Context) -> None:
         "link status 4",
         "invalid request error",
         "poll_cq returned -1",
+        "urllib3.exceptions.ProtocolError: no luck",
+        "mlx5_core: CREATE_QP failed, syndrome (0x4bb88f)",
     ],
 )
 def test_line_without_an_error_names_nothing(line: str) -> None:

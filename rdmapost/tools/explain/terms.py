@@ -1,0 +1,74 @@
+"""The texts about other words that errors, logs and completions contain."""
+
+from __future__ import annotations
+
+import re
+
+from .model import Explanation
+
+VENDOR_ERR_NUMBER = re.compile(
+    r"\b(?:vendor[_ ]?(?:err(?:or)?|code|syndrome)|syndrome?)[ =:]*(?:0x[\da-f]+|\d+)\b",
+    re.IGNORECASE,
+)
+"""How programs print a vendor_err: perftest's "syndrom 0x81", NCCL's "vendor err 129"."""
+
+
+def _term(
+    name: str, meaning: str, *look_at: str, causes: tuple[str, ...] = (), see: tuple[str, ...] = ()
+) -> Explanation:
+    return Explanation(
+        kind="term",
+        name=name,
+        number=0,
+        constant=name,
+        meaning=meaning,
+        causes=causes,
+        look_at=look_at,
+        see=see,
+    )
+
+
+VENDOR_ERR = _term(
+    "vendor_err",
+    "A number by which the driver or the device says more about a failed work request than the "
+    "status does. Only its driver knows what it means, and each has its own. It is also called "
+    "vendor error, vendor code or syndrome; the syndromes of failed commands in dmesg are other "
+    "numbers.",
+    "The status of the same completion: explain that. It decides what to do.",
+    "The documentation of the device, or its vendor: neither libibverbs nor the sources of mlx5 "
+    "have a list.",
+    see=("ibv_poll_cq(3): vendor_err",),
+)
+
+TERMS: tuple[Explanation, ...] = (
+    VENDOR_ERR,
+    _term(
+        "RNR",
+        "Receiver not ready: a message came for which no receive was posted. On RC the receiver "
+        "says so (RNR NAK), the sender waits for the receiver's min_rnr_timer and tries again, "
+        "rnr_retry times, and then fails with RNR_RETRY_EXC_ERR.",
+        "rdmapost explain RNR_RETRY_EXC_ERR.",
+    ),
+    _term(
+        "PSN",
+        "Packet sequence number, 24 bits: the receiver drops a packet whose number is ahead of the "
+        "one it expects, and takes one that is behind for a duplicate. Each side's rq_psn must be "
+        "the other's sq_psn.",
+        "qp.psn and qp.endpoint(), which qp.connect() uses; qp.diagnose() compares both sides.",
+        see=("ibv_modify_qp(3): rq_psn, sq_psn",),
+    ),
+    _term(
+        "lkey",
+        "The key of a region for the work requests of its own side: mr[start:stop] has it. With a "
+        "wrong one they complete with LOC_PROT_ERR.",
+        "mr.lkey, and that the region is open and on the PD of the queue pair.",
+        see=("ibv_reg_mr(3)",),
+    ),
+    _term(
+        "rkey",
+        "The key of a region or window for the work requests of peers, which need it with the "
+        "address. With a wrong one they complete with REM_ACCESS_ERR.",
+        "mr.rkey and mr.access there, and what the peer was given here.",
+        see=("ibv_reg_mr(3)", "ibv_bind_mw(3)"),
+    ),
+)
