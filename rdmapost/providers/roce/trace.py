@@ -161,9 +161,11 @@ def _put(
         return
     count = -(-size // each) if size else 0
     try:
+        # To slice a bytearray without memory, Python says that it had exported buffers.
+        packets = memoryview(data)
         blocks = b"".join(
             [
-                block(*known, n, bytes(data[n * each : min((n + 1) * each, size)]))
+                block(*known, n, bytes(packets[n * each : min((n + 1) * each, size)]))
                 for n in range(count)
             ]
         )
