@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -136,7 +136,7 @@ class Counters(NamedTuple):
     faults: int
 
 
-class Capture(ABC):
+class Capture(metaclass=ABCMeta):
     """A capture in progress; Context.capture() creates it.
 
     It is a context manager, which ends it; so does dropping the last reference to it.
