@@ -32,13 +32,13 @@ class RoceCapture(Capture):
     def __init__(self, path: str | bytes | os.PathLike[Any], device: Any) -> None:
         self._is_reported = False
         self._recording = recording = Recording(os.fspath(path), device.name)
-        if native.in_step():
+        if recording.must_not_wait():
             # It is refused before there is a file.
-            native.verb(capture, device, recording)
+            _attach(device, recording)
         recording.user = weakref.ref(self, recording.queue.put)
         try:
             recording.start()
-            native.verb(capture, device, recording)
+            _attach(device, recording)
         except BaseException:
             # The traceback may keep it alive for long.
             recording.stop()
@@ -70,7 +70,7 @@ class RoceCapture(Capture):
             return
         recording.stop()
         if not recording.has_ended():
-            if native.in_step() or recording.is_own_thread():
+            if recording.must_not_wait():
                 return
             self._wait()
         # A signal handler may have forked meanwhile.
@@ -118,6 +118,10 @@ def end_all(recordings: tuple[Recording, ...]) -> None:
     """End captures, when their device is closed."""
     for each in recordings:
         native.on_commit(each.queue.put, None)
+
+
+def _attach(device: Any, recording: Recording) -> None:
+    native.verb(capture, device, recording)
 
 
 def capture(device: Any, recording: Recording) -> None:

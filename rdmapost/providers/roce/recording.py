@@ -168,8 +168,11 @@ class Recording:
         """Whether it is the parent's, in the child of a fork."""
         return os.getpid() != self._pid
 
-    def is_own_thread(self) -> bool:
-        """Whether this is the thread."""
+    def must_not_wait(self) -> bool:
+        """Whether this thread is in the middle of a step of a device, or is the capture's own."""
+        return native.in_step() or self._is_own_thread()
+
+    def _is_own_thread(self) -> bool:
         return _thread.get_ident() == self._thread_id
 
     def check_process(self) -> None:
@@ -196,7 +199,7 @@ class Recording:
         while not is_over():
             left = end - time.monotonic()
             # A signal handler may have forked, and nobody releases the child's copy of a lock.
-            if left <= 0 or self.is_inherited() or self.is_own_thread():
+            if left <= 0 or self.is_inherited() or self._is_own_thread():
                 return False
             if bell.acquire(timeout=min(left, _LOOK)):
                 bell.release()
