@@ -251,6 +251,16 @@ int ibv_query_device(struct ibv_context *context, struct ibv_device_attr *attr)
 	return 0;
 }
 
+static int query_device_ex(struct ibv_context *context, const struct ibv_query_device_ex_input *input,
+			   struct ibv_device_attr_ex *attr, size_t size)
+{
+	(void)input;
+	memset(attr, 0, size);
+	attr->tso_caps.max_tso = 1u << 18;
+	attr->tso_caps.supported_qpts = 1u << IBV_QPT_UD;
+	return ibv_query_device(context, &attr->orig_attr);
+}
+
 static int query_port(struct ibv_context *context, uint8_t port_num,
 		      struct ibv_port_attr *attr, size_t size)
 {
@@ -538,6 +548,7 @@ struct ibv_context *ibv_open_device(struct ibv_device *of)
 	if (!verbs)
 		return NULL;
 	verbs->sz = sizeof(*verbs);
+	verbs->query_device_ex = query_device_ex;
 	verbs->query_port = query_port;
 	verbs->create_qp_ex = create_qp_ex;
 	verbs->post_srq_ops = post_srq_ops;

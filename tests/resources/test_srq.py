@@ -140,7 +140,7 @@ def test_receives_of_a_shared_queue_are_checked(srq, pd, context):
     with rp.MR(pd, 64) as mr, rp.PD(context) as other, rp.MR(other, 64) as foreign:
         for wr, words in (
             (rp.RecvWR([mr[:8]] * (srq.max_sge + 1)), f"max_sge={srq.max_sge}"),
-            (rp.RecvWR(foreign[:8]), "another PD"),
+            (rp.RecvWR(foreign[:8]), "does not belong to the queue's PD"),
             (rp.RecvWR(mr[5:5]), "length 0"),
             (rp.Send(), "expected RecvWR, got Send"),
         ):

@@ -154,9 +154,9 @@ def test_queue_of_no_such_number_or_of_another_domain(xrc, stack, pd):
 
 
 def test_write_that_the_xrc_target_does_not_allow_fails(xrc):
+    xrc.a.to_reset()
     xrc.b.to_reset()
     xrc.b.connect(xrc.a.endpoint(), access=Access.REMOTE_READ)
-    xrc.a.to_reset()
     xrc.a.connect(xrc.b.endpoint())
     write = rp.RdmaWrite(
         xrc.mine[:4],

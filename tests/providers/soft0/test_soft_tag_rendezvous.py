@@ -151,7 +151,9 @@ def test_fin_without_a_receive_is_retried(stack, pd):
 
 def test_rendezvous_waits_for_rts(stack, pd, server):
     client = server.client
+    client.qp.to_reset()
     client.peer.to_reset()
+    client.qp.connect(client.peer.endpoint())
     client.peer.to_init()
     client.peer.to_rtr(client.qp.endpoint())
     client.qp.post_recv(rp.RecvWR(client.mr[4096:4200]))
