@@ -775,6 +775,10 @@ def each_moment(
     step = max(1, int(moments // MOMENTS))
     for at in sorted({*range(1, moments + 1, step), moments}):
         result = run(setup, at, act)
+        if not result.signals:
+            # On a busy machine a verb may run fewer: after 2 ms it leaves work to a later one.
+            assert result.moments < at
+            continue
         assert result.signals == 1, at
         yield at, result
 
