@@ -416,6 +416,36 @@ def test_window_bound_again_with_its_key_before_the_peers_invalidation_is_polled
     assert not _refused(mw, later)
 
 
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_invalidation_does_not_end_the_bind_that_another_queue_pair_executes_later(
+    rc, windowed, context, stack, by_peer
+):
+    """Binds of one window through two queue pairs are executed in any order."""
+    _, region = windowed
+    later = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    cq, others = stack.enter_context(rp.CQ(context)), stack.enter_context(rp.CQ(context))
+    a, b = (stack.enter_context(rp.QP(rc.pd, rp.QPType.RC, others, recv_cq=cq)) for _ in "ab")
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mw = stack.enter_context(rp.MW(rc.pd))
+    key = mw.next_rkey()
+    # Its bind waits behind a message for which the peer has no receive.
+    rc.a.post_send(rp.Send(rc.mine[:8]))
+    rc.a.post_send(rp.BindMW(mw=mw, rkey=key, mr=later, addr=later.addr, length=64))
+    a.post_send(rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64))
+    others.wait(1)[0].check()
+    if by_peer:
+        a.post_recv(rp.RecvWR(rc.theirs[:8]))
+        b.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=key))
+        cq.wait(1)[0].check()
+    else:
+        a.post_send(rp.LocalInv(invalidate_rkey=key))
+    others.wait(1)[0].check()
+    rc.b.post_recv(rp.RecvWR(rc.theirs[8:16]))
+    rc.wait(3)
+    assert _refused(mw, later)
+
+
 def test_bind_that_fails_is_not_the_one_that_an_invalidation_ends(rc, windowed):
     """A later bind under the same key is, once that has succeeded."""
     mw, region = windowed

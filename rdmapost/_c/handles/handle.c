@@ -329,25 +329,47 @@ uint64_t rp_count_bind(void)
 
 /*
  * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
- * seen ends the first bind under it, whatever was posted meanwhile. For each low byte of its keys,
- * `counts` (a window's `keeps`) has a word: the binds posted under it, and in the low half the
- * invalidations seen, never more. A window of type 1 has no counts.
+ * seen ends the first bind under it, whatever was posted meanwhile. Binds through several queue pairs
+ * may be executed in any order, though: if one is posted through another queue pair before the
+ * invalidations of all earlier ones are seen, none under that key ends any more. For each low byte of
+ * its keys, a window's `keeps` has these counts. A window of type 1 has none.
  */
+struct key_counts {
+	uint64_t word; /* the binds posted; in the low half, the invalidations seen, never more */
+	const void *binder; /* that of the last bind, or SEVERAL */
+};
+
 enum { KEYS = 256 };
+static const char SEVERAL[1];
+
+static struct key_counts *counts_of_key(PyObject *counts, unsigned char key)
+{
+	if (!counts || !PyBytes_CheckExact(counts) ||
+	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(struct key_counts)))
+		return NULL;
+	return (struct key_counts *)(void *)PyBytes_AsString(counts) + key;
+}
 
 static uint64_t *word_of_key(PyObject *counts, unsigned char key)
 {
-	if (!counts || !PyBytes_CheckExact(counts) ||
-	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(uint64_t)))
-		return NULL;
-	return (uint64_t *)(void *)PyBytes_AsString(counts) + key;
+	struct key_counts *found = counts_of_key(counts, key);
+
+	return found ? &found->word : NULL;
 }
 
-uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key)
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder)
 {
-	uint64_t *word = word_of_key(mw->keeps, key);
+	struct key_counts *counts = counts_of_key(mw->keeps, key);
+	uint64_t old;
 
-	return word ? (uint32_t)(RP_ADD(word, 1ull << 32) >> 32) : 0;
+	if (!counts)
+		return 0;
+	old = RP_LOAD(&counts->word);
+	if (RP_LOAD(&counts->binder) != binder && (uint32_t)old != (uint32_t)(old >> 32))
+		RP_STORE(&counts->binder, SEVERAL);
+	if (RP_LOAD(&counts->binder) != SEVERAL)
+		RP_STORE(&counts->binder, binder);
+	return (uint32_t)(RP_ADD(&counts->word, 1ull << 32) >> 32);
 }
 
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
@@ -371,9 +393,10 @@ void rp_count_invalidation(PyObject *counts, unsigned char key)
 
 static int is_invalidated(struct rp_handle *mw, const struct rp_bind *bind)
 {
-	uint64_t *word = word_of_key(mw->keeps, bind->key);
+	struct key_counts *counts = counts_of_key(mw->keeps, bind->key);
 
-	return word && bind->number && (int32_t)((uint32_t)RP_LOAD(word) - bind->number) >= 0;
+	return counts && bind->number && RP_LOAD(&counts->binder) != SEVERAL &&
+	       (int32_t)((uint32_t)RP_LOAD(&counts->word) - bind->number) >= 0;
 }
 
 struct rp_binder *rp_new_binder(void)

@@ -280,7 +280,7 @@ struct rp_bind {
 void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind);
 
 /* A bind is about to be posted: return its number among those under that key; 0 for type 1. */
-uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key);
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder);
 
 /* That bind was not posted, or has failed. */
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);

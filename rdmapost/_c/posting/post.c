@@ -159,7 +159,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 		key = wr->bind_mw.rkey & RP_KEY_BYTE;
-		removes = rp_number_bind(r->mw, key);
+		removes = rp_number_bind(r->mw, key, q->in_flight->binder);
 	}
 	if (rp_invalidates(q, r->type)) {
 		state = RP_LOCAL_INV;

@@ -184,6 +184,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 "ran in (asyncio.run_coroutine_threadsafe)"
             )
 
+    def _is_at_home(self) -> bool:
+        """Whether this code runs in the event loop that ``adial`` ran in."""
+        try:
+            return self._closing.get_loop() is asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+
     @property
     def _named(self) -> str:
         return f"the connection to {self._where}" if self._where else "the connection"
@@ -303,6 +310,9 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             or not self._session.protocol.answer_pending
         ):
             return self._writer is None or self._reading.done()
+        if not self._is_at_home():
+            # A late answer was read, and only its event loop can read on.
+            return False
         try:
             return self._session.is_over(self._take_read())
         except (OSError, ProtocolError) as error:

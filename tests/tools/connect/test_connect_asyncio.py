@@ -250,6 +250,34 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("elsewhere", ["thread", "loop"])
+def test_closed_elsewhere_leaves_a_late_answer_to_the_connections_event_loop(
+    context: rp.Context, elsewhere: str
+) -> None:
+    async def main() -> None:
+        async with (
+            await connect.aserve(context, port=0) as server,
+            await connect.adial(context, *server.address[:2]) as peer,
+        ):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await peer.report(1, 0.1)
+            async with asyncio.timeout(LIMIT):
+                while not peer._reading.done():
+                    await asyncio.sleep(0.01)
+
+            async def is_closed() -> bool:
+                return peer.closed
+
+            if elsewhere == "thread":
+                assert await asyncio.to_thread(lambda: peer.closed) is False
+            else:
+                assert await asyncio.to_thread(asyncio.run, is_closed()) is False
+            assert (await peer.look(0, 1)).data == b"\0"
+
+    asyncio.run(main())
+
+
 @pytest.mark.filterwarnings("ignore:.*:ResourceWarning")
 @pytest.mark.parametrize("method", ["wait", "report", "look", "close"])
 def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
