@@ -425,6 +425,9 @@ def _reregister(
     region: Region = bound(mr, name)
     if region.windows:
         raise VerbsError(name, errno.EBUSY, "a memory window is bound to it")
+    if not region.valid and not flags & ReregFlags.CHANGE_TRANSLATION:
+        reason = "its keys were invalidated; only rereg(memory=...) gives it new ones"
+        raise VerbsError(name, errno.EINVAL, reason)
     changed: dict[str, Any] = {}
     if flags & ReregFlags.CHANGE_ACCESS:
         _refuse_on_demand(name, access)

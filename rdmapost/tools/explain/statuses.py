@@ -244,7 +244,10 @@ STATUSES: tuple[Explanation, ...] = (
             "Your rkey or remote_addr is stale or wrong: the peer re-registered or restarted, or "
             "the handshake mixed up byte orders, or lkey and rkey.",
             "remote_addr + length reaches beyond the region or the window.",
-            "The region or window lacks REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC.",
+            "The region or window lacks REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC; for a FLUSH, "
+            "the region lacks FLUSH_GLOBAL or FLUSH_PERSISTENT.",
+            "A LOCAL_INV or a SEND_WITH_INV has invalidated the key (many devices refuse that for "
+            "the key of a region).",
             "The region is on another PD than the peer's QP.",
             "On some devices: the operation is not enabled in the peer's qp_access_flags "
             "(elsewhere that is REM_INV_REQ_ERR).",

@@ -158,6 +158,24 @@ def test_message_that_is_not_delivered_invalidates_nothing(rc, stack):
     assert statuses(rc, 1) == {3: WCStatus.SUCCESS}
 
 
+@pytest.mark.parametrize("by_peer", [False, True])
+def test_region_whose_keys_are_invalidated_is_registered_again_only_with_memory(rc, stack, by_peer):
+    """Other changes would leave keys that the device does not know."""
+    mr = stack.enter_context(rp.MR(rc.pd, 64, ALL))
+    if by_peer:
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=2))
+        rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=mr.rkey, wr_id=1))
+        assert set(statuses(rc, 2).values()) == {WCStatus.SUCCESS}
+    else:
+        rc.b.post_send(rp.LocalInv(invalidate_rkey=mr.rkey, wr_id=1))
+        assert statuses(rc, 1) == {1: WCStatus.SUCCESS}
+    with pytest.raises(rp.VerbsError, match="its keys were invalidated"):
+        mr.rereg(access=ALL)
+    mr.rereg(memory=bytearray(64))
+    rc.a.post_send(rp.RdmaWrite(rc.mine[:8], remote_addr=mr.addr, rkey=mr.rkey, wr_id=3))
+    assert statuses(rc, 1) == {3: WCStatus.SUCCESS}
+
+
 def test_key_that_cannot_be_invalidated_breaks_only_the_receiver(rc):
     """The message has arrived by then."""
     rc.mine.buffer[:8] = b"12345678"
