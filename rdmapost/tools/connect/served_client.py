@@ -32,6 +32,8 @@ _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
 """What a peer can do through a queue pair of each type."""
 
+_FLUSHES = Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
+
 _MAX_LATEST = 1024
 """How many of a client's latest arrivals can be reported."""
 _POLL_BATCH = 64
@@ -66,6 +68,16 @@ class Wakeup:
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
             close(self.fd)
+
+
+def _more_access(mr: MR | None, qp_type: QPType) -> Access:
+    """Return what a queue pair must permit for FLUSH and for windows of the owner's region."""
+    if mr is None:
+        return Access(0)
+    permitted = mr.access & _FLUSHES if qp_type is QPType.RC else Access(0)
+    if mr.access & Access.MW_BIND:
+        permitted |= _BY_QP_TYPE[qp_type]
+    return permitted
 
 
 class ServedClient:
@@ -151,7 +163,7 @@ class ServedClient:
             )
             # The top bit has another meaning. Without the Q_Key nothing can be reached.
             qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
-            self.qp.to_init(access, qkey=qkey)
+            self.qp.to_init(access | _more_access(given.mr, hello.qp_type), qkey=qkey)
             if self.channel is not None:
                 self._cq.req_notify()
             if exposure.count:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import LIMIT
+from support import LIMIT, needs
 from support.serving import Served, both_servers
 
 import rdmapost as rp
@@ -44,6 +44,43 @@ def test_clients_read_and_write_the_callers_region(serve: Callable[..., Served],
         served.server.close()
         assert memory[97:] == b"now"
         assert not mr.closed
+
+
+def test_clients_flush_the_callers_region(serve: Callable[..., Served], pd: rp.PD) -> None:
+    needs(pd.context.attr.device_cap_flags_ex & rp.DeviceCap.FLUSH_GLOBAL, "FLUSH", pd.context)
+    options = {"send_ops_flags": rp.SendOps.FLUSH}
+    try:
+        rp.QP(pd, QPType.RC, rp.CQ(pd.context), **options).close()
+    except rp.UnsupportedError as error:
+        pytest.skip(str(error))
+    access = EVERYTHING | Access.FLUSH_GLOBAL
+    with rp.MR(pd, 64, access) as mr, serve(mr=mr).dial(qp_options=options) as peer:
+        peer.qp.post_send(rp.Flush(length=64, **peer.target()))
+        assert peer.wait()[0].status is rp.WCStatus.SUCCESS
+
+
+def test_clients_write_through_a_window_of_the_callers_region(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    """The region alone grants less."""
+    needs(pd.context.attr.device_cap_flags & rp.DeviceCap.MEM_WINDOW_TYPE_2B, "MW", pd.context)
+    granted = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.MW_BIND
+    with rp.MR(pd, 64, granted) as mr, rp.MW(pd) as mw:
+        served = serve(mr=mr)
+        with served.dial() as peer:
+            (client,) = served.server.clients
+            bind = rp.BindMW(
+                mw=mw,
+                rkey=mw.next_rkey(),
+                mr=mr,
+                addr=mr.addr,
+                length=64,
+                mw_access_flags=Access.REMOTE_WRITE,
+            )
+            client.qp.post_send(bind)
+            client.qp.send_cq.wait()[0].check()
+            peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **(peer.target() | {"rkey": mw.rkey})))
+            assert peer.wait()[0].status is rp.WCStatus.SUCCESS
 
 
 def test_region_grants_clients_no_more_access_than_it_has(
