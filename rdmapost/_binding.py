@@ -1,6 +1,7 @@
 """The one place that imports the compiled module."""
 
-import sys
+import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,33 @@ native.importing()
 
 __all__ = ["address_of", "ffi", "lib", "native", "once", "start_of"]
 
-if hasattr(sys, "_is_gil_enabled") and not sys._is_gil_enabled():
-    # cffi resolves a struct's fields on first use; without a GIL, two threads doing so at once
-    # dereference NULL.
-    for _prefix, _names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
-        for _name in _names:
-            _type = ffi.typeof(_prefix + _name)
-            _fields = _type.kind in ("struct", "union") and _type.fields
+
+def _complete() -> None:
+    """Have cffi look up everything now.
+
+    It looks up a type, a struct's fields or a function on first use, and must not be interrupted by
+    another such use: a finalizer's, which the collector runs in the middle, aborts the process; and
+    another thread's, without a GIL.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for prefix, names in zip(("", "struct ", "union "), ffi.list_types(), strict=True):
+            for name in names:
+                found = ffi.typeof(f"{prefix}{name} *").item
+                if found.kind in ("struct", "union"):
+                    # An opaque one has neither a size nor fields.
+                    with contextlib.suppress(ffi.error):
+                        ffi.sizeof(found)
+                        found.fields  # noqa: B018
+        for name in dir(lib):
+            getattr(lib, name)
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+_complete()
 
 
 _results: dict[object, Any] = {}

@@ -51,8 +51,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)
         )
-        # If another thread reads the event first, this one must not block.
-        os.set_blocking(handle.fd, False)
+        self._verb(_do_not_block)
         self._get = functools.partial(provider.get_cq_event, handle, self._events)
 
     def _event_fd(self) -> int:
@@ -132,6 +131,11 @@ class OwnChannel(CompChannel):
     __slots__ = ()
 
     _inner = True
+
+
+def _do_not_block(channel: Any) -> None:
+    """If another thread reads the event first, this one must not block."""
+    os.set_blocking(channel.fd, False)
 
 
 def announce_on(channel: CompChannel, cq: CQ, struct: Any) -> None:

@@ -286,14 +286,15 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.wc_flags:
             args, create = (*args, int(self.wc_flags)), provider.create_cq_ex
         try:
-            handle = self._make(create, args, provider.destroy_cq, (context, announces))
+            self._make(create, args, provider.destroy_cq, (context, announces))
         except VerbsError as error:
             if error.errno in _UNSUPPORTED and (reason := self._not_reported()):
                 raise UnsupportedError(error.call, errno.EOPNOTSUPP, reason) from None
             if error.errno in NO_MORE:
                 error.hint = error.hint or no_more(context, "CQs", "max_cq", error.errno)
             raise
-        self._cqe: int = handle.cqe
+        # Another thread may have closed it.
+        self._cqe: int = self._verb(_CQE)
 
     def _not_reported(self) -> str | None:
         """Name the wc_flags that the device's attributes rule out; None if they do not say."""

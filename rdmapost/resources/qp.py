@@ -89,6 +89,7 @@ _EVERY_REMOTE_ACCESS = (
     | Access.FLUSH_PERSISTENT
 )
 _ALL_DATA_IN_ORDER_FLAGS = functools.reduce(operator.or_, QueryQPDataInOrderFlags)
+_QP_NUM = operator.attrgetter("qp_num")
 _ALL_SEND_OPS = functools.reduce(operator.or_, SendOps)
 
 
@@ -285,7 +286,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             context, pd, xrcd, init, max_tso_header, ops, checked=self.checked
         )
         try:
-            handle = self._make(
+            self._make(
                 create, args, provider_of(context).destroy_qp, tuple(parents.values())
             )
         except VerbsError as error:
@@ -293,11 +294,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 error.errno, context, init, max_tso_header, ops
             )
             raise
-        self._take(handle, cap, port)
+        self._take(cap, port)
 
-    def _take(self, handle: Any, cap: Any, port: PortAttr) -> None:
+    def _take(self, cap: Any, port: PortAttr) -> None:
         context = self.context
-        self.qp_num: int = handle.qp_num
+        # Another thread may have closed it.
+        self.qp_num: int = self._verb(_QP_NUM)
         self.max_send_wr: int = cap.max_send_wr
         self.max_recv_wr: int = cap.max_recv_wr
         self.max_send_sge: int = cap.max_send_sge

@@ -18,6 +18,7 @@ import pytest
 from connected_pair import ALL, INLINE, Number, Rig
 from interrupts import Interrupted, Moment, interrupt_at_each_moment
 from isolated import TIMES, isolated
+from support import run_python
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback
@@ -474,3 +475,74 @@ def test_interrupt_as_a_subclass_with_a_finalizer_is_dropped_leaves_nothing_open
         signal.setitimer(signal.ITIMER_REAL, 0)
         pd.close()
     rig.close()
+
+
+@pytest.mark.parametrize(("verb", "threshold"), [("query", 13), ("query_port", 2), ("connect", 35)])
+def test_collector_may_finalize_in_the_middle_of_the_first_use_of_a_verb(
+    device: str, verb: str, threshold: int
+) -> None:
+    """cffi looked up a struct then, and aborted the process if a finalizer needed it, too."""
+    run = run_python(
+        "import gc, sys, rdmapost as rp\n"
+        "name, verb, threshold = sys.argv[1], sys.argv[2], int(sys.argv[3])\n"
+        "context = rp.open_device(name)\n"
+        "pd, cq = rp.PD(context), rp.CQ(context)\n"
+        "qp = rp.QP(pd, rp.QPType.RC, cq)\n"
+        "def act():\n"
+        "    if verb == 'connect': qp.connect(qp.endpoint())\n"
+        "    elif verb == 'query': qp.query()\n"
+        "    else: context.query_port(1)\n"
+        "class Finalized:\n"
+        "    busy = False\n"
+        "    def __del__(self):\n"
+        "        if Finalized.busy: return\n"
+        "        Finalized.busy = True\n"
+        "        try: act()\n"
+        "        except (rp.RdmaError, ValueError): pass\n"
+        "        finally: Finalized.busy = False\n"
+        "def leave_garbage(phase, info):\n"
+        "    if phase == 'start' and not Finalized.busy:\n"
+        "        garbage = Finalized()\n"
+        "        garbage.me = garbage\n"
+        "gc.collect(); gc.disable()\n"
+        "gc.callbacks.append(leave_garbage)\n"
+        "gc.set_threshold(threshold); gc.enable()\n"
+        "try: act()\n"
+        "except (rp.RdmaError, ValueError): pass\n"
+        "gc.callbacks.clear()\n"
+        "gc.set_threshold(700)\n"
+        "qp.close(); cq.close(); pd.close(); context.close()\n",
+        *(device, verb, str(threshold)),
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kind", ["CompChannel", "CQ", "QP"])
+def test_constructor_that_another_thread_closes_says_so(context: rp.Context, kind: str) -> None:
+    """It reads nothing of a struct that is gone."""
+    before, latest, ended = sys.getswitchinterval(), list[Any](), threading.Event()
+
+    def close() -> None:
+        while not ended.is_set():
+            for resource in latest[-1:]:
+                with contextlib.suppress(rp.RdmaError):
+                    resource.close()
+
+    closer = threading.Thread(target=close)
+    sys.setswitchinterval(1e-6)
+    closer.start()
+    try:
+        with rp.PD(context) as pd, rp.CQ(context) as cq:
+            arguments = (pd, rp.QPType.RC, cq) if kind == "QP" else (context,)
+            cls = getattr(rp, kind)
+            for _ in range(500):
+                resource = cls.__new__(cls)
+                latest.append(resource)
+                with contextlib.suppress(rp.ClosedError):
+                    resource.__init__(*arguments)
+                latest.clear()
+                resource.close()
+    finally:
+        ended.set()
+        closer.join()
+        sys.setswitchinterval(before)

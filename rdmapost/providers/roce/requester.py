@@ -180,7 +180,11 @@ def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
             if qp.requests:
                 return None
             if (forced := faults.take_status(wqe.wr_id)) is not None:
-                raise ErrorStatus(forced)
+                if forced:
+                    raise ErrorStatus(forced)
+                qp.sq.take()
+                qp.complete_send(wqe, WCStatus.SUCCESS)
+                continue
         local = _LOCAL.get(opcode)
         if local is None:
             form = qp.forms.get(opcode)

@@ -402,6 +402,10 @@ def test_faults_that_soft0_has_too(context, connect):
     assert caught.value.errno == errno.ENOMEM
     context.faults.not_ready(pair.b.qp_num, 1)
     pair.works()
+    context.faults.complete_with(8, WCStatus.SUCCESS)
+    pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=8))
+    assert pair.cq.wait(1)[0].status is WCStatus.SUCCESS
+    pair.works()
     context.faults.complete_with(9, WCStatus.RETRY_EXC_ERR)
     pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=9))
     assert pair.cq.wait(1)[0].status is WCStatus.RETRY_EXC_ERR
