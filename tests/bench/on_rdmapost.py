@@ -64,6 +64,8 @@ class Bench:
     """Queue pairs on the null device, and the names that the statements use."""
 
     def __init__(self) -> None:
+        # The device reads it.
+        os.environ["NULL_TSO"] = "1"
         self.null = NullDevice(os.environ["RDMAPOST_LIBIBVERBS"])
         self.context = rp.open_device("null0")
         self.pd = rp.PD(self.context)
