@@ -286,9 +286,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             context, pd, xrcd, init, max_tso_header, ops, checked=self.checked
         )
         try:
-            self._make(
-                create, args, provider_of(context).destroy_qp, tuple(parents.values())
-            )
+            self._make(create, args, provider_of(context).destroy_qp, tuple(parents.values()))
         except VerbsError as error:
             error.hint = error.hint or why_not_created(
                 error.errno, context, init, max_tso_header, ops
