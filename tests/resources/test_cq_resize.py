@@ -31,7 +31,7 @@ def test_size_is_the_devices_after_two_threads_have_resized_it(context):
     """The second resizes it while the first is about to note the size that it got."""
 
     class Contested(rp.CQ):
-        others = 1
+        others = 0
 
         def _verb(self, function, *args):
             found = super()._verb(function, *args)
@@ -43,6 +43,7 @@ def test_size_is_the_devices_after_two_threads_have_resized_it(context):
             return found
 
     with Contested(context, 64) as cq:
+        Contested.others = 1
         cq.resize(10)
         assert Contested.others == 0
         assert cq.cqe >= 1000

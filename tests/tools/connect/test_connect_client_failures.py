@@ -103,8 +103,9 @@ def test_a_client_that_dies_at_any_stage_is_released_and_the_other_served(
             if how == "reset":
                 # With a linger of no time a close is a reset.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            elif step == "after the bye":
+            else:
                 # Closing with unread data is a reset as well.
+                sock.shutdown(socket.SHUT_WR)
                 answers(sock)
         event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
         if step == "after the bye" and how != "reset":
