@@ -40,7 +40,7 @@ def open_device(name: str) -> rp.Context:
 def none_is_left() -> bool:
     """Whether no capture's thread runs."""
     recordings = [each() for each in recording_module._known.copy()]
-    # One that was refused before it had a thread may still be referenced by an earlier test's error.
+    # An earlier test's error may still refer to one that was refused before it had a thread.
     threads = [each._thread for each in recordings if each is not None and each._thread is not None]
     return all(thread() is None for thread in threads)
 
