@@ -195,7 +195,7 @@ class VerbsProvider:
 
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
         raise UnsupportedError(
-            "capture",
+            "Context.capture",
             errno.EOPNOTSUPP,
             "only roce devices see their packets; use 'tcpdump -i NETDEV udp port 4791' for "
             "Soft-RoCE, and 'ibdump' or a mirror port of the switch for a NIC",
@@ -203,7 +203,7 @@ class VerbsProvider:
 
     def counters(self, context: Any) -> Any:
         raise UnsupportedError(
-            "counters",
+            "Context.counters",
             errno.EOPNOTSUPP,
             "only roce devices count here; read /sys/class/infiniband/NAME/ports/PORT/hw_counters",
         )

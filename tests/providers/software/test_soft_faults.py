@@ -70,7 +70,7 @@ def test_only_the_software_device_can_inject_faults(context):
     if context.kind == "soft":
         context.faults.clear()
         return
-    with pytest.raises(rp.UnsupportedError, match="only the software device"):
+    with pytest.raises(rp.UnsupportedError, match="only soft0 and roce devices"):
         _ = context.faults
 
 
