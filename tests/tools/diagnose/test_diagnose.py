@@ -160,7 +160,7 @@ def test_closed_queue_pair_is_a_finding(rc):
     else:
         finding = named(rc.a.diagnose(), "peer-unknown")
         assert "is not open in this process" in finding.evidence
-        assert "if it was here, it is closed" in finding.remedy
+        assert "if it was in this process, it is closed" in finding.remedy
 
 
 def test_peer_on_another_open_of_the_device_is_found(context, connect):
