@@ -254,7 +254,7 @@ def test_other_devices_say_what_to_use(device, tmp_path):
 
 @pytest.mark.rdma
 def test_real_devices_say_what_to_use(verbs_context, tmp_path):
-    with pytest.raises(rp.UnsupportedError, match=r"tcpdump .* ibdump"):
+    with pytest.raises(rp.UnsupportedError, match=r"tcpdump .* 'ibdump'"):
         verbs_context.capture(tmp_path / "packets")
 
 

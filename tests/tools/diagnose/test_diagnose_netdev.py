@@ -141,7 +141,7 @@ def test_gid_of_another_network_is_found(context, netdev, connect):
         pair.a.connect(dataclasses.replace(pair.b.endpoint(), gid=usual))
         found = [finding for finding in pair.a.diagnose(pair.b) if finding.name == "gid-wrong"]
         evidence = " ".join(finding.evidence for finding in found)
-        assert "is in 192.168.77.0/24, and the peer's 10.0.0.1" in evidence
+        assert "is in 192.168.77.0/24, but the peer's 10.0.0.1" in evidence
         # And it is not that peer's GID.
         assert "problem" in [finding.severity for finding in found]
         pair.a.close()
