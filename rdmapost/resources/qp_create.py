@@ -155,12 +155,16 @@ def _refuse_incapable(context: Context, send_ops_flags: SendOps) -> None:
     A driver may create the queue pair anyway: Soft-RoCE in Linux 6.1 then fails every ATOMIC_WRITE
     with LOC_QP_OP_ERR.
     """
-    for op, caps in _SEND_OPS_CAPS.items():
-        if op & send_ops_flags and not caps & context.attr.device_cap_flags_ex:
-            raise _incapable(
-                f"send_ops_flags={op}",
-                f"{context.name} has no {op} (see its attr.device_cap_flags_ex)",
-            )
+    for op in _lacking(context, send_ops_flags):
+        raise _incapable(
+            f"send_ops_flags={op}", f"{context.name} has no {op} (see its attr.device_cap_flags_ex)"
+        )
+
+
+def _lacking(context: Context, send_ops_flags: SendOps) -> list[SendOps]:
+    """Return the operations for which the device has no capability."""
+    has = context.attr.device_cap_flags_ex
+    return [op for op, caps in _SEND_OPS_CAPS.items() if op & send_ops_flags and not caps & has]
 
 
 def _incapable(given: str, reason: str) -> UnsupportedError:
@@ -186,15 +190,12 @@ def why_not_created(
         return reason
     if send_ops_flags:
         names = "|".join([op.name or "" for op in _ops_in(send_ops_flags)])
-        lacking = [
-            op.name or ""
-            for op in _ops_in(send_ops_flags)
-            if not _SEND_OPS_CAPS[op] & attr.device_cap_flags_ex
-        ]
+        lacking = [op.name or "" for op in _lacking(context, send_ops_flags)]
         needs = ", ".join(
             [
-                f"{op.name} needs libibverbs {_SEND_OPS_SINCE[op]} or later"
-                for op in _ops_in(send_ops_flags)
+                f"{op.name} needs libibverbs {since} or later"
+                for op, since in _SEND_OPS_SINCE.items()
+                if op & send_ops_flags
             ]
         )
         if lacking:

@@ -40,6 +40,18 @@ def test_resource_that_cannot_be_made_names_the_call_and_the_errno(on_null, call
     assert on_null(code, NULL_REFUSES=f"{call}=95").startswith(f"UnsupportedError: {call} is not")
 
 
+def test_refused_send_ops_flags_are_named(on_null):
+    """Those that only later releases of libibverbs have, and those that all have."""
+    code = """
+    with rp.open_device("null0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        for flags in (rp.SendOps.SEND, rp.SendOps.SEND | rp.SendOps.FLUSH):
+            print(said(lambda: rp.QP(pd, rp.QPType.RC, cq, send_ops_flags=flags, checked=False)))
+    """
+    first, second = on_null(code, NULL_REFUSES="ibv_create_qp=95").splitlines()
+    assert "send_ops_flags=SEND: not null0, but the installed libibverbs" in first
+    assert "send_ops_flags=SEND|FLUSH: null0 has no FLUSH" in second
+
+
 def test_resource_that_the_device_does_not_give_back_stays_open(on_null):
     text = on_null(
         """
