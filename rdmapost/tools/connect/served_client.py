@@ -18,6 +18,7 @@ from ...posting.wr import RecvWR
 from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
+from ...resources.device_attr import FLUSH_CAPS
 from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ...resources.resource import struct_of
@@ -31,8 +32,6 @@ from .server_events import Changed
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
 """What a peer can do through a queue pair of each type."""
-
-_FLUSHES = Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
 
 _MAX_LATEST = 1024
 """How many of a client's latest arrivals can be reported."""
@@ -70,14 +69,12 @@ class Wakeup:
             close(self.fd)
 
 
-def _more_access(mr: MR | None, qp_type: QPType) -> Access:
+def _more_access(mr: MR | None) -> Access:
     """Return what a queue pair must permit for FLUSH and for windows of the owner's region."""
     if mr is None:
         return Access(0)
-    permitted = mr.access & _FLUSHES if qp_type is QPType.RC else Access(0)
-    if mr.access & Access.MW_BIND:
-        permitted |= _BY_QP_TYPE[qp_type]
-    return permitted
+    windows = EXPOSABLE if mr.access & Access.MW_BIND else Access(0)
+    return mr.access & sum(FLUSH_CAPS) | windows
 
 
 class ServedClient:
@@ -163,7 +160,7 @@ class ServedClient:
             )
             # The top bit has another meaning. Without the Q_Key nothing can be reached.
             qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
-            self.qp.to_init(access | _more_access(given.mr, hello.qp_type), qkey=qkey)
+            self.qp.to_init(access | _more_access(given.mr), qkey=qkey)
             if self.channel is not None:
                 self._cq.req_notify()
             if exposure.count:
