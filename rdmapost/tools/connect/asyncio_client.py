@@ -20,7 +20,7 @@ from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
+from .failures import ConnectError, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .qp_options import QPOptions
@@ -163,7 +163,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                 request = self._session.ask(message, more_time)
                 return await self._drive(self._writer, request, leaving)
             except ConnectError as error:
-                if self._session.late and isinstance(error, ConnectTimeout) and not leaving:
+                if self._session.survives(error) and not leaving:
                     raise
                 # close() still has to say goodbye.
                 if not self._closing.done() or leaving:

@@ -201,7 +201,7 @@ class Connection(BaseConnection, ClosesOnExit):
             self._abandon_if_closed()
 
     def _note_failure(self, error: BaseException, leaving: bool) -> None:
-        if self._session.late and isinstance(error, ConnectTimeout) and not leaving:
+        if self._session.survives(error) and not leaving:
             self._consistent = True
         elif isinstance(error, ConnectError):
             # close() still has to say goodbye.

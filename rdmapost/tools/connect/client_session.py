@@ -105,6 +105,10 @@ class ClientSession:
             "is it 'rdmapost serve', or does its on_connect take longer?"
         )
 
+    def survives(self, error: BaseException) -> bool:
+        """Whether the connection stays usable after a request that this error ended."""
+        return self.late and isinstance(error, ConnectTimeout)
+
     def is_over(self, data: bytes) -> bool:
         """Handle bytes that came without a request; return whether the server has ended it."""
         if data:
