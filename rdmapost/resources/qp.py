@@ -622,8 +622,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._note_state(to)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
-            self._psn = self._psn if psn is None else psn
-            self._note_modified(to, attrs, change, posted)
+            self._note_modified(to, attrs, psn, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
             self._note_state(before)
@@ -639,8 +638,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if self.state is to:
-                    self._psn = self._psn if psn is None else psn
-                    self._note_modified(to, attrs, change, posted)
+                    self._note_modified(to, attrs, psn, change, posted)
             raise
         finally:
             self._resets.pop(change, None)
@@ -650,6 +648,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self,
         to: QPState,
         attrs: dict[str, Any],
+        psn: int | None,
         change: int,
         posted: list[tuple[native.InFlight, int]],
     ) -> None:
@@ -658,13 +657,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Args:
             to: the new state.
             attrs: the attributes that were set.
+            psn: the first packet sequence number to send from now on; None if it stays.
             change: the number of the change.
             posted: for a reset, how much each queue had posted before it.
         """
-        if to is QPState.RESET:
-            self._settings = {}
-        elif to is not QPState.ERR:
-            self._settings = {**self._settings, **attrs}
+        self._psn = self._psn if psn is None else psn
+        if to is not QPState.ERR:
+            self._settings = {} if to is QPState.RESET else {**self._settings, **attrs}
         if to is QPState.RESET:
             self._was_reset |= change in self._resets
             self._resets.pop(change, None)
