@@ -18,6 +18,7 @@ from .qp import SoftQueuePair
 _LINK_LOCAL = bytes.fromhex("fe80000000000000025200fffe500f00")
 _LOOPBACK = bytes.fromhex("00000000000000000000ffff7f000001")
 
+NO_PACKETS = "soft0 has no packets; use a roce device, such as roce:lo"
 MAX_MCAST_GRP = 1 << 13
 MAX_MCAST_QP_ATTACH = 1 << 8
 
@@ -54,11 +55,7 @@ class SoftDevice(Device):
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
         if plan is not None:
-            raise UnsupportedError(
-                "faults.packets",
-                errno.EOPNOTSUPP,
-                "soft0 has no packets; use a roce device, such as roce:lo",
-            )
+            raise UnsupportedError("faults.packets", errno.EOPNOTSUPP, NO_PACKETS)
 
     def transmit(self, request: Request, dgid: bytes | None) -> Ack | None:
         """Deliver a request to its queue pair and return the acknowledgement, if any."""

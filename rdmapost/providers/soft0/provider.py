@@ -13,7 +13,7 @@ from ..software.provider import SoftwareProvider, open_context
 from ..software.queue_verbs import MAX_SGE
 from ..software.state import verb
 from . import queue_verbs, tags
-from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, device
+from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, NO_PACKETS, device
 from .offload import MAX_TSO
 
 _TM_CAP_RC = 1
@@ -64,19 +64,11 @@ class SoftProvider(SoftwareProvider):
         caps.max_sge, caps.flags = MAX_SGE, _TM_CAP_RC
 
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Any:
-        raise UnsupportedError(
-            "Context.capture",
-            errno.EOPNOTSUPP,
-            "soft0 has no packets; use a roce device, such as roce:lo",
-        )
+        raise UnsupportedError("Context.capture", errno.EOPNOTSUPP, NO_PACKETS)
 
     @verb
     def counters(context: Any) -> Counters:
-        raise UnsupportedError(
-            "Context.counters",
-            errno.EOPNOTSUPP,
-            "soft0 has no packets; use a roce device, such as roce:lo",
-        )
+        raise UnsupportedError("Context.counters", errno.EOPNOTSUPP, NO_PACKETS)
 
     create_srq_ex = queue_verbs.create_srq_ex
     open_xrcd = queue_verbs.open_xrcd
