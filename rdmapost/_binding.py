@@ -16,9 +16,9 @@ __all__ = ["address_of", "ffi", "lib", "native", "once", "start_of"]
 def _complete() -> None:
     """Have cffi look up everything now.
 
-    It looks up a type, a struct's fields or a function on first use, and must not be interrupted by
-    another such use: a finalizer's, which the collector runs in the middle, aborts the process; and
-    another thread's, without a GIL.
+    Otherwise it looks up each type, struct and function on first use. If the collector runs a
+    finalizer during such a lookup, and that starts the same one, the process aborts; without a GIL,
+    two threads doing so dereference NULL.
     """
     is_enabled = gc.isenabled()
     gc.disable()

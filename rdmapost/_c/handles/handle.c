@@ -330,9 +330,9 @@ uint64_t rp_count_bind(void)
 /*
  * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
  * seen ends the first bind under it, whatever was posted meanwhile. Binds through several queue pairs
- * may be executed in any order, though: if one is posted through another queue pair before the
- * invalidations of all earlier ones are seen, none under that key ends any more. For each low byte of
- * its keys, a window's `keeps` has these counts. A window of type 1 has none.
+ * may be executed in any order, though. So once a bind is posted through another queue pair before
+ * the invalidations of all earlier ones are seen, an invalidation of that key ends no bind. A window's
+ * `keeps` has these counts for each low byte of its keys; a window of type 1 has none.
  */
 struct key_counts {
 	uint64_t word; /* the binds posted; in the low half, the invalidations seen, never more */
@@ -858,9 +858,9 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 }
 
 /*
- * _end_making(well): the constructor has ended. If it created no struct, another may begin; else, if
- * not well, close the handle, because a traceback may keep it alive for long. If that is impossible,
- * it is listed, so that it is named to whoever closes its parents.
+ * _end_making(well): the constructor has ended. If it created no struct, another may begin. If it did
+ * and then failed, close the handle, because a traceback may keep it alive for long; if that is
+ * impossible, list it, so that closing its parents names it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {

@@ -521,8 +521,9 @@ static inline int invalidates(const struct ibv_wc *wc)
 }
 
 /*
- * Complete and put into rows, as far as they are rows of the oldest call of post_columns() but not
- * its last, completions of one queue, the second and later without a key. Returns how many.
+ * Complete a run of completions of one queue, and write them to the caller's rows. The run ends
+ * before the last row of the oldest call of post_columns(), before another queue's completion, or
+ * before any but the first that invalidates a key. Returns its length.
  */
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {

@@ -1,4 +1,4 @@
-"""The thread that looks after a device while nobody else does.
+"""The thread that processes a device's packets while no other thread does.
 
 A verb that begins, and so each poll, receives what has come and has the engine process it. So does
 a thread that waits for a completion, because the socket is among the descriptors that it waits for.
@@ -89,7 +89,7 @@ def start(wake_fds: tuple[int, ...]) -> Any:
 
 
 def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
-    """Make progress while nobody else does; a thread runs this until the device is closed."""
+    """Process packets while no other thread does, until the device is closed: the thread's loop."""
     pause: float | None = 0.0
     error: Exception | None = None
     try:
@@ -129,10 +129,10 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | N
         if _is_stopped(found, stop_fd):
             return None
         if not found:
-            # Somebody else was quicker, and probably will be again.
+            # Another thread was quicker, and probably will be again.
             return min(2 * pause, _LONGEST)
     native.run_device()
-    # Whoever had time to look, looks again soon.
+    # No other thread came first, so look again soon.
     return 0.0 if epoll.poll(0) else _SHORTEST
 
 

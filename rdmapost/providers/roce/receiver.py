@@ -103,7 +103,7 @@ class Receiver(native.Record):
     def _process_next(self, device: RoceDevice) -> None:
         """Process the next packet or run of what was received.
 
-        Each in a step of its own: it may read what the one before it has written.
+        Each has its own step, because it may read what the previous one wrote.
         """
         size, segment, gid, covered, tos, ttl = self._batch
         at = self._at
