@@ -8,7 +8,7 @@ from typing import Any
 
 import hostile
 from draw import Draw
-from world import Memory, World, filled
+from world import Memory, World, filled, write
 
 import rdmapost as rp
 from rdmapost import Access, QPType, SendOps, SRQType
@@ -100,7 +100,7 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
         loose = draw.among(bytearray(filled(size)), mmap.mmap(-1, size), size, size)
         region = world.keep("MR", world.call(rp.MR, pd, loose, int(access)), draw)
         if region is not None:
-            region.buffer[:] = filled(size)
+            write(region, filled(size))
             world.keep("targets", (region.addr, size, region.rkey), draw)
         return
     memory = Memory(draw.of(Memory.TYPES), draw.among(64, 256, 256, 4096))

@@ -31,7 +31,7 @@ from builders import (
 )
 from draw import Draw
 from work_requests import ATOMICS, EVERY_SEND, INLINE, SENDS, Maker, several
-from world import ALPHABET, Hostile, Memory, World, address_of
+from world import ALPHABET, Hostile, Memory, World, address_of, write
 
 import rdmapost as rp
 from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType
@@ -558,16 +558,7 @@ def change_state(world: World, draw: Draw) -> None:
         world.call(qp.to_rts)
 
 
-_FIRST, _WORD = slice(0, 8), ALPHABET[:8]
-
-
-def write_locally(mr: Any) -> None:
-    """Write to a region's memory, as long as it is one: what is written later is a finding."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        buffer = mr.buffer
-        # From here on nothing is allocated, so nothing is finalised and closes it.
-        if not mr.closed:
-            buffer[_FIRST] = _WORD
+_WORD = ALPHABET[:8]
 
 
 def query(world: World, draw: Draw) -> None:
@@ -592,7 +583,7 @@ def query(world: World, draw: Draw) -> None:
         bounds = (draw.among(None, 0, -8, 1 << 70, "x"), draw.among(None, 8, -1, 1 << 64, 1.5))
         world.call(mr.__getitem__, slice(*bounds, draw.among(None, None, 1)))
     elif choice == 6 and mr is not None and int(mr.access) & 1:
-        write_locally(mr)
+        write(mr, _WORD)
     elif choice == 7 and qp is not None:
         verb = qp.attach_mcast if draw.one_in(2) else qp.detach_mcast
         world.call(verb, draw.among("ff0e::1", "ff0e::2", "::1", b"x"))

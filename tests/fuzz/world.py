@@ -28,7 +28,17 @@ from draw import Draw, mix
 
 import rdmapost as rp
 
-__all__ = ["ALPHABET", "Hostile", "Memory", "World", "address_of", "filled", "renumber", "residue"]
+__all__ = [
+    "ALPHABET",
+    "Hostile",
+    "Memory",
+    "World",
+    "address_of",
+    "filled",
+    "renumber",
+    "residue",
+    "write",
+]
 
 ALPHABET = bytes(range(0xA0, 0xB0)) + b"\0"
 """The only bytes that registered memory and inline data start with."""
@@ -114,6 +124,19 @@ def _descriptors() -> dict[str, str]:
     return found
 
 
+def write(region: Any, data: bytes) -> None:
+    """Write to the start of a region's memory, unless another thread has closed the region.
+
+    What is written after that is a finding.
+    """
+    where = slice(0, len(data))
+    with contextlib.suppress(ValueError, TypeError, AttributeError):
+        buffer = region.buffer
+        # From here on nothing is allocated, so nothing is finalised and closes it.
+        if not region.closed:
+            buffer[where] = data
+
+
 class Memory:
     """Memory that is registered, and watched before, while and after that.
 
@@ -174,7 +197,7 @@ class Memory:
         """Note the region that was made of it."""
         if self.type == "int":
             self.whole = region.buffer
-            self.whole[:] = filled(self.size)
+            write(region, filled(self.size))
         self.constant = constant
         self.region = weakref.ref(region)
 
