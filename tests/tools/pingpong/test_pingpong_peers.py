@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from support import LIMIT
+from support import LIMIT, kernel
 from support.pingpong_runs import MESSAGE, TYPES, Ends, run_pair
 from support.ports import HOST, free_port, impostor, read_to_end
 
@@ -233,6 +233,8 @@ def test_different_numbers_of_messages_are_named(context):
 
 @DIFFER
 def test_options_that_differ_from_a_stock_programs_are_likely_causes(packets, stock, here, there):
+    if packets.kind == "verbs" and here.keys() == {"mtu"} and kernel().startswith("6.1."):
+        pytest.skip(f"{packets.name} has no check of a message's packets against the path MTU")
     ends = run_pair(packets, iters=5, client=here, server=there, timeout=1.0)
     for end, options in ((ends.client, here), (ends.server, there)):
         assert isinstance(end, PingpongError)
