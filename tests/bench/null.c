@@ -44,6 +44,7 @@ static struct ibv_wc like;
 static int alike;
 static uint64_t posted;
 static uint32_t last_number = 0x10;
+static int failed_resets;
 
 /* Whether later posts are recorded (1) or only counted (0). */
 void null_remember(int on);
@@ -484,8 +485,16 @@ int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr, int mask)
 {
 	if (refuses("ibv_modify_qp"))
 		return errno;
-	if (mask & IBV_QP_STATE)
+	if (mask & IBV_QP_STATE) {
+		const char *fail = getenv("NULL_RESETS_FAIL");
+
 		qp->state = attr->qp_state;
+		/* As Soft-RoCE does while it handles a request that fails. */
+		if (qp->state == IBV_QPS_RESET && fail && failed_resets < atoi(fail)) {
+			failed_resets++;
+			qp->state = IBV_QPS_ERR;
+		}
+	}
 	return 0;
 }
 

@@ -136,3 +136,21 @@ def test_refusal_of_a_verb_names_the_device(on_null):
         "UnsupportedError: ibv_modify_qp is not supported: rate_limit cannot be changed from RESET "
         "to RESET (ibv_modify_qp(3))",
     ]
+
+
+@pytest.mark.parametrize(("fails", "state"), [(1, "RESET"), (7, "RESET"), (8, "ERR")])
+def test_queue_pair_that_the_device_moves_to_err_is_reset_again(on_null, fails, state):
+    """A request that the device was handling may fail during the reset."""
+    text = on_null(
+        """
+        context, pd, cq = resources()
+        qp = rp.QP(pd, rp.QPType.RC, cq)
+        print(said(qp.to_reset), qp.state.name, qp.query().qp_state.name, sep="; ")
+        """,
+        NULL_RESETS_FAIL=str(fails),
+    )
+    refused = (
+        "VerbsError: ibv_modify_qp: EBUSY (16, Device or resource busy): the device moved the QP "
+        "to ERR again after each of 8 resets"
+    )
+    assert text == f"{refused if state == 'ERR' else None}; {state}; {state}"
