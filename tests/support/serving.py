@@ -109,15 +109,15 @@ def _making(context: rp.Context, serve: Callable[..., Any]) -> Iterator[Callable
 
 
 @pytest.fixture
-def servers(context: rp.Context, pd: rp.PD) -> Iterator[Callable[..., Served]]:
-    """Make servers that are closed after the test, and before its PD: ``serve = servers``."""
+def servers(context: rp.Context) -> Iterator[Callable[..., Served]]:
+    """Make servers that are closed after the test: ``serve = servers``."""
     with _making(context, connect.serve) as make:
         yield make
 
 
 @pytest.fixture(params=[connect.serve, AsyncServerInThread], ids=["threads", "asyncio"])
 def both_servers(
-    context: rp.Context, pd: rp.PD, request: pytest.FixtureRequest
+    context: rp.Context, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., Served]]:
     """As ``servers``, for both the threaded and the asyncio server: ``serve = both_servers``."""
     with _making(context, request.param) as make:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import LIMIT, needs
-from support.serving import Served, both_servers
+from support import LIMIT, needs, serving
+from support.serving import Served
 
 import rdmapost as rp
 from rdmapost import Access, QPType, WCOpcode, connect
@@ -21,7 +21,13 @@ EVERYTHING = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Acc
 REFUSED = (rp.WCStatus.REM_ACCESS_ERR, rp.WCStatus.REM_INV_REQ_ERR)
 """How a peer refuses what its region, or its queue pair, does not allow."""
 
-serve = both_servers
+servers = serving.both_servers
+
+
+@pytest.fixture
+def serve(pd: rp.PD, servers: Callable[..., Served]) -> Callable[..., Served]:
+    """The servers are closed before the PD of the caller's region."""
+    return servers
 
 
 # ---- memory -------------------------------------------------------------------
