@@ -32,6 +32,7 @@ _MEANINGS: dict[str, tuple[str, str]] = {
     "firewall": (_MACHINE, "What may drop RoCE v2's packets, UDP port 4791."),
     "nat": (_MACHINE, "An address that NAT might change, which RoCE does not survive."),
     "rmem-max": (_MACHINE, "How many packets the socket of a roce device can hold."),
+    "message": (_MACHINE, "A message that the device was to send to itself has arrived, or not."),
     # Ports and GIDs.
     "port-active": (_BOTH, "The port can carry traffic."),
     "port-down": (_BOTH, "The port carries no traffic."),

@@ -187,7 +187,8 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         return (VENDOR_ERR,)
     number = getattr(errno, text.upper(), None)
     if isinstance(number, int):
-        return _by_number(number)
+        # Negative, as the kernel spells it: no status.
+        return _by_number(-number)
     near = _nearest(text)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     hint = f"; did you mean {' or '.join(near)}?" if near else ""

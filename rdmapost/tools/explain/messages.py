@@ -97,7 +97,11 @@ _ERRNO_NUMBER = re.compile(
     # "closed (-103)", but not -1; "ibv_post_send failed: 12", because these verbs return errnos.
     r"(?<![a-z_])errno[ =:]*-?(\d{1,3})\b|"
     r"\b(?:err(?:or)?|ret|rc|res|returned|failed|closed)(?: code)?[ =:]*\(?-(?!1\b)(\d{1,3})\b|"
-    r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+[^0-9-]{1,20}(\d{1,3})\b(?![.:]\d)",
+    # But not "ibv_modify_qp: QP 22 to RTS" or this library's "ibv_post_send: work request 2 of 3".
+    r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+(?:"
+    r"[^0-9-]{0,20}?\b(?:failed|returned|error|ret|rc)\b(?:[ :=(]|with|code|error)*"
+    r"(\d{1,3})\b(?![.:]\d)|"
+    r"[ :=()]*[:=] ?(\d{1,3})(?=[,;.)]|$))",
     re.IGNORECASE,
 )
 

@@ -26,6 +26,7 @@ from rdmapost.diagnose import Severity
 from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
 from rdmapost.posting import rules
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
+from rdmapost.tools.explain.errnos import ALIASES
 
 EVERY = [
     explanation
@@ -306,6 +307,15 @@ def test_errno_without_a_text_is_named() -> None:
             explain(what)
 
 
+@pytest.mark.parametrize("name", errno.errorcode.values())
+def test_name_of_an_errno_is_never_that_of_a_status(name: str) -> None:
+    if name in names()["errno"] or name in ALIASES:
+        assert {one.kind for one in explain(name)} == {"errno"}
+    else:
+        with pytest.raises(UnknownNameError, match=rf"{name} \("):
+            explain(name)
+
+
 # ---- the command ------------------------------------------------------------------------
 
 
@@ -400,10 +410,13 @@ def test_every_public_exception_is_explained(exception: type[BaseException]) -> 
     assert found.constant == f"{exception.__module__}.{exception.__name__}"
 
 
+DOCTOR = ROOT / "cli" / "doctor.py"
+
+
 def _finding_names() -> set[str]:
     """Return all names that the source gives to findings."""
     found = set()
-    for file in (ROOT / "rdmapost" / "tools" / "diagnose").glob("*.py"):
+    for file in (*(ROOT / "rdmapost" / "tools" / "diagnose").glob("*.py"), DOCTOR):
         text = file.read_text()
         found |= set(re.findall(r'Finding\(\s*"([a-z0-9-]+)"', text))
         found |= set(re.findall(r'wrong\.append\(\("([a-z0-9-]+)"', text))

@@ -25,6 +25,11 @@ LINES = [
     ),
     ("isert: isert_qp_event_callback: event: QP access error (3)", ["QP_ACCESS_ERR"]),
     ("ibv_post_send failed: 12", ["ENOMEM"]),
+    ("ibv_post_send: 12", ["ENOMEM"]),
+    ("ibv_post_send() = 12", ["ENOMEM"]),
+    ("ibv_post_recv returned error code 22, giving up", ["EINVAL"]),
+    ("ibv_modify_qp to RTR failed (22)", ["EINVAL"]),
+    ("ibv_modify_qp(RTS) failed with 22: giving up", ["EINVAL"]),
     ("ibv_modify_qp returned 22", ["EINVAL"]),
     # ibv_rc_pingpong and its relatives
     ("Failed status transport retry counter exceeded (12) for wr_id 2", ["RETRY_EXC_ERR"]),
@@ -140,6 +145,12 @@ def test_messages_of_this_library_are_explained(context: rp.Context) -> None:
     assert mention.explanation.name == errno.errorcode[refused.value.errno]
 
 
+@pytest.mark.parametrize("place", [1, 2, 12, 110])
+def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
+    line = f"ibv_post_send: work request {place} of {place} (index {place - 1}): 9 SGEs [EINVAL]"
+    assert [mention.explanation.name for mention in explain_lines([line])] == ["EINVAL"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -161,6 +172,11 @@ def test_messages_of_this_library_are_explained(context: rp.Context) -> None:
         "poll_cq returned -1",
         "urllib3.exceptions.ProtocolError: no luck",
         "mlx5_core: CREATE_QP failed, syndrome (0x4bb88f)",
+        "ibv_post_send: 5 work requests posted",
+        "ibv_post_send ok, 2 in flight",
+        "ibv_modify_qp: QP 22 to RTS",
+        "ibv_query_port 1 says nothing",
+        "ibv_post_send failed for QP 22",
     ],
 )
 def test_line_without_an_error_names_nothing(line: str) -> None:
