@@ -15,6 +15,7 @@ from rdmapost import (
     PortAttr,
     PortState,
     RdmaError,
+    UnsupportedError,
     list_devices,
     open_device,
 )
@@ -98,6 +99,8 @@ def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
 def _begin(context: Context, path: str) -> Capture:
     try:
         return context.capture(path)
+    except UnsupportedError as error:
+        raise UnsupportedError("--pcap", error.errno, error.hint) from error
     except RdmaError:
         raise
     except OSError as error:

@@ -116,7 +116,7 @@ def failed(ran: Ran, code: int, text: str) -> None:
 
 def test_devices_without_packets_are_refused(path):
     ran = run("write", "-d", "soft0", "--pcap", str(path))
-    failed(ran, 1, "Context.capture is not supported: soft0 has no packets; use a roce device")
+    failed(ran, 1, "--pcap is not supported: soft0 has no packets; use a roce device")
     assert not path.exists()
 
 
