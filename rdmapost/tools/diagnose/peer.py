@@ -12,6 +12,9 @@ from .finding import Finding, Severity
 from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
+_AGAIN = "to_reset() both, and connect each with the other's endpoint()"
+"""A reset draws a new PSN, so one side alone cannot be reset."""
+
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
     """Compare the queue pair with what is known of its peer."""
@@ -61,8 +64,7 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
         wrong.append(("psn-mismatch", f"rq_psn={expected:#x}", f"psn={peer.psn:#x}"))
     for name, here, there in wrong:
         evidence = f"{here}, but the peer's endpoint has {there}"
-        remedy = "qp.to_reset(), and qp.connect() with the peer's current endpoint"
-        yield Finding(name, "problem", evidence, remedy)
+        yield Finding(name, "problem", evidence, _AGAIN)
     if not wrong:
         yield Finding("peer", "ok", f"connected to {peer}")
 
@@ -76,7 +78,7 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         return
     if there.qp_state not in RECEIVES:
         evidence = f"its peer {peer} is in {there.qp_state.name}: it does not receive"
-        remedy = _how_to_receive(peer, there.qp_state)
+        remedy = _how_to_receive(snap, peer, there.qp_state)
         yield Finding("peer-state", "problem", evidence, remedy)
     if None not in (qp.pd, peer.pd) and qp.pd is not peer.pd:
         evidence = f"its peer {peer} is on another PD"
@@ -102,12 +104,12 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield from _check_no_receive(snap, peer)
 
 
-def _how_to_receive(peer: QP, state: QPState) -> str:
+def _how_to_receive(snap: Snapshot, peer: QP, state: QPState) -> str:
     if peer.qp_type not in CONNECTED:
         return "peer.connect()" if state < QPState.RTR else "peer.to_reset() and peer.connect()"
-    if state < QPState.RTR:
-        return "peer.connect(qp.endpoint())"
-    return "peer.to_reset() and qp.to_reset(), then connect both again"
+    expected = settings(snap.qp).get("rq_psn", peer.psn)
+    usable = snap.attr.qp_state is not QPState.ERR and expected == peer.psn
+    return "peer.connect(qp.endpoint())" if usable and state < QPState.RTR else _AGAIN
 
 
 def _has_qkey(attr: QPAttr) -> bool:
@@ -166,10 +168,9 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     qp, here = snap.qp, snap.attr
     if worked_in(peer, there) not in RECEIVES:
         return
-    again = "to_reset() both, and connect each with the other's endpoint()"
     if here.path_mtu != there.path_mtu and here.path_mtu and there.path_mtu:
         evidence = f"path_mtu {here.path_mtu.bytes}, but the peer's is {there.path_mtu.bytes}"
-        yield Finding("mtu-mismatch", "problem", evidence, again)
+        yield Finding("mtu-mismatch", "problem", evidence, _AGAIN)
     for sender, expecting, side in (
         (qp, peer, f"{qp} sends"),
         (peer, qp, f"its peer {peer} sends"),
@@ -185,7 +186,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 "problem",
                 f"{side} from sq_psn={sent:#x}, but the receiver expects rq_psn={expected:#x}: "
                 "packets are dropped, or taken for duplicates: acknowledged, with nothing written",
-                again,
+                _AGAIN,
             )
     gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
     if (

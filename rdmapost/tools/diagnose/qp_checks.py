@@ -71,7 +71,8 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         )
         return
     remedy = {
-        QPState.RESET: f"{connect}, with the peer's qp.endpoint()",
+        QPState.RESET: f"{connect}, with the peer's qp.endpoint(); first reset a peer that was "
+        "connected to it",
         QPState.INIT: f"{connect}, or qp.to_rtr() and qp.to_rts()",
         QPState.RTR: "qp.to_rts()",
         QPState.SQD: "qp.to_rts()",

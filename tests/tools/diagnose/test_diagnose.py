@@ -102,6 +102,24 @@ def test_peer_left_in_init_is_found(unconnected):
     finding = named(unconnected.a.diagnose(), "peer-state")
     assert finding.severity == "problem"
     assert "is in INIT: it does not receive" in finding.evidence
+    assert finding.remedy == "peer.connect(qp.endpoint())"
+    unconnected.b.connect(unconnected.a.endpoint())
+    unconnected.works()
+
+
+@pytest.mark.parametrize("resets", ["a", "b"])
+def test_remedy_for_a_side_that_was_reset_is_to_reset_both(rc, resets):
+    """It has a new PSN, which the other one does not expect."""
+    rc.works()
+    side, other = (rc.a, rc.b) if resets == "a" else (rc.b, rc.a)
+    side.to_reset()
+    remedy = named(side.diagnose(), "qp-state").remedy
+    assert "first reset a peer that was connected to it" in remedy
+    remedy = named(other.diagnose(side), "peer-state").remedy
+    assert remedy == "to_reset() both, and connect each with the other's endpoint()"
+    other.to_reset()
+    rc.connect()
+    rc.works()
 
 
 @pytest.mark.parametrize("to", [QPState.RESET, QPState.ERR], ids=lambda state: state.name)
