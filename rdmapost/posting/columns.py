@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from .._binding import native
 from .wr import SGE
 
-__all__ = ["Blocks", "Column", "LocalRows", "Ranges", "local_row", "row_of", "with_c_methods"]
+__all__ = ["Blocks", "Column", "LocalRows", "Ranges", "field_of_row", "row_of", "with_c_methods"]
 
 Column: TypeAlias = Any
 """A number for all rows, or a buffer of integers of 4 or 8 bytes (numpy, array, ctypes, ...)."""
@@ -78,6 +78,14 @@ def local_row(rows: LocalRows, row: int) -> Any:
     else:
         return rows
     return SGE(mr.addr + offset, length, mr.lkey, mr)
+
+
+def field_of_row(name: str, given: Any, row: int) -> Any:
+    """Return a row's value of a field."""
+    if name == "sg_list":
+        return local_row(given, row)
+    # Flags are never a column.
+    return given if name == "send_flags" else row_of(given, row)
 
 
 def with_c_methods(cls: type) -> None:

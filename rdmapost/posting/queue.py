@@ -16,7 +16,7 @@ from .._binding import native
 from ..enums import Opcode, QPType, SendFlags
 from ..errors import ClosedError, PostError
 from ..standard.opcodes import OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
-from .columns import local_row, row_of
+from .columns import field_of_row
 from .fields import TYPE_NUMBERS, Verb
 from .rules import WRONG_TYPES, Limits, Refusal, too_long_a_list
 from .wr import AtomicWrite, Flush, OpsWR, RecvWR, SendWR
@@ -243,7 +243,6 @@ class PostQueue(native.Queue):
         self,
         owner: Any,
         wr_type: Any,
-        sg_list: Any,
         fields: dict[str, Any],
         index: int,
         count: int,
@@ -256,22 +255,14 @@ class PostQueue(native.Queue):
         Args:
             owner: the queue pair or SRQ.
             wr_type: the class of work requests.
-            sg_list, fields: as they were given.
+            fields: as they were given.
             index, count: which row of how many.
             ready: whether the queue accepts work requests.
             code: what the device returned; 0 if the row was refused here.
             posted: how many rows were posted; -1 if the device did not say.
         """
         fields.pop("signal_every", None)
-        # send_flags is never a column.
-        wr = wr_type(
-            **{
-                name: column if name == "send_flags" else row_of(column, index)
-                for name, column in fields.items()
-            }
-        )
-        if sg_list is not None:
-            wr.sg_list = local_row(sg_list, index)
+        wr = wr_type(**{name: field_of_row(name, given, index) for name, given in fields.items()})
         row = _Row(wr, count)
         if code:
             self._failed(owner, row, code, posted)

@@ -425,6 +425,13 @@ def test_columns_that_are_none(rc, error, match, options):
     assert rc.a.outstanding.send == 0
 
 
+def test_sg_list_that_is_none_is_refused_as_in_a_work_request(rc):
+    words = r"sg_list: expected SGEs, got NoneType; mr\[a:b\] makes an SGE"
+    with pytest.raises(rp.PostError, match=words):
+        rc.a.post_columns(rp.RdmaWrite, None, wr_id=array.array("Q", [1, 2]))
+    assert rc.a.outstanding.send == 0
+
+
 @pytest.mark.parametrize("size", ["8", 8.0, None, np.array([8, 8])])
 def test_size_of_blocks_that_is_no_number_is_named(rc, size):
     words = f"size: expected int, got {type(size).__name__}"

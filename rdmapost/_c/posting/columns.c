@@ -455,14 +455,14 @@ static void raise_row(const struct columns *c, PyObject *const *given, PyObject 
 		      size_t row, struct outcome outcome)
 {
 	PyObject *fields = PyDict_New(), *done = NULL;
-	int failed = !fields;
+	int failed = !fields ||
+		     (c->sg_list && PyDict_SetItemString(fields, "sg_list", c->sg_list));
 
 	for (Py_ssize_t i = 0; !failed && kwnames && i < Py_SIZE(kwnames); i++)
 		failed = PyDict_SetItem(fields, rp_item(kwnames, i), given[i]);
 	if (!failed)
-		done = PyObject_CallMethod((PyObject *)c->q, "_row_refused", "OOOOnniiL",
-					   (PyObject *)c->owner, c->type->class,
-					   c->sg_list ? c->sg_list : Py_None, fields,
+		done = PyObject_CallMethod((PyObject *)c->q, "_row_refused", "OOOnniiL",
+					   (PyObject *)c->owner, c->type->class, fields,
 					   (Py_ssize_t)row, (Py_ssize_t)c->count, c->q->ready,
 					   outcome.code, (long long)outcome.posted);
 	Py_XDECREF(fields);
