@@ -76,6 +76,7 @@ if TYPE_CHECKING:
 
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+_ALTERNATE = QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE
 _NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
 """The errnos of a path that the device cannot use."""
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
@@ -970,7 +971,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         ):
             return reason
         ethernet = port.link_layer is LinkLayer.ETHERNET
-        if code == errno.EINVAL and ethernet and mask_of(attrs) & QPAttrMask.ALT_PATH:
+        if code == errno.EINVAL and attrs.get("cur_qp_state", state) != state:
+            cur = QPState(attrs["cur_qp_state"])
+            return f"cur_qp_state={cur.name}, but the QP is in {state.name}"
+        if code == errno.EINVAL and ethernet and mask_of(attrs) & _ALTERNATE:
             return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
         if code in _NO_PATH:
             path = attrs.get("ah_attr")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from decimal import Decimal
 from fractions import Fraction
@@ -252,6 +253,20 @@ def _to_rtr(qp, gid, **changed):
     if any(name.startswith("alt_") for name in changed):
         attrs |= alternate
     qp.modify(qp_state=QPState.RTR, **attrs | changed)
+
+
+def test_wrong_current_state_is_named(rc):
+    with pytest.raises(rp.VerbsError, match="cur_qp_state=INIT, but the QP is in RTS") as caught:
+        rc.a.modify(cur_qp_state=QPState.INIT)
+    assert caught.value.errno == errno.EINVAL
+    rc.works()
+
+
+def test_path_migration_is_refused_where_there_are_no_alternate_paths(rc):
+    needs(rc.a.context.kind == "soft", "refusal of a path migration", rc.a.context)
+    with pytest.raises(rp.VerbsError, match="soft0 has no alternate paths"):
+        rc.a.modify(path_mig_state=rp.MigState.ARMED)
+    rc.works()
 
 
 def test_notification_is_wanted_or_not(connect):

@@ -184,7 +184,7 @@ def make_qp(
 @verb
 def modify_qp(qp: Any, attr: Any, mask: int) -> None:
     made: QueuePair = bound(qp, "ibv_modify_qp")
-    if mask & QPAttrMask.ALT_PATH:
+    if mask & (QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE):
         raise VerbsError("ibv_modify_qp", errno.EINVAL, "soft0 has no alternate paths")
     attrs = {
         name: getattr(attr, name)
