@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .._arguments import counted, expect, fill, index, member, shown, within
+from .._arguments import counted, expect, fill, member, shown, within
 from .._binding import address_of, ffi, lib
 from ..enums import DeviceCap, QPType, SRQAttrMask, SRQType, WCExFlags
 from ..errors import (
@@ -75,7 +75,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: max_wr or max_sge does not fit 32 bits, max_num_tags or max_ops exceeds the
+        ValueError: an integer does not fit 32 bits, max_num_tags or max_ops exceeds the
             device's limit, or an argument that the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device does not support the type.
@@ -118,16 +118,16 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         self.pd, self.xrcd, self.cq = pd, xrcd, cq
         self.srq_type = member("srq_type", srq_type, SRQType)
         tagged = self.srq_type is SRQType.TM
-        max_num_tags, max_ops = index("max_num_tags", max_num_tags), index("max_ops", max_ops)
-        self.max_num_tags = max_num_tags if tagged else 0
-        self.max_ops = max_ops if tagged else 0
+        init = ffi.new("struct ibv_srq_init_attr_ex *")
+        fill(init.attr, max_wr=max_wr, max_sge=max_sge)
+        fill(init.tm_cap, max_num_tags=max_num_tags, max_ops=max_ops)
+        if not tagged:
+            fill(init.tm_cap, max_num_tags=0, max_ops=0)
+        self.max_num_tags, self.max_ops = init.tm_cap.max_num_tags, init.tm_cap.max_ops
         if reason := self._what_is_missing():
             raise ValueError(reason)
         struct_of(pd)
         tag_sge = self._query_tm() if tagged else 0
-        init = ffi.new("struct ibv_srq_init_attr_ex *")
-        fill(init.attr, max_wr=max_wr, max_sge=max_sge)
-        fill(init.tm_cap, max_num_tags=self.max_num_tags, max_ops=self.max_ops)
         try:
             self._create(init)
         except VerbsError as error:

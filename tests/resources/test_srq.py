@@ -179,7 +179,7 @@ def test_device_decides_whether_a_shared_receive_queue_may_have_size_0(pd, conte
         assert getattr(srq, name) >= 0
 
 
-@pytest.mark.parametrize("name", ["max_wr", "max_sge"])
+@pytest.mark.parametrize("name", ["max_wr", "max_sge", "max_num_tags", "max_ops"])
 @pytest.mark.parametrize("value", [-1, 1 << 32])
 def test_size_of_a_shared_receive_queue_that_does_not_fit(pd, context, name, value):
     needs(context.attr.max_srq, "shared receive queues", context)
