@@ -48,6 +48,10 @@ class AsyncServerInThread:
     def clients(self) -> list[Any]:
         return self._server.clients
 
+    @property
+    def closed(self) -> bool:
+        return self._server.closed
+
     def close(self) -> None:
         if self._thread.is_alive():
             self._run(self._server.close())

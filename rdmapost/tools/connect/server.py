@@ -216,7 +216,7 @@ class BaseServer(native.Finalizer, NotCopied):
         return self._name
 
     def __repr__(self) -> str:
-        state = " (closed)" if self._threads.ended else ""
+        state = " (closed)" if self.closed else ""
         return f"<rdmapost.tools.connect.{type(self).__name__} {self}{state}>"
 
     def _warning(self) -> str | None:
@@ -227,6 +227,11 @@ class BaseServer(native.Finalizer, NotCopied):
 
     def _refuse_inherited(self) -> None:
         refuse_inherited(f"server {self}", self._threads.pid)
+
+    @property
+    def closed(self) -> bool:
+        """True once it accepts no more clients: it is closed, or closing."""
+        return self._threads.ended
 
     @property
     def exposure(self) -> Exposure:

@@ -248,6 +248,13 @@ def test_a_device_refuses_to_close_under_a_server_without_clients(
     assert served.context.closed
 
 
+def test_server_says_whether_it_is_closed(serve: Callable[..., Served]) -> None:
+    server = serve().server
+    assert not server.closed
+    server.close()
+    assert server.closed
+
+
 def test_close_all_closes_the_server_before_its_device(serve: Callable[..., Served]) -> None:
     """Its clients get the reason, and its port is free."""
     served = serve()
@@ -257,6 +264,7 @@ def test_close_all_closes_the_server_before_its_device(serve: Callable[..., Serv
             served.until(connect.Joined)
             served.context.close_all()
             assert served.context.closed
+            assert served.server.closed
             assert served.until(connect.Left).reason == "the server is shutting down"
             assert peer.closed
             with pytest.raises(connect.ConnectError, match="the server is shutting down"):
