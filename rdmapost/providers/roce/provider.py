@@ -14,7 +14,7 @@ from ..software import queue_verbs
 from ..software.device import open_devices
 from ..software.provider import SoftwareProvider, open_context
 from ..software.state import context_of, verb
-from .addresses import candidates
+from .addresses import LocalAddress, candidates
 from .capture import RoceCapture
 from .device import RoceDevice, guid_of
 from .survey import holder, survey
@@ -76,7 +76,8 @@ class RoceProvider(SoftwareProvider):
             if error.errno != errno.EADDRINUSE:
                 raise
             address = candidates(name.removeprefix(ROCE))[0]
-            reason = f"UDP port {ROCE_V2_PORT} of {address.host} is taken by {holder(address)}"
+            who = _opened_as(address) or holder(address)
+            reason = f"UDP port {ROCE_V2_PORT} of {address.host} is taken by {who}"
             raise VerbsError("ibv_open_device", errno.EADDRINUSE, reason) from None
 
     def capture(self, context: Any, path: Any, wr_id_of: Callable[[int], Any]) -> Capture:
@@ -132,3 +133,11 @@ def _check_type(name: str, qp_type: int) -> None:
             errno.EOPNOTSUPP,
             f"roce devices have no {QPType(qp_type).name} queue pairs; soft0 has",
         )
+
+
+def _opened_as(address: LocalAddress) -> str | None:
+    """Name the device of this process that has an address."""
+    for name, device in list(open_devices.items()):
+        if isinstance(device, RoceDevice) and device.address == address:
+            return f"{name}, which this process has opened: open it by that name"
+    return None

@@ -198,9 +198,12 @@ def test_place_that_is_not_here_is_named_with_those_that_are(name):
 
 def test_address_that_another_device_has_is_refused_with_its_holder(context):
     with pytest.raises(
-        rp.VerbsError, match=rf"UDP port 4791 of .* is taken by process {os.getpid()}"
+        rp.VerbsError,
+        match=r"UDP port 4791 of .* is taken by roce:lo, which this process has opened",
     ):
         rp.open_device(f"roce:{address(context)}")
+    ran = run_python(f"import rdmapost; rdmapost.open_device('roce:{address(context)}')")
+    assert f"is taken by process {os.getpid()}" in ran.stderr
 
 
 # ---- a peer that stops in the middle ----------------------------------------------------------
