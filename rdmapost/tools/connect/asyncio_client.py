@@ -321,12 +321,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return True
 
     async def close(self) -> None:
-        """Notify the server, and close everything; do nothing if already closed.
+        """Notify the server, and close everything, as Connection.close does.
 
-        Other tasks' pending requests raise ConnectError. Does nothing in the child of a fork: the
-        connection belongs to the parent.
+        Does nothing if already closed, or in the child of a fork: the connection belongs to the
+        parent. Other tasks' pending requests raise ConnectError.
 
         Raises:
+            InUseError: the caller's queue pair on another PD uses the connection's CQ.
             VerbsError: the device refused.
             RdmaError: the connection belongs to another event loop (nothing is closed), or
                 its event loop has been closed (everything is released, but the server is not
@@ -342,7 +343,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     self._where = ""
                     writer, self._writer = self._writer, None
                     _shut_down(writer)
-                    self._stack.close()
+                    self._release()
                 raise
         self._where = ""
         if not self._closing.done():
@@ -353,7 +354,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     await self._ask(Bye())
         finally:
             self._disconnect()
-            self._stack.close()
+            self._release()
 
     def _abandon(self) -> None:
         if self._writer is not None:

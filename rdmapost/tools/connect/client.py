@@ -413,6 +413,10 @@ class Connection(BaseConnection, ClosesOnExit):
     def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
+        Everything includes what the caller has created on the connection's own PD (qp.pd), such as
+        address handles (qp.ah_to), regions and windows.  The PD of an mr or srq given to dial stays
+        open, with all on it that is not the connection's.
+
         When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
         In the child of a fork it does nothing: the connection belongs to the parent.
@@ -421,6 +425,7 @@ class Connection(BaseConnection, ClosesOnExit):
         wait for the server; this side is released once the verb or the wait has returned.
 
         Raises:
+            InUseError: the caller's queue pair on another PD uses the connection's CQ.
             VerbsError: the device refused.
         """
         if self._pid != os.getpid():
@@ -435,7 +440,7 @@ class Connection(BaseConnection, ClosesOnExit):
         finally:
             if not (self._closed_in_request and self._turns):
                 self._abandon()
-            self._stack.close()
+            self._release()
 
     def _abandon_if_closed(self) -> None:
         if self._closed_in_request and not self._turns:

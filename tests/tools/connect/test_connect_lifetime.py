@@ -635,3 +635,62 @@ del holder, loop
         client,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# ---- what the caller creates on a connection's own PD ----------------------------------
+
+
+def test_close_closes_what_was_created_on_the_connections_pd(serve: Callable[..., Served]) -> None:
+    """Like close_all(): no address handle of a UD peer keeps the PD open."""
+    served = serve()
+    peer = served.dial(qp_type=rp.QPType.UD)
+    (client,) = served.server.clients
+    pds = peer.qp.pd, client.qp.pd
+    made = [
+        peer.qp.ah_to(client.offer.endpoint),
+        rp.MR(peer.qp.pd, 64),
+        client.qp.ah_to(peer.qp.endpoint()),
+    ]
+    peer.close()
+    assert served.until(connect.Left).reason == "done"
+    assert all(one.closed for one in (*made, *pds))
+
+
+def test_asyncio_close_closes_what_was_created_on_the_connections_pd(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+
+    async def main() -> None:
+        peer = await connect.adial(served.context, *served.server.address[:2], qp_type=rp.QPType.UD)
+        ah = peer.qp.ah_to(peer.offer.endpoint)
+        await peer.close()
+        assert ah.closed
+        assert peer.qp.pd.closed
+
+    asyncio.run(main())
+
+
+def test_close_leaves_what_is_on_the_callers_pd(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with rp.PD(served.context) as pd, rp.MR(pd, 64, rp.Access.LOCAL_WRITE) as mr:
+        peer = served.dial(qp_type=rp.QPType.UD, mr=mr)
+        with peer.qp.ah_to(peer.offer.endpoint) as ah:
+            peer.close()
+            assert peer.qp.closed
+            assert not ah.closed
+
+
+def test_a_dropped_connection_leaves_open_what_the_caller_still_has(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial(qp_type=rp.QPType.UD)
+    ah = peer.qp.ah_to(peer.offer.endpoint)
+    pd = ah.pd
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del peer
+    assert not ah.closed
+    ah.close()
+    del ah
+    pd.close()
