@@ -549,6 +549,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         The arguments determine the flags of ibv_rereg_mr(3). Afterwards, read lkey, rkey and addr
         again and make new SGEs: the keys may have changed. The old memory is released.
 
+        Keys that a LocalInv or a peer's SendWithInv has invalidated stay invalid. soft0 and roce
+        devices refuse to re-register such a region unless memory is given, with new keys.
+
         If the device refuses, the region is unchanged. If the device fails halfway, the region can
         only be closed: any other use raises an error that says so, and the old and the new memory
         are held until then. If a signal handler raises, or memory runs out, once the device has
