@@ -388,6 +388,8 @@ def test_queue_pairs_that_do_not_name_each_other_are_found(unconnected, connect)
     finding = named(a.diagnose(), "dest-qp-num")
     assert finding.severity == "problem"
     assert f"not {a.qp_num:#x}, the number of {a}" in finding.evidence
+    # diagnose() is a method of qp, and peer is its argument.
+    assert "qp.connect(peer.endpoint())" in finding.remedy
     assert wrong(a, third.b.endpoint()) == ["dest-qp-num"]
 
 
