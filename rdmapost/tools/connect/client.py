@@ -76,7 +76,8 @@ def dial(
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
-            traffic_class). They override depth and max_inline_data.
+            traffic_class). They override depth and max_inline_data. The other defaults are those
+            of QP and QP.connect.
         private_data: up to 256 bytes for the server's owner.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
