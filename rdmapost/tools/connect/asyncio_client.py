@@ -166,7 +166,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             except ConnectError as error:
                 if self._session.survives(error) and not leaving:
                     raise
-                # close() still has to say goodbye.
+                # close() still has to send a Bye.
                 if not self._closing.done() or leaving:
                     self._closed_by = f": {error}"
                     self._disconnect()

@@ -211,7 +211,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         return Look(*bytes_within(self.offer.size, offset, length))
 
     def _abandon(self) -> None:
-        """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
+        """Close the TCP connection without a Bye, in any thread that runs a finalizer."""
         raise NotImplementedError
 
     def _release(self) -> None:

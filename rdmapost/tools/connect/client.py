@@ -205,7 +205,7 @@ class Connection(BaseConnection, ClosesOnExit):
         if self._session.survives(error) and not leaving:
             self._consistent = True
         elif isinstance(error, ConnectError):
-            # close() still has to say goodbye.
+            # close() still has to send a Bye.
             if not self._closing or leaving:
                 self._closed_by = f": {error}"
                 self._disconnect()
@@ -461,7 +461,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Say goodbye although a request may be unfinished; wait for the server to hang up."""
+        """Send a Bye although a request may be unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):

@@ -13,7 +13,7 @@ from ...resources.qp import QP, oldest_send, sends_for_receive
 from ...resources.resource import Resource, creator, open_children
 from ...resources.srq import SRQ
 from ...standard.timers import (
-    RNR_FOR_EVER,
+    RNR_FOREVER,
     ack_timeout,
     rnr_timer,
     until_retry_exc,
@@ -107,7 +107,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
     )
     if retry_cnt == 7 and snap.qp.context.attr.vendor_id == _RXE_VENDOR:
         yield Finding(
-            "retry-for-ever",
+            "retry-forever",
             "warning",
             "retry_cnt=7: Soft-RoCE retries forever, and a send without an answer never fails",
             _better_timers(snap),
@@ -169,7 +169,7 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
 
 def _rnr_retry(snap: Snapshot) -> Finding:
     retry, local = snap.attr.rnr_retry, snap.responder
-    if retry == RNR_FOR_EVER:
+    if retry == RNR_FOREVER:
         severity: Severity = "warning"
         evidence = "rnr_retry=7: a send that finds no receive waits forever"
         if local is not None and not has_receive(local[0]):
@@ -179,7 +179,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
         remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
-        return Finding("rnr-retry-for-ever", severity, evidence, remedy)
+        return Finding("rnr-retry-forever", severity, evidence, remedy)
     if retry == 0:
         evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
         remedy = "connect with rnr_retry=6, or post receives before the peer can send"

@@ -99,7 +99,7 @@ def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
     assert messages == [f"the connection to {where} was not closed"]
     assert qp.closed
     assert mr.closed
-    assert served.until(connect.Left).reason == "disconnected without saying goodbye"
+    assert served.until(connect.Left).reason == "disconnected without close()"
 
 
 def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
@@ -120,7 +120,7 @@ def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
         assert messages == [f"the connection to {where} was not closed"]
         assert qp.closed
         left = await asyncio.to_thread(served.until, connect.Left)
-        assert left.reason == "disconnected without saying goodbye"
+        assert left.reason == "disconnected without close()"
 
     asyncio.run(main())
 
@@ -135,7 +135,7 @@ def test_a_dropped_connection_in_a_reference_cycle_releases_everything(
     del peer
     with pytest.warns(ResourceWarning, match=r"the connection to .* was not closed"):
         gc.collect()
-    assert served.until(connect.Left).reason == "disconnected without saying goodbye"
+    assert served.until(connect.Left).reason == "disconnected without close()"
 
 
 def test_a_connection_that_was_closed_or_refused_warns_of_nothing(

@@ -244,10 +244,10 @@ def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
     join(unconnected, {"rnr_retry": 7})
     a, b = unconnected.a, unconnected.b
     # Nothing waits forever yet.
-    assert named(a.diagnose(b), "rnr-retry-for-ever").severity == "warning"
+    assert named(a.diagnose(b), "rnr-retry-forever").severity == "warning"
     a.post_send(rp.Send(unconnected.mine[:8]))
     for findings in (a.diagnose(), a.diagnose(b)):
-        finding = named(findings, "rnr-retry-for-ever")
+        finding = named(findings, "rnr-retry-forever")
         assert "the peer has none posted" in finding.evidence
         if context.kind == "verbs":
             # The device does not say which opcodes are pending.
@@ -291,7 +291,7 @@ def test_only_opcodes_that_consume_a_receive_are_counted(context, unconnected):
     a, b, mine = unconnected.a, unconnected.b, unconnected.mine
     wrs = [unconnected.wr(wr_type, mine[:8]) for wr_type in (rp.RdmaWriteWithImm, rp.RdmaWrite)]
     a.post_send(wrs)
-    assert "sends outstanding here: 1" in named(a.diagnose(b), "rnr-retry-for-ever").evidence
+    assert "sends outstanding here: 1" in named(a.diagnose(b), "rnr-retry-forever").evidence
 
 
 def test_unusual_attributes_are_warnings(unconnected):
@@ -480,7 +480,7 @@ def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
     b.connect(a.endpoint())
     assert named(b.diagnose(), "recv-none-posted").remedy.startswith("srq.post_srq_recv")
     a.post_send(rp.Send(mr[:8]))
-    assert "the peer has none posted" in named(a.diagnose(), "rnr-retry-for-ever").evidence
+    assert "the peer has none posted" in named(a.diagnose(), "rnr-retry-forever").evidence
     srq.post_srq_recv(rp.RecvWR(mr[8:16]))
     cq.wait(2)
     assert wrong(a) == []
