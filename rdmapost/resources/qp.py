@@ -149,9 +149,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the device has no such port, or gid_index is not in the port's GID table; a CQ
-            belongs to another open device; or the type does not allow an argument or needs a
-            missing one.
+        ValueError: the device has no such port, or gid_index is beyond the port's GID table (an
+            empty entry of it is refused only when used); a CQ belongs to another open device; or
+            the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
         UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
             no TSO on this type. With checked=False, the driver decides.
