@@ -106,7 +106,9 @@ def _why_refused(
     if shown.status is WCStatus.REM_ACCESS_ERR or (
         lacks_access and shown.status is WCStatus.REM_INV_REQ_ERR
     ):
-        return f"{peer} exposes {_exposed(connection)}"
+        allows = ",".join(access_names(offer.access | lacks_access))
+        more = f"; 'rdmapost serve --access {allows}' allows it" if lacks_access else ""
+        return f"{peer} exposes {_exposed(connection)}{more}"
     too_long = sent is not None and offer.receives and sent > offer.receive_size
     if too_long and shown.status is not WCStatus.SUCCESS:
         return (
@@ -219,7 +221,7 @@ def write_to(
             "sg_list": source(connection.mr, settings, payload),
             "send_flags": send_flags(settings),
         }
-        places = [peer.offset + index * length for index in range(count)]
+        places = _places(out, connection, peer, length, count)
         make = RdmaWrite if imm is None else partial(RdmaWriteWithImm, imm_data=imm)
         wrs = [
             make(wr_id=index + 1, **fields, **connection.target(place))
@@ -238,6 +240,21 @@ def write_to(
     if received is not None:
         results["received"] = received
     show(out, results if imm is None else {**results, "imm_data": arrivals[-1].imm_data})
+
+
+def _places(out: Output, connection: Connection, peer: Peer, length: int, count: int) -> list[int]:
+    """Return the offset of each of several writes, one after the other in the server's memory."""
+    size = connection.offer.size
+    places = [peer.offset + index * length for index in range(count)]
+    # A write that only ends beyond the memory is left to the device, to refuse.
+    for index, place in enumerate(places):
+        if index and place >= size:
+            usage_error(
+                f"--count {count}: the writes are laid out one after another from --offset "
+                f"{peer.offset}, and need {peer.offset + count * length} bytes; "
+                f"{out.doc['peer']} exposes {size}, and write {index + 1} would begin at {place}"
+            )
+    return places
 
 
 def _settled(connection: Connection, place: int, length: int, digest: str) -> Seen | None:

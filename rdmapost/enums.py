@@ -197,7 +197,11 @@ class SendFlags(_Flags):
     """Properties of a send work request: ``enum ibv_send_flags``, ibv_post_send(3)."""
 
     FENCE = 1 << 0
-    """Wait for earlier RDMA reads and atomics of the queue to finish (RC, XRC)."""
+    """Wait for earlier RDMA reads and atomics of the queue to finish (RC, XRC).
+
+    What sends or changes the data that they read needs it: without it, a read that is retransmitted
+    may return what a later write of the queue has put there.
+    """
     SIGNALED = 1 << 1
     """Generate a completion; matters only where sq_sig_all is 0."""
     SOLICITED = 1 << 2

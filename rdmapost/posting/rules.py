@@ -190,7 +190,11 @@ class Refusal(NamedTuple):
         return f"sg_list: expected SGEs, got {type(self.value).__name__}; {self._slice()}"
 
     def not_an_sge(self) -> str:
-        return f"sg_list holds {type(self.value).__name__}; {self._slice()}"
+        if type(self.value) is not int:
+            return f"sg_list holds {type(self.value).__name__}; {self._slice()}"
+        sends = self.queue.verb == "ibv_post_send"
+        inlined = ", or SGE.from_buffer(data) for INLINE" if sends else ""
+        return f"sg_list holds int, as bytes do; copy them into a region: {self._slice()}{inlined}"
 
     def _slice(self) -> str:
         return "use mr[:]" if type(self.value).__name__ == "MR" else "mr[a:b] makes an SGE"

@@ -173,6 +173,9 @@ class SendWithInv(_WithBuffers):
     RoCE and InfiniBand have no such packet on UC: there a device may refuse it, also in the
     completion (LOC_QP_OP_ERR).
 
+    The peer must keep the window or the region open until its receive completes; otherwise the
+    receive ends with REM_INV_REQ_ERR.
+
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
@@ -225,6 +228,9 @@ class RdmaWriteWithImm(_Remote):
 @dataclass(slots=True, kw_only=True)
 class RdmaRead(_Remote):
     """Read remote memory into local buffers (RC, XRC_SEND).
+
+    If the response is lost, the peer reads again, and may by then have executed later work requests
+    of the queue: post a write or an atomic to the same bytes with SendFlags.FENCE.
 
     Attributes:
         sg_list: local buffers for the data, an SGE or a sequence of them; none for 0 bytes.
@@ -287,6 +293,9 @@ class AtomicFetchAndAdd(_Remote):
 @dataclass(slots=True, kw_only=True)
 class LocalInv(SendWR):
     """Invalidate a local key (RC, UC, XRC_SEND).
+
+    The work request names only the key, and does not keep the window open: if the window is closed
+    before the completion, the key is unknown and the status is MW_BIND_ERR.
 
     Attributes:
         invalidate_rkey: the key, 0..2^32-1.

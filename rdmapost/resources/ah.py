@@ -11,7 +11,7 @@ from ..enums import LinkLayer, WCFlags, WCOpcode, WCStatus
 from ..errors import VerbsError
 from ..standard.wire import GRH_BYTES
 from .cq import WC
-from .device import Context, not_in_table, provider_of
+from .device import Context, provider_of, refuse_beyond
 from .gid import GID, GIDLike, gid_argument, no_such_gid
 from .grh import GRH
 from .memory import PD
@@ -159,11 +159,8 @@ def refuse_missing_source(context: Context, raw: Any) -> None:
         ValueError: the device has no such port, or the index is not in the port's table.
     """
     length = context.query_port(raw.port_num).gid_tbl_len
-    # The first entry is the device's matter: a port may have no table.
-    if raw.is_global and raw.grh.sgid_index >= max(length, 1):
-        raise ValueError(
-            not_in_table("sgid_index", raw.grh.sgid_index, length, "GID", context, raw.port_num)
-        )
+    if raw.is_global:
+        refuse_beyond("sgid_index", raw.grh.sgid_index, length, "GID", context, raw.port_num)
 
 
 def why_no_source(context: Context, attr: AHAttr) -> str | None:

@@ -585,13 +585,19 @@ def _aio_completions() -> Callable[..., Awaitable[list[WC]]]:
 
 
 def _view_of(buffer: Any) -> memoryview:
+    """Return a view of a buffer that the device can write to; errors name what the caller gave."""
+    found = type(buffer).__name__
     try:
-        return memoryview(buffer)
+        view = memoryview(buffer)
     except TypeError as error:
-        found = type(buffer).__name__
         raise TypeError(f"buffer: expected a writable buffer, got {found}") from error
     except (BufferError, ValueError) as error:
         raise ValueError(f"buffer: {error}") from None
+    if view.readonly:
+        raise TypeError(f"buffer: expected a writable buffer, got {found}, which is read-only")
+    if not view.c_contiguous:
+        raise ValueError(f"buffer: expected a contiguous buffer, got {found}, which is not")
+    return view
 
 
 def _check_cqe(context: Context, cqe: int) -> int:

@@ -421,7 +421,8 @@ class Context(EventSource, struct="ibv_context"):
 
         Raises:
             UnsupportedError: this is not a roce device; the message says what to use instead.
-            OSError: the file cannot be created, or no thread can be started.
+            OSError: the file cannot be created, another capture of this process is writing to it
+                (EBUSY), or no thread can be started.
             ClosedError: the device is closed.
         """
         wr_id_of = functools.partial(native.peek_queues, self._queues)
@@ -549,7 +550,20 @@ def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
 def not_in_table(
     name: str, number: int, length: int, what: str, context: Context, port_num: int
 ) -> str:
-    """Say that an index is not in a table of a port.
+    """Say that an index is not in a table of a port; the arguments are refuse_beyond's."""
+    return (
+        f"{name}={shown(number)} is not in 0..{length - 1}, "
+        f"the {what} table of {context.name} port {port_num}"
+    )
+
+
+def refuse_beyond(
+    name: str, number: int, length: int, what: str, context: Context, port_num: int
+) -> None:
+    """Refuse an index that is not in a table of a port.
+
+    An index in the table may have no entry, and the first is the device's matter: a port may have
+    no table.
 
     Args:
         name: the index's name.
@@ -558,11 +572,12 @@ def not_in_table(
         what: what the table holds, in the singular.
         context: the device.
         port_num: the port.
+
+    Raises:
+        ValueError: it is not.
     """
-    return (
-        f"{name}={shown(number)} is not in 0..{length - 1}, "
-        f"the {what} table of {context.name} port {port_num}"
-    )
+    if not 0 <= number < max(length, 1):
+        raise ValueError(not_in_table(name, number, length, what, context, port_num))
 
 
 def provider_of(context: Context) -> Provider:

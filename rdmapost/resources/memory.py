@@ -549,6 +549,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         The arguments determine the flags of ibv_rereg_mr(3). Afterwards, read lkey, rkey and addr
         again and make new SGEs: the keys may have changed. The old memory is released.
 
+        Keys that a LocalInv or a peer's SendWithInv has invalidated stay invalid. soft0 and roce
+        devices refuse to re-register such a region unless memory is given, with new keys.
+
         If the device refuses, the region is unchanged. If the device fails halfway, the region can
         only be closed: any other use raises an error that says so, and the old and the new memory
         are held until then. If a signal handler raises, or memory runs out, once the device has
@@ -807,9 +810,9 @@ def _source_of(memory: Any, access: Access) -> Source:
     except (TypeError, ValueError, BufferError) as error:
         if str(error).startswith("cannot include dtype"):
             raise TypeError(
-                f"a memory region cannot be this {type(memory).__name__} of {memory.dtype}, which "
-                "numpy does not export as a buffer: register the same memory as bytes, "
-                "array.view('u1')"
+                f"a memory region cannot be made from this {type(memory).__name__} of "
+                f"{memory.dtype}, which numpy does not export as a buffer: register the same "
+                "memory as bytes, array.view('u1')"
             ) from None
         if not isinstance(memory, type) and has_interface(memory) and not _exports(memory):
             return source_of(memory, writable)
@@ -832,8 +835,8 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
     """Return a buffer of any shape and format as a view of bytes."""
     if what := pointers_in(view):
         raise TypeError(
-            f"a memory region cannot be {type(memory).__name__} of format {view.format!r}: the "
-            f"device would {'write over' if writable else 'send'} {what}"
+            f"a memory region cannot be made from this {type(memory).__name__} of format "
+            f"{view.format!r}: the device would {'write over' if writable else 'send'} {what}"
         )
     if not view.nbytes:
         raise ValueError("a region needs at least 1 byte, got 0")

@@ -110,7 +110,7 @@ def source_of(memory: Any, writable: bool) -> Source:
 
 
 def _no(memory: Any, why: object) -> TypeError:
-    return TypeError(f"a memory region cannot be this {type(memory).__name__} ({why})")
+    return TypeError(f"a memory region cannot be made from this {type(memory).__name__} ({why})")
 
 
 def _of_cuda(memory: Any, writable: bool) -> Source:

@@ -42,7 +42,7 @@ from ..standard.opcodes import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE, SEND_OPS
 from ..standard.qp_states import FIELDS, missing_attributes, unchangeable_attributes
 from .ah import AH, AHAttr, why_no_source
 from .cq import CQ, keep_completions
-from .device import provider_of
+from .device import provider_of, refuse_beyond
 from .device_attr import PortAttr, usable_mtu
 from .endpoint import Endpoint
 from .gid import GIDChoice, GIDLike, gid_argument
@@ -150,7 +150,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: port_num or gid_index is out of range, a CQ belongs to another open device, or
+        ValueError: the device has no such port, or gid_index is beyond the port's GID table (an
+            empty entry of it is refused only when used); a CQ belongs to another open device; or
             the type does not allow an argument or needs a missing one.
         ClosedError: the PD or a CQ is closed.
         UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
@@ -245,7 +246,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 struct_of(parent)
         port = context.query_port(port_num)
         if gid_index is not None:
-            gid_index = within("gid_index", gid_index, 0, 255)
+            gid_index = index("gid_index", gid_index)
+            refuse_beyond("gid_index", gid_index, port.gid_tbl_len, "GID", context, port_num)
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()

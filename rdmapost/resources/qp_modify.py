@@ -16,7 +16,7 @@ from .._binding import ffi
 from ..enums import MTU, Access, MigState, QPAttrMask, QPState, QPType
 from ..standard.qp_states import FIELDS, OPTIONAL, RANGES, REQUIRED
 from .ah import AHAttr, fill_ah_attr, refuse_missing_source
-from .device import Context, not_in_table
+from .device import Context, refuse_beyond
 from .device_attr import FLUSH_CAPS, DeviceAttr
 from .endpoint import Endpoint
 from .qp_query import QPAttr
@@ -81,11 +81,7 @@ def refuse_missing_entries(
         if port in attrs or pkey in attrs:
             found = context.query_port(attrs.get(port, port_num))
             number, length = attrs.get(pkey, 0), found.pkey_tbl_len
-            # The first entry is the device's matter: a port may have no table.
-            if number >= max(length, 1):
-                raise ValueError(
-                    not_in_table(pkey, number, length, "P_Key", context, found.port_num)
-                )
+            refuse_beyond(pkey, number, length, "P_Key", context, found.port_num)
 
 
 def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:

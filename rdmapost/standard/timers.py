@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-RNR_FOR_EVER = 7
+RNR_FOREVER = 7
 """rnr_retry: never give up."""
 
 _RNR_MILLISECONDS = (
@@ -50,4 +50,4 @@ def until_rnr_retry_exc(rnr_retry: int, min_rnr_timer: int) -> float:
         rnr_retry: the sender's attribute, 0..7; 7: forever (math.inf).
         min_rnr_timer: the receiver's attribute, 0..31.
     """
-    return math.inf if rnr_retry == RNR_FOR_EVER else rnr_retry * rnr_timer(min_rnr_timer)
+    return math.inf if rnr_retry == RNR_FOREVER else rnr_retry * rnr_timer(min_rnr_timer)

@@ -9,8 +9,9 @@ from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import ClosedError, RdmaError
+from ..resources.memory import PD
 from ..resources.qp import QP
-from ..resources.resource import ClosesOnExit, Resource
+from ..resources.resource import ClosesOnExit, Resource, close_with_all_below
 
 
 class _Closable(Protocol):
@@ -85,6 +86,15 @@ class ResourceStack:
             with suppress(RdmaError):
                 self.close()
             raise
+
+
+def close_below(pd: PD | None) -> None:
+    """Close what was created on a PD, by other code too, then the PD; None has nothing.
+
+    It raises nothing: what is still open, its parent's close() names.
+    """
+    if pd is not None:
+        close_with_all_below(pd)
 
 
 def drop_outstanding(qp: QP) -> None:

@@ -50,7 +50,7 @@ def test_command_on_a_device_that_lies_fails_with_its_reason(on_null, command, w
         ("doctor", "bytes to the same device: the posted work requests did not complete"),
     ],
 )
-def test_the_command_line_does_not_wait_for_ever(on_null, command, words):
+def test_the_command_line_does_not_wait_forever(on_null, command, words):
     """The null device completes nothing unless a test asks for it."""
     said = on_null("import os, sys" + COMMAND, COMMAND=f"{command} -d null0 --timeout 0.2")
     assert words in " ".join(said.split())

@@ -16,6 +16,7 @@ from support.ports import HOST, free_port
 
 import rdmapost as rp
 from rdmapost import Access, connect
+from rdmapost.tools.connect.protocol_messages import access_names
 
 Serve = Callable[..., str]
 
@@ -145,22 +146,37 @@ def test_atomic_changes_the_memory_of_a_server(context: rp.Context, serve: Serve
 
 
 @pytest.mark.parametrize(
-    ("access", "command"),
+    ("access", "command", "grants"),
     [
-        (Access.REMOTE_READ, ["write"]),
-        (Access.REMOTE_WRITE, ["read"]),
-        (Access.REMOTE_READ, ["atomic", "cas"]),
+        (Access.REMOTE_READ, ["write"], "read,write"),
+        (Access.REMOTE_WRITE, ["read"], "read,write"),
+        (Access.REMOTE_READ, ["atomic", "cas"], "read,atomic"),
+        (Access.REMOTE_READ | Access.REMOTE_WRITE, ["atomic", "fetch-add"], "read,write,atomic"),
+        (Access(0), ["write"], "write"),
     ],
     ids=lambda v: v[0] if isinstance(v, list) else "",
 )
 def test_access_that_the_server_lacks_is_refused_by_the_device(
-    context: rp.Context, serve: Serve, access: Access, command: list[str]
+    context: rp.Context, serve: Serve, access: Access, command: list[str], grants: str
 ) -> None:
     ran = on(context, *command, serve(access=access), "--json")
     assert ran.code == 1
     assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
     assert "exposes 4096 bytes at 0x" in ran.doc["error"]
-    assert ran.doc["error"].endswith(f"for {access.name.removeprefix('REMOTE_').lower()}")
+    has = ", ".join(access_names(access)) or "nothing"
+    assert ran.doc["error"].endswith(f"for {has}; 'rdmapost serve --access {grants}' allows it")
+
+
+def test_writes_beyond_the_memory_say_how_they_are_laid_out(
+    context: rp.Context, serve: Serve
+) -> None:
+    where = serve(size=1000)
+    ran = on(context, "write", where, "--size", "300", "--offset", "200", "--count", "50", "--json")
+    assert ran.code == 2
+    assert ran.doc["error"] == (
+        f"--count 50: the writes are laid out one after another from --offset 200, and need 15200 "
+        f"bytes; {where} exposes 1000, and write 4 would begin at 1100"
+    )
 
 
 def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve: Serve) -> None:

@@ -254,6 +254,21 @@ CASES = [
         where="both",
     ),
     Case(
+        "not_an_sge",
+        RC,
+        lambda s: rp.Send(b"hello"),  # type: ignore[arg-type]
+        "sg_list holds int, as bytes do; copy them into a region: mr[a:b] makes an SGE, or "
+        "SGE.from_buffer(data) for INLINE",
+        where="both",
+    ),
+    Case(
+        "not_an_sge",
+        "recv",
+        lambda s: rp.RecvWR(bytearray(5)),  # type: ignore[arg-type]
+        "sg_list holds int, as bytes do; copy them into a region: mr[a:b] makes an SGE",
+        where="both",
+    ),
+    Case(
         "not_an_owner",
         RC,
         lambda s: rp.Send(rp.SGE(1, 1, 1, MISMADE)),

@@ -15,7 +15,7 @@ def apart(connect) -> Pair:
     return connect(to=QPState.RESET)
 
 
-def test_rnr_retry_7_waits_for_a_receive_for_ever(apart):
+def test_rnr_retry_7_waits_for_a_receive_forever(apart):
     """The default gives up after a moment; 7 never does."""
     apart.a.connect(apart.b.endpoint(), rnr_retry=7)
     apart.b.connect(apart.a.endpoint())
@@ -36,7 +36,7 @@ def test_rnr_retry_0_to_6_gives_up(apart):
     assert (done.wr_id, done.status) == (1, WCStatus.RNR_RETRY_EXC_ERR)
 
 
-def test_timeout_0_waits_for_an_answer_for_ever(apart):
+def test_timeout_0_waits_for_an_answer_forever(apart):
     apart.a.connect(apart.b.endpoint(), timeout=0, retry_cnt=0)
     apart.a.post_send(apart.wr(rp.RdmaWrite, apart.mine[:8], wr_id=1))
     nothing_comes(apart.cq)

@@ -178,7 +178,8 @@ def test_sg_list_of_anything_but_sges_is_refused(connect, checked):
         ([None], "sg_list holds NoneType"),
         ([pair.mine[:8], 0x1000], "sg_list holds int"),
         ([(pair.mine.addr, 8, pair.mine.lkey)], "sg_list holds tuple"),
-        (b"bytes", "sg_list holds int"),
+        (b"bytes", "sg_list holds int, as bytes do; copy them into a region: mr"),
+        (pair.mine.buffer[:8], "sg_list holds int, as bytes do; copy them into a region: mr"),
         ([rp.SGE(pair.mine.addr, 8, 1 << 32)], "an SGE's lkey=4294967296 is not in"),
         ([rp.SGE("x", 8, 1)], "an SGE's addr: expected int, got str"),
     ):

@@ -327,7 +327,7 @@ def test_what_lies_about_its_class_is_not_believed(watched):
 def test_sges_behind_a_wrong_one_do_not_make_it_right(watched):
     good = watched.mr[:8]
     for wrong, said in (
-        (5, "sg_list holds int; mr[a:b] makes an SGE"),
+        (1.5, "sg_list holds float; mr[a:b] makes an SGE"),
         (good._replace(owner=watched), "an SGE's owner: expected MR or a buffer, got Watched"),
         (good._replace(length=-1), "an SGE's length=-1 is not in 0..2^32-1"),
         (good._replace(lkey="x"), "an SGE's lkey: expected int, got str"),

@@ -144,7 +144,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     ),
     "wait into bytes": (
         lambda context, pd, cq: cq.wait_into(bytes(48)),
-        "buffer: expected a writable buffer, got memoryview, which is read-only",
+        "buffer: expected a writable buffer, got bytes, which is read-only",
     ),
     "poll half a completion": (
         lambda context, pd, cq: cq.poll(Fraction(1, 2)),

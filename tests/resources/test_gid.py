@@ -53,12 +53,16 @@ def test_gid_of_a_queue_pair_is_chosen_with_a_reason(connect, context):
     assert context.choose_gid(gid_index=choice.gid_index).reason == "asked for"
 
 
-def test_gid_index_that_is_not_there_is_named(pd, cq):
-    with (
-        rp.QP(pd, QPType.RC, cq, gid_index=200) as qp,
-        pytest.raises(ValueError, match="no GID with index 200; the valid ones are: 0"),
+@pytest.mark.parametrize("wrong", [-1, "length", 1 << 40])
+def test_gid_index_beyond_the_ports_table_is_refused_at_creation(context, pd, cq, wrong):
+    length = context.query_port(1).gid_tbl_len
+    wrong = length if wrong == "length" else wrong
+    with pytest.raises(
+        ValueError,
+        match=rf"^gid_index={wrong} is not in 0..{length - 1}, the GID table of "
+        rf"{context.name} port 1$",
     ):
-        qp.endpoint()
+        rp.QP(pd, QPType.RC, cq, gid_index=wrong)
 
 
 def test_queue_pairs_meet_over_every_gid(pd, cq, stack, context):

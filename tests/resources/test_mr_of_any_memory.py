@@ -350,7 +350,7 @@ def test_array_with_gaps_by_dlpack_is_refused(pd):
 
 
 def test_array_that_dlpack_cannot_describe_is_refused_with_the_reason(pd):
-    with pytest.raises(TypeError, match=r"cannot be this DLPack \(.*DLPack"):
+    with pytest.raises(TypeError, match=r"cannot be made from this DLPack \(.*DLPack"):
         rp.MR(pd, DLPack(_numpy().zeros(8, object)))
 
 

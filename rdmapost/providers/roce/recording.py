@@ -14,6 +14,7 @@ import enum
 import errno
 import logging
 import os
+import stat
 import time
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,8 @@ _GATHER = 0.01
 """Seconds in which the thread lets packets gather, to write them at once."""
 _LOOK = 0.05
 """Seconds after which whoever waits for the thread looks whether it exists."""
+_FOR_ANOTHER = 2.0
+"""Seconds that a capture waits for another one of the same file, which is about to end."""
 _AT_EXIT = 2.0
 """Seconds that the exit of the process waits for the files at most."""
 
@@ -225,12 +228,38 @@ class Recording:
         self._end(error)
 
     def _record(self) -> None:
-        with open(self.path, "wb", buffering=0) as self.file:
+        with open(self.path, "wb", buffering=0, opener=_open_whole) as self.file:
+            self._claim()
             self._write(pcapng.beginning("rdmapost", self.interface), 0)
             self._become(State.OPEN, None)
             self._began.release()
             while self._write_some():
                 time.sleep(_GATHER)
+
+    def _claim(self) -> None:
+        """Empty the file, unless another capture of this process writes to it."""
+        assert self.file is not None
+        descriptor = self.file.fileno()
+        status = os.fstat(descriptor)
+        if stat.S_ISCHR(status.st_mode):
+            # What is written to /dev/null does not mix.
+            return
+        key = status.st_dev, status.st_ino
+        while True:
+            with _claiming:
+                other = _writing.get(key)
+                if other is None or other.has_ended() or other.is_inherited():
+                    _writing[key] = self
+                    break
+            # A capture that was dropped, or closed in the middle of something, ends soon.
+            ends = other.is_stopping or (other.user is not None and other.user() is None)
+            if not ends or not other.wait_until_ended(_FOR_ANOTHER):
+                raise OSError(
+                    errno.EBUSY, "another capture is writing to this file", os.fsdecode(self.path)
+                )
+            del other
+        if stat.S_ISREG(status.st_mode):
+            os.ftruncate(descriptor, 0)
 
     def _become(self, state: State, error: BaseException | None) -> None:
         self.error = error
@@ -296,6 +325,11 @@ class Recording:
             return
 
 
+def _open_whole(path: str | bytes, flags: int) -> int:
+    """Open a file as open() does, but leave in it what it has."""
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
+
+
 def _held_lock() -> Any:
     try:
         lock = _thread.allocate_lock()
@@ -327,6 +361,12 @@ _known: list[weakref.ref[Recording]] = []
 """All of them: a thread keeps its own alive."""
 
 
+_writing: weakref.WeakValueDictionary[tuple[int, int], Recording] = weakref.WeakValueDictionary()
+"""Which capture writes to a file, by its device and inode."""
+_claiming = _thread.allocate_lock()
+"""Held while that is read and changed, for a moment, and only by the threads of captures."""
+
+
 def _finish() -> None:
     """Let the threads write what they have, before the interpreter stops them."""
     left = [recording for each in _known.copy() if (recording := each()) is not None]
@@ -339,6 +379,7 @@ def _finish() -> None:
 
 def _leave_to_parent() -> None:
     """In the child of a fork, close the files: their threads are the parent's."""
+    global _claiming
     for each in _known.copy():
         recording = each()
         if recording is not None and recording.file is not None:
@@ -346,6 +387,7 @@ def _leave_to_parent() -> None:
                 recording.file.close()
             except OSError:
                 continue
+    _claiming = _thread.allocate_lock()
 
 
 atexit.register(_finish)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
-from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester
 from ..software.memory import ErrorStatus, copy
@@ -594,7 +594,7 @@ def _try_again(qp: RoceQueuePair, counts: bool) -> None:
 
 def _wait_for_receive(qp: RoceQueuePair, timer: int) -> None:
     """Pause after an RNR NAK."""
-    if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
+    if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOREVER:
         fail(qp, WCStatus.RNR_RETRY_EXC_ERR)
         return
     qp.rnr_retries += 1

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
-from ...standard.timers import RNR_FOR_EVER, ack_timeout, rnr_timer
+from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ..software.device_queues import WQE
 from ..software.memory import ErrorStatus, copy
 from ..software.requester import bind, local_invalidate, needs_rd_atomic, room
@@ -226,14 +226,14 @@ def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
     if ack is None:
         timeout = qp.attr["timeout"]
         if not timeout:
-            # Wait for ever: retry now and then, as the peer may come up.
+            # Wait forever: retry now and then, as the peer may come up.
             _try_again(qp, 0.1)
         qp.retries += 1
         _try_again(qp, ack_timeout(timeout))
     if ack.type is _ACK_TYPE:
         return ack
     if ack.type is AckType.RNR_NAK:
-        if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOR_EVER:
+        if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOREVER:
             raise ErrorStatus(WCStatus.RNR_RETRY_EXC_ERR)
         qp.rnr_retries += 1
         _try_again(qp, rnr_timer(ack.rnr_timer))

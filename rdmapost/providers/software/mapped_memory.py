@@ -86,6 +86,9 @@ def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> mem
             fd, extra + length, flags=mmap.MAP_SHARED, prot=protection, offset=offset - extra
         )
     except (OSError, OverflowError, ValueError) as error:
-        code = error.errno if isinstance(error, OSError) else None
-        raise VerbsError(name, code or errno.EINVAL, f"it cannot be mapped: {error}") from None
+        code, why = errno.EINVAL, f": {error}"
+        if isinstance(error, OSError) and error.errno:
+            # The error says the rest.
+            code, why = error.errno, ""
+        raise VerbsError(name, code, f"fd {fd} cannot be mapped{why}") from None
     return memoryview(mapped)[extra:]

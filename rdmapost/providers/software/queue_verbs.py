@@ -185,7 +185,8 @@ def make_qp(
 def modify_qp(qp: Any, attr: Any, mask: int) -> None:
     made: QueuePair = bound(qp, "ibv_modify_qp")
     if mask & (QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE):
-        raise VerbsError("ibv_modify_qp", errno.EINVAL, "soft0 has no alternate paths")
+        reason = f"{made.device.name} has no alternate paths"
+        raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
     attrs = {
         name: getattr(attr, name)
         for name, bit in FIELDS.items()

@@ -87,7 +87,9 @@ def bound(struct: Any, name: str) -> Any:
     """
     found = objects.get(struct.handle)
     if found is None:
-        raise VerbsError(name, errno.EINVAL, f"soft0 has no object with the handle {struct.handle}")
+        raise VerbsError(
+            name, errno.EINVAL, f"the device has no object with the handle {struct.handle}"
+        )
     return found
 
 
@@ -119,7 +121,7 @@ def drop(struct: Any, name: str) -> Any:
 # ---- what C calls -----------------------------------------------------------
 
 
-_errors: list[BaseException] = []
+_errors: list[tuple[str, BaseException]] = []
 
 
 def _execute_next(worker: Any, is_late: bool) -> int:
@@ -141,22 +143,23 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 def _give_up(worker: Any, error: BaseException) -> int:
     if worker is None and isinstance(error, MemoryError):
         return -1  # nothing to fail: parked work requests stay parked
-    _errors.append(error)
+    failed = ("a software device" if worker is None else worker.device.name), error
+    _errors.append(failed)
     try:
         return worker is not None and worker.device.give_up(worker)
     except MemoryError:
-        _errors.remove(error)
+        _errors.remove(failed)
         raise
 
 
 def _log_errors() -> None:
     while True:
         try:
-            error = _errors.pop()
+            name, error = _errors.pop()
         except IndexError:  # also when another thread took the last one
             return
         _log.error(
-            "soft0 failed to execute a work request, which ends with FATAL_ERR", exc_info=error
+            "%s failed to execute a work request, which ends with FATAL_ERR", name, exc_info=error
         )
 
 
@@ -183,8 +186,8 @@ def _refuse(function: Callable[..., Any], *_: Any) -> None:
     raise VerbsError(
         f"ibv_{function.__name__}",
         errno.EBUSY,
-        "this thread is in the middle of a verb of soft0 (this is a finalizer or a signal "
-        "handler); call it when that verb has ended",
+        "this thread is in the middle of a verb of a software device (this is a finalizer or a "
+        "signal handler); call it when that verb has ended",
     )
 
 

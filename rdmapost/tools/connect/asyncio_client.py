@@ -67,7 +67,8 @@ async def adial(
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
-            traffic_class). They override depth and max_inline_data.
+            traffic_class). They override depth and max_inline_data. The other defaults are those
+            of QP and QP.connect.
         private_data: up to 256 bytes for the server's owner.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
@@ -165,7 +166,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             except ConnectError as error:
                 if self._session.survives(error) and not leaving:
                     raise
-                # close() still has to say goodbye.
+                # close() still has to send a Bye.
                 if not self._closing.done() or leaving:
                     self._closed_by = f": {error}"
                     self._disconnect()
@@ -321,12 +322,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
             return True
 
     async def close(self) -> None:
-        """Notify the server, and close everything; do nothing if already closed.
+        """Notify the server, and close everything, as Connection.close does.
 
-        Other tasks' pending requests raise ConnectError. Does nothing in the child of a fork: the
-        connection belongs to the parent.
+        Does nothing if already closed, or in the child of a fork: the connection belongs to the
+        parent. Other tasks' pending requests raise ConnectError.
 
         Raises:
+            InUseError: the caller's queue pair on another PD uses the connection's CQ.
             VerbsError: the device refused.
             RdmaError: the connection belongs to another event loop (nothing is closed), or
                 its event loop has been closed (everything is released, but the server is not
@@ -342,7 +344,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     self._where = ""
                     writer, self._writer = self._writer, None
                     _shut_down(writer)
-                    self._stack.close()
+                    self._release()
                 raise
         self._where = ""
         if not self._closing.done():
@@ -353,7 +355,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
                     await self._ask(Bye())
         finally:
             self._disconnect()
-            self._stack.close()
+            self._release()
 
     def _abandon(self) -> None:
         if self._writer is not None:

@@ -26,7 +26,13 @@ from ...resources.qp import QP
 from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
 from ..reachability import fabric_of
-from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
+from ..resource_stack import (
+    NotCopied,
+    ResourceStack,
+    close_below,
+    drop_outstanding,
+    refuse_inherited,
+)
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .exposure import bytes_within
@@ -106,6 +112,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         self._stack = ResourceStack()
         with self._stack.closed_on_error() as stack:
             pd = stack.add(PD(context)) if given.pd is None else given.pd
+            self._own_pd = pd if given.pd is None else None
             options = {
                 "max_send_wr": depth,
                 "max_recv_wr": depth,
@@ -204,8 +211,14 @@ class BaseConnection(native.Finalizer, NotCopied):
         return Look(*bytes_within(self.offer.size, offset, length))
 
     def _abandon(self) -> None:
-        """Close the TCP connection without a goodbye, in any thread that runs a finalizer."""
+        """Close the TCP connection without a Bye, in any thread that runs a finalizer."""
         raise NotImplementedError
+
+    def _release(self) -> None:
+        """Close everything, what other code has created on the connection's own PD included."""
+        drop_outstanding(self.qp)
+        close_below(self._own_pd)
+        self._stack.close()
 
     def _finalize(self) -> None:
         where = getattr(self, "_where", "")
@@ -213,6 +226,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             return
         # Not close(): that waits for the server.
         self._abandon()
+        # Nor _release(): what other code still refers to stays open, and the PD with it.
         with suppress(RdmaError):
             self._stack.close()
         self._where = ""

@@ -76,7 +76,8 @@ def dial(
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
-            traffic_class). They override depth and max_inline_data.
+            traffic_class). They override depth and max_inline_data. The other defaults are those
+            of QP and QP.connect.
         private_data: up to 256 bytes for the server's owner.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
@@ -204,7 +205,7 @@ class Connection(BaseConnection, ClosesOnExit):
         if self._session.survives(error) and not leaving:
             self._consistent = True
         elif isinstance(error, ConnectError):
-            # close() still has to say goodbye.
+            # close() still has to send a Bye.
             if not self._closing or leaving:
                 self._closed_by = f": {error}"
                 self._disconnect()
@@ -413,6 +414,10 @@ class Connection(BaseConnection, ClosesOnExit):
     def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
+        Everything includes what the caller has created on the connection's own PD (qp.pd), such as
+        address handles (qp.ah_to), regions and windows.  The PD of an mr or srq given to dial stays
+        open, with all on it that is not the connection's.
+
         When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
         In the child of a fork it does nothing: the connection belongs to the parent.
@@ -421,6 +426,7 @@ class Connection(BaseConnection, ClosesOnExit):
         wait for the server; this side is released once the verb or the wait has returned.
 
         Raises:
+            InUseError: the caller's queue pair on another PD uses the connection's CQ.
             VerbsError: the device refused.
         """
         if self._pid != os.getpid():
@@ -435,7 +441,7 @@ class Connection(BaseConnection, ClosesOnExit):
         finally:
             if not (self._closed_in_request and self._turns):
                 self._abandon()
-            self._stack.close()
+            self._release()
 
     def _abandon_if_closed(self) -> None:
         if self._closed_in_request and not self._turns:
@@ -455,7 +461,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Say goodbye although a request may be unfinished; wait for the server to hang up."""
+        """Send a Bye although a request may be unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress(OSError):

@@ -23,7 +23,7 @@ from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES
-from ..resource_stack import ResourceStack
+from ..resource_stack import ResourceStack, close_below
 from .exposure import EXPOSABLE, Exposure, bytes_within
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
@@ -125,6 +125,7 @@ class ServedClient:
         self._stack = ResourceStack()
         with self._stack.closed_on_error() as stack:
             pd = stack.add(PD(context)) if given.pd is None else given.pd
+            self._own_pd = pd if given.pd is None else None
             options = {"max_send_wr": _SENDS, "max_send_sge": 1, **given.create}
             if (send_cq := given.cq) is None:
                 send_cq = stack.add(CQ(context, max(1, options["max_send_wr"])))
@@ -191,14 +192,16 @@ class ServedClient:
     def close(self) -> None:
         """Release everything: first the queue pair, so that the memory cannot be reached.
 
-        The client gets an error message, and its connection is closed.
+        The client gets an error message, and its connection is closed. What the owner has created
+        on the client's own PD (qp.pd) is closed, too, such as address handles (qp.ah_to).
 
         Raises:
-            InUseError: something of the owner's still uses the queue pair or the memory.
+            InUseError: the owner's queue pair on another PD uses the client's CQ.
             VerbsError: the device refused; the rest is closed.
         """
         self._close_called = True
         try:
+            close_below(self._own_pd)
             self._stack.close()
         finally:
             # Even if the queue pair is closed only at the end of the verb that this interrupts.

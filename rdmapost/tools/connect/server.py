@@ -89,7 +89,9 @@ def serve(
         qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
-            traffic_class).
+            traffic_class). Their defaults are those of QP and QP.connect, except max_send_wr=16,
+            max_send_sge=1 and min_rnr_timer=24 (41 ms: a client's message that finds no receive
+            fails after 0.25 s, with the client's default rnr_retry).
         private_data: up to 256 bytes that every client gets in its offer.
         token: what a client must know, up to 256 characters; None admits everyone.
             Use a random one: 64 wrong ones a second are checked, 32 from one address.

@@ -150,7 +150,7 @@ class ServerSession:
         if not self.over:
             self.over = True
             partial, what = self._protocol.lines.partial, "a message"
-            self._reason = "disconnected without saying goodbye"
+            self._reason = "disconnected without close()"
             if self._protocol.state is State.HELLO:
                 what, self._reason = "its hello", "disconnected before its hello"
             if partial:

@@ -139,7 +139,7 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     """Check that each names the other."""
     qp, here = snap.qp, snap.attr
-    again = "to_reset() both, then a.connect(b.endpoint()) and b.connect(a.endpoint())"
+    again = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
         # Before RTR a queue pair has no peer.

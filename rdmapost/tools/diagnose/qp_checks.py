@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 from ...enums import Access, QPState, QPType
 from ...resources.cq import CQ
+from ...resources.device import provider_of
 from ...resources.events import OVERRUN, has_overrun
 from ...resources.qp import QP, oldest_send, sends_for_receive
 from ...resources.resource import Resource, creator, open_children
 from ...resources.srq import SRQ
 from ...standard.timers import (
-    RNR_FOR_EVER,
+    RNR_FOREVER,
     ack_timeout,
     rnr_timer,
     until_retry_exc,
@@ -23,6 +24,7 @@ from .snapshot import CONNECTED, Snapshot, is_queue_pair
 
 _LONG_S = 60.0
 _SHORT_S = 2.0
+_RETRY_CNT = 6  # the default of connect()
 _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
@@ -96,7 +98,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
             "timeout-0",
             "problem",
             "timeout=0: a send waits for its acknowledgement forever, and never fails",
-            "connect with timeout=14 (67.1 ms), or in SQD qp.modify(timeout=14)",
+            f"{_better_timers(snap)}, or in SQD qp.modify(timeout={_default_timeout(snap)})",
         )
         return
     total = until_retry_exc(timeout, retry_cnt)
@@ -106,27 +108,47 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
     )
     if retry_cnt == 7 and snap.qp.context.attr.vendor_id == _RXE_VENDOR:
         yield Finding(
-            "retry-for-ever",
+            "retry-forever",
             "warning",
             "retry_cnt=7: Soft-RoCE retries forever, and a send without an answer never fails",
-            "connect with retry_cnt=6 or less",
+            _better_timers(snap),
         )
     elif total > _LONG_S:
-        yield Finding("timeout-long", "warning", evidence, "connect with timeout=14 (67.1 ms)")
+        yield Finding("timeout-long", "warning", evidence, _better_timers(snap))
     elif retry_cnt == 0:
-        remedy = "connect with retry_cnt=6"
-        yield Finding(
-            "retry-cnt-0", "warning", f"{evidence}; one lost packet breaks the connection", remedy
-        )
-    elif snap.qp.context.kind == "roce" and total < _SHORT_S:
+        lossy = f"{evidence}; one lost packet breaks the connection"
+        yield Finding("retry-cnt-0", "warning", lossy, _better_timers(snap))
+    elif _is_short(snap, total):
         yield Finding(
             "timeout-short",
             "info",
             f"{evidence}; the peer of a roce device is a process, which answers late while busy",
-            "connect without a timeout: the default is 17 (0.54 s)",
+            _better_timers(snap),
         )
     else:
         yield Finding("timeout", "ok", evidence)
+
+
+def _is_short(snap: Snapshot, total: float) -> bool:
+    """Whether a peer may take longer to answer."""
+    return snap.qp.context.kind == "roce" and total < _SHORT_S
+
+
+def _default_timeout(snap: Snapshot) -> int:
+    return provider_of(snap.qp.context).default_timeout
+
+
+def _better_timers(snap: Snapshot) -> str:
+    """Name the options of connect() after which check_retries() finds nothing."""
+    timeout, retry_cnt = snap.attr.timeout, snap.attr.retry_cnt
+    total = until_retry_exc(timeout, _RETRY_CNT)
+    better = []
+    if total > _LONG_S or _is_short(snap, total):
+        timeout = _default_timeout(snap)
+        better.append(f"timeout={timeout} ({duration(ack_timeout(timeout))})")
+    if retry_cnt != _RETRY_CNT:
+        better.append(f"retry_cnt={_RETRY_CNT}")
+    return f"connect with {' and '.join(better)}"
 
 
 def check_rnr(snap: Snapshot) -> Iterable[Finding]:
@@ -148,7 +170,7 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
 
 def _rnr_retry(snap: Snapshot) -> Finding:
     retry, local = snap.attr.rnr_retry, snap.responder
-    if retry == RNR_FOR_EVER:
+    if retry == RNR_FOREVER:
         severity: Severity = "warning"
         evidence = "rnr_retry=7: a send that finds no receive waits forever"
         if local is not None and not has_receive(local[0]):
@@ -158,7 +180,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
         remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
-        return Finding("rnr-retry-for-ever", severity, evidence, remedy)
+        return Finding("rnr-retry-forever", severity, evidence, remedy)
     if retry == 0:
         evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
         remedy = "connect with rnr_retry=6, or post receives before the peer can send"

@@ -119,6 +119,9 @@ OPCODES: tuple[Explanation, ...] = (
             "Fails with REM_INV_REQ_ERR: qp_access_flags, or max_dest_rd_atomic is exceeded.",
             "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
             "A later SEND that announces the data overtakes the read: post the SEND with FENCE.",
+            "It returns what a later RDMA_WRITE or atomic of the same queue wrote: the peer "
+            "executed the read again, because its response was lost. Post the later one with "
+            "FENCE.",
         ),
         look_at=("qp.query(): max_rd_atomic here, max_dest_rd_atomic there.", "rdmapost read."),
         soft_roce="With max_rd_atomic=0 it hangs. A read with FENCE that must be retransmitted "
@@ -163,7 +166,8 @@ OPCODES: tuple[Explanation, ...] = (
         "Nothing at first; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
         causes=(
             "Fails with MW_BIND_ERR: the key is unknown, unbound, of a type 1 window, of a window "
-            "bound on another QP, or of a region with windows on it.",
+            "bound on another QP, or of a region with windows on it; or the window was closed "
+            "first.",
         ),
         look_at=("rdmapost invalidate: binds, invalidates, and tries the key again.",),
         soft_roce="Only on RC, only for type 2 windows; other keys give LOC_QP_OP_ERR. Never "
@@ -198,7 +202,8 @@ OPCODES: tuple[Explanation, ...] = (
         "then on: a type 2 window is unbound.",
         causes=(
             "The receive ends with REM_INV_REQ_ERR: the peer's key could not be invalidated, "
-            "because it is unknown, a type 1 window's, or bound on another QP.",
+            "because it is unknown, a type 1 window's, or bound on another QP; or the peer closed "
+            "the window first.",
             "Fails with RNR_RETRY_EXC_ERR: like every SEND it needs a receive.",
         ),
         look_at=("rdmapost send --invalidate --data hello.",),

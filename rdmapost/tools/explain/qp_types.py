@@ -164,8 +164,10 @@ SEND_FLAGS: tuple[Explanation, ...] = (
     _flag(
         SendFlags.FENCE,
         "Do not start before all earlier RDMA reads and atomics of this queue are complete. On "
-        "RC and XRC. Sends and writes need it when they use or announce what a read fetched. A "
-        "fenced work request waits for reads and atomics only, not for other sends and writes.",
+        "RC and XRC. Sends and writes need it when they use or announce what a read fetched; and "
+        "writes and atomics, when they change what an earlier read fetches: a read that is "
+        "retransmitted may see the change. A fenced work request waits for reads and atomics only, "
+        "not for other sends and writes.",
         soft_roce="A fenced work request that must be retransmitted may never complete.",
     ),
     _flag(

@@ -45,7 +45,9 @@ STATUSES: tuple[Explanation, ...] = (
             "On a receive: the buffers of this receive are too small. Receives are consumed in "
             "posting order, whatever their size: the message may have consumed a different receive "
             "than you expected.",
-            "On a UD receive: the buffer is too small for the 40 bytes of GRH before the payload.",
+            "On a UD receive: the buffer is too small for the 40 bytes of GRH and the payload. "
+            "soft0 reports it so, and the QP is in ERR. A roce device keeps the QP in RTS: it "
+            "drops the datagram and keeps the receive, or ends an SRQ's with REM_INV_REQ_ERR.",
             "On a UD send: more bytes than the path MTU; UD does not split messages.",
             "On any send: more than the port's max_msg_sz; or an SGE of length 0, which some "
             "hardware treats as 2^31 bytes.",
@@ -60,8 +62,8 @@ STATUSES: tuple[Explanation, ...] = (
             "mlx5: resp_local_length_error in /sys/class/infiniband/DEV/ports/N/hw_counters.",
         ),
         soft_roce="A receive that is too small ends with LOC_QP_OP_ERR on RC, and the sender gets "
-        "REM_OP_ERR. On UD it is LOC_QP_OP_ERR with Linux 6.1; with 6.12 the datagram is dropped "
-        "and the receive stays. A datagram over the MTU is not an error.",
+        "REM_OP_ERR. On UD it is LOC_QP_OP_ERR with Linux 6.1; with 6.12 it is as on a roce "
+        "device. A datagram over the MTU is not an error.",
         see=("ibv_post_recv(3), NOTES", "ibv_query_port(3)", _IBA),
     ),
     _status(
@@ -114,6 +116,8 @@ STATUSES: tuple[Explanation, ...] = (
             "works there.",
             "The region's PD is not the queue pair's (or the SRQ's).",
             "A receive, an RDMA read or an atomic writes to a region without LOCAL_WRITE.",
+            "A LOCAL_INV, or a peer's SEND_WITH_INV, has invalidated the region's keys, where the "
+            "device allows that: the lkey, too. mr.rereg(memory=...) gives the region new ones.",
             "The buffer is not registered, and the work request lacks SendFlags.INLINE.",
         ),
         look_at=(
@@ -224,6 +228,8 @@ STATUSES: tuple[Explanation, ...] = (
             "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
             "A length that the peer does not accept: over 2^31, or over its port's max_msg_sz.",
             "Seen on the receive of a SEND_WITH_INV: its key could not be invalidated.",
+            "Seen on a receive of an SRQ, on UD (roce devices, Soft-RoCE): a datagram did not fit. "
+            "Nobody sent a NAK, and the QP is still in RTS.",
         ),
         look_at=(
             "The peer's receive completion: LOC_LEN_ERR settles it.",

@@ -267,6 +267,41 @@ def test_file_that_cannot_be_created_is_named(on_lo, tmp_path):
     until(none_is_left)
 
 
+def test_file_of_another_capture_is_refused_and_stays_whole(context, connect, tmp_path):
+    """By whatever name, and from another device of the process."""
+    pair, path, link = connect(), tmp_path / "packets", tmp_path / "link"
+    with context.capture(path):
+        link.symlink_to(path)
+        pair.works()
+        with open_device(DEVICE) as other:
+            for name in (path, os.fsencode(link)):
+                with pytest.raises(
+                    OSError, match=f"another capture is writing .*{os.fsdecode(name)}"
+                ):
+                    other.capture(name)
+        pair.works()
+    assert len(read(path)) == 8
+    with context.capture(path):
+        pair.works()
+    assert len(read(path)) == 4
+
+
+def test_capture_that_was_dropped_does_not_refuse_the_next_to_its_file(context, connect, tmp_path):
+    pair, path = connect(), tmp_path / "packets"
+    for _ in range(10):
+        capture = context.capture(path)
+        pair.works()
+        del capture
+        with context.capture(path):
+            pair.works()
+        assert len(read(path)) == 4
+
+
+def test_captures_may_share_a_device_file(context):
+    with context.capture(os.devnull), context.capture(os.devnull):
+        pass
+
+
 def test_end_of_the_device_ends_it(tmp_path):
     path = tmp_path / "packets"
     context = open_device(DEVICE)

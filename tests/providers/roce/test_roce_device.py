@@ -26,6 +26,7 @@ from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import ACK_REQ, DEFAULT_PKEY, MIG_REQ
+from rdmapost.providers.software.device import open_devices
 from rdmapost.standard.wire import ROCE_V2_PORT
 
 DEVICE = "roce:lo"
@@ -629,3 +630,31 @@ def test_pair_of_threads_gets_every_completion_once(connect):
         pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=number))
     collector.join(LIMIT)
     assert got == [*range(500)]
+
+
+def test_refusals_that_all_software_devices_share_name_the_device(context):
+    with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.RC, cq) as qp:
+        qp.connect(qp.endpoint())
+        path = rp.AHAttr(dgid=qp.gid.gid)
+        with pytest.raises(rp.VerbsError, match=f"{context.name} has no alternate paths"):
+            qp.modify(alt_ah_attr=path, alt_pkey_index=0, alt_port_num=1, alt_timeout=9)
+
+
+@pytest.mark.parametrize("device", ["soft0", DEVICE])
+def test_failure_inside_the_device_is_logged_with_its_name(device, monkeypatch, caplog):
+    with (
+        rp.open_device(device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+
+        def planted(*_: object) -> int:
+            raise ZeroDivisionError("planted")
+
+        monkeypatch.setattr(type(open_devices[context.name]), "execute_next", planted)
+        qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+        assert cq.wait(1)[0].status is WCStatus.FATAL_ERR
+    assert f"{context.name} failed to execute a work request" in caplog.text

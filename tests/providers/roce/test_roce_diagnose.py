@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 
 import pytest
 
@@ -47,3 +48,44 @@ def test_timeout_that_is_short_for_a_process_is_named() -> None:
         (finding,) = (one for one in qp.diagnose() if one.name.startswith("timeout"))
         assert (finding.name, finding.severity) == ("timeout-short", "info")
         assert finding.evidence.startswith("timeout=14 (67.1 ms) x (retry_cnt=6 + 1) = 0.47 s")
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"timeout": 0},
+        {"timeout": 0, "retry_cnt": 1},
+        {"timeout": 31},
+        {"timeout": 10},
+        {"retry_cnt": 0},
+        {"retry_cnt": 1},
+        {"timeout": 31, "retry_cnt": 0},
+        {"timeout": 10, "retry_cnt": 0},
+    ],
+    ids=str,
+)
+def test_remedy_for_a_timeout_leads_to_no_other_finding(
+    device: str, options: dict[str, int]
+) -> None:
+    with contextlib.ExitStack() as stack:
+        try:
+            context = stack.enter_context(rp.open_device(device))
+        except rp.VerbsError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
+        qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+
+        def about_timeout(**options: int) -> rp.Finding:
+            qp.to_reset()
+            qp.connect(qp.endpoint(), **options)
+            (finding,) = (f for f in qp.diagnose() if f.name.startswith(("timeout", "retry")))
+            return finding
+
+        remedy = about_timeout(**options).remedy
+        said = {
+            name: int(value) for name, value in re.findall(r"(timeout|retry_cnt)=(\d+)", remedy)
+        }
+        assert about_timeout(**{**options, **said}).severity == "ok", remedy

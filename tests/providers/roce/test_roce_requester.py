@@ -369,7 +369,7 @@ def test_too_many_rnr_naks_end_the_request(rnr_retry):
     assert statuses(alone) == [(1, WCStatus.RNR_RETRY_EXC_ERR)]
 
 
-def test_rnr_retry_of_7_is_for_ever():
+def test_rnr_retry_of_7_is_forever():
     alone = Alone(rnr_retry=7)
     post(alone, send(alone, 1))
     for _ in range(50):

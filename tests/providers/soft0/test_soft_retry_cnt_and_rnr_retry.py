@@ -54,7 +54,7 @@ def test_request_is_not_sent_again_after_its_last_timeout(deaf):
     assert deaf.b.outstanding.recv == 1
 
 
-def test_timeout_of_0_retries_for_ever(deaf):
+def test_timeout_of_0_retries_forever(deaf):
     """The peer may come up at any time."""
     post(deaf, timeout=0, retry_cnt=0)
     with pytest.raises(rp.WaitTimeout):
@@ -80,7 +80,7 @@ def test_rnr_nak_is_retried_rnr_retry_times(rc, context, tries):
     context.faults.clear()
 
 
-def test_rnr_retry_of_7_retries_for_ever(rc, context):
+def test_rnr_retry_of_7_retries_forever(rc, context):
     rc.a.to_reset()
     rc.b.to_reset()
     rc.a.connect(rc.b.endpoint(), rnr_retry=7)

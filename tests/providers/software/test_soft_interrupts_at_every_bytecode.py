@@ -839,7 +839,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
         b.receive(b.side, 7)
         b.poll()
         if lib.rp_soft_busy():
-            with pytest.raises(VerbsError, match="in the middle of a verb of soft0") as caught:
+            with pytest.raises(VerbsError, match="in the middle of a verb of a software") as caught:
                 provider.destroy_qp(b.side)
             assert caught.value.errno == errno.EBUSY
 

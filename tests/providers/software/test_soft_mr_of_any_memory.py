@@ -330,8 +330,10 @@ def test_descriptor_that_cannot_be_mapped_is_refused(pd):
             rp.MR.from_dmabuf(pd, fd, 0, 8, 0)
     finally:
         os.close(fd)
-    with pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr: EBADF"):
+    with pytest.raises(rp.VerbsError, match="ibv_reg_dmabuf_mr: EBADF") as caught:
         rp.MR.from_dmabuf(pd, fd, 0, 8, 0)
+    assert str(caught.value).count("descriptor") == 1
+    assert str(caught.value).endswith(f": fd {fd} cannot be mapped")
 
 
 # ---- advice -----------------------------------------------------------------------------

@@ -194,15 +194,16 @@ def test_closing_the_server_releases_what_could_not_be_released_when_its_client_
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
+    pd = rp.PD(served.context)
     with served.dial():
         (client,) = served.server.clients
-        pd = client.mr.pd
-        owners = rp.MR(pd, 64)
-    assert "PD cannot be closed: MR of 64 bytes" in served.until(connect.Left).reason
-    assert not pd.closed
+        cq = client.qp.send_cq
+        owners = rp.QP(pd, QPType.RC, cq)
+    assert "cannot be closed: RC QP" in served.until(connect.Left).reason
+    assert not cq.closed
     owners.close()
     served.server.close()
-    assert pd.closed
+    assert cq.closed
 
 
 def test_the_rkey_of_another_client_gives_no_access(serve: Callable[..., Served]) -> None:

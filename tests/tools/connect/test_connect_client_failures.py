@@ -117,7 +117,7 @@ def test_a_client_that_dies_at_any_stage_is_released_and_the_other_served(
         elif step == "in a report" and how != "reset":
             assert event.reason == "disconnected in the middle of a message"
         elif step == "after ready" and how != "reset":
-            assert event.reason == "disconnected without saying goodbye"
+            assert event.reason == "disconnected without close()"
         # Its resources are gone, and the other client is unaffected.
         assert len(served.server.clients) == 1
         witness.qp.post_send(rp.RdmaWrite(witness.mr[:8], **witness.target()))

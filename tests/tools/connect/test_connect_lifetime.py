@@ -99,7 +99,7 @@ def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
     assert messages == [f"the connection to {where} was not closed"]
     assert qp.closed
     assert mr.closed
-    assert served.until(connect.Left).reason == "disconnected without saying goodbye"
+    assert served.until(connect.Left).reason == "disconnected without close()"
 
 
 def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
@@ -120,7 +120,7 @@ def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
         assert messages == [f"the connection to {where} was not closed"]
         assert qp.closed
         left = await asyncio.to_thread(served.until, connect.Left)
-        assert left.reason == "disconnected without saying goodbye"
+        assert left.reason == "disconnected without close()"
 
     asyncio.run(main())
 
@@ -135,7 +135,7 @@ def test_a_dropped_connection_in_a_reference_cycle_releases_everything(
     del peer
     with pytest.warns(ResourceWarning, match=r"the connection to .* was not closed"):
         gc.collect()
-    assert served.until(connect.Left).reason == "disconnected without saying goodbye"
+    assert served.until(connect.Left).reason == "disconnected without close()"
 
 
 def test_a_connection_that_was_closed_or_refused_warns_of_nothing(
@@ -643,3 +643,62 @@ del holder, loop
         client,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+# ---- what the caller creates on a connection's own PD ----------------------------------
+
+
+def test_close_closes_what_was_created_on_the_connections_pd(serve: Callable[..., Served]) -> None:
+    """Like close_all(): no address handle of a UD peer keeps the PD open."""
+    served = serve()
+    peer = served.dial(qp_type=rp.QPType.UD)
+    (client,) = served.server.clients
+    pds = peer.qp.pd, client.qp.pd
+    made = [
+        peer.qp.ah_to(client.offer.endpoint),
+        rp.MR(peer.qp.pd, 64),
+        client.qp.ah_to(peer.qp.endpoint()),
+    ]
+    peer.close()
+    assert served.until(connect.Left).reason == "done"
+    assert all(one.closed for one in (*made, *pds))
+
+
+def test_asyncio_close_closes_what_was_created_on_the_connections_pd(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+
+    async def main() -> None:
+        peer = await connect.adial(served.context, *served.server.address[:2], qp_type=rp.QPType.UD)
+        ah = peer.qp.ah_to(peer.offer.endpoint)
+        await peer.close()
+        assert ah.closed
+        assert peer.qp.pd.closed
+
+    asyncio.run(main())
+
+
+def test_close_leaves_what_is_on_the_callers_pd(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with rp.PD(served.context) as pd, rp.MR(pd, 64, rp.Access.LOCAL_WRITE) as mr:
+        peer = served.dial(qp_type=rp.QPType.UD, mr=mr)
+        with peer.qp.ah_to(peer.offer.endpoint) as ah:
+            peer.close()
+            assert peer.qp.closed
+            assert not ah.closed
+
+
+def test_a_dropped_connection_leaves_open_what_the_caller_still_has(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    peer = served.dial(qp_type=rp.QPType.UD)
+    ah = peer.qp.ah_to(peer.offer.endpoint)
+    pd = ah.pd
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del peer
+    assert not ah.closed
+    ah.close()
+    del ah
+    pd.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -498,3 +499,19 @@ def test_server_that_ends_does_not_wait_for_a_pending_on_connect(
     assert time.monotonic() - start < 2 * LIMIT
     assert cancelled == [True]
     assert isinstance(refused[0], connect.ConnectError)
+
+
+@pytest.mark.parametrize("helped", [connect.serve, connect.aserve])
+def test_defaults_of_the_servers_queue_pairs_are_those_that_help_names(
+    serve: Callable[..., Served], helped: Callable[..., Any]
+) -> None:
+    named = re.findall(r"(min_rnr_timer|max_send_wr|max_send_sge)=(\d+)", helped.__doc__ or "")
+    said = {name: int(value) for name, value in named}
+    served = serve()
+    with served.dial():
+        (client,) = served.server.clients
+        assert said == {
+            "min_rnr_timer": client.qp.query().min_rnr_timer,
+            "max_send_wr": client.qp.max_send_wr,
+            "max_send_sge": client.qp.max_send_sge,
+        }

@@ -105,6 +105,24 @@ def test_usual_causes_come_first() -> None:
     assert "queue" in explain("ENOMEM")[0].meaning
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("LOC_PROT_ERR", "LOCAL_INV"),
+        ("LOC_PROT_ERR", "SEND_WITH_INV"),
+        ("REM_ACCESS_ERR", "SEND_WITH_INV"),
+        ("REM_ACCESS_ERR", "FLUSH_PERSISTENT"),
+        ("LOC_LEN_ERR", "roce"),
+        ("REM_INV_REQ_ERR", "datagram"),
+        ("RDMA_READ", "FENCE"),
+        ("RDMA_READ", "RDMA_WRITE"),
+        ("LOCAL_INV", "closed"),
+    ],
+)
+def test_cause_is_among_those_listed(name: str, cause: str) -> None:
+    assert cause in " ".join(explain(name)[0].causes)
+
+
 def test_no_two_texts_are_alike() -> None:
     said = Counter(re.sub(r"\W+", " ", text.lower()) for one in EVERY for text in texts(one))
     # The opcodes of a QP type are a column of the table; two types have the same.

@@ -131,12 +131,14 @@ def test_object_that_is_not_a_context_is_refused() -> None:
 
 
 def test_failed_constructor_closes_everything(context: rp.Context) -> None:
-    with pytest.raises(ValueError, match="no GID with index 99"):
+    # Not in the port's GID table, or an entry that is empty.
+    missing = "gid_index=99 is not in 0|no GID with index 99"
+    with pytest.raises(ValueError, match=missing):
         Loopback(context, gid_index=99)
     with pytest.raises(ValueError, match="no port 99"):
         Loopback(context, port_num=99)
     with rp.open_device(context.name) as again:
-        with pytest.raises(ValueError, match="no GID"):
+        with pytest.raises(ValueError, match=missing):
             Loopback(again, gid_index=99)
         again.close()
 
