@@ -12,7 +12,7 @@ from .finding import Finding, Severity
 from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
-_AGAIN = "to_reset() both, and connect each with the other's endpoint()"
+_AGAIN = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
 """A reset draws a new PSN, so one side alone cannot be reset."""
 
 
@@ -139,7 +139,6 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     """Check that each names the other."""
     qp, here = snap.qp, snap.attr
-    again = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
         # Before RTR a queue pair has no peer.
@@ -150,14 +149,14 @@ def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding
                 "problem",
                 f"{side} has dest_qp_num={attr.dest_qp_num:#x}, not {other.qp_num:#x}, the "
                 f"number of {other}",
-                again,
+                _AGAIN,
             )
     chosen = chosen_gid(peer)
     gid = None if chosen is None else chosen.gid
     if crossed and gid is not None and here.ah_attr.dgid not in (None, gid):
         crossed = False
         yield Finding(
-            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", again
+            "gid-wrong", "problem", f"dgid {here.ah_attr.dgid}, but {peer} has {gid}", _AGAIN
         )
     if crossed and there.qp_state in RECEIVES:
         yield Finding("peer", "ok", f"{peer} in {there.qp_state.name}; each names the other")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from typing import Any
 
 from .model import Explanation
@@ -509,6 +510,17 @@ ERRNOS: tuple[Explanation, ...] = (
         ),
     ),
 )
+
+
+def undocumented(name: str) -> Explanation:
+    """Explain an errno that no man page of a verb lists."""
+    return _errno(
+        name,
+        f"{os.strerror(getattr(errno, name))}. No man page of a verb lists this errno: the kernel "
+        "or the driver returned it for a reason of its own.",
+        look_at=("dmesg: many drivers log the reason.", f"Where the driver returns -{name}."),
+    )
+
 
 ALIASES = {"ENOTSUP": "EOPNOTSUPP", "EWOULDBLOCK": "EAGAIN"}
 """Second names of the same numbers."""

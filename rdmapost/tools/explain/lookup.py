@@ -10,9 +10,9 @@ from enum import Enum
 
 from ..._arguments import index, shown
 from ...enums import EventType, WCStatus
-from ...errors import RdmaError, describe_errno
+from ...errors import RdmaError
 from .access_flags import ACCESS_FLAGS, OPS_FLAGS
-from .errnos import ALIASES, ERRNOS
+from .errnos import ALIASES, ERRNOS, undocumented
 from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
 from .findings import FINDINGS
@@ -205,8 +205,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
     if found:
         return found
     if abs(number) in errno.errorcode:
-        text = describe_errno(abs(number))
-        raise UnknownNameError(f"{text} is not an error that verbs are known to return", ())
+        return (undocumented(errno.errorcode[abs(number)]),)
     raise UnknownNameError(
         f"{shown(number)} is not the number of a status or an errno"
         + ("; if it is a vendor_err, only the device's driver knows it" if number > 0 else ""),

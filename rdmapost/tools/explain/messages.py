@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ...enums import EventType, WCStatus
-from .errnos import ERRNOS
+from .errnos import ERRNOS, undocumented
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
 from .lookup import PHRASES, of_member
@@ -231,6 +231,8 @@ def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:
 
 
 def _other_errno(name: str) -> Explanation | None:
-    """Return the explanation of an errno by its second name (EWOULDBLOCK)."""
+    """Return the explanation of an errno by its second name (EWOULDBLOCK), or that no verb has."""
     number = getattr(errno, name, None)
-    return _ERRNO.get(number) if isinstance(number, int) else None
+    if not isinstance(number, int):
+        return None
+    return _ERRNO.get(number) or undocumented(name)
