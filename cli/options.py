@@ -136,13 +136,15 @@ class Peer:
 
 def device_names(ctx: click.Context, option: click.Parameter, text: str) -> list[str]:
     """Complete the name of a device."""
-    from rdmapost import RdmaError, list_devices
+    from rdmapost import RdmaError, list_devices, list_roce_interfaces
 
     try:
-        return [info.name for info in list_devices() if info.name.startswith(text)]
+        names = [info.name for info in list_devices()]
+        names += [one.name for one in list_roce_interfaces() if one.obstacle is None]
     except RdmaError:
         # The shell cannot show an error during completion.
         return []
+    return [name for name in dict.fromkeys(names) if name.startswith(text)]
 
 
 _PORT = integer(1, 255)

@@ -61,15 +61,17 @@ def test_completion_offers_the_choices_of_an_option() -> None:
 
 
 def test_completion_offers_device_names() -> None:
-    """Those of this machine, and the software device with them."""
-    assert values("send", "-d", "") == [info.name for info in rp.list_devices()]
+    """Those of this machine, soft0 and the roce devices that can be opened."""
+    roce = [one.name for one in rp.list_roce_interfaces() if one.obstacle is None]
+    assert values("send", "-d", "") == [info.name for info in rp.list_devices()] + roce
+    assert values("send", "-d", "roce:l") == ["roce:lo"]
     assert values("check", "--device", "soft") == ["soft0"]
 
 
 def test_completion_offers_soft0_without_libibverbs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a library the shell shows no error in the middle of a line."""
     monkeypatch.setenv("RDMAPOST_LIBIBVERBS", "/no/such/library")
-    assert values("send", "-d", "") == ["soft0"]
+    assert values("send", "-d", "")[0] == "soft0"
 
 
 def test_completion_offers_names_that_explain_knows() -> None:
