@@ -111,6 +111,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "rq_psn": (0, 0xFFFFFF),
     "sq_psn": (0, 0xFFFFFF),
     "timeout": (0, 31),
+    "alt_timeout": (0, 31),
     "retry_cnt": (0, 7),
     "rnr_retry": (0, 7),
     "min_rnr_timer": (0, 31),

@@ -106,7 +106,13 @@ def test_number_out_of_range_is_named(connect, name, value):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("path_mtu", 0), ("path_mtu", 6), ("dest_qp_num", 1 << 24), ("rq_psn", 1 << 24)],
+    [
+        ("path_mtu", 0),
+        ("path_mtu", 6),
+        ("dest_qp_num", 1 << 24),
+        ("rq_psn", 1 << 24),
+        ("alt_timeout", 32),
+    ],
 )
 def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
     pair = connect(QPType.RC, to=QPState.RESET)
