@@ -510,8 +510,8 @@ def test_defaults_of_the_servers_queue_pairs_are_those_that_help_names(
     served = serve()
     with served.dial():
         (client,) = served.server.clients
-        assert said == {
-            "min_rnr_timer": client.qp.query().min_rnr_timer,
-            "max_send_wr": client.qp.max_send_wr,
-            "max_send_sge": client.qp.max_send_sge,
-        }
+        assert set(said) == {"min_rnr_timer", "max_send_wr", "max_send_sge"}
+        assert client.qp.query().min_rnr_timer == said["min_rnr_timer"]
+        # A device may grant more.
+        assert client.qp.max_send_wr >= said["max_send_wr"]
+        assert client.qp.max_send_sge >= said["max_send_sge"]
