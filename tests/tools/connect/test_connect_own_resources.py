@@ -72,9 +72,10 @@ def test_clients_write_through_a_window_of_the_callers_region(
     """The region alone grants less."""
     needs(pd.context.attr.device_cap_flags & rp.DeviceCap.MEM_WINDOW_TYPE_2B, "MW", pd.context)
     granted = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.MW_BIND
-    with rp.MR(pd, 64, granted) as mr, rp.MW(pd) as mw:
+    with rp.MR(pd, 64, granted) as mr:
         served = serve(mr=mr)
-        with served.dial() as peer:
+        # The window is closed first: Soft-RoCE's queue pair waits for it.
+        with served.dial() as peer, rp.MW(pd) as mw:
             (client,) = served.server.clients
             bind = rp.BindMW(
                 mw=mw,
