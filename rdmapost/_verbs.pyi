@@ -178,8 +178,8 @@ class Poller:
     @property
     def tasks(self) -> Any: ...
     def __init__(
-        self, queues: dict[int, Any], invalidated: dict[int, bytes], wc_flags: int, spin_ns: int,
-        channel: int, drop_event: Callable[[], object] | None, /,
+        self, cq: Any, queues: dict[int, Any], invalidated: dict[int, bytes], wc_flags: int,
+        spin_ns: int, channel: int, drop_event: Callable[[], object] | None, /,
     ) -> None: ...  # fmt: skip
     def until(
         self, handle: Any, fd: int, function: Callable[[], Any], timeout: float | None,

@@ -46,7 +46,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         self._cqs: dict[int, weakref.ref[CQ]] = {}
         # By the address of the CQ's struct.
         self._events = {}
-        self._poller = native.Poller({}, {}, 0, 0, -1, None)
+        self._poller = native.Poller(None, {}, {}, 0, 0, -1, None)
         provider = provider_of(context)
         handle = self._make(
             provider.create_comp_channel, (context,), provider.destroy_comp_channel, (context,)

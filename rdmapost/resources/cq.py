@@ -274,6 +274,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         reports = struct_of(announces)
         self._drop_event = functools.partial(provider.get_cq_event, reports, {})
         self._poller = native.Poller(
+            self,
             in_flight_of(context),
             invalidated_of(context),
             int(self.wc_flags),

@@ -172,3 +172,25 @@ def test_a_negative_number_of_completions_is_refused(cq, call):
     function = {"poll": cq.poll, "wait": cq.wait, "completions": in_a_loop}[call]
     with pytest.raises(ValueError, match="=-1 is negative"):
         function(-1)
+
+
+@pytest.mark.parametrize("kind", ["context", "channel"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda other: rp.CQ.poll(other),
+        lambda other: rp.CQ.wait(other, 1, 0),
+        lambda other: rp.CQ.wait_into(other, bytearray(48), 1, 0),
+        lambda other: rp.CQ.poll_into(other, bytearray(48)),
+        lambda other: asyncio.run(rp.CQ.completions(other, 1, 0.1)),
+    ],
+    ids=["poll", "wait", "wait_into", "poll_into", "completions"],
+)
+def test_only_a_cq_is_polled(context, kind, call):
+    """The device would take the struct of another resource for one."""
+
+    class Channel(rp.CompChannel):
+        channel = None
+
+    with Channel(context) as channel, pytest.raises((TypeError, AttributeError)):
+        call({"context": context, "channel": channel}[kind])

@@ -149,7 +149,9 @@ def test_vlan_or_flow_tag_is_shown_if_the_cq_was_created_with_it(soft, stack, mo
     flag = WCExFlags[f"WITH_{field.upper()}"]
     plain = native.Poller
     monkeypatch.setattr(
-        native, "Poller", lambda of, keys, flags, *rest: plain(of, keys, flags | flag, *rest)
+        native,
+        "Poller",
+        lambda cq, of, keys, flags, *rest: plain(cq, of, keys, flags | flag, *rest),
     )
     context = stack.enter_context(rp.open_device(soft))
     pd = stack.enter_context(rp.PD(context))

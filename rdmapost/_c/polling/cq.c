@@ -43,6 +43,7 @@ struct waiter {
 /* Every CQ has a poller; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
+	const void *cq; /* the handle that it polls, to compare with, or NULL: a CQ alone is polled */
 	struct rp_lock lock; /* protects the members below */
 	struct waiter *first;
 	struct waiter *leader;
@@ -286,6 +287,17 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 		return 0;
 	rp_raise_closed((struct rp_handle *)args[0]);
 	return -1;
+}
+
+/* Begin a verb that polls a CQ: the device receives the handle's struct as one. 0, or -1. */
+static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize_t nargs,
+			 Py_ssize_t wanted, struct rp_use *use)
+{
+	if (nargs == wanted && args[0] != p->cq) {
+		PyErr_SetString(PyExc_TypeError, "expected a CQ");
+		return -1;
+	}
+	return begin(args, nargs, wanted, use);
 }
 
 /* Return whether the handle is open; if not, set an exception. */
@@ -858,7 +870,7 @@ METHOD(poll_now)
 	struct rp_use use;
 	Py_ssize_t n = -1;
 
-	if (begin(args, nargs, 3, &use))
+	if (begin_polling(POLLER(self), args, nargs, 3, &use))
 		return NULL;
 	if (!PyList_Check(args[2]))
 		PyErr_SetString(PyExc_TypeError, "poll() takes a list");
@@ -1003,6 +1015,7 @@ static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
 }
 
 struct rp_slot rp_poller_slot;
+static PyObject *poller_type;
 
 PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 {
@@ -1018,8 +1031,12 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 		PyErr_Clear();
 		rp_raise_closed((struct rp_handle *)self);
 	}
+	if (p && !Py_IS_TYPE(p, (PyTypeObject *)poller_type)) {
+		PyErr_SetString(PyExc_TypeError, "expected a CQ");
+		Py_CLEAR(p);
+	}
 	if (p && !get_rows(buffer, &view)) {
-		if (!begin(&self, 1, 1, &use)) {
+		if (!begin_polling(POLLER(p), &self, 1, 1, &use)) {
 			struct order order = { .rows = view.buf };
 
 			/* Small numbers are preallocated. */
@@ -1116,7 +1133,7 @@ METHOD(wait_for)
 	struct rp_use use;
 	Py_buffer view;
 
-	if (begin(args, nargs, 5, &use))
+	if (begin_polling(p, args, nargs, 5, &use))
 		return NULL;
 	if (!PyList_Check(args[4])) {
 		if (get_rows(args[4], &view)) {
@@ -1207,7 +1224,7 @@ METHOD(fill)
 	PyObject *found = NULL, *arm = nargs == 3 ? args[2] : Py_None;
 	struct rp_use use;
 
-	if (begin(args, nargs == 3 ? 2 : nargs, 2, &use))
+	if (begin_polling(p, args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
 	if (!read_count(args[1], "count", &order.count) &&
 	    !(arm == Py_True && ask_for_event(use.handle, 0)) &&
@@ -1225,8 +1242,7 @@ METHOD(notify)
 	struct rp_use use;
 	int failed;
 
-	(void)self;
-	if (begin(args, nargs, 2, &use))
+	if (begin_polling(POLLER(self), args, nargs, 2, &use))
 		return NULL;
 	failed = ask_for_event(use.handle, args[1] == Py_True);
 	rp_end_use(&use);
@@ -1300,24 +1316,25 @@ static PyObject *first_failed(PyObject *self, PyObject *unused)
 /* ---- the type ----------------------------------------------------------- */
 
 /*
- * Poller(queues, invalidated, wc_flags, spin_ns, channel, drop_event): without a channel, -1 and
- * None.
+ * Poller(cq, queues, invalidated, wc_flags, spin_ns, channel, drop_event): without a CQ, None;
+ * without a channel, -1 and None.
  */
 static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-	PyObject *queues, *invalidated, *drop_event;
+	PyObject *cq, *queues, *invalidated, *drop_event;
 	unsigned int wc_flags;
 	int channel;
 	long long spin_ns;
 	struct poller *p;
 
 	(void)kwargs;
-	if (!PyArg_ParseTuple(args, "O!O!ILiO", &PyDict_Type, &queues, &PyDict_Type, &invalidated,
-			      &wc_flags, &spin_ns, &channel, &drop_event))
+	if (!PyArg_ParseTuple(args, "OO!O!ILiO", &cq, &PyDict_Type, &queues, &PyDict_Type,
+			      &invalidated, &wc_flags, &spin_ns, &channel, &drop_event))
 		return NULL;
 	p = (struct poller *)PyType_GenericAlloc(type, 0);
 	if (!p)
 		return NULL;
+	p->cq = cq == Py_None ? NULL : cq;
 	p->end = &p->backlog;
 	p->queues = Py_NewRef(queues);
 	p->invalidated = Py_NewRef(invalidated);
@@ -1439,6 +1456,6 @@ static PyMethodDef functions[] = {
 int rp_add_poller(PyObject *module)
 {
 	return rp_add_type(module, "rdmapost._verbs.Poller", sizeof(struct poller),
-			   Py_TPFLAGS_HAVE_GC, poller_slots, NULL) ||
+			   Py_TPFLAGS_HAVE_GC, poller_slots, &poller_type) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }
