@@ -11,7 +11,6 @@
 #include "parts.h"
 #include "posting/build_wr.h"
 #include "posting/rules.h"
-#include "posting/submit.h"
 #include "posting/tag_handle.h"
 
 /* ---- the device ----------------------------------------------------------- */

@@ -10,7 +10,6 @@
 #include "soft0/internal.h"
 
 #include <time.h>
-#include <unistd.h>
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int broken; /* a bug in the device must be reported */
