@@ -223,7 +223,7 @@ class Buffer:
 class TagHandle:
     """Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
 
-# _c/posting/read_wr.c: the classes that work requests refer to; and a row of fields.py: the name,
+# _c/posting/wr_types.c: the classes that work requests refer to; and a row of fields.py: the name,
 # offset, size and kind of each field.  Returns the number of the class.
 def describe_resource(name: str, type: type, /) -> None: ...
 def describe_wr(
@@ -395,12 +395,12 @@ def after_fork() -> None: ...
 def schedule_at(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
-# What C uses: the object behind each struct; the objects with pending work; the devices that look
-# for packets in every verb; do one part of the work (of None: what is due), and return whether to
-# call again, or -1 if the rest waits for a later verb, as it may if this one is late; fail it after
-# an exception, and return the same (if it raises MemoryError, it is retried later); log those
-# exceptions; start over after a fork; refuse a verb in the middle of a verb; and some of Python's
-# functions.
+# _c/soft0/device.c: what C uses: the object behind each struct; the objects with pending work;
+# the devices that look for packets in every verb; do one part of the work (of None: what is due),
+# and return whether to call again, or -1 if the rest waits for a later verb, as it may if this
+# one is late; fail it after an exception, and return the same (if it raises MemoryError, it is
+# retried later); log those exceptions; start over after a fork; refuse a verb in the middle of a
+# verb; and some of Python's functions.
 def soft_device(
     objects: dict[int, Any], ready: list[Any], wires: list[Any],
     execute_next: Callable[[Any, bool], int], give_up: Callable[[Any, BaseException], int],

@@ -265,7 +265,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_matching.py",
     ),
     "rdmapost/_c/posting/rules.c": (*CHECKS, *READS),
+    "rdmapost/_c/posting/wr_types.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
     "rdmapost/_c/posting/read_wr.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
+    "rdmapost/_c/posting/submit.c": ("posting/test_wr_lists_and_bad_wr.py", *CHECKS),
     "rdmapost/_c/posting/post.c": (
         *CHECKS,
         *IN_FLIGHT,
@@ -326,10 +328,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_argument_types.py",
         "posting/test_wr_structs.py",
     ),
-    "rdmapost/_c/posting/attribute_offsets.c": (
-        "posting/test_wr_classes.py",
-        "posting/test_wr_structs.py",
-    ),
+    "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
     "rdmapost/_c/soft0/data_verbs.c": (
         "providers/software/test_soft_unchecked_posts.py",
         "providers/software/test_soft_qp.py",
@@ -375,6 +374,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_prepared.py",
         "providers/software/test_soft_load_and_out_of_memory.py",
     ),
+    "rdmapost/_c/soft0/device.c": (
+        "providers/software/test_soft_handler_exceptions.py",
+        "providers/software/test_soft_interrupts_at_every_bytecode.py",
+    ),
     "rdmapost/_c/soft0/transaction.c": (
         "providers/software/test_soft_handler_exceptions.py",
         "providers/software/test_soft_interrupts_at_every_bytecode.py",
@@ -402,6 +405,17 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *MEMORY,
         *EVENTS,
         "providers/software/test_soft_interrupts_at_every_bytecode.py",
+    ),
+    "rdmapost/_c/handles/thread.c": (
+        "posting/test_concurrent_posts.py",
+        "resources/test_close_at_exit_and_fork.py",
+        "soundness/test_fork.py",
+    ),
+    "rdmapost/_c/handles/exceptions.c": (
+        "providers/software/test_soft_handler_exceptions.py",
+        "posting/test_exceptions_of_caller_code.py",
+        "resources/test_cq_interrupts.py",
+        "soundness/test_finalizers.py",
     ),
     "rdmapost/_c/handles/queue_lock.c": (
         "posting/test_concurrent_posts.py",

@@ -10,29 +10,7 @@
  * The functions are in the module that cffi generates: its own init function is
  * renamed (build_ffi.py), and the one below calls it.
  */
-#include "handles/handle.h"
-
-int rp_add_type(PyObject *module, const char *name, size_t size, unsigned int flags,
-		PyType_Slot *slots, PyObject **type)
-{
-	PyType_Spec spec = { name, (int)size, 0, Py_TPFLAGS_DEFAULT | flags, slots };
-	PyObject *made = PyType_FromSpec(&spec);
-	int failed = !made || PyModule_AddObjectRef(module, strrchr(name, '.') + 1, made);
-
-	if (type)
-		*type = made; /* never released */
-	else
-		Py_XDECREF(made);
-	return failed ? -1 : 0;
-}
-
-void rp_free(PyObject *self)
-{
-	PyTypeObject *type = Py_TYPE(self);
-
-	((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
-	Py_DECREF(type);
-}
+#include "parts.h"
 
 /* ---- methods of classes in Python, which have their docstrings and signatures ---- */
 
@@ -90,13 +68,14 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	PyObject *module = rp_cffi_init();
 
 	if (module &&
-	    (rp_find_tuple_items() || rp_add_handle(module) || rp_add_in_flight(module) ||
+	    (rp_find_tuple_items() || rp_add_threads() || rp_add_exceptions() ||
+	     rp_add_handle(module) || rp_add_in_flight(module) ||
 	     rp_add_wc(module) || rp_add_poller(module) || rp_add_comp_channel(module) ||
 	     rp_add_wr_init(module) || rp_add_sge(module) ||
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
-	     rp_add_read_wr(module) || rp_add_queue(module) ||
+	     rp_add_wr_types(module) || rp_add_read_wr() || rp_add_queue(module) ||
 	     rp_add_prepared(module) || PyModule_AddFunctions(module, functions) || rp_add_columns() ||
-	     rp_add_soft_journal(module) ||
+	     rp_add_soft_device(module) || rp_add_soft_journal(module) ||
 	     rp_add_soft_data_verbs(module) || rp_add_soft_faults(module) ||
 	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
 	     rp_add_dlpack(module) || rp_add_roce_packets(module))) {

@@ -34,7 +34,7 @@ from .wr import (
 
 
 class Verb(IntEnum):
-    """The verbs that post, as ``_c/posting/post.h`` numbers them."""
+    """The verbs that post, as ``_c/posting/wr_types.h`` numbers them."""
 
     ibv_post_send = 0
     ibv_post_recv = 1
@@ -135,7 +135,7 @@ _FIELD_TYPES = {
     "handle": "t",
     "recv_wr_id": "m",
 }
-"""What a field is where it is not a number in host order; see ``_c/posting/post.h``."""
+"""What a field is where it is not a number in host order; see ``_c/posting/wr_types.h``."""
 
 
 def _member(struct: str, path: str) -> tuple[int, int]:

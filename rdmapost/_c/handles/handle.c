@@ -4,6 +4,10 @@
 #include <structmember.h>
 #include <unistd.h>
 
+#include "attribute_offsets.h"
+#include "handles/exceptions.h"
+#include "parts.h"
+
 #define SHUT RP_SHUT
 #define CHILD (1ull << 32)
 #define VERBS(word) ((word) & UINT32_MAX)
@@ -32,9 +36,6 @@ PyObject *(*rp_progress)(void);
 
 /* Provided by rdmapost/resources/resource.py; never released. */
 static struct {
-	PyObject *closed; /* ClosedError */
-	PyObject *error; /* RdmaError */
-	PyObject *in_use; /* InUseError */
 	PyObject *failed; /* called with a function and an errno: raises */
 	PyObject *ffi;
 	PyObject *to_number; /* converts a cffi pointer to a number */
@@ -42,36 +43,6 @@ static struct {
 	PyObject *type_of; /* returns a cdata's type */
 	PyObject *structs; /* a dict of each class's struct type */
 } python;
-
-static unsigned int process = 1;
-
-RP_THREAD_LOCAL struct rp_thread *rp_current;
-static _Thread_local struct rp_thread its_own;
-
-struct rp_thread *rp_first_thread(void)
-{
-	static uint32_t threads;
-
-	if (!its_own.mark)
-		its_own.mark = (uint64_t)process << 32 |
-			       __atomic_add_fetch(&threads, 1, __ATOMIC_RELAXED);
-	return rp_current = &its_own;
-}
-
-void rp_stand_for(struct rp_thread *thread)
-{
-	rp_current = thread;
-}
-
-static void after_fork(void)
-{
-	struct rp_thread *me = rp_thread();
-
-	process++;
-	/* Everything else belongs to the parent process. */
-	*me = (struct rp_thread){ .mark = (uint64_t)process << 32 | (uint32_t)me->mark };
-	its_own.mark = me->mark;
-}
 
 static uintptr_t this_thread(void)
 {
@@ -93,7 +64,7 @@ static int is_done(const struct rp_handle *h)
 {
 	int state = state_of(h);
 
-	return h->process != process || !(state == OPEN || state == DESTROYED);
+	return h->process != rp_process || !(state == OPEN || state == DESTROYED);
 }
 
 static uint64_t load(const uint64_t *word)
@@ -117,53 +88,6 @@ static struct error save_error(void)
 static void restore_error(struct error error)
 {
 	PyErr_Restore(error.type, error.value, error.trace);
-}
-
-PyObject *rp_take_exception(void)
-{
-	struct error error = save_error();
-
-	PyErr_NormalizeException(&error.type, &error.value, &error.trace);
-	if (error.value && error.trace)
-		PyException_SetTraceback(error.value, error.trace);
-	Py_XDECREF(error.type);
-	Py_XDECREF(error.trace);
-	return error.value;
-}
-
-void rp_raise(PyObject *exception)
-{
-	PyObject *before = rp_take_exception();
-
-	/* This makes the exception being handled its context; `before`, if any, replaces that. */
-	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
-	if (before)
-		PyException_SetContext(exception, before);
-	Py_DECREF(exception);
-}
-
-int rp_refuse_call(void)
-{
-	rp_leave_call();
-	PyErr_Format(PyExc_RecursionError,
-		     "maximum recursion depth exceeded: %d calls of rdmapost in each other", MAX_CALLS);
-	return -1;
-}
-
-int rp_lacks_room(PyObject *exception)
-{
-	/* CPython 3.11 raises SystemError where it has no memory for a frame. */
-	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
-	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError) ||
-	       PyErr_GivenExceptionMatches(exception, PyExc_SystemError);
-}
-
-void rp_handler_raised(void)
-{
-	if (rp_lacks_room(PyErr_Occurred()))
-		PyErr_Clear();
-	else
-		rp_raise_later(rp_take_exception());
 }
 
 /* Set a handle's value in the dict of open handles, or remove it if NULL; 0, or -1. */
@@ -212,7 +136,7 @@ static int enter(struct rp_handle *h, uint64_t user)
 	uint64_t word = load(&h->word);
 
 	do {
-		if (h->process != process)
+		if (h->process != rp_process)
 			return 0;
 		/* Until the struct is destroyed, the closer may use it but create no children. */
 		if (word & SHUT &&
@@ -265,7 +189,7 @@ void rp_user_left(struct rp_handle *h)
 
 static void leave(struct rp_handle *h, uint64_t user)
 {
-	if (h->process != process)
+	if (h->process != rp_process)
 		return;
 	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
 	rp_user_left(h);
@@ -273,7 +197,7 @@ static void leave(struct rp_handle *h, uint64_t user)
 
 int rp_is_open(const struct rp_handle *h)
 {
-	return h->process == process && !(load(&h->word) & SHUT);
+	return h->process == rp_process && !(load(&h->word) & SHUT);
 }
 
 int rp_in_verb(void)
@@ -302,7 +226,7 @@ void rp_end_use(struct rp_use *use)
 void rp_unpin(struct rp_handle *h)
 {
 	RP_ADD(&h->posted, -1);
-	if (h->process == process)
+	if (h->process == rp_process)
 		rp_user_left(h);
 }
 
@@ -466,7 +390,7 @@ static void close_held_back(void)
 
 	for (; h; h = behind) {
 		behind = h->behind;
-		if (h->process == process && !is_done(h) &&
+		if (h->process == rp_process && !is_done(h) &&
 		    (!rp_is_open(h) ||
 		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
 			push_held_back(h);
@@ -506,7 +430,7 @@ void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct 
 	struct rp_bound *new = NULL, *old = NULL;
 	int late = 0;
 
-	if (state_of(mw) != OPEN || mw->process != process)
+	if (state_of(mw) != OPEN || mw->process != rp_process)
 		return;
 	if (mr) {
 		/* If memory runs out, the region is never released. */
@@ -566,29 +490,18 @@ static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 
 void rp_raise_closed(struct rp_handle *h)
 {
-	if (h->process && h->process != process)
-		PyErr_Format(python.closed, "%S was opened by process %d; open the device again",
+	if (h->process && h->process != rp_process)
+		PyErr_Format(rp_errors.closed, "%S was opened by process %d; open the device again",
 			     h, h->pid);
 	else if (rp_exiting == RP_CLOSED_ALL)
-		PyErr_Format(python.closed, "%S cannot be used: the interpreter is exiting", h);
+		PyErr_Format(rp_errors.closed, "%S cannot be used: the interpreter is exiting", h);
 	else if (h->spoiled)
-		PyErr_Format(python.closed, "%S cannot be used: %s failed; close it", h,
+		PyErr_Format(rp_errors.closed, "%S cannot be used: %s failed; close it", h,
 			     h->address ? "its re-registration" : "its creation");
 	else if (h->remaking)
-		PyErr_Format(python.closed, "another thread is re-registering %S", h);
+		PyErr_Format(rp_errors.closed, "another thread is re-registering %S", h);
 	else
-		PyErr_Format(python.closed, "%S is closed", h);
-}
-
-void rp_raise_forked(void)
-{
-	PyErr_SetString(python.closed,
-			"the process was forked in the middle of a verb; open the device again");
-}
-
-void rp_raise_nested(void)
-{
-	PyErr_SetString(python.error, "this thread is in the middle of a post to the same queue");
+		PyErr_Format(rp_errors.closed, "%S is closed", h);
 }
 
 /* ---- provider functions' results ------------------------------------------ */
@@ -839,7 +752,7 @@ static int change_state(struct rp_handle *h, char from, char to)
 
 static void raise_made(PyObject *self)
 {
-	PyErr_Format(python.error, "%S %s made; __init__ is not called again", self,
+	PyErr_Format(rp_errors.error, "%S %s made; __init__ is not called again", self,
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 
@@ -900,7 +813,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 					 &form))
 		return NULL;
 	if (rp_exiting == RP_CLOSED_ALL) {
-		PyErr_SetString(python.closed, "nothing can be opened: the interpreter is exiting");
+		PyErr_SetString(rp_errors.closed, "nothing can be opened: the interpreter is exiting");
 		return NULL;
 	}
 	before = (char)state_of(h);
@@ -908,7 +821,7 @@ static PyObject *handle_make(PyObject *self, PyObject *args, PyObject *kwargs)
 		raise_made(self);
 		return NULL;
 	}
-	h->process = process;
+	h->process = rp_process;
 	h->pid = (int)getpid();
 	h->access = access;
 	h->start = start;
@@ -996,7 +909,7 @@ static PyObject *get_closed(PyObject *self, void *unused)
 	struct rp_handle *h = (struct rp_handle *)self;
 
 	(void)unused;
-	return PyBool_FromLong(h->process != process || state_of(h) != OPEN);
+	return PyBool_FromLong(h->process != rp_process || state_of(h) != OPEN);
 }
 
 static uintptr_t maker_of(PyObject *self)
@@ -1097,7 +1010,7 @@ static int sleep_on(const struct rp_handle *h, struct pause *pause)
 	Py_END_ALLOW_THREADS
 	if (pause->us < LONGEST_PAUSE_US)
 		pause->us *= 2;
-	return PyErr_CheckSignals() ? -1 : h->process != process;
+	return PyErr_CheckSignals() ? -1 : h->process != rp_process;
 }
 
 /* Become the handle's closer, if it has none. */
@@ -1197,7 +1110,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 		if (!ask(h, "_refuse_posted"))
 			continue;
 		/* The last completion may have arrived since. */
-		if (load(&h->posted) || !PyErr_ExceptionMatches(python.in_use))
+		if (load(&h->posted) || !PyErr_ExceptionMatches(rp_errors.in_use))
 			return -1;
 		PyErr_Clear();
 	}
@@ -1237,7 +1150,7 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 	PyObject *done = NULL;
 
 	/* This may be impossible in a child that a signal handler has forked. */
-	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == process); i++) {
+	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == rp_process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)
 			first = save_error();
@@ -1288,7 +1201,7 @@ static int close_now(struct rp_handle *h)
 		return stopped < 0 ? -1 : 0;
 	h->refused = 0;
 	if (state_of(h) == OPEN)
-		stopped = release(h, &pause) || h->process != process || destroy(h);
+		stopped = release(h, &pause) || h->process != rp_process || destroy(h);
 	if (!stopped)
 		finish(h);
 	h->releasing = 0;
@@ -1303,7 +1216,7 @@ static int close_now(struct rp_handle *h)
 	    rp_thread()->first_put_off)
 		rp_close_put_off();
 	/* After a fork in the middle of the close, there is nothing to close here. */
-	if (h->process != process && PyErr_ExceptionMatches(python.error))
+	if (h->process != rp_process && PyErr_ExceptionMatches(rp_errors.error))
 		PyErr_Clear();
 	return PyErr_Occurred() ? -1 : 0;
 }
@@ -1360,14 +1273,14 @@ static int close_insistently(struct rp_handle *h)
 	int failed = close_now(h), refusals = 0, known = 0;
 
 	for (int i = 1; failed && i < MAX_INTERRUPTS; i++) {
-		known = PyErr_ExceptionMatches(python.error);
+		known = PyErr_ExceptionMatches(rp_errors.error);
 		/* An apparent refusal by the device may be a handler's exception: retry. */
 		refusals += known && h->refused;
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
-		    (PyErr_ExceptionMatches(python.in_use) && is_busy(h)))
+		    (PyErr_ExceptionMatches(rp_errors.in_use) && is_busy(h)))
 			break;
 		/* An InUseError is stale here: the last user has left, and left the close to us. */
-		if (PyErr_ExceptionMatches(python.in_use) || first ||
+		if (PyErr_ExceptionMatches(rp_errors.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
 		else
@@ -1375,7 +1288,7 @@ static int close_insistently(struct rp_handle *h)
 		failed = close_now(h);
 	}
 	/* An error that recurs on every attempt is not a handler's. */
-	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, python.error)))
+	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, rp_errors.error)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
 	return failed;
@@ -1391,7 +1304,7 @@ static void close_quietly(struct rp_handle *h)
 	if (close_insistently(h)) {
 		/* Short of stack or memory: retry in the main thread, for RETRIES_NS. */
 		put_off = rp_lacks_room(PyErr_Occurred()) && put_off_to_main(h);
-		known = PyErr_ExceptionMatches(python.error);
+		known = PyErr_ExceptionMatches(rp_errors.error);
 		/* If the handle is in use again, its last user closes it. */
 		if (!put_off && state_of(h) == OPEN && !is_busy(h))
 			keep(h);
@@ -1651,7 +1564,7 @@ static int wait_until_unused(struct rp_handle *h, struct pause *pause)
 			return -1;
 		Py_DECREF(refused);
 	}
-	return h->process != process;
+	return h->process != rp_process;
 }
 
 /*
@@ -1677,7 +1590,7 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 			      &new.unreadable, &new.form, &PyTuple_Type, &new.attributes))
 		return NULL;
 	if (rp_in_verb()) {
-		PyErr_Format(python.in_use,
+		PyErr_Format(rp_errors.in_use,
 			     "%S cannot be registered again in the middle of a verb of this thread "
 			     "(this is a signal handler or a finalizer)", h);
 		return NULL;
@@ -1778,7 +1691,7 @@ static void handle_dealloc(PyObject *self)
 	 * If it is still open, the interpreter is exiting and the device still uses the
 	 * struct, so the objects that the struct depends on must stay.
 	 */
-	if (state_of(h) != OPEN || h->process != process) {
+	if (state_of(h) != OPEN || h->process != rp_process) {
 		Py_XDECREF(h->cdata);
 		Py_XDECREF(h->destroy);
 		Py_XDECREF(h->parents);
@@ -2006,9 +1919,9 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
-	if (!PyArg_ParseTuple(args, "OOOOOOO!OO!", &python.closed, &python.error, &python.in_use,
-			      &python.failed, &python.ffi, &python.to_number, &PyDict_Type, &python.open,
-			      &python.type_of, &PyDict_Type, &python.structs))
+	if (!PyArg_ParseTuple(args, "OOOOOOO!OO!", &rp_errors.closed, &rp_errors.error,
+			      &rp_errors.in_use, &python.failed, &python.ffi, &python.to_number,
+			      &PyDict_Type, &python.open, &python.type_of, &PyDict_Type, &python.structs))
 		return NULL;
 	return Py_NewRef(Py_NewRef(args));
 }
@@ -2056,8 +1969,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_handle(PyObject *module)
 {
-	return pthread_atfork(NULL, NULL, after_fork) ||
-	       rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
+	return rp_add_type(module, "rdmapost._verbs.Handle", sizeof(struct rp_handle),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, handle_slots, &rp_handle_type) ||
 	       rp_add_type(module, "rdmapost._verbs.Finalizing", sizeof(struct finalizing),
 			   Py_TPFLAGS_HAVE_GC, finalizing_slots, NULL) ||

@@ -13,7 +13,8 @@
 #ifndef RDMAPOST_HANDLE_H
 #define RDMAPOST_HANDLE_H
 
-#include "module.h"
+#include "base.h"
+#include "handles/thread.h"
 
 struct rp_handle {
 	PyObject_HEAD
@@ -56,69 +57,17 @@ struct rp_handle {
 	char put_off; /* its close is deferred to the end of a verb, but waits on it end now */
 };
 
-extern PyObject *rp_handle_type;
-
-/* How many times to try what must complete even if a signal handler raises in it. */
-enum { MAX_INTERRUPTS = 16 };
+RP_SHARED PyObject *rp_handle_type;
 
 /* How far interpreter shutdown has got, or 0. */
 enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
-extern int rp_exiting;
+RP_SHARED int rp_exiting;
 
 /* A handle in use by one of a thread's verbs, innermost first. */
 struct rp_use {
 	struct rp_handle *handle;
 	struct rp_use *below;
 };
-
-/*
- * A thread's identity, the handles its verbs use, and those to close when its outermost verb ends.
- * rp_stand_for() lets a thread act for another that waits for it: it then owns that thread's locks
- * and is in the middle of its verbs. rp_stand_for(NULL) ends that.
- */
-struct rp_thread {
-	uint64_t mark; /* the process's generation; a thread number in the low 32 bits */
-	struct rp_use *top;
-	struct rp_handle *closing; /* the innermost handle it is closing */
-	struct rp_handle *first_put_off, *last_put_off;
-	int draining;
-	int calls; /* see rp_enter_call() */
-};
-
-/* glibc reserves some static TLS for libraries loaded by dlopen(); musl does not. */
-#ifdef __GLIBC__
-#define RP_THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
-#else
-#define RP_THREAD_LOCAL _Thread_local
-#endif
-extern RP_THREAD_LOCAL struct rp_thread *rp_current; /* NULL until rp_first_thread() */
-struct rp_thread *rp_first_thread(void);
-void rp_stand_for(struct rp_thread *thread);
-
-static inline struct rp_thread *rp_thread(void)
-{
-	struct rp_thread *me = rp_current;
-
-	return me ? me : rp_first_thread();
-}
-
-/*
- * Begin a call that may run the caller's code with much of the C stack in use; 0, or -1 with a
- * RecursionError. Python's own limit is too high for that: 3.13 allows 10000 calls of C functions.
- */
-enum { MAX_CALLS = 50 };
-
-int rp_refuse_call(void);
-
-static inline int rp_enter_call(void)
-{
-	return rp_thread()->calls++ < MAX_CALLS ? 0 : rp_refuse_call();
-}
-
-static inline void rp_leave_call(void)
-{
-	rp_thread()->calls--;
-}
 
 static inline int rp_is_handle(PyObject *object)
 {
@@ -153,12 +102,6 @@ int rp_in_verb(void);
 /* Raise ClosedError, saying why a handle cannot be used. */
 void rp_raise_closed(struct rp_handle *handle);
 
-/* Raise ClosedError after a fork in the middle of a verb. */
-void rp_raise_forked(void);
-
-/* Raise RdmaError for a post in the middle of another to the same queue. */
-void rp_raise_nested(void);
-
 /* rp_begin_use() and rp_end_use() for callers that already have rp_thread(). */
 #define RP_SHUT (1ull << 63)
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
@@ -166,7 +109,7 @@ void rp_user_left(struct rp_handle *handle);
 void rp_close_put_off(void);
 
 /* Unreachable queue pairs that wait for their windows; see hold_back(). */
-extern struct rp_handle *rp_held_back;
+RP_SHARED struct rp_handle *rp_held_back;
 
 static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
 {
@@ -212,29 +155,12 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
  * code and wait for another thread's verb, so hold no lock. Returns a signal handler's exception,
  * which the caller must raise, or NULL.
  */
-extern PyObject *(*rp_progress)(void);
+RP_SHARED PyObject *(*rp_progress)(void);
 
 static inline PyObject *rp_run_device(void)
 {
 	return rp_progress ? rp_progress() : NULL;
 }
-
-/* Clear the current exception and return it, with its traceback; NULL if none is set. */
-PyObject *rp_take_exception(void);
-
-/*
- * soft0/transaction.c: rp_raise_later() saves a signal handler's exception that cannot propagate,
- * and steals the reference; after rp_deliver_soon() it is raised once this thread is out of C.
- */
-void rp_raise_later(PyObject *exception);
-/* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
-void rp_handler_raised(void);
-/* Whether an exception is for lack of memory or stack. */
-int rp_lacks_room(PyObject *exception);
-void rp_deliver_soon(void);
-
-/* Raise an exception, with the one already set as its context; steals the reference. */
-void rp_raise(PyObject *exception);
 
 /* Count a work request in flight that names the handle; the caller is using the handle. */
 static inline void rp_pin(struct rp_handle *handle)
@@ -290,25 +216,5 @@ void rp_count_invalidation(PyObject *counts, unsigned char key);
 
 /* A window bind has been posted to a handle's queue. */
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
-
-/* ---- queue_lock.c, the fast path ------------------------------------------------ */
-
-/* Wake a thread that waits for a released lock. */
-void rp_wake(struct rp_lock *lock);
-
-/* Try to acquire a lock; an owner from before a fork no longer exists. */
-static inline int rp_try_acquire(struct rp_lock *lock, const struct rp_thread *me)
-{
-	uint64_t owner = RP_LOAD(&lock->owner);
-
-	return (!owner || (owner ^ me->mark) >> 32) && rp_swap_word(&lock->owner, &owner, me->mark);
-}
-
-static inline void rp_release(struct rp_lock *lock)
-{
-	RP_STORE(&lock->owner, 0);
-	if (RP_LOAD(&lock->waiting))
-		rp_wake(lock);
-}
 
 #endif

@@ -4,7 +4,9 @@
  * A prepared post takes some thirty nanoseconds, and a mutex would add ten. So the lock is one
  * word, plus a PyThread lock for waiters to block on.
  */
-#include "handles/handle.h"
+#include "handles/queue_lock.h"
+
+#include "handles/exceptions.h"
 
 int rp_owns(const struct rp_lock *lock)
 {

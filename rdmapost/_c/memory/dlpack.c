@@ -5,7 +5,7 @@
  * Here the consumer is a second capsule, the keeper, which keeps the tensor alive as long as it
  * lives.
  */
-#include "posting/post.h"
+#include "parts.h"
 
 struct tensor {
 	void *data;

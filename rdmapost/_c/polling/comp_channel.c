@@ -1,9 +1,12 @@
 /*
  * The events of completion channels (ibv_get_cq_event(3)).
  */
-#include "handles/handle.h"
+#include "polling/wc.h"
 
 #include <errno.h>
+
+#include "handles/exceptions.h"
+#include "parts.h"
 
 /*
  * get_cq_event(channel, cqs): take an event off a non-blocking completion

@@ -19,6 +19,11 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "handles/exceptions.h"
+#include "handles/queue_lock.h"
+#include "parts.h"
+#include "polling/wc.h"
+
 enum { BATCH = 64 };
 
 /* Python preallocates the integers up to 256. */

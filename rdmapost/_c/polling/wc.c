@@ -1,7 +1,10 @@
 /* Completions in Python: each struct ibv_wc becomes a WC (rdmapost/resources/cq.py). */
-#include "module.h"
+#include "polling/wc.h"
 
 #include <endian.h>
+
+#include "attribute_offsets.h"
+#include "parts.h"
 
 enum { FIELDS = 20, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 

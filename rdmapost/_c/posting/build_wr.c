@@ -1,7 +1,7 @@
 /*
  * Posting what ibv_post_send() cannot carry, FLUSH and ATOMIC_WRITE: by ibv_wr_start() and so on.
  */
-#include "posting/post.h"
+#include "posting/build_wr.h"
 
 #define AT(mine, theirs) \
 	(offsetof(struct rp_built_wr, mine) == offsetof(struct ibv_send_wr, theirs))

@@ -13,6 +13,10 @@
 
 #include <endian.h>
 
+#include "parts.h"
+#include "posting/rules.h"
+#include "posting/sge.h"
+
 /*
  * Reading runs the caller's code, which may post again: keep posting's arrays off that stack. The
  * loops over rows take a tenth longer where a change elsewhere moves them within a cache line.

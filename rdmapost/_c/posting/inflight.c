@@ -1,7 +1,10 @@
 /* Records of posted work requests, which give the caller's wr_id back (inflight.h). */
-#include "posting/post.h"
+#include "posting/inflight.h"
 
 #include <structmember.h>
+
+#include "parts.h"
+#include "posting/wr_types.h"
 
 PyObject *rp_in_flight_type, *rp_sent_type;
 

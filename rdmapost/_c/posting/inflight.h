@@ -63,7 +63,7 @@ struct rp_in_flight {
 	int in_order;
 };
 
-extern PyObject *rp_in_flight_type;
+RP_SHARED PyObject *rp_in_flight_type;
 
 /*
  * Return a new reference to a cookie's queue, or NULL without an exception.
@@ -155,6 +155,17 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t cookie, uint64_t serial);
 PyObject *rp_pin_all(PyObject *refs);
 void rp_unpin_all(PyObject *refs);
 
+/*
+ * The bits of a window's key that a bind chooses. The others are the device's; drivers ignore them
+ * in a bind, without an error.
+ */
+#define RP_KEY_BYTE 0xffu
+
+static inline void rp_put_key(struct ibv_mw *mw, uint32_t rkey)
+{
+	mw->rkey = (mw->rkey & ~RP_KEY_BYTE) | (rkey & RP_KEY_BYTE);
+}
+
 /* ---- a prepared list in flight ------------------------------------------ */
 
 /* What a post of a prepared list carries; immutable while in flight. */
@@ -164,7 +175,7 @@ struct rp_sent {
 	PyObject *refs; /* a tuple of what each holds, or None */
 };
 
-extern PyObject *rp_sent_type;
+RP_SHARED PyObject *rp_sent_type;
 
 /* Takes over the references; pins the handles. */
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs);

@@ -1,7 +1,10 @@
 /* Memory that is not registered, held for inline data and TSO headers. */
-#include "posting/post.h"
+#include "posting/inline_buffer.h"
 
 #include <structmember.h>
+
+#include "parts.h"
+#include "posting/wr_types.h"
 
 struct buffer {
 	PyObject_HEAD

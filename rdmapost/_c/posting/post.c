@@ -7,71 +7,23 @@
  */
 #include "posting/post.h"
 
-/* ---- the device ----------------------------------------------------------- */
+#include "handles/exceptions.h"
+#include "parts.h"
+#include "posting/build_wr.h"
+#include "posting/rules.h"
+#include "posting/tag_handle.h"
 
-/* Every work request begins with its wr_id and next pointer. */
-struct link {
-	uint64_t wr_id;
-	struct link *next;
-};
-#define BEGINS(type)                                                            \
-	(offsetof(type, wr_id) == offsetof(struct link, wr_id) &&               \
-	 offsetof(type, next) == offsetof(struct link, next))
-_Static_assert(BEGINS(struct ibv_send_wr) && BEGINS(struct ibv_recv_wr) &&
-		       BEGINS(struct ibv_ops_wr),
-	       "work requests begin with something else");
+/* ---- the device ----------------------------------------------------------- */
 
 static struct link *struct_of(const struct post *post, size_t index)
 {
 	return (void *)(post->structs + post->requests[index].at);
 }
 
-/*
- * Providers return a positive errno, a negative one (siw), or 0 with *bad set
- * (a partial post); on some paths *bad is left alone, or points outside the
- * chain. So *bad starts as NULL and counts only if the chain contains it.
- */
-static struct outcome failed(int code, const struct link *chain, const void *bad, size_t count)
-{
-	int64_t posted = 0;
-
-	while (chain && chain != bad) {
-		chain = chain->next;
-		posted++;
-	}
-	if (!code && (!bad || !chain))
-		return (struct outcome){ 0, (int64_t)count };
-	code = code ? abs(code) : EIO;
-	if (!bad || !chain)
-		/* An unsupported call posts nothing; any other may have. */
-		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
-	return (struct outcome){ code, posted };
-}
-
-static inline struct outcome submit(int verb, void *object, void *wrs, size_t count)
-{
-	union {
-		struct ibv_send_wr *send;
-		struct ibv_recv_wr *recv;
-		struct ibv_ops_wr *op;
-	} bad = { NULL };
-	int code = verb == SEND	    ? ibv_post_send(object, wrs, &bad.send) :
-		   verb == RECV	    ? ibv_post_recv(object, wrs, &bad.recv) :
-		   verb == SRQ_RECV ? ibv_post_srq_recv(object, wrs, &bad.recv) :
-				      ibv_post_srq_ops(object, wrs, &bad.op);
-
-	return code || bad.send ? failed(code, wrs, bad.send, count) :
-				  (struct outcome){ 0, (int64_t)count };
-}
-
-struct outcome rp_submit_chain(int verb, void *object, void *records, size_t count)
-{
-	return submit(verb, object, records, count);
-}
-
 struct outcome rp_submit(const struct work_queue *q, void *object, void *records, size_t count)
 {
-	return q->builds ? rp_build(object, records) : submit(q->verb, object, records, count);
+	return q->builds ? rp_build(object, records) :
+			   rp_submit_chain(q->verb, object, records, count);
 }
 
 /* ---- with the lock held -------------------------------------------------- */

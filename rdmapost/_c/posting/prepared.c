@@ -10,6 +10,10 @@
 #include <endian.h>
 #include <structmember.h>
 
+#include "parts.h"
+#include "posting/rules.h"
+#include "posting/sge.h"
+
 /* Through the collector, any code can see a list before it is complete, and after a refusal. */
 enum { NEW, MAKING, REFUSED, WHOLE };
 

@@ -6,7 +6,10 @@
  * numbers already read and structs held open, and runs no Python code. If the
  * caller turned checks off, only what could harm the process is refused.
  */
-#include "posting/post.h"
+#include "posting/rules.h"
+
+#include "posting/inline_buffer.h"
+#include "posting/tag_handle.h"
 
 static const struct ibv_send_wr *send_wr(const struct post *post, const struct request *r)
 {

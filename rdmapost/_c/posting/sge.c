@@ -4,9 +4,10 @@
  *
  * Anything but two numbers within the region goes to MR._slice, which reports errors.
  */
-#include "posting/post.h"
+#include "posting/sge.h"
 
-struct rp_mr_slots rp_mr_slots;
+#include "handles/handle.h"
+#include "parts.h"
 
 PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *owner)
 {

@@ -1,5 +1,8 @@
 /* A matching-list entry's handle: posting a TAG_ADD creates it, and a TAG_DEL names it. */
-#include "posting/post.h"
+#include "posting/tag_handle.h"
+
+#include "parts.h"
+#include "posting/wr_types.h"
 
 PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,
 			     uint32_t value)

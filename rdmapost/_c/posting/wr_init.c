@@ -5,7 +5,7 @@
  * and unpacks them as a Python function does. This one reads them directly. Calls
  * that it does not handle go to the generated one, which reports errors.
  */
-#include "module.h"
+#include "parts.h"
 
 enum { CLASSES = 24, FIELDS = 12 };
 

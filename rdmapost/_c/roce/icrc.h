@@ -2,7 +2,7 @@
 #ifndef RP_ROCE_ICRC_H
 #define RP_ROCE_ICRC_H
 
-#include "module.h"
+#include "base.h"
 
 enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8 }; /* bytes */
 

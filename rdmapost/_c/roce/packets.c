@@ -10,6 +10,8 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
+#include "parts.h"
+
 enum { MAX_SEGMENTS = 64, /* in one message, for any kernel */
        SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
 

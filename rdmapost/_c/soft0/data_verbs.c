@@ -247,7 +247,7 @@ static PyObject *withdraw(PyObject *self, PyObject *cq)
 	return entry;
 }
 
-void rp_show(PyObject *cq)
+static void show(PyObject *cq)
 {
 	RP_STORE(&((struct device_queue *)cq)->hidden, 0);
 }
@@ -904,6 +904,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_data_verbs(PyObject *module)
 {
+	rp_show = show;
 	withdraws = PyCFunction_New(&withdraw_method, NULL); /* never released */
 	return !withdraws ||
 	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,

@@ -1,5 +1,5 @@
 /*
- * What the soft device's C files share: the journal, its lock and transactions.
+ * What the soft device's C files share: its lock, the journal and transactions.
  *
  * The device is written in Python (rdmapost/providers/software/), where a signal handler may
  * raise between any two bytecodes. So the call that undoes a change to the device's state is
@@ -11,42 +11,36 @@
 #ifndef RDMAPOST_SOFT0_INTERNAL_H
 #define RDMAPOST_SOFT0_INTERNAL_H
 
+#include "handles/data_lock.h"
+#include "handles/exceptions.h"
 #include "handles/handle.h"
+#include "handles/queue_lock.h"
+#include "parts.h"
 
 #include "soft0/soft0.h"
 
-/*
- * Data verbs do not acquire the device's lock. A C function that touches data that they share with
- * the device (a queue, the lists in soft0/transaction.c) holds the GIL throughout; without a GIL it
- * holds this lock, which is recursive. Only C runs under it, and never waits for a queue's lock or
- * the device's. While a thread waits for this lock, Python suspends its critical sections, so the
- * owner may enter them.
- */
-#ifdef Py_GIL_DISABLED
-void rp_data_lock(void);
-void rp_data_unlock(void);
-#else
-static inline void rp_data_lock(void)
-{
-}
+/* ---- soft0/device.c ------------------------------------------------------- */
 
-static inline void rp_data_unlock(void)
-{
-}
-#endif
+/* Also held while Python runs: check rp_soft_busy() (soft0.h) first. */
+RP_SHARED struct rp_lock rp_soft_lock;
+
+/* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
+enum rp_part {
+	OBJECTS, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
+	SETATTR, DELATTR, POP, PARTS
+};
+PyObject *rp_soft_given(enum rp_part which);
 
 /* ---- soft0/journal.c ------------------------------------------------------ */
 
 /* The names of attributes and methods that C looks up. */
 enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
-extern PyObject *rp_names[NAMES];
+RP_SHARED PyObject *rp_names[NAMES];
 
 /* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
 PyObject *rp_call(PyObject *call);
 /* Append an item to a list or a deque; 0, or -1 without an exception. */
 int rp_append(PyObject *queue, PyObject *item);
-/* Remove and return a list's first item; NULL if it is empty, or if there is no memory to shrink it. */
-PyObject *rp_shift(PyObject *list);
 /* Remove all of a list's items, which takes no memory. Nothing may be in progress. */
 void rp_clear(PyObject *list);
 
@@ -67,14 +61,11 @@ int rp_note_undo(PyObject *callable, PyObject *argument);
 void rp_note_unchanged(void);
 /* Journal a CQ whose new entries polls see once committed; 0, or -1 with an exception. */
 int rp_note_added(PyObject *cq);
+/* Makes all entries in a completion queue visible to polls; data_verbs.c sets it. */
+RP_SHARED void (*rp_show)(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
-
-/* ---- soft0/data_verbs.c -------------------------------------------------- */
-
-/* Make all entries in a completion queue visible to polls. */
-void rp_show(PyObject *cq);
 
 /* ---- soft0/mapped_memory.c ------------------------------------------------ */
 
@@ -86,14 +77,7 @@ int rp_soft_read(char *to, uint64_t addr, uint64_t length);
 /* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
-/* ---- soft0/transaction.c: the lock, and what runs under it ---------------- */
-
-/* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
-enum rp_part {
-	OBJECTS, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
-	SETATTR, DELATTR, POP, PARTS
-};
-PyObject *rp_soft_given(enum rp_part which);
+/* ---- soft0/transaction.c: what runs under the lock ------------------------- */
 
 /* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);

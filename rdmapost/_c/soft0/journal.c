@@ -14,6 +14,7 @@
 #include "soft0/internal.h"
 
 PyObject *rp_names[NAMES];
+void (*rp_show)(PyObject *cq);
 
 static PyObject *undo, *later, *last; /* `last` also has completion queues, for rp_show() */
 static int active; /* for the thread that holds the device's lock */
@@ -59,23 +60,6 @@ int rp_append(PyObject *queue, PyObject *item)
 		PyErr_Clear();
 	Py_XDECREF(done);
 	return done ? 0 : -1;
-}
-
-PyObject *rp_shift(PyObject *list)
-{
-	PyObject *first = NULL;
-
-	rp_data_lock();
-	if (PyList_Size(list) > 0) {
-		first = Py_NewRef(PyList_GetItem(list, 0));
-		/* To shrink a list can take memory; it is left as it was. */
-		if (PyList_SetSlice(list, 0, 1, NULL)) {
-			PyErr_Clear();
-			Py_CLEAR(first);
-		}
-	}
-	rp_data_unlock();
-	return first;
 }
 
 void rp_clear(PyObject *list)

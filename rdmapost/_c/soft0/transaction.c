@@ -1,5 +1,5 @@
 /*
- * Transactions of the soft device, and the lock that they run under.
+ * Transactions of the soft device, which run under its lock.
  *
  * A control verb is one transaction: if its Python function raises, the exception propagates and
  * nothing has changed. The work that data verbs start also runs as transactions, one for each work
@@ -10,12 +10,7 @@
 #include "soft0/internal.h"
 
 #include <time.h>
-#include <unistd.h>
 
-static PyObject *parts; /* soft_device()'s arguments; never released */
-
-static struct rp_lock lock; /* also held while Python runs: check rp_soft_busy() first */
-static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
@@ -23,90 +18,6 @@ static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress leaves work to later ones; 0 before it does any */
 static int executing; /* 1 while a READY object's work runs; others need not wait for it */
 static int gc_paused; /* by run_elsewhere(), having been enabled */
-
-PyObject *rp_soft_given(enum rp_part which)
-{
-	return PyTuple_GetItem(parts, which);
-}
-
-int rp_soft_busy(void)
-{
-	return rp_owns(&lock);
-}
-
-#ifdef Py_GIL_DISABLED
-static PyMutex data_lock;
-static uint64_t data_owner; /* the owning thread's mark, or 0 */
-static int data_depth; /* times acquired */
-
-void rp_data_lock(void)
-{
-	uint64_t me = rp_thread()->mark;
-
-	if (RP_LOAD(&data_owner) != me) {
-		PyMutex_Lock(&data_lock);
-		RP_STORE(&data_owner, me);
-	}
-	data_depth++;
-}
-
-void rp_data_unlock(void)
-{
-	if (--data_depth)
-		return;
-	RP_STORE(&data_owner, 0);
-	PyMutex_Unlock(&data_lock);
-}
-
-/* A thread that owned it in the parent does not exist here. */
-static void free_data_lock(void)
-{
-	data_lock = (PyMutex){ 0 };
-	data_owner = 0;
-	data_depth = 0;
-}
-#else
-static void free_data_lock(void)
-{
-}
-#endif
-
-/* ---- signal handlers' exceptions ----------------------------------------- */
-
-static int deliver(void *unused)
-{
-	PyObject *first = rp_shift(raised);
-
-	(void)unused;
-	if (!first)
-		return 0;
-	if (PyList_Size(raised) > 0)
-		Py_AddPendingCall(deliver, NULL);
-	PyErr_SetObject((PyObject *)Py_TYPE(first), first);
-	Py_DECREF(first);
-	return -1;
-}
-
-/* Have an exception raised in this thread after the verb; steals the reference. */
-void rp_raise_later(PyObject *exception)
-{
-	int waits = 0;
-
-	if (!exception)
-		return;
-	rp_data_lock();
-	/* From a handler that raises every time, keep only the first. */
-	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
-		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
-	if (gettid() != getpid())
-		/* PyThreadState_SetAsyncExc raised it; raise it again the same way. */
-		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
-					  (PyObject *)Py_TYPE(exception));
-	else if (!waits && PyList_Append(raised, exception))
-		PyErr_Clear();
-	rp_data_unlock();
-	Py_DECREF(exception);
-}
 
 /* ---- transactions -------------------------------------------------------- */
 
@@ -324,7 +235,7 @@ static void enter(void)
 	PyObject *call;
 	int64_t when;
 
-	rp_acquire(&lock);
+	rp_acquire(&rp_soft_lock);
 	late = 0;
 	if (forked) {
 		rp_journal_forget();
@@ -365,7 +276,7 @@ static void leave(void)
 	PyObject *done;
 
 	broken = doomed = 0;
-	rp_release(&lock);
+	rp_release(&rp_soft_lock);
 	if (left)
 		give_way();
 	if (failed) {
@@ -376,19 +287,9 @@ static void leave(void)
 	}
 }
 
-/* Make the main thread raise the signal handlers' exceptions. */
-void rp_deliver_soon(void)
-{
-	/* If the queue of pending calls is full, retry when the next verb ends. */
-	if (PyList_Size(raised) > 0)
-		Py_AddPendingCall(deliver, NULL);
-}
-
 /* Execute posted work and due retries. Inside a verb, leave both to the end of that verb. */
 static PyObject *progress(void)
 {
-	PyObject *first;
-
 	if (rp_soft_busy())
 		return NULL;
 	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
@@ -397,11 +298,7 @@ static PyObject *progress(void)
 		leave();
 	}
 	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
-	if (!PyList_Size(raised))
-		return NULL;
-	first = gettid() == getpid() ? rp_shift(raised) : NULL;
-	rp_deliver_soon();
-	return first;
+	return rp_deliver();
 }
 
 void rp_soft_opened(void)
@@ -415,9 +312,9 @@ static void after_fork(void)
 	forked = 1;
 	executing = 0;
 	due = -1;
-	free_data_lock();
-	doomed = lock.owner && (uint32_t)lock.owner == (uint32_t)rp_thread()->mark;
-	lock.owner = doomed ? rp_thread()->mark : 0;
+	rp_free_data_lock();
+	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;
+	rp_soft_lock.owner = doomed ? rp_thread()->mark : 0;
 }
 
 /* Return a new reference to the object with a handle, or NULL without an exception. */
@@ -540,19 +437,6 @@ static PyObject *start(PyObject *self, PyObject *object)
 	return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *soft_device(PyObject *self, PyObject *args)
-{
-	(void)self;
-	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
-	    !PyList_Check(PyTuple_GetItem(args, READY)) ||
-	    !PyList_Check(PyTuple_GetItem(args, WIRES))) {
-		PyErr_SetString(PyExc_TypeError, "these are not the parts, or it has them already");
-		return NULL;
-	}
-	parts = Py_NewRef(args);
-	Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "in_step", in_step, METH_NOARGS, NULL },
@@ -560,14 +444,10 @@ static PyMethodDef functions[] = {
 	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "schedule_at", schedule_at, METH_O, NULL },
 	{ "start", start, METH_O, NULL },
-	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
 int rp_add_soft_transaction(PyObject *module)
 {
-	raised = PyList_New(0); /* never released */
-	if (!raised || rp_init_lock(&lock) || pthread_atfork(NULL, NULL, after_fork))
-		return -1;
-	return PyModule_AddFunctions(module, functions);
+	return pthread_atfork(NULL, NULL, after_fork) ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -6,7 +6,7 @@
  * and searched for in the object. If Python stores it elsewhere, the attribute is
  * looked up by name. The items of new tuples are written in the same way, or with PyTuple_SetItem.
  */
-#include "module.h"
+#include "attribute_offsets.h"
 
 /* Whether an object has a pointer to `value` at an offset. */
 static int holds(PyObject *object, Py_ssize_t offset, PyObject *value)

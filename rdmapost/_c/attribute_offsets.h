@@ -1,0 +1,36 @@
+/* Attributes stored in __slots__, and the items of tuples: read and written as memory. */
+#ifndef RDMAPOST_ATTRIBUTE_OFFSETS_H
+#define RDMAPOST_ATTRIBUTE_OFFSETS_H
+
+#include "base.h"
+
+struct rp_slot {
+	PyObject *name;
+	Py_ssize_t offset; /* in the object; 0 if unknown */
+};
+
+/* Find a slot's offset in a class's instances; 0, or -1 with an exception. */
+int rp_find_slot(PyObject *type, const char *name, struct rp_slot *slot);
+
+/* The slot's address in an instance of exactly that class; NULL if it must be read by name. */
+static inline PyObject **rp_slot_at(PyObject *object, const struct rp_slot *slot)
+{
+	return RP_READS_SLOTS && slot->offset ?
+		       (PyObject **)(void *)((char *)object + slot->offset) : NULL;
+}
+
+/* Where a tuple has its items; 0 if unknown. */
+RP_SHARED Py_ssize_t rp_tuple_items;
+int rp_find_tuple_items(void); /* 0, or -1 with an exception */
+
+/* PyTuple_GetItem() of an item that is there. */
+static inline PyObject *rp_item(PyObject *tuple, Py_ssize_t i)
+{
+	return rp_tuple_items ? ((PyObject **)(void *)((char *)tuple + rp_tuple_items))[i] :
+				PyTuple_GetItem(tuple, i);
+}
+
+/* Make an instance of a tuple subclass without attributes; steals the items; NULL if one is. */
+PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count);
+
+#endif

@@ -1,0 +1,142 @@
+/* Exceptions: raising them, and those that signal handlers raise where they cannot propagate. */
+#include "handles/exceptions.h"
+
+#include <unistd.h>
+
+#include "handles/data_lock.h"
+#include "parts.h"
+
+struct rp_errors rp_errors;
+
+static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
+
+PyObject *rp_take_exception(void)
+{
+	PyObject *type, *value, *trace;
+
+	PyErr_Fetch(&type, &value, &trace);
+	PyErr_NormalizeException(&type, &value, &trace);
+	if (value && trace)
+		PyException_SetTraceback(value, trace);
+	Py_XDECREF(type);
+	Py_XDECREF(trace);
+	return value;
+}
+
+void rp_raise(PyObject *exception)
+{
+	PyObject *before = rp_take_exception();
+
+	/* This makes the exception being handled its context; `before`, if any, replaces that. */
+	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
+	if (before)
+		PyException_SetContext(exception, before);
+	Py_DECREF(exception);
+}
+
+int rp_lacks_room(PyObject *exception)
+{
+	/* CPython 3.11 raises SystemError where it has no memory for a frame. */
+	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
+	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError) ||
+	       PyErr_GivenExceptionMatches(exception, PyExc_SystemError);
+}
+
+void rp_raise_forked(void)
+{
+	PyErr_SetString(rp_errors.closed,
+			"the process was forked in the middle of a verb; open the device again");
+}
+
+void rp_raise_nested(void)
+{
+	PyErr_SetString(rp_errors.error, "this thread is in the middle of a post to the same queue");
+}
+
+/* ---- signal handlers' exceptions ----------------------------------------- */
+
+/* Remove and return the first; NULL if there is none, or if there is no memory to shrink the list. */
+static PyObject *shift(PyObject *list)
+{
+	PyObject *first = NULL;
+
+	rp_data_lock();
+	if (PyList_Size(list) > 0) {
+		first = Py_NewRef(PyList_GetItem(list, 0));
+		/* To shrink a list can take memory; it is left as it was. */
+		if (PyList_SetSlice(list, 0, 1, NULL)) {
+			PyErr_Clear();
+			Py_CLEAR(first);
+		}
+	}
+	rp_data_unlock();
+	return first;
+}
+
+static int deliver(void *unused)
+{
+	PyObject *first = shift(raised);
+
+	(void)unused;
+	if (!first)
+		return 0;
+	if (PyList_Size(raised) > 0)
+		Py_AddPendingCall(deliver, NULL);
+	PyErr_SetObject((PyObject *)Py_TYPE(first), first);
+	Py_DECREF(first);
+	return -1;
+}
+
+/* Have an exception raised in this thread after the verb; steals the reference. */
+void rp_raise_later(PyObject *exception)
+{
+	int waits = 0;
+
+	if (!exception)
+		return;
+	rp_data_lock();
+	/* From a handler that raises every time, keep only the first. */
+	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
+		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
+	if (gettid() != getpid())
+		/* PyThreadState_SetAsyncExc raised it; raise it again the same way. */
+		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
+					  (PyObject *)Py_TYPE(exception));
+	else if (!waits && PyList_Append(raised, exception))
+		PyErr_Clear();
+	rp_data_unlock();
+	Py_DECREF(exception);
+}
+
+void rp_handler_raised(void)
+{
+	if (rp_lacks_room(PyErr_Occurred()))
+		PyErr_Clear();
+	else
+		rp_raise_later(rp_take_exception());
+}
+
+/* Make the main thread raise the signal handlers' exceptions. */
+void rp_deliver_soon(void)
+{
+	/* If the queue of pending calls is full, retry when the next verb ends. */
+	if (PyList_Size(raised) > 0)
+		Py_AddPendingCall(deliver, NULL);
+}
+
+PyObject *rp_deliver(void)
+{
+	PyObject *first;
+
+	if (!PyList_Size(raised))
+		return NULL;
+	first = gettid() == getpid() ? shift(raised) : NULL;
+	rp_deliver_soon();
+	return first;
+}
+
+int rp_add_exceptions(void)
+{
+	raised = PyList_New(0); /* never released */
+	return raised ? 0 : -1;
+}

@@ -1,0 +1,43 @@
+/* Exceptions: raising them, and those that signal handlers raise where they cannot propagate. */
+#ifndef RDMAPOST_EXCEPTIONS_H
+#define RDMAPOST_EXCEPTIONS_H
+
+#include "base.h"
+
+/* What C raises itself, from rdmapost/errors.py; describe_handles() (handle.c) stores them. */
+RP_SHARED struct rp_errors {
+	PyObject *closed; /* ClosedError */
+	PyObject *error; /* RdmaError */
+	PyObject *in_use; /* InUseError */
+} rp_errors;
+
+/* How many times to try what must complete even if a signal handler raises in it. */
+enum { MAX_INTERRUPTS = 16 };
+
+/* Raise ClosedError after a fork in the middle of a verb. */
+void rp_raise_forked(void);
+
+/* Raise RdmaError for a post in the middle of another to the same queue. */
+void rp_raise_nested(void);
+
+/* Clear the current exception and return it, with its traceback; NULL if none is set. */
+PyObject *rp_take_exception(void);
+
+/* Raise an exception, with the one already set as its context; steals the reference. */
+void rp_raise(PyObject *exception);
+
+/* Whether an exception is for lack of memory or stack. */
+int rp_lacks_room(PyObject *exception);
+
+/*
+ * rp_raise_later() saves a signal handler's exception that cannot propagate, and steals the
+ * reference; after rp_deliver_soon() it is raised once this thread is out of C.
+ */
+void rp_raise_later(PyObject *exception);
+/* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
+void rp_handler_raised(void);
+void rp_deliver_soon(void);
+/* rp_deliver_soon() for a caller that can raise: in the main thread, the first one, or NULL. */
+PyObject *rp_deliver(void);
+
+#endif

@@ -1,0 +1,64 @@
+/*
+ * Threads and processes: which one owns a lock or uses a handle, and what forks leave behind.
+ */
+#ifndef RDMAPOST_THREAD_H
+#define RDMAPOST_THREAD_H
+
+#include "base.h"
+
+struct rp_handle;
+struct rp_use;
+
+/* The process's generation: a fork's child has another. */
+RP_SHARED unsigned int rp_process;
+
+/*
+ * A thread's identity, the handles its verbs use, and those to close when its outermost verb ends.
+ * rp_stand_for() lets a thread act for another that waits for it: it then owns that thread's locks
+ * and is in the middle of its verbs. rp_stand_for(NULL) ends that.
+ */
+struct rp_thread {
+	uint64_t mark; /* rp_process; a thread number in the low 32 bits */
+	struct rp_use *top;
+	struct rp_handle *closing; /* the innermost handle it is closing */
+	struct rp_handle *first_put_off, *last_put_off;
+	int draining;
+	int calls; /* see rp_enter_call() */
+};
+
+/* glibc reserves some static TLS for libraries loaded by dlopen(); musl does not. */
+#ifdef __GLIBC__
+#define RP_THREAD_LOCAL _Thread_local __attribute__((tls_model("initial-exec")))
+#else
+#define RP_THREAD_LOCAL _Thread_local
+#endif
+extern RP_THREAD_LOCAL struct rp_thread *rp_current; /* NULL until rp_first_thread() */
+struct rp_thread *rp_first_thread(void);
+void rp_stand_for(struct rp_thread *thread);
+
+static inline struct rp_thread *rp_thread(void)
+{
+	struct rp_thread *me = rp_current;
+
+	return me ? me : rp_first_thread();
+}
+
+/*
+ * Begin a call that may run the caller's code with much of the C stack in use; 0, or -1 with a
+ * RecursionError. Python's own limit is too high for that: 3.13 allows 10000 calls of C functions.
+ */
+enum { MAX_CALLS = 50 };
+
+int rp_refuse_call(void);
+
+static inline int rp_enter_call(void)
+{
+	return rp_thread()->calls++ < MAX_CALLS ? 0 : rp_refuse_call();
+}
+
+static inline void rp_leave_call(void)
+{
+	rp_thread()->calls--;
+}
+
+#endif

@@ -1,0 +1,12 @@
+/* Memory that is not registered, held for inline data and TSO headers. */
+#ifndef RDMAPOST_INLINE_BUFFER_H
+#define RDMAPOST_INLINE_BUFFER_H
+
+#include "base.h"
+
+PyObject *rp_make_buffer(PyObject *of);
+
+/* A buffer's address and length; also takes bytes. */
+uint64_t rp_buffer_start(PyObject *buffer, uint64_t *length);
+
+#endif

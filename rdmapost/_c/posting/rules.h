@@ -1,0 +1,37 @@
+/* The rules of a post. */
+#ifndef RDMAPOST_RULES_H
+#define RDMAPOST_RULES_H
+
+#include "posting/inflight.h"
+#include "posting/read_wr.h"
+
+/*
+ * Pin what a work request refers to, and check it; needs the queue's lock. Whether it may be
+ * posted.
+ */
+int rp_check(const struct work_queue *q, struct rp_handle *owner, struct post *post,
+	     struct request *r);
+
+/* The same without naming: what it holds is known to be open. */
+int rp_check_again(const struct work_queue *q, struct rp_handle *owner, struct post *post,
+		   struct request *r);
+
+/* The first address of an open region or a buffer, and its length. */
+uint64_t rp_start_and_length(PyObject *owner, uint64_t *length);
+
+/* The rule that a number for a field of a posted work request breaks by itself, or NULL. */
+const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
+			      const struct field *field, uint64_t number);
+
+/* rp_pin_all(), faster for a region; `in_use` is a handle of this process. */
+static inline PyObject *rp_pin_refs(PyObject *refs, const struct rp_handle *in_use)
+{
+	struct rp_handle *handle = (struct rp_handle *)refs;
+
+	if (!refs || !rp_has_type(refs, rp_known.mr))
+		return rp_pin_all(refs);
+	rp_pin(handle);
+	return handle->process != in_use->process || RP_LOAD(&handle->word) & RP_SHUT ? refs : NULL;
+}
+
+#endif

@@ -1,0 +1,13 @@
+/* SGEs, and what they are made of. */
+#ifndef RDMAPOST_SGE_H
+#define RDMAPOST_SGE_H
+
+#include "posting/wr_types.h"
+
+/* Make an SGE; `owner` is an MR, a buffer or None. Steals `lkey`, which may be NULL. */
+PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *owner);
+
+/* A memory region's address and lkey, as its SGEs have them; 0 if it has none. */
+int rp_start_of_region(PyObject *mr, struct ibv_sge *sge);
+
+#endif

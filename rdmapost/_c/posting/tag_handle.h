@@ -1,0 +1,17 @@
+/* A matching-list entry's handle. */
+#ifndef RDMAPOST_TAG_HANDLE_H
+#define RDMAPOST_TAG_HANDLE_H
+
+#include "posting/inflight.h"
+
+struct rp_tag_handle {
+	PyObject_HEAD
+	struct rp_in_flight *list; /* the tagged receives */
+	uint64_t cookie, serial;
+	uint32_t value; /* the device's name for it */
+};
+
+PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,
+			     uint32_t value);
+
+#endif
