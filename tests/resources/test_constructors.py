@@ -436,3 +436,71 @@ def test_what_a_failed_constructor_leaves_open_is_named(monkeypatch):
             cq.close()
         del raised
         context.close_all()
+
+
+CLOSED_BY_A_THREAD = """
+import gc, threading
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+target = None
+ask, done = threading.Event(), threading.Event()
+
+class Dropped:
+    "In a cycle: the collector finalizes it, in the middle of the constructor."
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        if stop:
+            return
+        pd = target
+        if pd is not None and not pd.closed and not ask.is_set():
+            ask.set()
+            done.wait(2)
+        Dropped()
+
+stop = False
+
+def closer():
+    while True:
+        ask.wait()
+        target.close()
+        done.set()
+        while ask.is_set():
+            pass
+
+class PD(rp.PD):
+    def __init__(self, context):
+        global target
+        target = self
+        gc.set_threshold(1, 1, 1)
+        Dropped()
+        try:
+            super().__init__(context)
+        finally:
+            gc.set_threshold(0)
+
+threading.Thread(target=closer, daemon=True).start()
+gc.freeze()
+gc.collect()
+for _ in range(20):
+    ask.clear()
+    done.clear()
+    try:
+        pd = PD(context)
+    except BaseException:
+        pd = target
+    target = None
+    try:
+        rp.MR(pd, 64).close()
+    except rp.ClosedError:
+        assert pd.closed
+stop = True
+print("ok")
+"""
+
+
+def test_close_by_another_thread_in_the_middle_of_a_constructor():
+    """The resource is whole, or it is closed."""
+    assert prints(CLOSED_BY_A_THREAD) == "ok"

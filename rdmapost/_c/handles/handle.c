@@ -655,7 +655,7 @@ static void read_keys(struct rp_handle *h)
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
 	PyObject *cast, *number;
-	int there = PyObject_IsTrue(made);
+	int there = PyObject_IsTrue(made), failed;
 
 	if (there <= 0) {
 		if (!there)
@@ -663,19 +663,23 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		return -1;
 	}
 	h->cdata = Py_NewRef(made);
-	h->spoiled = 1;
-	set_state(h, OPEN);
 	cast = PyObject_CallFunctionObjArgs(python.to_number, made, NULL);
 	number = cast ? PyNumber_Long(cast) : NULL;
 	if (number && !check_struct(h, made))
 		h->address = PyLong_AsVoidPtr(number);
 	Py_XDECREF(number);
 	Py_XDECREF(cast);
-	if (!h->address)
+	failed = !h->address;
+	if (failed)
+		h->spoiled = 1;
+	else {
+		read_keys(h);
+		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+	}
+	/* Last: from here on any thread may close it. */
+	set_state(h, OPEN);
+	if (failed)
 		return -1;
-	read_keys(h);
-	h->spoiled = 0;
-	__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
 	if (rp_exiting == RP_CLOSED_ALL)
 		give_up(h);
 	return 0;
