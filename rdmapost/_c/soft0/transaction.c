@@ -229,12 +229,16 @@ static void look_at_wires(void)
 	PyErr_Clear();
 }
 
-/* Acquire the lock, and do the work that is due. */
-static void enter(void)
+/*
+ * Acquire the lock, and do the work that is due. Whoever holds the lock is in a verb, so closes that
+ * finalizers and signal handlers ask for wait until end_step().
+ */
+static void enter(struct rp_use *use)
 {
 	PyObject *call;
 	int64_t when;
 
+	rp_push_use(rp_thread(), NULL, use);
 	rp_acquire(&rp_soft_lock);
 	late = 0;
 	if (forked) {
@@ -287,15 +291,24 @@ static void leave(void)
 	}
 }
 
+/* End what enter() began, after leave(). May run any Python code; an exception stays set. */
+static void end_step(const struct rp_use *use)
+{
+	rp_pop_use(rp_thread(), use);
+}
+
 /* Execute posted work and due retries. Inside a verb, leave both to the end of that verb. */
 static PyObject *progress(void)
 {
+	struct rp_use use;
+
 	if (rp_soft_busy())
 		return NULL;
 	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
 	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
-		enter();
+		enter(&use);
 		leave();
+		end_step(&use);
 	}
 	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
 	return rp_deliver();
@@ -368,11 +381,12 @@ int rp_soft_start(uint32_t handle)
 static PyObject *verb(PyObject *self, PyObject *call)
 {
 	PyObject *result, *type, *value, *trace;
+	struct rp_use use;
 
 	(void)self;
 	if (rp_soft_busy())
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
-	enter();
+	enter(&use);
 	result = attempt(call);
 	if (result && doomed) {
 		Py_CLEAR(result);
@@ -382,6 +396,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	leave();
 	rp_deliver_soon();
 	PyErr_Restore(type, value, trace);
+	end_step(&use);
 	return result;
 }
 

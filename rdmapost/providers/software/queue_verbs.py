@@ -6,7 +6,7 @@ import errno
 from typing import Any
 
 from ..._binding import ffi, lib, native
-from ...enums import Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
+from ...enums import Opcode, MigState, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
 from ...standard.opcodes import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
@@ -184,7 +184,8 @@ def make_qp(
 @verb
 def modify_qp(qp: Any, attr: Any, mask: int) -> None:
     made: QueuePair = bound(qp, "ibv_modify_qp")
-    if mask & (QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE):
+    migrates = mask & QPAttrMask.PATH_MIG_STATE and attr.path_mig_state != MigState.MIGRATED
+    if mask & QPAttrMask.ALT_PATH or migrates:
         reason = f"{made.device.name} has no alternate paths"
         raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
     attrs = {

@@ -7,9 +7,11 @@ import mmap
 from typing import Any
 
 import pytest
-from support import prints
+from support import prints, soft_context
 
+import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
+from rdmapost._binding import native
 from rdmapost.providers.software.memory import (
     ErrorStatus,
     Memory,
@@ -406,3 +408,19 @@ def test_bind_that_fails_leaves_no_reference_cycle_with_its_caller():
         "    gc.enable()\n"
     )
     assert said.split() == ["MW_BIND_ERR", "None"]
+
+
+def test_close_in_a_step_of_the_device_takes_effect_at_its_end(soft_context):
+    """As in a verb: a finalizer or a signal handler may ask for it there, in any thread."""
+    pd = rp.PD(soft_context)
+    mr = rp.MR(pd, 64)
+    was_closed = []
+
+    def step() -> None:
+        mr.close()
+        was_closed.append(mr.closed)
+
+    native.verb(step)
+    assert was_closed == [False]
+    assert mr.closed
+    pd.close()
