@@ -6,7 +6,7 @@ import errno
 from typing import Any
 
 from ..._binding import ffi, lib, native
-from ...enums import Opcode, MigState, QPAttrMask, QPType, SendOps, SRQAttrMask
+from ...enums import MigState, Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
 from ...standard.opcodes import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS

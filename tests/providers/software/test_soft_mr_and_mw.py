@@ -7,7 +7,7 @@ import mmap
 from typing import Any
 
 import pytest
-from support import prints, soft_context
+from support import prints
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
@@ -410,10 +410,10 @@ def test_bind_that_fails_leaves_no_reference_cycle_with_its_caller():
     assert said.split() == ["MW_BIND_ERR", "None"]
 
 
-def test_close_in_a_step_of_the_device_takes_effect_at_its_end(soft_context):
+def test_close_in_a_step_of_the_device_takes_effect_at_its_end():
     """As in a verb: a finalizer or a signal handler may ask for it there, in any thread."""
-    pd = rp.PD(soft_context)
-    mr = rp.MR(pd, 64)
+    context = rp.open_device("soft0")
+    mr = rp.MR(rp.PD(context), 64)
     was_closed = []
 
     def step() -> None:
@@ -423,4 +423,4 @@ def test_close_in_a_step_of_the_device_takes_effect_at_its_end(soft_context):
     native.verb(step)
     assert was_closed == [False]
     assert mr.closed
-    pd.close()
+    context.close_all()
