@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import secrets
 from collections.abc import Callable
-from itertools import chain
 
 from ..._binding import native
 from ...errors import VerbsError
@@ -37,11 +36,13 @@ class Numbers(native.Record):
         Raises:
             VerbsError: ENOMEM: all are in use.
         """
-        start = self._start()
-        for number in chain(range(start, self.last + 1), range(self.first, start)):
+        number, first, last = self._start(), self.first, self.last
+        for _ in range(first, last + 1):
+            following = number + 1 if number < last else first
             if not is_taken(number):
-                self._next = number + 1
+                self._next = following
                 return number
+            number = following
         raise VerbsError(call, errno.ENOMEM, f"all {what} are in use")
 
     def _start(self) -> int:
