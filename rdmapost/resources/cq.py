@@ -266,7 +266,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 if self._handle is None:
                     close_quietly(own)
         if channel is not None:
-            announce_on(channel, self, self._handle)
+            # Another thread may close it.
+            self._verb(functools.partial(announce_on, channel, self))
 
     def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
         context = self.context

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import select
 import threading
+from typing import Any
 
 import pytest
 from support import ended, needs, waiting, write
@@ -33,6 +34,20 @@ def test_every_completion_vector_of_the_device_can_be_used(context):
         rp.CQ(context, 8, comp_vector=vector).close()
     with pytest.raises(ValueError, match=rf"is not in 0\.\.{context.num_comp_vectors - 1}$"):
         rp.CQ(context, comp_vector=context.num_comp_vectors)
+
+
+def test_cq_that_another_thread_closes_while_it_is_made_raises_closed_error(context):
+    class Closed(rp.CQ):
+        def _create(self, *args: Any) -> None:
+            super()._create(*args)
+            closer = threading.Thread(target=self.close)
+            closer.start()
+            ended([closer])
+
+    with rp.CompChannel(context) as channel:
+        with pytest.raises(rp.ClosedError):
+            Closed(context, channel=channel)
+        assert not channel._cqs
 
 
 def test_sends_and_receives_complete_on_their_own_cqs(context, connect):

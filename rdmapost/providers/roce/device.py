@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import socket
 import time
 import zlib
@@ -13,9 +12,10 @@ from typing import Any
 from ..._binding import native
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE
-from ..software.device import Device, wires
+from ..software.device import QP_NUMBERS, Device, wires
 from ..software.faults import PacketFaults
 from ..software.journaled_dict import JournaledDict
+from ..software.numbers import RandomNumbers
 from ..software.transport_messages import Segments
 from . import device_thread, engine, udp_socket
 from .addresses import LocalAddress, flow
@@ -53,6 +53,7 @@ class RoceDevice(Device):
         super().__init__(name)
         self.guid = guid_of(name)
         self.memory = RandomKeys()
+        self.numbers = RandomNumbers(*QP_NUMBERS)
         self.counters = Counted()
         self.recordings: tuple[Recording, ...] = ()
         self.outgoing, self.incoming = Way(1), Way(2)
@@ -110,11 +111,6 @@ class RoceDevice(Device):
         device_thread.forget_all()
         udp_socket.close_all()
         super().start_over()
-
-    def new_number(self) -> int:
-        number = secrets.randbits(24)
-        taken = number < 2 or number in self.qps or number in self.srqs
-        return self.new_number() if taken or number == 0xFFFFFF else number
 
     # ---- what the engine calls ----------------------------------------------
 

@@ -230,13 +230,29 @@ class RoceQueuePair(QueuePair):
 
     def drain(self) -> None:
         self.draining = True
-        self.check_drained()
+        self._check_drained()
 
-    def check_drained(self) -> None:
+    def _check_drained(self) -> None:
         """Report it if the send queue has drained and somebody wants to know."""
         if self.draining and self.state is _SQD and not self.requests and not self.read_offset:
             self.draining = False
             super().drain()
+
+    # ---- completing -----------------------------------------------------------
+
+    def end_first_send(self, status: WCStatus, byte_len: int = 0) -> None:
+        """Complete the first work request of the send queue, however far it is.
+
+        Its requests have ended before.
+        """
+        if self.started:
+            self.started -= 1
+        else:
+            # It may be a READ in progress: what follows begins at its start.
+            self.read_offset = 0
+        self.complete_send(self.sq.take(), status, byte_len)
+        if self.draining:
+            self._check_drained()
 
     # ---- failing --------------------------------------------------------------
 

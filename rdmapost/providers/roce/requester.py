@@ -182,8 +182,7 @@ def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
             if (forced := faults.take_status(wqe.wr_id)) is not None:
                 if forced:
                     raise ErrorStatus(forced)
-                qp.sq.take()
-                qp.complete_send(wqe, WCStatus.SUCCESS)
+                qp.end_first_send(WCStatus.SUCCESS)
                 continue
         local = _LOCAL.get(opcode)
         if local is None:
@@ -198,8 +197,7 @@ def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
         if opcode not in qp.opcodes:
             raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
         local(qp, wqe)
-        qp.sq.take()
-        qp.complete_send(wqe, WCStatus.SUCCESS)
+        qp.end_first_send(WCStatus.SUCCESS)
     return None
 
 
@@ -460,10 +458,9 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
         if request.counts:
             qp.reads -= 1
         if request.last:
-            qp.started -= 1
-            wqe = qp.sq.take()
-            byte_len = request.offset + request.size if wqe.opcode in _RESPONDED else 0
-            qp.complete_send(wqe, WCStatus.SUCCESS, byte_len)
+            has_response = request.wqe.opcode in _RESPONDED
+            byte_len = request.offset + request.size if has_response else 0
+            qp.end_first_send(WCStatus.SUCCESS, byte_len)
             # That may overrun the completion queue, which flushes the send queue.
             requests = qp.requests
     if qp.reliable:
@@ -471,8 +468,6 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
             _restart_timer(qp)
         else:
             qp.deadline = 0.0
-    if qp.draining:
-        qp.check_drained()
 
 
 def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:

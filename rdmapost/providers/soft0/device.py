@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import time
 
 from ...errors import UnsupportedError
@@ -41,10 +40,6 @@ class SoftDevice(Device):
         self.gids = (_LINK_LOCAL, _LOOPBACK)
         self.parked: frozenset[SoftQueuePair] = frozenset()
         self.groups: dict[bytes, frozenset[SoftQueuePair]] = JournaledDict()
-        self._numbers = itertools.count(0x11)
-
-    def new_number(self) -> int:
-        return next(self._numbers) & 0xFFFFFF
 
     def remove(self, qp: SoftQueuePair) -> None:
         for group in list(self.groups):

@@ -65,7 +65,7 @@ def open_xrcd(context: Any, init: Any) -> Any:
     # Each open of a domain makes another struct.
     xrcd = ffi.new("struct rp_soft_xrcd *")
     xrcd.xrcd.context = context
-    keep(xrcd, domain, whole=xrcd)
+    keep(xrcd, domain, "ibv_open_xrcd", whole=xrcd)
     return ffi.addressof(xrcd, "xrcd")
 
 

@@ -14,7 +14,12 @@ from .device_queues import SharedReceiveQueue
 from .faults import FaultPlan, PacketFaults, PlannedFaults
 from .journaled_dict import JournaledDict
 from .memory import Memory
+from .numbers import Numbers
 from .qp import QueuePair
+
+QP_NUMBERS = 2, 0xFFFFFE
+"""The first and the last number of a queue pair: 0 and 1 are special ones, 0xFFFFFF is that of
+multicast."""
 
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 
@@ -76,6 +81,7 @@ class Device(native.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
+        numbers: those of both.
         timer_fd: expires when the device is due; -1 while it is not open.
         times_open: how many open contexts it has.
         due: when something must be done, by the monotonic clock; negative if never.
@@ -92,6 +98,7 @@ class Device(native.Record):
         self.memory = Memory()
         self.qps: dict[int, Any] = JournaledDict()
         self.srqs: dict[int, SharedReceiveQueue] = JournaledDict()
+        self.numbers = Numbers(*QP_NUMBERS, start=0x11)
         self.due = -1.0
         self.timer_fd = -1
         self.times_open = 0
@@ -122,9 +129,17 @@ class Device(native.Record):
         """Forget everything, in the child of a fork."""
         self.__init__(self.name)  # type: ignore[misc]
 
-    def new_number(self) -> int:
-        """Return the number of a new queue; 0 and 1 are special queue pairs elsewhere."""
-        raise NotImplementedError
+    def new_number(self, call: str) -> int:
+        """Return the number of a new queue pair or SRQ, for the named verb.
+
+        Raises:
+            VerbsError: ENOMEM: all are in use.
+        """
+        what = "numbers of queue pairs and SRQs"
+        return self.numbers.choose(call, what, self._is_number_taken)
+
+    def _is_number_taken(self, number: int) -> bool:
+        return number in self.qps or number in self.srqs
 
     def remove(self, qp: Any) -> None:
         """Forget a queue pair that is being destroyed."""

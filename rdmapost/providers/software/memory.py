@@ -12,6 +12,7 @@ from typing import Any
 from ..._binding import native
 from ...enums import Access, MWType, WCStatus
 from .journaled_dict import JournaledDict
+from .numbers import Numbers
 from .transport_messages import Segments
 
 _LOCAL_WRITE = int(Access.LOCAL_WRITE)
@@ -121,6 +122,10 @@ class Window(native.Record):
             self.region = None
 
 
+INDICES = 1, 0x7FFFFF
+"""The first and the last index of a key, without the bit that tells an rkey from an lkey."""
+_RKEY = 0x8000_0000
+_RKEY_INDEX = _RKEY >> 8
 _STALE_STEP = 0x3F
 """The low bytes of successive keys differ, so that a stale key is not the next one."""
 
@@ -132,21 +137,26 @@ class Memory(native.Record):
         self.regions_by_lkey = JournaledDict()
         self._by_index = JournaledDict()
         """Regions and windows by the upper 24 bits of their rkeys, which do not change."""
-        self._next = 0x10
+        self.indices = Numbers(*INDICES, start=0x11)
         self._tag = 0
 
-    def new_key(self) -> int:
-        """Return the lkey of a new region, or the rkey of a window."""
-        # The upper 24 bits are the index, the low byte a tag.
-        self._next = (self._next + 1) & 0x7FFFFF or 1
-        self._tag = (self._tag + _STALE_STEP) & 0xFF
-        key = self._next << 8 | self._tag
-        taken = key in self.regions_by_lkey or self.has_index_of(key)
-        return self.new_key() if taken else key
+    def _new_key(self, call: str) -> int:
+        """Return the lkey of a new region, or the rkey of a window.
 
-    def has_index_of(self, key: int) -> bool:
-        """Whether a region or a window has an rkey that differs at most in its low byte."""
-        return key >> 8 in self._by_index
+        Raises:
+            VerbsError: ENOMEM: all keys are in use.
+        """
+        # The upper 24 bits are the index, the low byte a tag.
+        index = self.indices.choose(call, "memory keys", self._is_taken)
+        return index << 8 | self._new_tag()
+
+    def _is_taken(self, index: int) -> bool:
+        """Whether an index is in use, by a window or by a region."""
+        return index in self._by_index or index | _RKEY_INDEX in self._by_index
+
+    def _new_tag(self) -> int:
+        self._tag = (self._tag + _STALE_STEP) & 0xFF
+        return self._tag
 
     def _find(self, rkey: int) -> Region | Window | None:
         found: Region | Window | None = self._by_index.get(rkey >> 8)
@@ -167,15 +177,21 @@ class Memory(native.Record):
         memory: memoryview,
         access: int,
         unsure: int | None = None,
+        *,
+        call: str = "ibv_reg_mr",
     ) -> Region:
         """Register memory at an address, with new keys; the rkey and the lkey differ.
 
         Args:
             unsure: the address of the first byte in this process, if the memory may be unmapped
                 while it is registered, or its file become shorter.
+            call: the verb.
+
+        Raises:
+            VerbsError: ENOMEM: all keys are in use.
         """
-        lkey = self.new_key()
-        region = Region(pd, addr, memory, access, lkey, lkey | 0x8000_0000, unsure)
+        lkey = self._new_key(call)
+        region = Region(pd, addr, memory, access, lkey, lkey | _RKEY, unsure)
         self._list(region)
         return region
 
@@ -184,23 +200,34 @@ class Memory(native.Record):
         self._by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
-        """Register a region over other memory; its keys change, the old ones become unknown."""
-        lkey = self.new_key()
+        """Register a region over other memory; its keys change, the old ones become unknown.
+
+        Raises:
+            VerbsError: ENOMEM: all keys are in use.
+        """
+        lkey = self._new_key("ibv_rereg_mr")
         self.deregister(region)
         region.addr, region.memory, region.length = addr, memory, len(memory)
-        region.lkey, region.rkey, region.unsure = lkey, lkey | 0x8000_0000, unsure
+        region.lkey, region.rkey, region.unsure = lkey, lkey | _RKEY, unsure
         region.valid = True
         self._list(region)
 
     def deregister(self, region: Region) -> None:
         """Forget a region; its keys become unknown."""
+        if not region.valid:
+            # It was invalidated: another region may have its keys.
+            return
         self.regions_by_lkey.discard(region.lkey)
         self._by_index.discard(region.rkey >> 8)
         region.valid = False
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
-        """Return a new unbound window."""
-        window = Window(pd, mw_type, self.new_key())
+        """Return a new unbound window.
+
+        Raises:
+            VerbsError: ENOMEM: all keys are in use.
+        """
+        window = Window(pd, mw_type, self._new_key("ibv_alloc_mw"))
         self._by_index[window.rkey >> 8] = window
         return window
 

@@ -193,7 +193,7 @@ class SoftwareProvider:
         context_of(context, "ibv_alloc_pd")
         pd = ffi.new("struct ibv_pd *")
         pd.context = context
-        return keep(pd, ProtectionDomain())
+        return keep(pd, ProtectionDomain(), "ibv_alloc_pd")
 
     @verb
     def dealloc_pd(pd: Any) -> None:
@@ -213,15 +213,16 @@ class SoftwareProvider:
 
     @verb
     def reg_dmabuf_mr(pd: Any, offset: int, length: int, iova: int, fd: int, access: int) -> Any:
-        domain = bound(pd, "ibv_reg_dmabuf_mr")
-        _refuse_on_demand("ibv_reg_dmabuf_mr", access)
+        name = "ibv_reg_dmabuf_mr"
+        domain = bound(pd, name)
+        _refuse_on_demand(name, access)
         memory = map_dmabuf(fd, offset, length, iova, access)
-        keys = device_of(pd, "ibv_reg_dmabuf_mr").memory
-        region = keys.register(domain, iova, memory, access, start_of(memory))
+        keys = device_of(pd, name).memory
+        region = keys.register(domain, iova, memory, access, start_of(memory), call=name)
         mr = ffi.new("struct ibv_mr *")
         # As libibverbs sets it.
         mr.addr = ffi.cast("char *", offset)
-        return _describe(mr, pd, length, region)
+        return _describe(name, mr, pd, length, region)
 
     @verb
     def rereg_mr(mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int) -> None:
@@ -271,7 +272,7 @@ class SoftwareProvider:
         mw.context, mw.pd, mw.type = pd.context, pd, mw_type
         window = device_of(pd, "ibv_alloc_mw").memory.allocate_window(domain, MWType(mw_type))
         mw.rkey = window.rkey
-        return keep(mw, window)
+        return keep(mw, window, "ibv_alloc_mw")
 
     @verb
     def dealloc_mw(mw: Any) -> None:
@@ -405,13 +406,13 @@ def _register(pd: Any, addr: Any, length: int, access: int, unsure: _Unsure) -> 
     region = keys.register(domain, start, _memory_at(addr, length), access, at)
     mr = ffi.new("struct ibv_mr *")
     mr.addr = addr
-    return _describe(mr, pd, length, region)
+    return _describe("ibv_reg_mr", mr, pd, length, region)
 
 
-def _describe(mr: Any, pd: Any, length: int, region: Region) -> Any:
+def _describe(name: str, mr: Any, pd: Any, length: int, region: Region) -> Any:
     mr.context, mr.pd, mr.length = pd.context, pd, length
     mr.lkey, mr.rkey = region.lkey, region.rkey
-    return keep(mr, region)
+    return keep(mr, region, name)
 
 
 def _memory_at(addr: Any, length: int) -> memoryview:
@@ -461,7 +462,7 @@ def _create_cq(
         behind.users += 1
     made = CompletionQueue(cqe, behind, events)
     made.handle = cq
-    return keep(cq, made, whole)
+    return keep(cq, made, name, whole)
 
 
 def _channel_of(channel: Any, name: str) -> Channel:

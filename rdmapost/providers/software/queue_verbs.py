@@ -47,13 +47,13 @@ def make_srq(context: Any, pd: Any, attr: Any) -> Any:
     srq = ffi.new("struct ibv_srq *")
     srq.context, srq.pd = context, pd
     opened = context_of(context, "ibv_create_srq")
-    number = opened.device.new_number()
+    number = opened.device.new_number("ibv_create_srq")
     made = SharedReceiveQueue(
         opened, bound(pd, "ibv_create_srq"), attr.max_wr, attr.max_sge, number
     )
     made.handle = srq
     opened.device.srqs[made.number] = made
-    return keep(srq, made)
+    return keep(srq, made, "ibv_create_srq")
 
 
 @verb
@@ -161,7 +161,7 @@ def make_qp(
     made = device.queue_pair(
         device,
         opened,
-        device.new_number(),
+        device.new_number(name),
         QPType(init.qp_type),
         bound(pd, name) if pd else ProtectionDomain(),
         send_cq,
@@ -178,7 +178,7 @@ def make_qp(
         if user is not None:
             user.users += 1
     qp.qp_num = made.number
-    return keep(qp, made, whole)
+    return keep(qp, made, name, whole)
 
 
 @verb
@@ -265,7 +265,7 @@ def create_ah(pd: Any, attr: Any) -> Any:
         grh.hop_limit,
         grh.traffic_class,
     )
-    return keep(ah, address)
+    return keep(ah, address, "ibv_create_ah")
 
 
 @verb

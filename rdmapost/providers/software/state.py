@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import logging
 import os
 from collections import deque
@@ -20,6 +19,7 @@ from ..._binding import address_of, native
 from ...errors import VerbsError
 from .device import Device, OpenDevice, open_devices, permanent, ready, run_due, wires
 from .journaled_dict import JournaledDict
+from .numbers import Numbers
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -47,8 +47,7 @@ def table() -> JournaledDict:
 
 objects: dict[int, Any] = table()
 """The object behind each struct, by the struct's handle."""
-_handles = itertools.count(1)
-_HANDLE_MASK = 0xFFFF_FFFF
+_handles = Numbers(1, 0xFFFF_FFFF)
 
 
 _wholes = table()
@@ -93,13 +92,17 @@ def bound(struct: Any, name: str) -> Any:
     return found
 
 
-def keep(struct: Any, thing: Any, whole: Any = None) -> Any:
+def keep(struct: Any, thing: Any, name: str, whole: Any = None) -> Any:
     """Store the object behind a struct, by a handle in the struct; return the struct.
 
     Args:
+        name: the verb.
         whole: the larger struct that the struct is part of, if any.
+
+    Raises:
+        VerbsError: ENOMEM: all handles are in use.
     """
-    struct.handle = handle = next(_handles) & _HANDLE_MASK
+    struct.handle = handle = _handles.choose(name, "handles", objects.__contains__)
     objects[handle] = thing
     if whole is not None:
         _wholes[handle] = whole

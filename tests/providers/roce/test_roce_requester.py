@@ -611,6 +611,70 @@ def test_planned_fault_ends_a_request(alone):
     assert statuses(alone) == [(1, SUCCESS), (2, WCStatus.GENERAL_ERR)]
 
 
+def answer(alone: Alone, request: packets.Packet, byte: int) -> None:
+    """Have the peer send the responses to a READ request."""
+    left, psn = request.dma_length, request.psn
+    while left:
+        size = min(left, MTU_BYTES)
+        is_first, is_last = psn == request.psn, size == left
+        name = "ONLY" if is_first and is_last else "LAST" if is_last else "MIDDLE"
+        respond(alone, psn, "FIRST" if is_first and not is_last else name, bytes((byte,)) * size)
+        left, psn = left - size, psn + 1
+
+
+def begin_long_read(alone: Alone) -> list[packets.Packet]:
+    """Post a READ that is three requests, of which the last one cannot be sent yet."""
+    post(alone, send(alone, 1, 80 * MTU_BYTES, Opcode.RDMA_READ))
+    got = alone.peer.take()
+    assert len(got) == 2
+    return got
+
+
+@pytest.mark.parametrize("size", [100, 40 * MTU_BYTES])
+@pytest.mark.parametrize("status", [SUCCESS, WCStatus.GENERAL_ERR])
+def test_planned_fault_ends_a_read_of_which_parts_have_arrived(alone, status, size):
+    """The next READ begins at its start, and takes nothing for its own that is late."""
+    first = begin_long_read(alone)
+    alone.device.context.faults.statuses[1] = status
+    for request in first:
+        answer(alone, request, 1)
+    assert statuses(alone) == [(1, status)]
+    if status:
+        assert alone.qp.state is QPState.ERR
+        return
+    assert alone.peer.take() == []
+    post(alone, send(alone, 2, size, Opcode.RDMA_READ), send(alone, 3))
+    second = [each for each in alone.peer.take() if each.row.operation == Opcode.RDMA_READ]
+    assert [each.remote_addr - REMOTE for each in second] == [0, 32 * MTU_BYTES][: len(second)]
+    assert sum(each.dma_length for each in second) == size
+    alone.memory.view[: 80 * MTU_BYTES] = bytes(80 * MTU_BYTES)
+    for request in first:
+        answer(alone, request, 1)
+    assert not any(alone.memory.view[: 80 * MTU_BYTES])
+    for request in second:
+        answer(alone, request, 2)
+    alone.ack(second[-1].psn + -(-second[-1].dma_length // MTU_BYTES))
+    assert [(wc.wr_id, wc.status, wc.byte_len) for wc in alone.sends()] == [
+        (2, SUCCESS, size),
+        (3, SUCCESS, 0),
+    ]
+    assert bytes(alone.memory.view[: size + 1]) == bytes((2,)) * size + b"\0"
+
+
+def test_send_queue_has_drained_when_a_planned_fault_ends_what_is_in_progress(alone):
+    first = begin_long_read(alone)
+    drain = QPAttrMask.STATE | QPAttrMask.EN_SQD_ASYNC_NOTIFY
+    assert alone.qp.modify(drain, {"qp_state": QPState.SQD, "en_sqd_async_notify": 1})
+    post(alone, send(alone, 2))
+    alone.device.context.faults.statuses[1] = SUCCESS
+    for request in first:
+        answer(alone, request, 1)
+    assert statuses(alone) == [(1, SUCCESS)]
+    assert alone.events() == [EventType.SQ_DRAINED]
+    # What was posted in SQD waits.
+    assert alone.peer.take() == []
+
+
 def test_request_that_the_engine_gives_up_ends_with_fatal_err(alone):
     post(alone, send(alone, 1), send(alone, 2))
     assert not engine.give_up(alone.qp)

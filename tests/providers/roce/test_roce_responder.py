@@ -40,7 +40,7 @@ from rdmapost.providers.roce import engine, packets
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
 from rdmapost.providers.roce.random_keys import RandomKeys
-from rdmapost.providers.software.memory import ProtectionDomain
+from rdmapost.providers.software.memory import INDICES, ProtectionDomain
 
 MTU_BYTES = 1024
 SUCCESS, FLUSHED = WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR
@@ -817,10 +817,10 @@ def test_devices_may_be_the_same_one():
 
 def test_keys_that_differ_only_in_their_low_bytes_are_never_both_in_use(monkeypatch):
     """A bind replaces the low byte of a window's key."""
-    drawn = iter([0x1200, 0x12FF, 0x3400, 0x34AA, 0x1234, 0x5600])
-    monkeypatch.setattr("secrets.randbits", lambda bits: next(drawn))
+    monkeypatch.setattr("secrets.randbelow", lambda below: 0x12 - INDICES[0])
     memory, pd = RandomKeys(), object()
     first = memory.register(pd, 0, memoryview(bytearray(8)), 0)
     window = memory.allocate_window(pd, MWType.TYPE_2)
     second = memory.register(pd, 0, memoryview(bytearray(8)), 0)
-    assert (first.lkey, window.rkey, second.lkey) == (0x1200, 0x3400, 0x5600)
+    keys = first.lkey, window.rkey, second.lkey
+    assert [key >> 8 for key in keys] == [0x12, 0x13, 0x14]

@@ -98,16 +98,32 @@ def test_key_numbers_wrap_around_and_skip_keys_in_use(place):
     """After eight million of them."""
     memory, fresh = place.memory, Memory()
     other = memory.allocate_window(place.pd, MWType.TYPE_2)
-    memory._next = 0x7FFFFE
+    memory.indices._next = 0x7FFFFE
     keys = [place.register().lkey for _ in range(3)]
-    assert [key >> 8 for key in keys] == [0x7FFFFF, 1, 2]
+    assert [key >> 8 for key in keys] == [0x7FFFFE, 0x7FFFFF, 1]
     # As before the first key.
-    memory._next, memory._tag = fresh._next, fresh._tag
-    window = memory.allocate_window(place.pd, MWType.TYPE_2)
-    assert window.rkey not in (place.region.lkey, other.rkey)
+    memory.indices._next, memory._tag = fresh.indices._next, fresh._tag
+    region, window = place.register(), memory.allocate_window(place.pd, MWType.TYPE_2)
+    indices = {key >> 8 & 0x7FFFFF for key in (region.rkey, window.rkey)}
+    assert not indices & {place.region.lkey >> 8, other.rkey >> 8}
     refused("not bound", place.remote, rkey=window.rkey)
     place.bind(other)
     assert place.remote(rkey=other.rkey) == bytes(range(8))
+    for _ in range(2):
+        assert place.remote() == place.remote(rkey=place.region.rkey) == bytes(range(8))
+        memory.deregister(region)
+
+
+def test_keys_that_were_invalidated_belong_to_the_next_region_that_gets_them(place):
+    """Closing the first one leaves the second alone."""
+    memory, first = place.memory, place.region
+    memory.invalidate(place.pd, QPN, first.rkey)
+    memory.indices._next, memory._tag = first.lkey >> 8, 0
+    second = place.register()
+    assert second.lkey == first.lkey
+    memory.deregister(first)
+    assert place.remote(rkey=second.rkey) == bytes(range(8))
+    assert place.local((BASE, 8, second.lkey)) == bytes(range(8))
 
 
 def test_keys_of_a_deregistered_region_are_unknown(place):
