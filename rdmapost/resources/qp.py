@@ -1332,8 +1332,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         as a finding.
 
         Args:
-            peer: the peer's queue pair, or its endpoint().  A connected queue pair finds a
-                peer on the same open device by itself.
+            peer: the peer's queue pair, or its endpoint(), which has neither its path_mtu nor
+                its state and receives.  A connected queue pair finds a peer on the same open
+                device by itself.
 
         Returns:
             findings, the problems first.

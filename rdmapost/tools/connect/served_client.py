@@ -338,6 +338,7 @@ class ServedClient:
         exposure, unseen = self._exposure, Seen(offset, length, "", b"")
         if (exposure.shared or exposure.data) and not self.offer.access & Access.REMOTE_READ:
             return unseen
+        self._refuse_closed()
         try:
             buffer, end = self.mr.buffer, offset + length
         except ClosedError:
@@ -346,13 +347,28 @@ class ServedClient:
             # Made from an address or a dma-buf: it cannot be read here.
             return unseen
         # The bytes hashed and shown are the same, even if a client is writing to the memory.
-        data = bytes(buffer[offset : min(end, offset + HEAD_BYTES)])
+        data = self._piece(buffer, offset, min(end, offset + HEAD_BYTES))
         digest = hashlib.sha256(data)
         for start in range(offset + len(data), end, _CHUNK):
             if start > offset + HEAD_BYTES:
                 yield
-            digest.update(buffer[start : min(end, start + _CHUNK)])
+            digest.update(self._piece(buffer, start, min(end, start + _CHUNK)))
         return Seen(offset, length, digest.hexdigest(), data)
+
+    def _piece(self, buffer: memoryview, start: int, end: int) -> bytes:
+        try:
+            piece = bytes(buffer[start:end])
+        except ValueError:
+            self._refuse_closed()
+            raise
+        # Memory that the region has allocated can be read after that.
+        self._refuse_closed()
+        return piece
+
+    def _refuse_closed(self) -> None:
+        if self.mr.closed:
+            # Without the region's key: a client gets this text.
+            raise ClosedError("the owner has closed its MR")
 
     def changed(self) -> Generator[None, None, Changed | None]:
         """Return what has changed from the initial contents, and yield as look does.

@@ -67,6 +67,16 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
         yield Finding(name, "problem", evidence, _AGAIN)
     if not wrong:
         yield Finding("peer", "ok", f"connected to {peer}")
+    largest = min(snap.port.active_mtu, peer.mtu)
+    if attr.path_mtu is not None and attr.path_mtu < largest:
+        # An endpoint has the port's MTU.
+        yield Finding(
+            "path-mtu",
+            "info",
+            f"path_mtu {attr.path_mtu.bytes}, although both ports have {largest.bytes}: if the "
+            "peer's differs, messages of several packets end with REM_INV_REQ_ERR",
+            "compare the peer's qp.query().path_mtu",
+        )
 
 
 def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:

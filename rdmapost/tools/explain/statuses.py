@@ -227,6 +227,7 @@ STATUSES: tuple[Explanation, ...] = (
             "max_rd_atomic is larger), which may be 0.",
             "An atomic at an address that is not a multiple of 8, or a peer without atomics.",
             "A length that the peer does not accept: over 2^31, or over its port's max_msg_sz.",
+            "A message of several packets between queue pairs with different path MTUs.",
             "Seen on the receive of a SEND_WITH_INV: its key could not be invalidated.",
             "Seen on a receive of an SRQ, on UD (roce devices, Soft-RoCE): a datagram did not fit. "
             "Nobody sent a NAK, and the QP is still in RTS.",

@@ -53,6 +53,23 @@ def test_clients_read_and_write_the_callers_region(serve: Callable[..., Served],
         assert not mr.closed
 
 
+@pytest.mark.parametrize("memory", [100, bytearray(100)], ids=["allocated", "bytearray"])
+def test_closed_region_of_the_caller_is_not_looked_at(
+    serve: Callable[..., Served], pd: rp.PD, memory: Any
+) -> None:
+    mr = rp.MR(pd, memory, EVERYTHING)
+    served = serve(mr=mr)
+    with served.dial() as peer:
+        (client,) = served.server.clients
+        assert peer.look(0, 8).data == bytes(8)
+        pieces = client.look(0, 100)
+        mr.close()
+        with pytest.raises(rp.ClosedError, match="the owner has closed its MR"):
+            next(pieces)
+        with pytest.raises(connect.ConnectError, match="the owner has closed its MR"):
+            peer.look(0, 8)
+
+
 def test_clients_flush_the_callers_region(serve: Callable[..., Served], pd: rp.PD) -> None:
     needs(pd.context.attr.device_cap_flags_ex & rp.DeviceCap.FLUSH_GLOBAL, "FLUSH", pd.context)
     options = {"send_ops_flags": rp.SendOps.FLUSH}

@@ -421,6 +421,14 @@ def test_peer_is_compared_with_its_endpoint(rc):
     assert str(rc.b.endpoint()) in finding.evidence
 
 
+def test_smaller_path_mtu_is_to_be_compared_as_an_endpoint_does_not_say_it(unconnected):
+    unconnected.a.connect(dataclasses.replace(unconnected.b.endpoint(), mtu=rp.MTU.MTU_256))
+    largest = unconnected.a.context.query_port().active_mtu.bytes
+    findings = unconnected.a.diagnose(unconnected.b.endpoint())
+    (finding,) = [one for one in findings if (one.name, one.severity) == ("path-mtu", "info")]
+    assert f"path_mtu 256, although both ports have {largest}" in finding.evidence
+
+
 def test_access_that_the_peer_denies_is_reported(unconnected):
     join(unconnected, far={"access": Access.REMOTE_READ})
     finding = named(unconnected.a.diagnose(), "peer-access")
