@@ -326,8 +326,19 @@ class Recording:
 
 
 def _open_whole(path: str | bytes, flags: int) -> int:
-    """Open a file as open() does, but leave in it what it has."""
-    return os.open(path, flags & ~os.O_TRUNC, 0o666)
+    """Open a file as open() does, but leave in it what it has, and wait for no reader of a FIFO."""
+    try:
+        descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ENXIO and stat.S_ISFIFO(os.stat(path).st_mode):
+            raise OSError(errno.ENXIO, "the FIFO has no reader", os.fsdecode(path)) from None
+        raise
+    try:
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _held_lock() -> Any:

@@ -302,6 +302,43 @@ def test_captures_may_share_a_device_file(context):
         pass
 
 
+UNREAD = """
+import errno, os, sys, rdmapost as rp
+os.mkfifo(sys.argv[1])
+with rp.open_device("roce:lo") as context:
+    try:
+        context.capture(sys.argv[1])
+    except OSError as error:
+        assert error.errno == errno.ENXIO and error.filename == sys.argv[1]
+        print(error.strerror)
+"""
+
+
+def test_pipe_that_nobody_has_opened_to_read_is_refused(tmp_path):
+    """In a process of its own: a capture must not wait for a reader, nor does the test."""
+    assert prints(UNREAD, str(tmp_path / "pipe")) == "the FIFO has no reader"
+
+
+def test_what_a_reader_gets_from_a_pipe_is_the_whole_capture(on_lo, connect_on_lo, tmp_path):
+    """Also if it waits in its open(), as a program does."""
+    pipe, path = tmp_path / "pipe", tmp_path / "packets"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["/bin/sh", "-c", f"cat {pipe} > {path}"]) as reader:
+        begun: list[rp.Capture] = []
+
+        def begin() -> bool:
+            with contextlib.suppress(OSError):
+                begun.append(on_lo.capture(pipe))
+            return bool(begun)
+
+        until(begin)
+        with begun[0] as capture:
+            for _ in range(20):
+                connect_on_lo.works()
+        assert reader.wait(LIMIT) == 0
+    assert len(read(path)) == capture.packets == 80
+
+
 def test_end_of_the_device_ends_it(tmp_path):
     path = tmp_path / "packets"
     context = open_device(DEVICE)
@@ -650,14 +687,23 @@ def wait():
 
 signal.signal(signal.SIGUSR1, fork)
 if way == "begin":
-    # The handler runs while capture() waits for a reader of the pipe.
-    def read():
+    # The handler runs while capture() waits for a file that is slow to open.
+    from rdmapost.providers.roce import recording
+    is_opening, may_open, open_file = threading.Event(), threading.Event(), recording._open_whole
+    def open_slowly(*args):
+        is_opening.set()
+        may_open.wait()
+        return open_file(*args)
+    recording._open_whole = open_slowly
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    def interrupt():
+        is_opening.wait()
         os.kill(parent, signal.SIGUSR1)
         while not children:
             time.sleep(0.001)
         os.waitid(os.P_PID, children[0], os.WEXITED | os.WNOWAIT)
-        os.open(path, os.O_RDONLY)
-    threading.Timer(0.2, read).start()
+        may_open.set()
+    threading.Thread(target=interrupt).start()
     try:
         capture = context.capture(path)
     except rp.ClosedError as error:
