@@ -58,10 +58,20 @@ def _access(value: str) -> str:
     return ",".join(names)
 
 
+def _address(value: str | int) -> str:
+    """Parse an address to listen on."""
+    address = str(value).strip("[]")
+    name, _, digits = address.partition(":")
+    if name and digits.isdecimal():
+        raise click.BadParameter(f"{value!r} includes a port; use --tcp-port {digits}")
+    return address
+
+
 @click.command()
 @click.option(
     "--bind",
     type=not_empty,
+    callback=lambda ctx, option, value: _address(value),
     metavar="ADDRESS",
     default="127.0.0.1",
     show_default=True,
@@ -191,7 +201,7 @@ def serve(
             echo(why, err=True)
         with library.serve(
             context,
-            bind.strip("[]"),
+            bind,
             tcp_port,
             size=size,
             access=flags,

@@ -260,6 +260,7 @@ STATUSES: tuple[Explanation, ...] = (
             "(elsewhere that is REM_INV_REQ_ERR).",
             "The window is not bound, was invalidated, or (type 2) was bound on another QP.",
             "The region is ZERO_BASED: remote_addr counts from 0.",
+            "XRC: remote_srqn is not the srq_num of an SRQ in the peer's XRC domain.",
         ),
         look_at=(
             "Print remote_addr, length and rkey here, and addr, length, rkey and access at the "
