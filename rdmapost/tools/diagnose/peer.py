@@ -20,8 +20,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
     """Compare the queue pair with what is known of its peer."""
     peer = snap.peer
     if peer is None:
-        if snap.connected and snap.qp.context.kind == "soft":
-            # Its queue pairs are all in this process.
+        if snap.connected and _is_of_this_process(snap):
             yield _closed(f"its peer, QP {snap.attr.dest_qp_num:#x},")
         elif snap.connected:
             path = snap.attr.ah_attr
@@ -39,6 +38,15 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
         yield _closed(f"its peer {peer}")
     else:
         yield from _check_qp(snap, *snap.local_peer)
+
+
+def _is_of_this_process(snap: Snapshot) -> bool:
+    """Whether no other process can have the peer."""
+    kind = snap.qp.context.kind
+    if kind == "roce":
+        # No other process can have its address.
+        return snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
+    return kind == "soft"
 
 
 def _closed(peer: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import re
 
@@ -32,6 +33,31 @@ def test_healthy_connection_between_two_loopback_addresses_has_no_problem() -> N
         assert [finding for finding in findings if finding.severity == "problem"] == []
         (route,) = (finding for finding in findings if finding.name == "route")
         assert route.evidence.endswith("to 127.0.0.62 over lo, directly")
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "severity"),
+    [("127.0.0.63", "peer-closed", "problem"), ("127.0.0.64", "peer-unknown", "info")],
+)
+def test_peer_that_is_not_open_is_closed_if_no_other_process_can_have_it(
+    host: str, name: str, severity: str
+) -> None:
+    """That has another address."""
+    with contextlib.ExitStack() as stack:
+        try:
+            context = stack.enter_context(rp.open_device("roce:127.0.0.63"))
+        except rp.VerbsError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
+        qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+        with rp.QP(pd, rp.QPType.RC, cq) as peer:
+            there = dataclasses.replace(peer.endpoint(), gid=rp.GID(f"::ffff:{host}"))
+        qp.connect(there)
+        (finding,) = (one for one in qp.diagnose() if one.name.startswith("peer"))
+        assert (finding.name, finding.severity) == (name, severity)
+        assert f"QP {there.qp_num:#x}" in finding.evidence
 
 
 def test_timeout_that_is_short_for_a_process_is_named() -> None:
