@@ -421,7 +421,7 @@ class Context(EventSource, struct="ibv_context"):
 
         Raises:
             UnsupportedError: this is not a roce device; the message says what to use instead.
-            OSError: the file cannot be created, another capture of this process is writing to it
+            OSError: the file cannot be created, another capture is writing to it
                 (EBUSY), it is a FIFO that nobody has opened to read (ENXIO), or no thread can be
                 started.
             ClosedError: the device is closed.

@@ -1643,12 +1643,15 @@ static PyObject *do_nothing(PyObject *self, PyObject *unused)
 
 static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+	static uint64_t serials;
 	struct rp_handle *h = (struct rp_handle *)PyType_GenericAlloc(type, 0);
 
 	(void)args;
 	(void)kwargs;
-	if (h)
+	if (h) {
+		h->serial = RP_ADD(&serials, 1);
 		h->word = SHUT;
+	}
 	return (PyObject *)h;
 }
 

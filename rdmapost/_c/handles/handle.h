@@ -18,6 +18,7 @@
 
 struct rp_handle {
 	PyObject_HEAD
+	uint64_t serial; /* no other handle has the same, nor gets it later */
 	/* SHUT, the number of children, and the number of verbs in progress. */
 	uint64_t word;
 	uint64_t posted; /* references from work requests in flight */

@@ -48,7 +48,7 @@ struct waiter {
 /* Every CQ has a poller; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
-	const void *cq; /* the handle that it polls, to compare with, or NULL: a CQ alone is polled */
+	uint64_t cq; /* the serial number of the CQ that it polls, or 0: no other handle is polled */
 	struct rp_lock lock; /* protects the members below */
 	struct waiter *first;
 	struct waiter *leader;
@@ -298,7 +298,8 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize_t nargs,
 			 Py_ssize_t wanted, struct rp_use *use)
 {
-	if (nargs == wanted && args[0] != p->cq) {
+	if (nargs == wanted && (!rp_is_handle(args[0]) || !p->cq ||
+				((struct rp_handle *)args[0])->serial != p->cq)) {
 		PyErr_SetString(PyExc_TypeError, "expected a CQ");
 		return -1;
 	}
@@ -1339,7 +1340,7 @@ static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	p = (struct poller *)PyType_GenericAlloc(type, 0);
 	if (!p)
 		return NULL;
-	p->cq = cq == Py_None ? NULL : cq;
+	p->cq = rp_is_handle(cq) ? ((struct rp_handle *)cq)->serial : 0;
 	p->end = &p->backlog;
 	p->queues = Py_NewRef(queues);
 	p->invalidated = Py_NewRef(invalidated);

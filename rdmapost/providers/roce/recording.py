@@ -12,6 +12,7 @@ import _thread
 import atexit
 import enum
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -31,7 +32,7 @@ _GATHER = 0.01
 """Seconds in which the thread lets packets gather, to write them at once."""
 _LOOK = 0.05
 """Seconds after which whoever waits for the thread looks whether it exists."""
-_FOR_ANOTHER = 2.0
+_FOR_ANOTHER = 1.0
 """Seconds that a capture waits for another one of the same file, which is about to end."""
 _AT_EXIT = 2.0
 """Seconds that the exit of the process waits for the files at most."""
@@ -237,28 +238,22 @@ class Recording:
                 time.sleep(_GATHER)
 
     def _claim(self) -> None:
-        """Empty the file, unless another capture of this process writes to it."""
+        """Empty the file, unless another capture writes to it, in this process or another one."""
         assert self.file is not None
         descriptor = self.file.fileno()
-        status = os.fstat(descriptor)
-        if stat.S_ISCHR(status.st_mode):
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISCHR(mode):
             # What is written to /dev/null does not mix.
             return
-        key = status.st_dev, status.st_ino
-        while True:
-            with _claiming:
-                other = _writing.get(key)
-                if other is None or other.has_ended() or other.is_inherited():
-                    _writing[key] = self
-                    break
-            # A capture that was dropped, or closed in the middle of something, ends soon.
-            ends = other.is_stopping or (other.user is not None and other.user() is None)
-            if not ends or not other.wait_until_ended(_FOR_ANOTHER):
+        # One that was dropped, or closed in the middle of something, ends soon.
+        deadline = time.monotonic() + _FOR_ANOTHER
+        while not _lock(descriptor):
+            if time.monotonic() >= deadline:
                 raise OSError(
                     errno.EBUSY, "another capture is writing to this file", os.fsdecode(self.path)
                 )
-            del other
-        if stat.S_ISREG(status.st_mode):
+            time.sleep(_GATHER)
+        if stat.S_ISREG(mode):
             os.ftruncate(descriptor, 0)
 
     def _become(self, state: State, error: BaseException | None) -> None:
@@ -341,6 +336,18 @@ def _open_whole(path: str | bytes, flags: int) -> int:
     return descriptor
 
 
+def _lock(descriptor: int) -> bool:
+    """Lock a file until it is closed; return whether no one else has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks.
+        return True
+    return True
+
+
 def _held_lock() -> Any:
     try:
         lock = _thread.allocate_lock()
@@ -372,12 +379,6 @@ _known: list[weakref.ref[Recording]] = []
 """All of them: a thread keeps its own alive."""
 
 
-_writing: weakref.WeakValueDictionary[tuple[int, int], Recording] = weakref.WeakValueDictionary()
-"""Which capture writes to a file, by its device and inode."""
-_claiming = _thread.allocate_lock()
-"""Held while that is read and changed, for a moment, and only by the threads of captures."""
-
-
 def _finish() -> None:
     """Let the threads write what they have, before the interpreter stops them."""
     left = [recording for each in _known.copy() if (recording := each()) is not None]
@@ -390,7 +391,6 @@ def _finish() -> None:
 
 def _leave_to_parent() -> None:
     """In the child of a fork, close the files: their threads are the parent's."""
-    global _claiming
     for each in _known.copy():
         recording = each()
         if recording is not None and recording.file is not None:
@@ -398,7 +398,6 @@ def _leave_to_parent() -> None:
                 recording.file.close()
             except OSError:
                 continue
-    _claiming = _thread.allocate_lock()
 
 
 atexit.register(_finish)
