@@ -302,6 +302,13 @@ def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
             handle.close()
         except RdmaError as error:
             errors.append((handle, error))
+        except MemoryError:
+            raise
+        except Exception as error:
+            # A subclass's close(): the others are closed all the same.
+            failure = RdmaError(f"its close() raised {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            errors.append((handle, failure))
     return errors
 
 

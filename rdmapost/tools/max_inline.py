@@ -77,6 +77,8 @@ def max_inline(
             or for a reason other than its size.
     """
     at_most = within("at_most", at_most, 0, 1 << 31)
+    if "max_inline_data" in options:
+        raise TypeError("max_inline() finds max_inline_data; it cannot be given")
     create = partial(QP, pd, qp_type, send_cq, **options)
     # The largest size known to be granted, and the smallest known not to be.
     low, high = _granted(create, 0) or 0, at_most + 1

@@ -158,3 +158,8 @@ def test_refusal_for_another_reason_is_reported(monkeypatch, code):
     with pytest.raises(rp.VerbsError, match=errno.errorcode[code]):
         rp.max_inline(None, QPType.RC, None)
     assert driver.open == 0
+
+
+def test_size_to_find_cannot_be_given(pd, cq):
+    with pytest.raises(TypeError, match="finds max_inline_data; it cannot be given"):
+        rp.max_inline(pd, QPType.RC, cq, max_inline_data=64)

@@ -217,8 +217,10 @@ class BaseConnection(native.Finalizer, NotCopied):
     def _release(self) -> None:
         """Close everything, what other code has created on the connection's own PD included."""
         drop_outstanding(self.qp)
-        close_below(self._own_pd)
-        self._stack.close()
+        try:
+            close_below(self._own_pd)
+        finally:
+            self._stack.close()
 
     def _finalize(self) -> None:
         where = getattr(self, "_where", "")

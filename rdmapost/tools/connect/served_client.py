@@ -201,8 +201,10 @@ class ServedClient:
         """
         self._close_called = True
         try:
-            close_below(self._own_pd)
-            self._stack.close()
+            try:
+                close_below(self._own_pd)
+            finally:
+                self._stack.close()
         finally:
             # Even if the queue pair is closed only at the end of the verb that this interrupts.
             if (wakeup := self._wakeup) is not None:

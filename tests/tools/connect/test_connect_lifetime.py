@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import queue
 import signal
@@ -702,3 +703,30 @@ def test_a_dropped_connection_leaves_open_what_the_caller_still_has(
     ah.close()
     del ah
     pd.close()
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_resource_whose_close_fails_keeps_nothing_else_of_a_connection_open(
+    context: rp.Context, side: str
+) -> None:
+    """Of a subclass of the caller's, on the connection's own PD."""
+
+    class Bad(rp.MW):
+        fails = True
+
+        def close(self) -> None:
+            if self.fails:
+                raise ValueError("mine")
+            super().close()
+
+    clients: list[connect.ServedClient] = []
+    with connect.serve(context, port=0, on_connect=clients.append) as server:
+        peer = connect.dial(context, *server.address[:2])
+        (client,) = clients
+        bad = Bad(peer.qp.pd if side == "client" else client.qp.pd)
+        with contextlib.suppress(rp.RdmaError):
+            peer.close()
+    ends = (peer, client)
+    assert [(end.qp.closed, end.mr.closed) for end in ends] == [(True, True)] * 2
+    bad.fails = False
+    context.close_all()
