@@ -34,7 +34,7 @@ def expect(name: str, given: object, *types: type | None) -> None:
     for wanted in types:
         if given is None if wanted is None else issubclass(given_type, wanted):
             return
-    names = " or ".join("None" if wanted is None else wanted.__name__ for wanted in types)
+    names = " or ".join(["None" if wanted is None else wanted.__name__ for wanted in types])
     raise TypeError(f"{name}: expected {names}, got {given_type.__name__}")
 
 

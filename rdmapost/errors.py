@@ -48,7 +48,7 @@ class RdmaError(Exception):
         return self._reduce(pickle.DEFAULT_PROTOCOL)
 
     def _reduce(self, protocol: int) -> tuple[Any, ...]:
-        args = tuple(_picklable(value, protocol) for value in self.args)
+        args = tuple([_picklable(value, protocol) for value in self.args])
         state = {
             name: value if value is self else _picklable(value, protocol)
             for name, value in self._state().items()
@@ -61,7 +61,7 @@ class RdmaError(Exception):
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        made: Self = _rebuild(type(self), tuple(_deep_copy(value, memo) for value in self.args))
+        made: Self = _rebuild(type(self), tuple([_deep_copy(value, memo) for value in self.args]))
         memo[id(self)] = made
         made.__setstate__({k: _deep_copy(v, memo) for k, v in self._state().items()})
         return made

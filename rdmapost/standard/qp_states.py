@@ -120,7 +120,7 @@ RANGES: dict[str, tuple[int, int]] = {
 
 
 def _names(mask: int) -> str:
-    return ", ".join(name for name, bit in FIELDS.items() if bit & mask)
+    return ", ".join([name for name, bit in FIELDS.items() if bit & mask])
 
 
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
@@ -132,7 +132,7 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
         return None
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
-        ends = sorted(end.name for start, end in REQUIRED.get(qp_type, {}) if start is state)
+        ends = sorted([end.name for start, end in REQUIRED.get(qp_type, {}) if start is state])
         remedy = ": call to_reset() first" if state is S.ERR else ""
         if state in (S.RESET, S.INIT) and to in (S.RTR, S.RTS):
             remedy = "; connect() takes one to RTS"

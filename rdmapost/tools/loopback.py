@@ -139,7 +139,7 @@ class Loopback(ResourceHolder):
         super().__init__()
         with self._stack.closed_on_error() as stack:
             self._pd = stack.add(PD(context))
-            (cq, mr), (remote_cq, remote_mr) = (
+            (cq, mr), (remote_cq, remote_mr) = [
                 (
                     stack.add(CQ(context, cqe, wc_flags=wc_flags)),
                     stack.add(MR(self._pd, max(1, size), allowed)),
@@ -152,7 +152,7 @@ class Loopback(ResourceHolder):
                         WCExFlags.WITH_TM_INFO if tagged else WCExFlags(0),
                     ),
                 )
-            )
+            ]
             # A window may be bound to any region, and a work request may name it.
             self._regions = stack.add(ResourceStack())
             remote_type, remote_options = qp_type, options
@@ -171,13 +171,13 @@ class Loopback(ResourceHolder):
                 remote_options = {**options, "srq": self.srq}
             if self.srq is not None:
                 stack.add(self.srq)
-            self.local, self.remote = (
+            self.local, self.remote = [
                 Side(stack.add(self._queue_pair(side_type, side_cq, given)), side_cq, side_mr)
                 for side_type, side_cq, side_mr, given in (
                     (qp_type, cq, mr, {**options, "send_ops_flags": send_ops_flags}),
                     (remote_type, remote_cq, remote_mr, remote_options),
                 )
-            )
+            ]
             # Close windows and address handles before the queue pairs: rxe needs 25 s
             # to destroy a queue pair with a window bound to it.
             self._used = stack.add(ResourceStack())

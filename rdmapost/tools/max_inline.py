@@ -75,32 +75,14 @@ def max_inline(
             or for a reason other than its size.
     """
     at_most = within("at_most", at_most, 0, 1 << 31)
-
-    def grants(size: int) -> int | None:
-        try:
-            qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
-        except VerbsError as error:
-            # Without inline data the size cannot be the reason.
-            if not size or error.errno not in _TOO_MUCH:
-                raise
-            return None
-        # Not "with", which calls Python: here no interrupt can come before the close.
-        granted = qp.max_inline_data
-        try:
-            qp.close()
-        except BaseException:
-            # An interrupt may have ended the close early.
-            close_quietly(qp)
-            raise
-        return granted
-
+    given = pd, qp_type, send_cq, options
     # The largest size known to be granted, and the smallest known not to be.
-    low, high = grants(0) or 0, at_most + 1
+    low, high = _granted(*given, 0) or 0, at_most + 1
     size = max(_FIRST, 2 * low)
     while low + 1 < high:
         # Double first, because limits are small; then bisect.
         size = size if low < size < high else (low + high) // 2
-        granted = grants(size)
+        granted = _granted(*given, size)
         if granted is None:
             high = size
         elif granted < size:
@@ -109,3 +91,23 @@ def max_inline(
             low = granted
         size = 2 * low if high > at_most else 0
     return min(low, at_most)
+
+
+def _granted(pd: PD, qp_type: QPType, send_cq: CQ, options: _QPOptions, size: int) -> int | None:
+    """Return the inline data of a queue pair that asks for a size; None if it is too much."""
+    try:
+        qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
+    except VerbsError as error:
+        # Without inline data the size cannot be the reason.
+        if not size or error.errno not in _TOO_MUCH:
+            raise
+        return None
+    # Not "with", which calls Python: here no interrupt can come before the close.
+    granted = qp.max_inline_data
+    try:
+        qp.close()
+    except BaseException:
+        # An interrupt may have ended the close early.
+        close_quietly(qp)
+        raise
+    return granted

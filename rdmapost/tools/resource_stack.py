@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -77,15 +77,31 @@ class ResourceStack:
         finally:
             del failed  # or the exception and this frame refer to each other
 
-    @contextmanager
-    def closed_on_error(self) -> Iterator[Self]:
+    def closed_on_error(self) -> _ClosedOnError:
         """Close everything if the block raises."""
-        try:
-            yield self
-        except BaseException:
+        return _ClosedOnError(self)
+
+
+class _ClosedOnError:
+    """A context manager; one of contextlib's would need memory to close the stack."""
+
+    __slots__ = ("_stack",)
+
+    def __init__(self, stack: ResourceStack) -> None:
+        self._stack = stack
+
+    def __enter__(self) -> ResourceStack:
+        return self._stack
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error_type is not None:
             with suppress(RdmaError):
-                self.close()
-            raise
+                self._stack.close()
 
 
 def close_below(pd: PD | None) -> None:

@@ -69,19 +69,14 @@ def name_of(address: tuple[Any, ...]) -> str:
 def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
     """Look up a host in bounded time; return what getaddrinfo does."""
     found: list[Any] = []
-
-    def look_up(flags: int = 0) -> None:
-        try:
-            found[:] = [socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
-        except (OSError, UnicodeError) as error:
-            found[:] = [error]
-
     # An address needs no name service.
-    look_up(socket.AI_NUMERICHOST)
+    _look_up(found, host, port, socket.AI_NUMERICHOST)
     if not isinstance(found[0], list):
         del found[:]
         # The resolver's own time limits are too long.
-        thread = threading.Thread(target=look_up, name=f"look up {host}", daemon=True)
+        thread = threading.Thread(
+            target=_look_up, args=(found, host, port), name=f"look up {host}", daemon=True
+        )
         thread.start()
         thread.join(timeout)
     if not found:
@@ -98,6 +93,14 @@ def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
     if isinstance(error, OSError) and not isinstance(error, socket.gaierror):
         raise TCPError(f"host {host} cannot be looked up: {reason(error)}", error.errno)
     raise TCPError(f"host {host} cannot be found: {reason(error)}")
+
+
+def _look_up(found: list[Any], host: str, port: int, flags: int = 0) -> None:
+    """Put what getaddrinfo returns, or raises, into the list."""
+    try:
+        found[:] = [socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
+    except (OSError, UnicodeError) as error:
+        found[:] = [error]
 
 
 def dial(host: str, port: int, timeout: float) -> socket.socket:

@@ -176,7 +176,7 @@ class Acceptor:
             next(iter(some)).deadline - now for some in (self._pending, self._lingering) if some
         ]
         if self._queues:
-            times.append(min(self._delay(source, now) for source in self._queues))
+            times.append(min([self._delay(source, now) for source in self._queues]))
         return max(0.0, min(times)) + 0.001 if times else None
 
     # ---- accepting ---------------------------------------------------------------
@@ -220,7 +220,7 @@ class Acceptor:
     def _evict(self, why: str = "") -> None:
         """Refuse one connection from the address with the most."""
         source = max(self._per_source, key=self._per_source.__getitem__)
-        for peer in (one for one in self._pending if one.source == source):
+        for peer in [one for one in self._pending if one.source == source]:
             if not peer.queued:
                 # Its hello may have arrived since the last poll.
                 self._read(peer)

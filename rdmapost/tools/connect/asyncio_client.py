@@ -151,7 +151,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     def _read_on(self) -> None:
         # Always in progress, so that the server's end is noticed without asking.
         self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
-        self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        self._reading.add_done_callback(_expect_failure)
 
     async def _ask(self, message: Message, more_time: float = 0.0) -> Message:
         self._refuse_inherited()
@@ -368,6 +368,12 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         writer, self._writer = self._writer, None
         if writer is not None:
             _close(writer, self._reading)
+
+
+def _expect_failure(reading: asyncio.Task[bytes]) -> None:
+    """Keep the event loop from reporting an exception that nobody asks for."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:

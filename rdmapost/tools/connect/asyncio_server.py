@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Awaitable
 from contextlib import suppress
+from functools import partial
 
 from ...resources.cq import CQ
 from ...resources.device import Context
@@ -27,6 +28,7 @@ from .served_client import AsyncOnConnect, ServedClient
 from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
 from .server_state import ServerState
+from .server_threads import ServerThreads
 
 
 async def aserve(
@@ -121,41 +123,7 @@ async def aserve(
         VerbsError: the device refused.
     """
     port = check_where(host, port, 0)
-    loop = asyncio.get_running_loop()
-    exiting = False
-
-    def call_now(on_event: OnEvent, event: Event) -> None:
-        nonlocal exiting
-        if exiting:
-            return
-        try:
-            on_event(event)
-        except SystemExit:
-            # A second one would end the cleanup of the loop's tasks.
-            exiting = True
-            raise
-
-    def call_in_loop(on_event: OnEvent, event: Event) -> None:
-        # A closed loop takes no more events.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(call_now, on_event, event)
-
-    def ask_in_loop(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
-        asking = _ask(on_connect, client)
-        try:
-            answer = asyncio.run_coroutine_threadsafe(asking, loop)
-        except RuntimeError:
-            asking.close()
-            raise ConnectError("the server is shutting down", "closing") from None
-        answers.add(answer)
-        try:
-            return answer.result(server.timeout)
-        except TimeoutError:
-            answer.cancel()
-            raise
-        except concurrent.futures.CancelledError:
-            raise ConnectError("the server is shutting down", "closing") from None
-
+    in_loop = _InLoop(asyncio.get_running_loop())
     server = ServerState(
         context,
         size=size,
@@ -177,17 +145,17 @@ async def aserve(
         gid_index=gid_index,
         on_event=on_event,
         on_connect=on_connect,
-        call=call_in_loop,
-        ask=ask_in_loop,
+        call=in_loop.call,
+        ask=in_loop.ask,
     )
-    answers = _Answers()
+    in_loop.timeout = server.timeout
     opening = _Opening(host, port)
     try:
         await asyncio.to_thread(opening.run)
     except BaseException:
         opening.give_up()
         raise
-    return AsyncServer(server, opening.listener, answers)
+    return AsyncServer(server, opening.listener, in_loop)
 
 
 async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
@@ -195,14 +163,50 @@ async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None
     return await answer if isinstance(answer, Awaitable) else answer
 
 
-class _Answers:
-    """The answers of on_connect that clients' threads wait for."""
+class _InLoop:
+    """What clients' threads have called in the event loop: on_event and on_connect."""
 
-    def __init__(self) -> None:
+    timeout: float
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._exiting = False
+        # The answers of on_connect that threads wait for.
         self._pending: set[concurrent.futures.Future[bytes | None]] = set()
         self._ended = False
 
-    def add(self, answer: concurrent.futures.Future[bytes | None]) -> None:
+    def call(self, on_event: OnEvent, event: Event) -> None:
+        # A closed loop takes no more events.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._call_now, on_event, event)
+
+    def _call_now(self, on_event: OnEvent, event: Event) -> None:
+        if self._exiting:
+            return
+        try:
+            on_event(event)
+        except SystemExit:
+            # A second one would end the cleanup of the loop's tasks.
+            self._exiting = True
+            raise
+
+    def ask(self, on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
+        asking = _ask(on_connect, client)
+        try:
+            answer = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        except RuntimeError:
+            asking.close()
+            raise ConnectError("the server is shutting down", "closing") from None
+        self._add(answer)
+        try:
+            return answer.result(self.timeout)
+        except TimeoutError:
+            answer.cancel()
+            raise
+        except concurrent.futures.CancelledError:
+            raise ConnectError("the server is shutting down", "closing") from None
+
+    def _add(self, answer: concurrent.futures.Future[bytes | None]) -> None:
         self._pending.add(answer)
         answer.add_done_callback(self._pending.discard)
         if self._ended:
@@ -213,6 +217,10 @@ class _Answers:
         self._ended = True
         for answer in tuple(self._pending):
             answer.cancel()
+
+
+def _close(threads: ServerThreads, _: object) -> None:
+    threads.close()
 
 
 class _Opening:
@@ -249,13 +257,13 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         warning: what it exposes beyond this machine, in one line, or None.
     """
 
-    def __init__(self, server: ServerState, listener: socket.socket, answers: _Answers) -> None:
+    def __init__(self, server: ServerState, listener: socket.socket, in_loop: _InLoop) -> None:
         # No thread may wait for the event loop while that waits for the threads.
-        super().__init__(server, listener, answers.end)
+        super().__init__(server, listener, in_loop.end)
         # Shutting down an event loop cancels its tasks.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
-        threads, self._loop = self._threads, asyncio.get_running_loop()
-        self._life.add_done_callback(lambda _: threads.close())
+        self._loop = asyncio.get_running_loop()
+        self._life.add_done_callback(partial(_close, self._threads))
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():

@@ -86,7 +86,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         if qp_type not in QP_TYPES:
             raise ValueError(
                 f"{qp_type.name} queue pairs are not supported; "
-                f"{', '.join(each.name for each in QP_TYPES)} are"
+                f"{', '.join([each.name for each in QP_TYPES])} are"
             )
         given = check_given(context, mr, srq, cq, qp_options)
         if mr is None:

@@ -229,7 +229,7 @@ class Connection(BaseConnection, ClosesOnExit):
     def _is_asking(self, mine: _Turn | None = None) -> bool:
         """Return whether this thread is in the middle of a request, other than `mine`."""
         this = get_ident()
-        return any(turn.thread == this and turn is not mine for turn in self._turns.copy())
+        return any([turn.thread == this and turn is not mine for turn in self._turns.copy()])
 
     def _await_turn(self, mine: _Turn, limit: float, leaving: bool) -> None:
         if not leaving and self._is_asking(mine):
@@ -238,7 +238,10 @@ class Connection(BaseConnection, ClosesOnExit):
             )
         deadline = time.monotonic() + limit
         while any(
-            turn.number < mine.number and turn.thread != mine.thread for turn in self._turns.copy()
+            [
+                turn.number < mine.number and turn.thread != mine.thread
+                for turn in self._turns.copy()
+            ]
         ):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
@@ -382,7 +385,7 @@ class Connection(BaseConnection, ClosesOnExit):
         request = _Request()
         try:
             mine = self._enqueue(request)
-            if any(turn.number < mine.number for turn in self._turns.copy()):
+            if any([turn.number < mine.number for turn in self._turns.copy()]):
                 return False
             if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
                 return True

@@ -35,7 +35,7 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
     else:
         host, colon, after = text.partition(":")
         port = after if colon else None
-    if not host or any(c.isspace() or not c.isprintable() for c in host):
+    if not host or any([c.isspace() or not c.isprintable() for c in host]):
         raise ValueError(f"{text!r} has no host; expected HOST[:PORT]")
     if port is None:
         return host, default_port

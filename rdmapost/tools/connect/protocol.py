@@ -55,7 +55,7 @@ class LineReader:
             return None
         if pending[0] != 0x7B:
             # Do not wait for a newline: a peer of another protocol may be waiting for an answer.
-            raise ProtocolError(f"this is not rdmapost's protocol: {bytes(pending[:40])!r}")
+            raise ProtocolError(f"this is not rdmapost's protocol: {bytes(pending)[:40]!r}")
         # The bytes searched before hold no newline.
         end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:
@@ -63,7 +63,9 @@ class LineReader:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
             self._searched = len(pending)
             return None
-        line = bytes(pending[:end])
+        # To slice a bytearray without memory, Python says that it had exported buffers.
+        with memoryview(pending) as view:
+            line = bytes(view[:end])
         del pending[: end + 1]
         self._searched = 0
         return line
@@ -96,10 +98,10 @@ def token_matches(given: Any, token: str | None) -> bool:
     if token is None:
         return True
     # An argument or environment variable need not be Unicode.
-    received, required = (
+    received, required = [
         text.encode("utf-8", "surrogatepass")
         for text in (given if isinstance(given, str) else "", token)
-    )
+    ]
     return hmac.compare_digest(received, required) and isinstance(given, str)
 
 

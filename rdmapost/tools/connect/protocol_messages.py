@@ -29,6 +29,8 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, get_args
 
 from ...enums import Access, QPType, WCOpcode, WCStatus, reported
@@ -84,62 +86,76 @@ def _invalid() -> NoReturn:
 
 
 def _integer(maximum: int, minimum: int = 0) -> _Codec:
-    def read(value: Any) -> int:
-        # True and False are integers in Python, but not here.
-        return value if type(value) is int and minimum <= value <= maximum else _invalid()
-
+    read = partial(_read_integer, minimum, maximum)
     return _Codec(int, read, f"an integer in {minimum}..{maximum}")
 
 
-def _text(maximum: int) -> _Codec:
-    def read(value: Any) -> str:
-        return value if isinstance(value, str) and len(value) <= maximum else _invalid()
+def _read_integer(minimum: int, maximum: int, value: Any) -> int:
+    # True and False are integers in Python, but not here.
+    return value if type(value) is int and minimum <= value <= maximum else _invalid()
 
+
+def _text(maximum: int) -> _Codec:
+    read = partial(_read_text, maximum)
     return _Codec(_identity, read, f"a text of at most {maximum} characters")
+
+
+def _read_text(maximum: int, value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= maximum else _invalid()
 
 
 def _printable(maximum: int) -> _Codec:
     # It will be shown on a terminal.
-    def write(value: str) -> str:
-        return "".join(c if c.isprintable() else " " for c in value)[:maximum]
-
-    def read(value: Any) -> str:
-        fits = isinstance(value, str) and len(value) <= maximum and value.isprintable()
-        return str(value) if fits else _invalid()
-
+    write, read = partial(_write_printable, maximum), partial(_read_printable, maximum)
     return _Codec(write, read, f"a printable text of at most {maximum} characters")
 
 
-def _member(names: dict[str, Any]) -> _Codec:
-    def read(value: Any) -> Any:
-        return names[value] if isinstance(value, str) and value in names else _invalid()
+def _write_printable(maximum: int, value: str) -> str:
+    return "".join([c if c.isprintable() else " " for c in value])[:maximum]
 
+
+def _read_printable(maximum: int, value: Any) -> str:
+    fits = isinstance(value, str) and len(value) <= maximum and value.isprintable()
+    return str(value) if fits else _invalid()
+
+
+def _member(names: dict[str, Any]) -> _Codec:
     listed = ", ".join(names) if len(names) < 12 else "a known name"
-    return _Codec(
-        lambda member: next(n for n, m in names.items() if m == member), read, f"one of {listed}"
-    )
+    write, read = partial(_write_member, names), partial(_read_member, names)
+    return _Codec(write, read, f"one of {listed}")
+
+
+def _write_member(names: dict[str, Any], member: Any) -> str:
+    (name,) = [name for name, each in names.items() if each == member]
+    return name
+
+
+def _read_member(names: dict[str, Any], value: Any) -> Any:
+    return names[value] if isinstance(value, str) and value in names else _invalid()
 
 
 def _reported(enum: Any) -> _Codec:
     """Return the codec of what a device reported: a name, or the number of an unknown value."""
+    read = partial(_read_reported, enum)
+    return _Codec(attrgetter("name"), read, "a known name, or a number")
 
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return _invalid()
-        if value in enum.__members__:
-            return enum[value]
-        is_number = value.isascii() and value.isdigit() and len(value) < 11
-        return reported(enum, int(value)) if is_number else _invalid()
 
-    return _Codec(lambda member: member.name, read, "a known name, or a number")
+def _read_reported(enum: Any, value: Any) -> Any:
+    if not isinstance(value, str):
+        return _invalid()
+    if value in enum.__members__:
+        return enum[value]
+    is_number = value.isascii() and value.isdigit() and len(value) < 11
+    return reported(enum, int(value)) if is_number else _invalid()
 
 
 def _optional(codec: _Codec) -> _Codec:
-    return _Codec(
-        lambda value: None if value is None else codec.write(value),
-        lambda value: None if value is None else codec.read(value),
-        f"{codec.what}, or null",
-    )
+    write, read = partial(_unless_none, codec.write), partial(_unless_none, codec.read)
+    return _Codec(write, read, f"{codec.what}, or null")
+
+
+def _unless_none(function: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else function(value)
 
 
 def _read_endpoint(value: Any) -> Endpoint:
@@ -165,31 +181,28 @@ def _read_access(value: Any) -> Access:
     return flags
 
 
-def _hex(minimum: int, maximum: int) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if not isinstance(value, str) or len(value) % 2 or not minimum <= len(value) <= maximum:
-            _invalid()
-        if any(c not in "0123456789abcdef" for c in value):
-            _invalid()
-        return str(value)
-
-    return read
+def _read_hex(minimum: int, maximum: int, value: Any) -> str:
+    if not isinstance(value, str) or len(value) % 2 or not minimum <= len(value) <= maximum:
+        _invalid()
+    if value.strip("0123456789abcdef"):
+        _invalid()
+    return str(value)
 
 
 def _read_digest(value: Any) -> str:
-    return "" if value == "" else _hex(64, 64)(value)
+    return "" if value == "" else _read_hex(64, 64, value)
 
 
 _U32, _U64 = _integer((1 << 32) - 1), _integer((1 << 64) - 1)
 _ENDPOINT = _Codec(str, _read_endpoint, "an endpoint (qp_num=... psn=... gid=... lid=... mtu=...)")
 _DATA = _Codec(
     lambda value: bytes(value[:HEAD_BYTES]).hex(),
-    lambda value: bytes.fromhex(_hex(0, 2 * HEAD_BYTES)(value)),
+    lambda value: bytes.fromhex(_read_hex(0, 2 * HEAD_BYTES, value)),
     f"hexadecimal text of at most {HEAD_BYTES} bytes",
 )
 _PRIVATE_DATA = _Codec(
     bytes.hex,
-    lambda value: bytes.fromhex(_hex(0, 2 * MAX_PRIVATE_DATA)(value)),
+    lambda value: bytes.fromhex(_read_hex(0, 2 * MAX_PRIVATE_DATA, value)),
     f"hexadecimal text of at most {MAX_PRIVATE_DATA} bytes",
 )
 _DIGEST = _Codec(_identity, _read_digest, "64 hexadecimal digits, or nothing")
@@ -364,6 +377,9 @@ _CODECS: dict[type, dict[str, _Codec]] = {
 # ---- lines --------------------------------------------------------------------
 
 
+_TEXT = json.JSONEncoder()
+
+
 def _name(message_type: type[Message]) -> str:
     return message_type.__name__.lower()
 
@@ -375,7 +391,17 @@ def encode(message: Message) -> bytes:
     content["type"] = _name(type(message))
     for name, codec in _CODECS[type(message)].items():
         content[name] = codec.write(getattr(message, name))
-    return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+    members = [f'"{name}":{_json(value)}' for name, value in content.items()]
+    return f"{{{','.join(members)}}}\n".encode()
+
+
+def _json(value: Any) -> str:
+    # Only for a text does json make no functions, for which Python 3.12 and 3.13 must have memory.
+    if isinstance(value, str):
+        return _TEXT.encode(value)
+    if isinstance(value, list):
+        return f"[{','.join([_json(each) for each in value])}]"
+    return "null" if value is None else f"{value:d}"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

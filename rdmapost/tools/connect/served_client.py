@@ -252,7 +252,7 @@ class ServedClient:
                 self._cq.req_notify()
                 wcs = self._cq.poll(_POLL_BATCH)
                 found += self._arrivals(
-                    wc for wc in wcs if failed or wc.status is not WCStatus.WR_FLUSH_ERR
+                    [wc for wc in wcs if failed or wc.status is not WCStatus.WR_FLUSH_ERR]
                 )
                 flushed = not self.qp.outstanding.recv
                 if not flushed and not wcs:
@@ -265,7 +265,7 @@ class ServedClient:
                 self.qp.close()
             with suppress(RdmaError):
                 while wcs := self._cq.poll(_POLL_BATCH):
-                    found += self._arrivals(wc for wc in wcs if not wc.status)
+                    found += self._arrivals([wc for wc in wcs if not wc.status])
         return found
 
     def _arrivals(self, wcs: Iterable[WC]) -> list[Arrival]:
