@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from support import LOSES_MEMORY, prints
 
 import rdmapost as rp
 from rdmapost.connect import ConnectError, ProtocolError, parse_address
@@ -504,6 +505,43 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
 
 
 # ---- addresses and devices --------------------------------------------------------
+
+
+WITHOUT_MEMORY = """
+import gc, _testcapi
+from rdmapost.tools.connect import client_session, protocol
+from rdmapost.tools.connect.protocol_messages import *
+def attempt(at):
+    # Whether a look was answered, although one allocation fails.
+    client = client_session.ClientSession("server", 5.0)
+    server = protocol.ServerProtocol()
+    server.state = protocol.State.OPEN
+    try:
+        _testcapi.set_nomemory(at, at + 1)
+        try:
+            requests = client.ask(Look(0, 64))
+            data, deadline = next(requests)
+            server.receive(data)
+            look = server.next_message()
+            answer = encode(Seen(look.offset, look.length, "ab" * 32, bytes(64)))
+            requests.send(b"")
+            requests.send(answer)
+        except StopIteration as end: return end.value.length == 64
+        finally: _testcapi.remove_mem_hooks()
+    except MemoryError: return False
+for at in range(900):
+    if attempt(at): break
+    # What a failure has broken shows up later.
+    gc.collect()
+    compile("x = 1", "", "exec")
+print(at > 20, at < 899)
+"""
+
+
+def test_a_request_without_memory_raises_memory_error() -> None:
+    """Wherever it runs out; Python neither crashes nor complains."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True True"
 
 
 @pytest.mark.parametrize(
