@@ -24,6 +24,8 @@ AT_IMPORT = {("resources/resource.py", "_once"), ("resources/resource.py", "_fix
 WITH_VERBS = {"posting", "providers", "resources"}
 """Folders without generators: dropped without memory, an unfinished one complains on stderr."""
 NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp, ast.ClassDef)
+OF_LIBRARY = {"ExitStack", "asdict", "contextlib.ExitStack", "dataclasses.asdict", "json.dumps"}
+"""What makes functions in the standard library and can be avoided."""
 ENUMS = {name for name, value in vars(enums).items() if isinstance(value, EnumMeta)}
 GO_THROUGH = {"frozenset", "iter", "list", "map", "max", "min", "set", "sorted", "sum", "tuple"}
 
@@ -39,7 +41,7 @@ def goes_through_enum(node: ast.AST) -> bool:
 
 
 class Finder(ast.NodeVisitor):
-    """Finds what makes a function, or a generator if that is forbidden too."""
+    """Finds what makes a function, and generators if they are forbidden too."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,18 +49,17 @@ class Finder(ast.NodeVisitor):
         self.in_function = False
         self.found: list[str] = []
 
-    def add(self, node: ast.AST) -> None:
-        self.found.append(f"{self.name}:{getattr(node, 'lineno', 0)}")
+    def is_forbidden(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.Yield | ast.YieldFrom):
+            return self.with_verbs
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in OF_LIBRARY:
+            return True
+        return self.in_function and (isinstance(node, NESTED) or goes_through_enum(node))
 
     def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.comprehension):
-            if self.in_function and goes_through_enum(node):
-                self.add(node.iter)
-        elif isinstance(node, ast.Yield | ast.YieldFrom):
-            if self.with_verbs:
-                self.add(node)
-        elif self.in_function and (isinstance(node, NESTED) or goes_through_enum(node)):
-            self.add(node)
+        if self.is_forbidden(node):
+            place = node.iter if isinstance(node, ast.comprehension) else node
+            self.found.append(f"{self.name}:{getattr(place, 'lineno', 0)}")
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             self.generic_visit(node)
             return

@@ -154,10 +154,9 @@ def _exposed_access(context: Context, access: int | None, mr: MR | None) -> Acce
 def _try_options(context: Context, given: Given, port_num: int, gid_index: int | None) -> None:
     if not given.create and not given.connect:
         return
-    with contextlib.ExitStack() as stack:
-        pd = stack.enter_context(PD(context)) if given.pd is None else given.pd
-        cq = stack.enter_context(CQ(context, 1))
-        qp = stack.enter_context(
-            QP(pd, QPType.RC, cq, port_num=port_num, gid_index=gid_index, **given.create)
-        )
+    with (
+        PD(context) if given.pd is None else contextlib.nullcontext(given.pd) as pd,
+        CQ(context, 1) as cq,
+        QP(pd, QPType.RC, cq, port_num=port_num, gid_index=gid_index, **given.create) as qp,
+    ):
         qp.connect(qp.endpoint(), **given.connect)
