@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# Here, not at the first getaddrinfo(): without memory, Python 3.12 and 3.13 crash in an import.
+import encodings.idna  # noqa: F401
 import errno
 import os
 import select
