@@ -9,8 +9,6 @@ grant more than was requested, and some grant less.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from functools import partial
 from typing import TypedDict, Unpack
 
 from .._arguments import within
@@ -77,16 +75,14 @@ def max_inline(
             or for a reason other than its size.
     """
     at_most = within("at_most", at_most, 0, 1 << 31)
-    if "max_inline_data" in options:
-        raise TypeError("max_inline() finds max_inline_data; it cannot be given")
-    create = partial(QP, pd, qp_type, send_cq, **options)
+    given = pd, qp_type, send_cq, options
     # The largest size known to be granted, and the smallest known not to be.
-    low, high = _granted(create, 0) or 0, at_most + 1
+    low, high = _granted(*given, 0) or 0, at_most + 1
     size = max(_FIRST, 2 * low)
     while low + 1 < high:
         # Double first, because limits are small; then bisect.
         size = size if low < size < high else (low + high) // 2
-        granted = _granted(create, size)
+        granted = _granted(*given, size)
         if granted is None:
             high = size
         elif granted < size:
@@ -97,10 +93,10 @@ def max_inline(
     return min(low, at_most)
 
 
-def _granted(create: Callable[..., QP], size: int) -> int | None:
+def _granted(pd: PD, qp_type: QPType, send_cq: CQ, options: _QPOptions, size: int) -> int | None:
     """Return the inline data of a queue pair that asks for a size; None if it is too much."""
     try:
-        qp = create(max_inline_data=size)
+        qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
     except VerbsError as error:
         # Without inline data the size cannot be the reason.
         if not size or error.errno not in _TOO_MUCH:
