@@ -161,5 +161,5 @@ def test_refusal_for_another_reason_is_reported(monkeypatch, code):
 
 
 def test_size_to_find_cannot_be_given(pd, cq):
-    with pytest.raises(TypeError, match="multiple values for keyword argument .max_inline_data."):
+    with pytest.raises(TypeError, match=r"multiple values for keyword argument .max_inline_data."):
         rp.max_inline(pd, QPType.RC, cq, max_inline_data=64)
