@@ -17,8 +17,8 @@ def _complete() -> None:
     """Have cffi look up everything now.
 
     Otherwise it looks up each type, struct and function on first use. If the collector runs a
-    finalizer during such a lookup, and that starts the same one, the process aborts; without a GIL,
-    two threads doing so dereference NULL.
+    finalizer during a lookup, and the finalizer starts the same lookup, the process aborts.
+    Without a GIL, two threads that start the same lookup dereference NULL.
     """
     is_enabled = gc.isenabled()
     gc.disable()

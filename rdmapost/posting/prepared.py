@@ -107,7 +107,7 @@ class Batch(native.Prepared):
             raise TypeError("a prepared list cannot be sliced; index it one at a time")
         at, count = whole_number("index", index), len(self)
         if not -count <= at < count:
-            raise IndexError(f"index {at} is not in a {self}")
+            raise IndexError(f"index {at} is out of range for a {self}")
         at %= count
         return _class_for(self._type_of(at))(self, at)
 

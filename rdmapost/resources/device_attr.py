@@ -128,7 +128,7 @@ class TMCaps:
         max_rndv_hdr_size: the longest header of a rendezvous request, in bytes.
         max_num_tags: tagged buffers of one SRQ; 0 if the device has no tag matching.
         flags: the transports that have it.
-        max_ops: outstanding operations on a list.
+        max_ops: the most operations outstanding on an SRQ's tag list.
         max_sge: SGEs of a tagged buffer.
     """
 

@@ -186,7 +186,7 @@ def _listen_on(family: int, address: tuple[Any, ...], backlog: int) -> socket.so
 
 
 def cannot_listen(where: str, error: OSError) -> TCPError:
-    """Make the error for an address that cannot be listened on, with what to try."""
+    """Return the error of a failed listen, with a remedy if there is one."""
     remedy = _REMEDIES.get(error.errno or 0, "")
     return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", errno_of(error))
 

@@ -178,7 +178,7 @@ void rp_unpin(struct rp_handle *handle);
 /* Number the next bind event: a bind is posted, or its completion is seen. */
 uint64_t rp_count_bind(void);
 
-/* A queue that windows are bound through. It refers to nothing, because it outlives the queue. */
+/* Counts the windows bound through a send queue. It can outlive the queue: it has no pointer to it. */
 struct rp_binder {
 	uint64_t users;
 	int64_t windows; /* bound */

@@ -447,7 +447,10 @@ METHOD(unclaim)
 
 /* ---- the backlog -------------------------------------------------------- */
 
-/* Queues to release after a batch: those that it retired from, and previous values of `last`. */
+/*
+ * Queues to release after a batch: those whose work requests it retired, and those that `last`
+ * pointed to before.
+ */
 struct touched {
 	struct rp_in_flight *queue[2 * BATCH];
 	int count;
@@ -1005,8 +1008,8 @@ static PyObject *reserve_number(void)
 }
 
 /*
- * Return n as a Python int, or NULL if n is -1. Releases the reserve (and steals its reference), so
- * that the int can be allocated even when memory has run out.
+ * Return n as a Python int, or NULL if n is -1. Steals the reference to `reserve`, an int allocated
+ * in advance, and frees it first: then the result can be allocated even when memory has run out.
  */
 static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
 {

@@ -475,7 +475,7 @@ static void raise_row(const struct columns *c, PyObject *const *given, PyObject 
 
 /* ---- posting, with the lock held --------------------------------------------- */
 
-/* How many of the last `count` rows one entry records. */
+/* How many of the last `count` rows one entry in flight can record: 1 or `count`. */
 static size_t in_one_entry(const struct columns *c, size_t count)
 {
 	return !c->q->in_flight->in_order || rp_invalidates(c->q, c->type) ? 1 : count;

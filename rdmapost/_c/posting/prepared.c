@@ -134,7 +134,7 @@ static PyObject *make_sent(const struct prepared *p)
 	return pack_sent(wr_ids, refs);
 }
 
-/* Return a copy with `other` at an index, or the same tuple if `other` is NULL. */
+/* Return a copy of a tuple with `other` at an index, or the tuple itself if `other` is NULL. */
 static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 {
 	Py_ssize_t count = PyTuple_Size(tuple);

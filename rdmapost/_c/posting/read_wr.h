@@ -46,7 +46,8 @@ struct post {
 	size_t owned, owner_room;
 	PyObject **holds; /* what the request being read will hold */
 	size_t holding, hold_room;
-	int type_1, sure; /* ibv_bind_mw() posts it; sure: if that fails, nothing was posted */
+	int type_1; /* ibv_bind_mw() posts it */
+	int sure; /* if ibv_bind_mw() fails, nothing was posted */
 	int binds; /* windows */
 	int invalidates; /* a prepared list with LOCAL_INVs */
 	struct refusal refusal; /* of the last request */

@@ -12,7 +12,7 @@
 int rp_check(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 	     struct request *r);
 
-/* The same without naming: what it holds is known to be open. */
+/* Like rp_check(), for a request whose handles are known to be open: it does not pin them. */
 int rp_check_again(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 		   struct request *r);
 

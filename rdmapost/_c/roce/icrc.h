@@ -21,7 +21,10 @@ int rp_read_flow(struct rp_flow *flow, const Py_buffer *given);
 /* `size` includes the ICRC; `id` is IPv4's identification. */
 uint32_t rp_icrc(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size, Py_ssize_t id);
 
-/* Return the IPv4 identification that makes an ICRC right, 0 for IPv6, -1 for a damaged packet. */
+/*
+ * Return the IPv4 identification with which the packet's ICRC is correct; 0 for an intact IPv6 packet,
+ * -1 for a damaged one.
+ */
 Py_ssize_t rp_identify(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size,
 		       Py_ssize_t guess);
 

@@ -1,8 +1,8 @@
 /*
  * The soft device's data verbs: a context with our own operations.
  *
- * The posting symbols call through qp->context->ops, so a context created here
- * receives exactly what a NIC's driver would. It must never be passed to exported
+ * ibv_post_send() and the like (libibverbs/shim.c) call through qp->context->ops, so a context created
+ * here receives exactly what a NIC's driver would. It must never be passed to exported
  * libibverbs functions: they access private data that it does not have.
  *
  * Work requests are copied in full here, and executed in Python.

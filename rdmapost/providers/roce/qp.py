@@ -43,7 +43,7 @@ if TYPE_CHECKING:
             of payload."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at a time, instead of what was set before."""
+            """Have on_timer called at a time, which replaces the one set before; None: not."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""

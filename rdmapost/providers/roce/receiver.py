@@ -101,9 +101,9 @@ class Receiver(native.Record):
         self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
 
     def _process_next(self, device: RoceDevice) -> None:
-        """Process the next packet or run of what was received.
+        """Process the next received packet, or the next run of packets.
 
-        Each has its own step, because it may read what the previous one wrote.
+        Each is a step of its own, because it may read memory that the previous one wrote.
         """
         size, segment, gid, covered, tos, ttl = self._batch
         at = self._at

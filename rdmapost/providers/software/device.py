@@ -35,7 +35,7 @@ permanent: list[Device] = []
 
 
 def run_due() -> None:
-    """Start what is due on the open devices."""
+    """Start the work that is due on every open device."""
     for device in list(open_devices.values()):
         device.run_due()
     _schedule()
@@ -168,7 +168,7 @@ class Device(native.Record):
         native.on_commit(native.start, worker)
 
     def run_due(self) -> None:
-        """Start what is due, if anything is."""
+        """Start the work that is due, if any is."""
         raise NotImplementedError
 
     def put_off(self) -> bool:

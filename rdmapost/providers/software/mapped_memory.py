@@ -21,10 +21,10 @@ _DMABUF_ACCESS = (
 
 
 def check_mapped(name: str, start: int, length: int, write: bool) -> None:
-    """Check that memory is mapped as an access needs, for the named verb.
+    """Check that memory is mapped with the permissions that an access needs.
 
     Raises:
-        VerbsError: EFAULT: it is not.
+        VerbsError: EFAULT from the verb ``name``: some of it is unmapped or lacks the permission.
     """
     end = start + length
     try:

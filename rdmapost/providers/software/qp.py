@@ -158,7 +158,7 @@ class QueuePair(native.Record):
     # ---- attempts of the request at the head of the send queue --------------
 
     def begin_attempts(self) -> None:
-        """Give the next request its full number of attempts."""
+        """Reset the counts of retries for the next request."""
         self.retries = 0
         self.rnr_retries = 0
 

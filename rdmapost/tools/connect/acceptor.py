@@ -303,7 +303,7 @@ class Acceptor:
                 del self._queues[peer.source]
 
     def _finish(self, peer: _Pending, answer: bytes) -> None:
-        """Send the last answer, and keep reading for a moment, so that it is not lost."""
+        """Send the last answer, and read for a moment: closing with unread data could lose it."""
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)

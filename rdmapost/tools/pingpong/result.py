@@ -77,10 +77,10 @@ class Result:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of messages per second, in both directions, as the stock programs count."""
+        """Bytes of messages per second, both directions added, as ibv_rc_pingpong counts."""
         return self.messages_per_second * self.size
 
     @property
     def usec_per_iter(self) -> float:
-        """Microseconds from one message to the next, as the stock programs count."""
+        """Microseconds from one message to the next, as ibv_rc_pingpong counts."""
         return self.seconds * 1e6 / self.round_trips if self.round_trips else 0.0
