@@ -61,8 +61,11 @@ class Receiver(native.Record):
             self._begin(device, len(packet), len(packet), *rest)
             return True
         else:
-            # Back to the inbox if a signal handler raises before it is processed.
             fd = device.socket.fileno()
+            if fd < 0:
+                # A handler has forked in this step, and the fork closes the sockets.
+                return False
+            # Back to the inbox if a signal handler raises before it is processed.
             got = native.made(self._inbox.append, native.roce_receive, fd, self.buffer)
         if got is None:
             return False
