@@ -136,7 +136,7 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
 
 
 def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Explanation]:
-    """Explain the words as one name, as one name each, or as what a program printed.
+    """Explain words: together one name, a name each, or text that a program printed.
 
     Args:
         words: the words.

@@ -123,7 +123,7 @@ def ah_attr_from_wc(context: Context, wc: WC, grh: GRH | None, port_num: int) ->
     for name, maximum in _OF_WC.items():
         setattr(raw, name, within(f"wc.{name}", getattr(wc, name), 0, maximum))
     if raw.wc_flags & WCFlags.GRH and grh is None:
-        raise ValueError("grh is missing: the datagram has one (wc.datagram(...).grh)")
+        raise ValueError("grh is missing: the datagram has one; pass wc.datagram(...).grh")
     if grh is not None:
         # Unlike memmove(), this checks the length: a subclass may pack fewer bytes.
         ffi.buffer(header)[:] = _packed(grh)

@@ -60,7 +60,7 @@ class GRH:
 
         Raises:
             TypeError: it has no buffer.
-            ValueError: it is shorter, or holds neither kind of header.
+            ValueError: it is shorter, or holds neither an IPv6 nor an IPv4 header.
         """
         raw = bytes(_view("data", data)[:GRH_BYTES])
         if len(raw) < GRH_BYTES:

@@ -1603,7 +1603,7 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 		rp_raise_closed(h);
 		return NULL;
 	}
-	/* Closes that signal handlers and finalizers ask for wait for the end. */
+	/* While this use lasts, closes by signal handlers and finalizers are deferred. */
 	rp_push_use(rp_thread(), h, &own);
 	failed = shut(h, &pause);
 	claimed = !failed;

@@ -97,8 +97,8 @@ static void unlock_poller(struct poller *p)
 }
 
 /*
- * Take the lock, unless this thread has it, for what must be done in any case; for unlock_if(). An
- * exception that is set stays set.
+ * Take the lock unless this thread has it, for work that must not fail. Return whether it was taken,
+ * for unlock_if(). A pending exception stays set.
  */
 static int lock_if_free(struct poller *p)
 {
@@ -354,7 +354,7 @@ METHOD(until)
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
 	}
-	/* A close from now on wakes this thread; an earlier one did not. */
+	/* A close before join() did not wake this thread, so check for one before each sleep. */
 	while (is_open(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
 	       rp_now_ns() < deadline) {
 		Py_CLEAR(found);
@@ -669,7 +669,10 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 	return n;
 }
 
-/* Take `count` if `promised` more are also available, else none; with `fewer`, up to `count`. */
+/*
+ * What to take: `count` completions if `promised` more are available for asyncio tasks, else none.
+ * With `fewer`, whatever is available, up to `count`.
+ */
 struct order {
 	uint64_t count, promised;
 	const struct waiter *after; /* waits that began before it come first; NULL for none */

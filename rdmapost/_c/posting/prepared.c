@@ -339,7 +339,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	PyObject *sent;
 
 	(void)unused;
-	/* A list still being made is closed by its maker, if its owner is closed by then. */
+	/* Not prepared yet. If the owner is closed meanwhile, QP._prepared() closes the list. */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
 	/* Posts in progress hold their own references; later ones see that the list is closed. */

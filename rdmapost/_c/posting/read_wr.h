@@ -88,7 +88,7 @@ static inline int rp_read_int(PyObject *value, uint64_t max, uint64_t *number)
 	return *number <= max && (*number != (uint64_t)-1 || !PyErr_Occurred());
 }
 
-/* Read an integer in 0..max: 1, 0 if it is refused, or -1 with an exception. */
+/* Read an integer in 0..max. Returns 1 if OK, 0 if refused, or -1 with an exception. */
 int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t max,
 		   uint64_t *number);
 

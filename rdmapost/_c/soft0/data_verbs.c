@@ -623,7 +623,7 @@ static void read_entry(PyObject *bytes, struct ibv_wc *wc, struct rp_wc_ex *more
 		memcpy(more, data + sizeof(*wc), (size_t)PyBytes_Size(bytes) - sizeof(*wc));
 }
 
-/* Whether an object is an entry: code that the collector shows the deque to may put others there. */
+/* Whether an object is a CQ entry: Python code may find the deque through gc and add anything. */
 static int is_entry(PyObject *object)
 {
 	PyObject *bytes;

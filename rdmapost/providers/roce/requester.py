@@ -425,7 +425,7 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
 
 
 def _acknowledge(qp: RoceQueuePair, psn: int) -> None:
-    """Process that everything before a PSN has arrived, which does not replace responses."""
+    """Process an ACK of every packet before a PSN. A READ or atomic still needs its response."""
     reached = psn
     if qp.reads:
         for request in qp.requests:

@@ -50,7 +50,7 @@ def send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def send_segmented(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
-    """Send a payload as many IP-over-InfiniBand messages, each with the work request's header.
+    """Split a payload into IP-over-InfiniBand messages with the work request's header; send them.
 
     Raises:
         ErrorStatus: a message would be longer than the MTU, or the header cannot be used.

@@ -68,7 +68,7 @@ class _EventSource(native.Record, Generic[_Event]):
         return event
 
     def forget(self, thing: object) -> None:
-        """Drop the events about what is being destroyed, as the kernel does."""
+        """Drop the pending events of an object that is being destroyed, as the kernel does."""
         # No lambda or generator: without memory for its function, Python 3.13 crashes.
         kept: deque[_Event] = deque()
         for event in self.events:

@@ -1,4 +1,4 @@
-"""The device: its objects, its timer, and what C asks of it."""
+"""The device: its objects, its timer, and how it makes progress."""
 
 from __future__ import annotations
 

@@ -354,7 +354,7 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
 def _what_completes(
     user: Resource, cq: CQ, shared: dict[int, SRQ]
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return outstanding and depth of the send and the receive queue that complete there."""
+    """Return (outstanding, depth) of the send and the receive queue that complete on the CQ."""
     sends = receives = (0, 0)
     if isinstance(user, SRQ):
         shared[id(user)] = user

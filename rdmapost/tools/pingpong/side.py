@@ -413,8 +413,8 @@ class Pingpong(ResourceHolder):
                 f"({wc.status.name}): {likely}"
             )
         if wc.status is WCStatus.REM_OP_ERR:
-            # Soft-RoCE's status if the peer's memory goes while a message arrives there, or the
-            # message is larger than the receive.
+            # Soft-RoCE's status if the peer's memory disappears while a message arrives there, or
+            # the message is larger than the receive.
             return PingpongError(
                 f"{self._peer} could not accept a message, {self._progress_of(received)} "
                 f"({wc.status.name}): it has died, or its device failed{self._unlike(received)}"
