@@ -18,7 +18,7 @@ from ...resources.memory import MR
 from ...resources.srq import SRQ
 from ..reachability import fabric_of, why_unreachable
 from .exposure import make_exposure
-from .failures import ProtocolError
+from .failures import ConnectError, ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .qp_options import QPOptions, check_given, private_bytes
 from .served_client import ServedClient
@@ -119,7 +119,8 @@ class ServerState:
             if answer is not None:
                 client.offer = replace(client.offer, private_data=private_bytes(answer))
         except RdmaError as error:
-            raise ProtocolError(str(error), "rejected") from error
+            closing = isinstance(error, ConnectError) and error.code == "closing"
+            raise ProtocolError(str(error), "closing" if closing else "rejected") from error
         except BaseException as error:
             # Including SystemExit, which would end the thread without an answer.
             _log.exception("on_connect failed")

@@ -41,12 +41,9 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_of_this_process(snap: Snapshot) -> bool:
-    """Whether no other process can have the peer."""
-    kind = snap.qp.context.kind
-    if kind == "roce":
-        # No other process can have its address.
-        return snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
-    return kind == "soft"
+    """Whether no other process can have the peer: none has the address of a software device."""
+    is_software = snap.qp.context.kind in ("soft", "roce")
+    return is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
 
 
 def _closed(peer: str) -> Finding:

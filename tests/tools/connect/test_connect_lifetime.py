@@ -316,8 +316,9 @@ def test_asyncio_close_all_in_the_event_loop_does_not_wait_for_on_connect(
                 context.close_all()
                 assert time.monotonic() - began < LIMIT / 2
                 assert server_threads() == []
-                with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+                with pytest.raises(connect.ConnectError, match="the server is shutting") as refused:
                     await dialing
+                assert refused.value.code == "closing"
 
     asyncio.run(main())
 
