@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"rdmapost\.tools\.connect\."
-        r"(server_state\.ServerState|protocol_messages\.Hello|asyncio_server\._Answers)",
+        r"(server_state\.ServerState|protocol_messages\.Hello|asyncio_server\._InLoop)",
     ),
     ("py:class", r"rdmapost\.providers\.base\.Provider"),
     # What a column is, the methods that take one say.

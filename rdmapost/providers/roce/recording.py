@@ -253,6 +253,9 @@ class Recording:
                     errno.EBUSY, "another capture is writing to this file", os.fsdecode(self.path)
                 )
             time.sleep(_GATHER)
+        if self.is_stopping:
+            # Whoever began it has given up, and another capture may have written the file since.
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         if stat.S_ISREG(mode):
             os.ftruncate(descriptor, 0)
 
