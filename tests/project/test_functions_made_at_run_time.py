@@ -17,7 +17,9 @@ REPORTS = {"check", "diagnose", "explain", "pingpong"}
 SOURCES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if path.relative_to(PACKAGE).parts[0] != "tools" or path.parts[-2] not in REPORTS
+    # An installed package has the commands in it.
+    if path.relative_to(PACKAGE).parts[0] != "cli"
+    and (path.relative_to(PACKAGE).parts[0] != "tools" or path.parts[-2] not in REPORTS)
 ]
 AT_IMPORT = {("resources/resource.py", "_once"), ("resources/resource.py", "_fixed")}
 """Functions that run only when a class is made."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import subprocess
 import threading
@@ -18,10 +19,11 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return the number of a port with no listener."""
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Return the number of a port with no listener, which no one gets by asking for any port."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.create_server((HOST, port)):
+            return port
 
 
 def wait_for_port(port: int, server: subprocess.Popen[str] | None = None) -> None:

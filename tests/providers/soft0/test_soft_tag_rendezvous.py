@@ -141,6 +141,8 @@ def test_fin_without_a_receive_is_retried(stack, pd):
     """Like any send of the server's queue pair, as often as its rnr_retry allows."""
     server = Server(stack, pd)
     client = server.client
+    # The only retry comes after 0.5 s: late enough on a busy machine.
+    client.qp.modify(min_rnr_timer=31)
     server.add(1, recv_wr_id=3)
     assert client.send(client.rndv(1, b"data")) is WCStatus.SUCCESS
     assert [wc.wc_flags for wc in server.cq.wait(2)] == [WCFlags.TM_MATCH, WCFlags.TM_DATA_VALID]

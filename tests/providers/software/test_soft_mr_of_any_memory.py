@@ -46,9 +46,10 @@ ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REM
 with contextlib.ExitStack() as stack:
     context = stack.enter_context(rp.open_device("soft0"))
     pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context, 64))
-    memory = mmap.mmap(-1, 1 << 20)
+    # Large: Python's next arena is mapped at the end of the hole, not at its beginning.
+    memory = mmap.mmap(-1, 64 << 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    gone = stack.enter_context(rp.MR.at(pd, address, 1 << 20, ALL))
+    gone = stack.enter_context(rp.MR.at(pd, address, 64 << 20, ALL))
     import gc; gc.collect()
     memory.close()
     for post in (
