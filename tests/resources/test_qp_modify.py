@@ -262,6 +262,8 @@ def _to_rtr(qp, gid, **changed):
 
 
 def test_wrong_current_state_is_named(rc):
+    # Soft-RoCE in Linux 6.12 takes its word for it.
+    needs(rc.a.context.kind == "soft", "check of the current state", rc.a.context)
     with pytest.raises(rp.VerbsError, match="cur_qp_state=INIT, but the QP is in RTS") as caught:
         rc.a.modify(cur_qp_state=QPState.INIT)
     assert caught.value.errno == errno.EINVAL
