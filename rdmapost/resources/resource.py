@@ -306,9 +306,10 @@ def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
             raise
         except Exception as error:
             # A subclass's close(): the others are closed all the same.
-            failure = RdmaError(f"its close() raised {type(error).__name__}: {error}")
+            failure = RdmaError(f"its close() raised {type(error).__name__}")
             failure.__cause__ = error
-            errors.append((handle, failure))
+            if not is_closed(handle):
+                errors.append((handle, failure))
     return errors
 
 

@@ -149,8 +149,9 @@ class Recording:
     def stop(self) -> None:
         """Have the thread end; nothing more is queued."""
         if not self.has_ended():
-            self.queue.put(None)
+            # First: a signal handler may raise in the middle.
             self.is_stopping = True
+            self.queue.put(None)
 
     def wait_until_ended(self, timeout: float) -> bool:
         """Wait for the thread; return whether it has ended in time.
@@ -230,18 +231,22 @@ class Recording:
 
     def _record(self) -> None:
         with open(self.path, "wb", buffering=0, opener=_open_whole) as self.file:
-            self._claim()
-            self._write(pcapng.beginning("rdmapost", self.interface), 0)
-            self._become(State.OPEN, None)
-            self._began.release()
-            while self._write_some():
-                time.sleep(_GATHER)
+            try:
+                self._claim()
+                self._write(pcapng.beginning("rdmapost", self.interface), 0)
+                self._become(State.OPEN, None)
+                self._began.release()
+                while self._write_some():
+                    time.sleep(_GATHER)
+            finally:
+                _unlock(self.file.fileno())
 
     def _claim(self) -> None:
         """Empty the file, unless another capture writes to it, in this process or another one."""
         assert self.file is not None
         descriptor = self.file.fileno()
-        mode = os.fstat(descriptor).st_mode
+        status = os.fstat(descriptor)
+        mode = status.st_mode
         if stat.S_ISCHR(mode):
             # What is written to /dev/null does not mix.
             return
@@ -253,10 +258,14 @@ class Recording:
                     errno.EBUSY, "another capture is writing to this file", os.fsdecode(self.path)
                 )
             time.sleep(_GATHER)
-        if self.is_stopping:
+        if self.is_stopping or (self.user is not None and self.user() is None):
             # Whoever began it has given up, and another capture may have written the file since.
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         if stat.S_ISREG(mode):
+            if not os.path.samestat(status, os.stat(self.path)):
+                raise OSError(
+                    errno.EBUSY, "the file was replaced in the meantime", os.fsdecode(self.path)
+                )
             os.ftruncate(descriptor, 0)
 
     def _become(self, state: State, error: BaseException | None) -> None:
@@ -343,12 +352,21 @@ def _lock(descriptor: int) -> bool:
     """Lock a file until it is closed; return whether no one else has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except (BlockingIOError, PermissionError):
+        # EACCES is how SMB says it.
         return False
     except OSError:
         # A file system without locks.
         return True
     return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Unlock a file, of which a child of a fork may still have a descriptor."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    except OSError:
+        return
 
 
 def _held_lock() -> Any:
