@@ -201,12 +201,22 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 			    .msg_iovlen = 1, .msg_control = &control,
 			    .msg_controllen = sizeof(control) };
 	int fd, error, segment = 0, tos = 0, ttl = 0;
+	PyObject *file;
 	Py_buffer buffer;
 	ssize_t size;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iw*", &fd, &buffer))
+	if (!PyArg_ParseTuple(args, "Ow*", &file, &buffer))
 		return NULL;
+	/* Here, where no signal handler can fork before the call: a fork closes the socket. */
+	fd = PyObject_AsFileDescriptor(file);
+	if (fd < 0) {
+		PyBuffer_Release(&buffer);
+		if (!PyErr_ExceptionMatches(PyExc_ValueError))
+			return NULL;
+		PyErr_Clear();
+		Py_RETURN_NONE;
+	}
 	part = (struct iovec){ buffer.buf, (size_t)buffer.len };
 	size = recvmsg(fd, &m, MSG_DONTWAIT);
 	error = errno;

@@ -61,12 +61,8 @@ class Receiver(native.Record):
             self._begin(device, len(packet), len(packet), *rest)
             return True
         else:
-            fd = device.socket.fileno()
-            if fd < 0:
-                # A handler has forked in this step, and the fork closes the sockets.
-                return False
             # Back to the inbox if a signal handler raises before it is processed.
-            got = native.made(self._inbox.append, native.roce_receive, fd, self.buffer)
+            got = native.made(self._inbox.append, native.roce_receive, device.socket, self.buffer)
         if got is None:
             return False
         size, segment, sender, tos, ttl = got
