@@ -58,9 +58,9 @@ def _access(value: str) -> str:
     return ",".join(names)
 
 
-def _address(value: str | int) -> str:
+def _address(value: str) -> str:
     """Parse an address to listen on."""
-    address = str(value).strip("[]")
+    address = not_empty(value).strip("[]")
     name, _, digits = address.partition(":")
     if name and digits.isdecimal():
         raise click.BadParameter(f"{value!r} includes a port; use --tcp-port {digits}")
@@ -70,8 +70,7 @@ def _address(value: str | int) -> str:
 @click.command()
 @click.option(
     "--bind",
-    type=not_empty,
-    callback=lambda ctx, option, value: _address(value),
+    type=_address,
     metavar="ADDRESS",
     default="127.0.0.1",
     show_default=True,

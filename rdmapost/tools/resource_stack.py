@@ -77,6 +77,17 @@ class ResourceStack:
         finally:
             del failed  # or the exception and this frame refer to each other
 
+    def close_with_all_on(self, pd: PD | None) -> None:
+        """Close what was created on a PD of the stack, by other code too, then the stack.
+
+        What is still open, its parent's close() names; on None there is nothing.
+        """
+        try:
+            if pd is not None:
+                close_with_all_below(pd)
+        finally:
+            self.close()
+
     def closed_on_error(self) -> _ClosedOnError:
         """Close everything if the block raises."""
         return _ClosedOnError(self)
@@ -102,15 +113,6 @@ class _ClosedOnError:
         if error_type is not None:
             with suppress(RdmaError):
                 self._stack.close()
-
-
-def close_below(pd: PD | None) -> None:
-    """Close what was created on a PD, by other code too, then the PD; None has nothing.
-
-    It raises nothing: what is still open, its parent's close() names.
-    """
-    if pd is not None:
-        close_with_all_below(pd)
 
 
 def drop_outstanding(qp: QP) -> None:

@@ -26,13 +26,7 @@ from ...resources.qp import QP
 from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
 from ..reachability import fabric_of
-from ..resource_stack import (
-    NotCopied,
-    ResourceStack,
-    close_below,
-    drop_outstanding,
-    refuse_inherited,
-)
+from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .exposure import bytes_within
@@ -217,10 +211,7 @@ class BaseConnection(native.Finalizer, NotCopied):
     def _release(self) -> None:
         """Close everything, what other code has created on the connection's own PD included."""
         drop_outstanding(self.qp)
-        try:
-            close_below(self._own_pd)
-        finally:
-            self._stack.close()
+        self._stack.close_with_all_on(self._own_pd)
 
     def _finalize(self) -> None:
         where = getattr(self, "_where", "")

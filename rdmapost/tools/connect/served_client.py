@@ -23,7 +23,7 @@ from ...resources.memory import MR, PD
 from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES
-from ..resource_stack import ResourceStack, close_below
+from ..resource_stack import ResourceStack
 from .exposure import EXPOSABLE, Exposure, bytes_within
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
@@ -201,10 +201,7 @@ class ServedClient:
         """
         self._close_called = True
         try:
-            try:
-                close_below(self._own_pd)
-            finally:
-                self._stack.close()
+            self._stack.close_with_all_on(self._own_pd)
         finally:
             # Even if the queue pair is closed only at the end of the verb that this interrupts.
             if (wakeup := self._wakeup) is not None:

@@ -18,6 +18,7 @@ import pytest
 from support import LIMIT, Pair, interrupt_everywhere, prints, run_python, until
 from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -26,15 +27,6 @@ from rdmapost.providers.roce import capture as capture_module
 from rdmapost.providers.roce import recording as recording_module
 
 DEVICE = "roce:lo"
-
-
-def open_device(name: str) -> rp.Context:
-    try:
-        return rp.open_device(name)
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip(str(error))
 
 
 def none_is_left() -> bool:
@@ -56,13 +48,13 @@ def has_ipv6() -> bool:
 def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
     if request.param != DEVICE and not has_ipv6():
         pytest.skip("this machine has no address ::1")
-    with open_device(request.param) as opened:
+    with open_roce(request.param) as opened:
         yield opened
 
 
 @pytest.fixture
 def on_lo() -> Iterator[rp.Context]:
-    with open_device(DEVICE) as opened:
+    with open_roce(DEVICE) as opened:
         yield opened
 
 
@@ -273,7 +265,7 @@ def test_file_of_another_capture_is_refused_and_stays_whole(context, connect, tm
     with context.capture(path):
         link.symlink_to(path)
         pair.works()
-        with open_device(DEVICE) as other:
+        with open_roce(DEVICE) as other:
             for name in (path, os.fsencode(link)):
                 with pytest.raises(
                     OSError, match=f"another capture is writing .*{os.fsdecode(name)}"
@@ -341,7 +333,7 @@ def test_what_a_reader_gets_from_a_pipe_is_the_whole_capture(on_lo, connect_on_l
 
 def test_end_of_the_device_ends_it(tmp_path):
     path = tmp_path / "packets"
-    context = open_device(DEVICE)
+    context = open_roce(DEVICE)
     capture = context.capture(path)
     context.close()
     capture.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from collections.abc import Iterator
 
 import pytest
 from support import LIMIT, Pair, until
 from support.cli_runner import run
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import WCStatus
@@ -19,13 +19,7 @@ DEVICE = "roce:lo"
 @pytest.fixture
 def context() -> Iterator[rp.Context]:
     """A device of the test's own: its counters begin at 0."""
-    try:
-        opened = rp.open_device(DEVICE)
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
-    with opened:
+    with open_roce(DEVICE) as opened:
         yield opened
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import mmap
 import os
@@ -20,6 +19,7 @@ import pytest
 from network import ROWS_BY_NAME
 from support import ALL, GRH, LIMIT, Pair, prints, run_python, until
 from support.cli_runner import run
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -34,13 +34,7 @@ DEVICE = "roce:lo"
 
 @pytest.fixture(scope="module")
 def context() -> Iterator[rp.Context]:
-    try:
-        opened = rp.open_device(DEVICE)
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
-    with opened:
+    with open_roce(DEVICE) as opened:
         yield opened
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import re
 
 import pytest
+from support.roce import open_roce
 
 import rdmapost as rp
 
@@ -17,12 +17,7 @@ def test_healthy_connection_between_two_loopback_addresses_has_no_problem() -> N
     with contextlib.ExitStack() as stack:
         qps = []
         for host in ("127.0.0.61", "127.0.0.62"):
-            try:
-                context = stack.enter_context(rp.open_device(f"roce:{host}"))
-            except rp.VerbsError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+            context = stack.enter_context(open_roce(f"roce:{host}"))
             pd = stack.enter_context(rp.PD(context))
             cq = stack.enter_context(rp.CQ(context))
             qps.append(stack.enter_context(rp.QP(pd, rp.QPType.RC, cq)))
@@ -44,12 +39,7 @@ def test_peer_that_is_not_open_is_closed_if_no_other_process_can_have_it(
 ) -> None:
     """That has another address."""
     with contextlib.ExitStack() as stack:
-        try:
-            context = stack.enter_context(rp.open_device("roce:127.0.0.63"))
-        except rp.VerbsError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        context = stack.enter_context(open_roce("roce:127.0.0.63"))
         pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
         qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
         with rp.QP(pd, rp.QPType.RC, cq) as peer:
@@ -62,12 +52,7 @@ def test_peer_that_is_not_open_is_closed_if_no_other_process_can_have_it(
 
 def test_timeout_that_is_short_for_a_process_is_named() -> None:
     with contextlib.ExitStack() as stack:
-        try:
-            context = stack.enter_context(rp.open_device("roce:lo"))
-        except rp.VerbsError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        context = stack.enter_context(open_roce("roce:lo"))
         pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
         qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
         qp.connect(qp.endpoint(), timeout=14)
@@ -95,12 +80,7 @@ def test_remedy_for_a_timeout_leads_to_no_other_finding(
     device: str, options: dict[str, int]
 ) -> None:
     with contextlib.ExitStack() as stack:
-        try:
-            context = stack.enter_context(rp.open_device(device))
-        except rp.VerbsError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+        context = stack.enter_context(open_roce(device))
         pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
         qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
 

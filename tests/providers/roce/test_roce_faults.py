@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from support import GRH, LIMIT, Pair, until
 from support.pcapng import check_headers, payload_of, read
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -32,13 +33,7 @@ EVERYTHING = dict.fromkeys(KINDS, 0.05)
 
 @pytest.fixture(scope="module")
 def opened() -> Iterator[rp.Context]:
-    try:
-        context = rp.open_device(DEVICE)
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
-    with context:
+    with open_roce(DEVICE) as context:
         yield context
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import re
 import socket
@@ -15,6 +14,7 @@ import pytest
 from support import LIMIT, kernel
 from support.pingpong_runs import MESSAGE, TYPES, Ends, run_pair
 from support.ports import HOST, free_port, impostor, read_to_end
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -182,13 +182,7 @@ def packets(context: rp.Context) -> Iterator[rp.Context]:
     if context.name != "soft0":
         yield context
         return
-    try:
-        roce = rp.open_device("roce:lo")
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip(f"roce:lo cannot be opened: {error}")
-    with roce:
+    with open_roce("roce:lo") as roce:
         yield roce
 
 
