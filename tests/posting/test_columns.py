@@ -448,6 +448,20 @@ def test_buffer_that_is_not_exported_is_not_a_column(rc):
     assert rc.a.outstanding.send == 0
 
 
+def test_a_class_that_has_no_rows_is_named_as_a_user_writes_it(rc):
+    blocks = rc.mine.blocks(np.arange(2), 8)
+    for wr_type, words in [
+        (rp.BindMW, "BindMW cannot be posted by columns"),
+        (int, "int cannot be posted by columns"),
+        (3, "wr_type: expected a work request class, such as RdmaWrite, got int"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{words}$"):
+            rc.a.post_columns(wr_type, blocks)
+    with pytest.raises(TypeError, match=r"^LocalInv has no sg_list$"):
+        rc.a.post_columns(rp.LocalInv, blocks)
+    assert rc.a.outstanding.send == 0
+
+
 def test_blocks_of_a_region_are_no_remote_addresses(rc):
     with pytest.raises(TypeError, match="remote_addr: not an address, which Blocks"):
         write_blocks(rc, 2, remote_addr=rc.theirs.blocks(np.arange(2), 16))

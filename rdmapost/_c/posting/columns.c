@@ -172,12 +172,18 @@ static void no_integers(PyObject *name, const Py_buffer *view, char format)
 			     name, given, view->ndim);
 }
 
+/* Raise TypeError with a text about a class, whose name it takes as %V. */
+static void refuse_class(const char *text, PyTypeObject *class, PyObject *field)
+{
+	PyObject *class_name = PyType_GetName(class);
+
+	PyErr_Format(PyExc_TypeError, text, class_name, "this class", field);
+	Py_XDECREF(class_name);
+}
+
 static void no_field(const struct wr_type *type, PyObject *name)
 {
-	PyObject *class_name = PyType_GetName((PyTypeObject *)type->class);
-
-	PyErr_Format(PyExc_TypeError, "%V has no field %R", class_name, "this class", name);
-	Py_XDECREF(class_name);
+	refuse_class("%V has no field %R", (PyTypeObject *)type->class, name);
 }
 
 /* Copy an exported buffer into a column. */
@@ -394,8 +400,10 @@ static int read_all(struct columns *c, struct request *r, PyObject *const *given
 	for (Py_ssize_t i = 0; kwnames && i < Py_SIZE(kwnames); i++)
 		if (read_keyword(c, r, rp_item(kwnames, i), given[i]))
 			return -1;
-	if (c->sg_list && !c->type->has_sges)
-		return PyErr_Format(PyExc_TypeError, "%R has no sg_list", c->type->class), -1;
+	if (c->sg_list && !c->type->has_sges) {
+		refuse_class("%V has no sg_list", (PyTypeObject *)c->type->class, NULL);
+		return -1;
+	}
 	if ((c->sg_list && read_local(c, r)) || rp_close_request(c->q, &c->post, r) < 0)
 		return -1;
 	if (!c->counted)
@@ -673,10 +681,10 @@ static const struct wr_type *find_wr_type(struct work_queue *q, PyObject *class)
 		if (type->field[i].what == WINDOW || type->field[i].what == HEADER)
 			type = NULL;
 	if (!type && !PyType_Check(class))
-		PyErr_Format(PyExc_TypeError, "wr_type: expected a work request class, such as "
-			     "RdmaWrite, not an instance of %R", (PyObject *)Py_TYPE(class));
+		refuse_class("wr_type: expected a work request class, such as RdmaWrite, got %V",
+			     Py_TYPE(class), NULL);
 	else if (!type)
-		PyErr_Format(PyExc_TypeError, "%R cannot be posted by columns", class);
+		refuse_class("%V cannot be posted by columns", (PyTypeObject *)class, NULL);
 	return type;
 }
 
