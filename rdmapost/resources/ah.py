@@ -107,7 +107,9 @@ def read_ah_attr(raw: Any) -> AHAttr:
     """Return the address vector in a ``struct ibv_ah_attr``."""
     values = {name: getattr(raw, name) for name in _LOCAL}
     values |= {name: getattr(raw.grh, name) for name in _GLOBAL}
-    return AHAttr(dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None, **values)
+    dgid = bytes(raw.grh.dgid.raw)
+    # Drivers report a path that has not been set as one to the GID ::, which is no address.
+    return AHAttr(dgid=GID(dgid) if raw.is_global and any(dgid) else None, **values)
 
 
 def ah_attr_from_wc(context: Context, wc: WC, grh: GRH | None, port_num: int) -> AHAttr:
