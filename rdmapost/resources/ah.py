@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ _OF_WC = {
     "pkey_index": 0xFFFF,
 }
 """The largest value of each field that ibv_init_ah_from_wc(3) reads, in ``struct ibv_wc``."""
+_NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+"""The errnos of a path that the device cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,24 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
     return no_such_gid(context.name, attr.port_num, attr.sgid_index, table)
 
 
+def why_no_path(context: Context, attr: AHAttr, code: int | None, argument: str) -> str:
+    """Say that a device cannot use a path, or return "" if its errno does not mean that.
+
+    Args:
+        context: an open device.
+        attr: the path; its source GID is in the port's table.
+        code: what the device said.
+        argument: what the caller chooses the source GID by.
+    """
+    if attr.dgid is None or code not in _NO_PATH:
+        return ""
+    source = context.query_gid(attr.port_num, attr.sgid_index)
+    return (
+        f"{attr.dgid} cannot be reached from GID {attr.sgid_index} ({source}); both sides need "
+        f"GIDs of one kind and one network (give {argument}=)"
+    )
+
+
 class AH(UsedByWorkRequests, struct="ibv_ah"):
     """An address handle: the path to a UD peer (ibv_create_ah(3)).
 
@@ -214,6 +235,7 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         except VerbsError as error:
             if reason := why_no_source(context, attr):
                 raise ValueError(reason) from error
+            error.hint = error.hint or why_no_path(context, attr, error.errno, "sgid_index")
             raise
 
     @classmethod
