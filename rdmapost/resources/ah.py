@@ -33,6 +33,8 @@ _OF_WC = {
 """The largest value of each field that ibv_init_ah_from_wc(3) reads, in ``struct ibv_wc``."""
 _NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
 """The errnos of a path that the device cannot use."""
+_GIDS = "'rdmapost devices -v' lists those of this machine"
+"""Where the source GIDs are; ah_to() takes that of its queue pair, and AH any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,21 +180,21 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
     return no_such_gid(context.name, attr.port_num, attr.sgid_index, table)
 
 
-def why_no_path(context: Context, attr: AHAttr, code: int | None, argument: str) -> str:
+def why_no_path(context: Context, attr: AHAttr, code: int | None, what_to_do: str) -> str:
     """Say that a device cannot use a path, or return "" if its errno does not mean that.
 
     Args:
         context: an open device.
         attr: the path; its source GID is in the port's table.
         code: what the device said.
-        argument: what the caller chooses the source GID by.
+        what_to_do: how the caller chooses another source GID.
     """
     if attr.dgid is None or code not in _NO_PATH:
         return ""
     source = context.query_gid(attr.port_num, attr.sgid_index)
     return (
         f"{attr.dgid} cannot be reached from GID {attr.sgid_index} ({source}); both sides need "
-        f"GIDs of one kind and one network (give {argument}=)"
+        f"GIDs of one kind and one network ({what_to_do})"
     )
 
 
@@ -235,7 +237,7 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         except VerbsError as error:
             if reason := why_no_source(context, attr):
                 raise ValueError(reason) from error
-            error.hint = error.hint or why_no_path(context, attr, error.errno, "sgid_index")
+            error.hint = error.hint or why_no_path(context, attr, error.errno, _GIDS)
             raise
 
     @classmethod

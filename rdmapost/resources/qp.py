@@ -977,7 +977,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if code == errno.EINVAL and ethernet and mask_of(attrs) & _ALTERNATE:
             return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
         if (path := attrs.get("ah_attr")) and (
-            reason := why_no_path(self.context, path, code, "gid_index")
+            reason := why_no_path(self.context, path, code, "give gid_index=")
         ):
             return reason
         if state is QPState.SQD and code == errno.EINVAL:
