@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,10 @@ _OF_WC = {
     "pkey_index": 0xFFFF,
 }
 """The largest value of each field that ibv_init_ah_from_wc(3) reads, in ``struct ibv_wc``."""
+_NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+"""The errnos of a path that the device cannot use."""
+_GIDS = "'rdmapost devices -v' lists those of this machine"
+"""Where the source GIDs are; ah_to() takes that of its queue pair, and AH any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,9 @@ def read_ah_attr(raw: Any) -> AHAttr:
     """Return the address vector in a ``struct ibv_ah_attr``."""
     values = {name: getattr(raw, name) for name in _LOCAL}
     values |= {name: getattr(raw.grh, name) for name in _GLOBAL}
-    return AHAttr(dgid=GID(bytes(raw.grh.dgid.raw)) if raw.is_global else None, **values)
+    dgid = bytes(raw.grh.dgid.raw)
+    # Drivers report a path that has not been set as one to the GID ::, which is no address.
+    return AHAttr(dgid=GID(dgid) if raw.is_global and any(dgid) else None, **values)
 
 
 def ah_attr_from_wc(context: Context, wc: WC, grh: GRH | None, port_num: int) -> AHAttr:
@@ -173,6 +180,24 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
     return no_such_gid(context.name, attr.port_num, attr.sgid_index, table)
 
 
+def why_no_path(context: Context, attr: AHAttr, code: int | None, what_to_do: str) -> str:
+    """Say that a device cannot use a path, or return "" if its errno does not mean that.
+
+    Args:
+        context: an open device.
+        attr: the path; its source GID is in the port's table.
+        code: what the device said.
+        what_to_do: how the caller chooses another source GID.
+    """
+    if attr.dgid is None or code not in _NO_PATH:
+        return ""
+    source = context.query_gid(attr.port_num, attr.sgid_index)
+    return (
+        f"{attr.dgid} cannot be reached from GID {attr.sgid_index} ({source}); both sides need "
+        f"GIDs of one kind and one network ({what_to_do})"
+    )
+
+
 class AH(UsedByWorkRequests, struct="ibv_ah"):
     """An address handle: the path to a UD peer (ibv_create_ah(3)).
 
@@ -212,6 +237,7 @@ class AH(UsedByWorkRequests, struct="ibv_ah"):
         except VerbsError as error:
             if reason := why_no_source(context, attr):
                 raise ValueError(reason) from error
+            error.hint = error.hint or why_no_path(context, attr, error.errno, _GIDS)
             raise
 
     @classmethod

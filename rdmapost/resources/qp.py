@@ -40,7 +40,7 @@ from ..posting.rules import Limits, check_send_state, flags_allowed
 from ..posting.wr import BindMW, RecvWR, SendWR
 from ..standard.opcodes import MAX_MSG_SIZE, OPCODES_BY_QP_TYPE, SEND_OPS
 from ..standard.qp_states import FIELDS, missing_attributes, unchangeable_attributes
-from .ah import AH, AHAttr, why_no_source
+from .ah import AH, AHAttr, why_no_path, why_no_source
 from .cq import CQ, keep_completions
 from .device import provider_of, refuse_beyond
 from .device_attr import PortAttr, usable_mtu
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
 _ALTERNATE = QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE
-_NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
-"""The errnos of a path that the device cannot use."""
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 """States after INIT from which RTS can be reached, or in which it is reached."""
 
@@ -978,14 +976,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             return f"cur_qp_state={cur.name}, but the QP is in {state.name}"
         if code == errno.EINVAL and ethernet and mask_of(attrs) & _ALTERNATE:
             return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
-        if code in _NO_PATH:
-            path = attrs.get("ah_attr")
-            if isinstance(path, AHAttr) and path.dgid is not None:
-                return (
-                    f"{path.dgid} cannot be reached from GID {self.gid.gid_index} "
-                    f"({self.gid.gid}); both sides need GIDs of one kind and one network "
-                    "(give gid_index=)"
-                )
+        if (path := attrs.get("ah_attr")) and (
+            reason := why_no_path(self.context, path, code, "give gid_index=")
+        ):
+            return reason
         if state is QPState.SQD and code == errno.EINVAL:
             return (
                 "the QP is in SQD, and its send queue may still be draining: wait for the event "

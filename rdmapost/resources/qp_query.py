@@ -47,7 +47,7 @@ class QPAttr:
         sq_psn: packet sequence number that it sends next, or began with, 24 bits.
         dest_qp_num: number of the peer's queue pair (RC, UC).
         qp_access_flags: what a peer may do through it.
-        ah_attr: the path to the peer (RC, UC).
+        ah_attr: the path to the peer (RC, UC); its dgid is None until it has been set.
         pkey_index: entry of the port's P_Key table.
         en_sqd_async_notify: whether an event reports the end of draining.
         sq_draining: whether the send queue is draining (SQD).
@@ -64,7 +64,7 @@ class QPAttr:
         max_send_sge: SGEs of one work request on the send queue.
         max_recv_sge: SGEs of one receive.
         max_inline_data: bytes of one inline work request.
-        alt_ah_attr: the alternate path.
+        alt_ah_attr: the alternate path; its dgid is None if none has been set.
         alt_pkey_index: its entry of the port's P_Key table.
         alt_port_num: its local port, from 1.
         alt_timeout: its timeout, encoded like timeout.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .._arguments import expect, member, time_limit, within
+from .._arguments import expect, index, member, time_limit, within
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType, WCExFlags
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
@@ -241,9 +241,14 @@ class Loopback(ResourceHolder):
         Args:
             offset: bytes from its start.
             rkey: the key to use; default: the region's.
+
+        Raises:
+            TypeError: offset is not an integer.
         """
         mr = self.remote.mr
-        fields = {"remote_addr": mr.addr + offset, "rkey": mr.rkey if rkey is None else rkey}
+        # Not in the width of a numpy integer.
+        address = mr.addr + index("offset", offset)
+        fields = {"remote_addr": address, "rkey": mr.rkey if rkey is None else rkey}
         if self.local.qp.qp_type is QPType.XRC_SEND:
             fields |= self.address
         return fields
@@ -266,8 +271,8 @@ class Loopback(ResourceHolder):
         slot = self.headroom + within("length", length, 0)
         self.post_receives(
             [
-                RecvWR(self.cut(self.remote, index * slot, slot), wr_id=index + 1)
-                for index in range(count)
+                RecvWR(self.cut(self.remote, number * slot, slot), wr_id=number + 1)
+                for number in range(count)
             ]
         )
 
@@ -310,7 +315,12 @@ class Loopback(ResourceHolder):
             side: whose memory.
             offset: bytes from its start.
             length: bytes.
+
+        Raises:
+            TypeError: offset or length is not an integer.
+            IndexError: the range is not within the memory.
         """
+        offset, length = index("offset", offset), index("length", length)
         return [side.mr[offset : offset + length]] if length else []
 
     # ---- waiting ------------------------------------------------------------
@@ -345,7 +355,11 @@ class Loopback(ResourceHolder):
         Args:
             expected: the bytes.
             offset: bytes from the start of the remote memory.
+
+        Raises:
+            TypeError: offset is not an integer.
         """
+        offset = index("offset", offset)
         memory = self.remote.mr.buffer[offset : offset + len(expected)]
         while memory != expected:
             if time.monotonic() > self._deadline:

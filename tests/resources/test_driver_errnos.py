@@ -154,3 +154,18 @@ def test_queue_pair_that_the_device_moves_to_err_is_reset_again(on_null, fails, 
         "to ERR again after each of 8 resets"
     )
     assert text == f"{refused if state == 'ERR' else None}; {state}; {state}"
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH])
+def test_address_handle_that_cannot_reach_its_peer_names_both_addresses(on_null, code):
+    """Where the source GID is IPv6 and the peer's IPv4, Linux says EINVAL."""
+    text = on_null(
+        """
+        context, pd, cq = resources()
+        print(said(lambda: rp.AH(pd, rp.AHAttr(dgid="::ffff:192.0.2.1"))))
+        """,
+        NULL_REFUSES=f"ibv_create_ah={int(code)}",
+    )
+    assert text.startswith(f"VerbsError: ibv_create_ah: {errno.errorcode[code]} ")
+    assert "::ffff:192.0.2.1 cannot be reached from GID 0 (fe80::1)" in text
+    assert text.endswith("('rdmapost devices -v' lists those of this machine)")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import gc
 import mmap
 import os
 import re
+import struct
 import weakref
 
 import pytest
@@ -16,6 +18,7 @@ from support import ALL, kernel, needs
 
 import rdmapost as rp
 from rdmapost import Access, AdviseMRAdvice, AdviseMRFlags, SendFlags, WCStatus
+from rdmapost.loopback import Loopback
 
 READ = Access.REMOTE_READ
 
@@ -499,6 +502,47 @@ def test_fd_that_is_no_dmabuf_is_refused_by_a_real_device(verbs_context):
             rp.MR.from_dmabuf(pd, fd, 0, 8192, 0)
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _udmabuf(size):
+    """Yield a dma-buf that the kernel has made of memory, and the memory."""
+    with contextlib.ExitStack() as stack:
+        try:
+            device = os.open("/dev/udmabuf", os.O_RDWR)
+        except OSError as error:
+            pytest.skip(f"this kernel makes no dma-buf: {error}")
+        stack.callback(os.close, device)
+        memory = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        stack.callback(os.close, memory)
+        os.truncate(memory, size)
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        # UDMABUF_CREATE, with UDMABUF_FLAGS_CLOEXEC
+        fd = fcntl.ioctl(device, 0x40187542, bytearray(struct.pack("IIQQ", memory, 1, 0, size)))
+        stack.callback(os.close, fd)
+        yield fd, memory
+
+
+def test_dmabuf_of_the_kernel_is_registered_or_refused_by_name(verbs_context):
+    """soft0 takes it. Of real devices few do, and Soft-RoCE does not."""
+    with _udmabuf(8192) as (fd, memory):
+        with (
+            rp.open_device("soft0") as soft,
+            Loopback(soft) as pair,
+            rp.MR.from_dmabuf(pair.remote.mr.pd, fd, 4096, 64, 1 << 40, ALL) as mr,
+        ):
+            pair.local.mr.buffer[:8] = b"8 bytes!"
+            target = {"remote_addr": mr.addr + 8, "rkey": mr.rkey}
+            pair.local.qp.post_send(rp.RdmaWrite(pair.local.mr[:8], **target))
+            pair.sent()[0].check()
+            assert os.pread(memory, 8, 4096 + 8) == b"8 bytes!"
+        why = ""
+        with rp.PD(verbs_context) as pd:
+            try:
+                rp.MR.from_dmabuf(pd, fd, 0, 8192, 0).close()
+            except rp.UnsupportedError as error:
+                why = str(error)
+        assert not why or ("ibv_reg_dmabuf_mr" in why and verbs_context.name in why)
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,19 @@ def test_alternate_path_on_ethernet_is_refused_by_name(rc: Pair) -> None:
     now = qp.query()
     assert now == before
     assert (now.alt_port_num, now.alt_timeout) == (0, 0)
-    assert now.alt_ah_attr.dgid in (None, rp.GID("::"))
+    assert now.alt_ah_attr.dgid is None
     rc.works()
+
+
+def test_path_that_has_not_been_set_leads_nowhere(pd: rp.PD, cq: rp.CQ) -> None:
+    """Soft-RoCE reports the GID ::, which is no address, and soft0 none."""
+    with rp.QP(pd, QPType.RC, cq) as qp, rp.QP(pd, QPType.UD, cq) as ud:
+        ud.connect()
+        for attr in (qp.query(), ud.query()):
+            assert (attr.ah_attr.dgid, attr.alt_ah_attr.dgid) == (None, None)
+        qp.connect(qp.endpoint())
+        attr = qp.query()
+        assert (attr.ah_attr.dgid, attr.alt_ah_attr.dgid) == (qp.endpoint().gid, None)
 
 
 def test_alternate_path_is_read_from_its_own_fields() -> None:
@@ -47,6 +58,7 @@ def test_alternate_path_is_read_from_its_own_fields() -> None:
     path = rp.AHAttr(2, dlid=7, sl=3, dgid=rp.GID("fe80::7"), sgid_index=1)
     fill_ah_attr(path, raw.alt_ah_attr)
     raw.alt_port_num, raw.alt_timeout, raw.alt_pkey_index, raw.en_sqd_async_notify = 2, 9, 4, 1
+    raw.ah_attr.is_global = 1
     attr = read_qp_attr(raw, init)
     assert attr.alt_ah_attr == path
     assert (attr.alt_port_num, attr.alt_timeout, attr.alt_pkey_index) == (2, 9, 4)

@@ -335,12 +335,14 @@ def _check_device(
 def _check_open(
     system: System, context: Context, port_num: int | None, gid_index: int | None
 ) -> Iterable[Finding]:
+    if port_num is not None:
+        try:
+            context.query_port(port_num)
+        except ValueError as error:
+            remedy = "rdmapost devices"
+            yield Finding("no-such-port", "problem", str(error), remedy, context.name)
+            return
     count = context.attr.phys_port_cnt
-    if port_num is not None and port_num > count:
-        evidence = f"{context.name} has {count} ports, but no port {port_num}"
-        remedy = "rdmapost devices"
-        yield Finding("no-such-port", "problem", evidence, remedy, context.name)
-        return
     ports = [context.query_port(number) for number in range(1, count + 1)]
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]
     port = (active or ports)[0] if port_num is None else ports[port_num - 1]

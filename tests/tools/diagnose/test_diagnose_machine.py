@@ -108,7 +108,8 @@ def test_machine_of_a_working_device_has_no_problem(context):
 
 
 def test_missing_device_is_a_finding():
-    assert "no-such-port" in [f.name for f in diagnose_machine("soft0", port_num=9)]
+    (finding,) = [f for f in diagnose_machine("soft0", port_num=9) if f.name == "no-such-port"]
+    assert finding.evidence == "soft0 has no port 9; its only port is 1"
     assert "gid-wrong" in [f.name for f in diagnose_machine("soft0", gid_index=99)]
     assert diagnose_machine("nosuch0")
 

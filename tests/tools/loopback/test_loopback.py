@@ -275,3 +275,15 @@ def test_loopback_is_made_or_says_what_the_device_lacks(
     if why is not None:
         assert str(why).endswith(f"not supported by {context.name}")
         assert why.errno == errno.EOPNOTSUPP
+
+
+def test_number_of_8_bits_is_not_computed_with_in_8_bits(context: rp.Context) -> None:
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    offset, length = numpy.uint8(200), numpy.uint8(100)
+    with Loopback(context) as pair:
+        pair.remote.mr.buffer[200:300] = bytes(range(100))
+        assert pair.target(offset) == pair.target(200)
+        assert pair.cut(pair.remote, offset, length) == pair.cut(pair.remote, 200, 100)
+        assert pair.settled(bytes(range(100)), offset)
+    with pytest.raises(TypeError, match="offset: expected int, got float"):
+        pair.target(200.0)  # type: ignore[arg-type]
