@@ -58,7 +58,7 @@ def comments(path: pathlib.Path) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_packets_of_a_post_name_it(path, command, says):
+def test_pcap_names_the_work_request_of_each_packet(path, command, says):
     ran = run(*command, "-d", DEVICE, "--pcap", str(path), "-v")
     assert ran.code == 0, ran.err
     said = comments(path)
@@ -66,7 +66,7 @@ def test_packets_of_a_post_name_it(path, command, says):
     assert f"capture  {len(said)} packets in {path}\n" in ran.err
 
 
-def test_both_sides_of_a_post_to_another_process(path, tmp_path):
+def test_client_and_server_capture_a_post_between_processes(path, tmp_path):
     theirs = tmp_path / "served.pcapng"
     command = [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "-d", DEVICE, "--tcp-port", "0"]
     with subprocess.Popen(
@@ -87,7 +87,7 @@ def test_both_sides_of_a_post_to_another_process(path, tmp_path):
     assert here == there
 
 
-def test_pingpong(path):
+def test_pingpong_writes_its_packets_to_a_capture(path):
     port = str(free_port())
     options = ("-d", DEVICE, "-n", "20", "-s", "100", "--tcp-port", port)
     command = [sys.executable, "-P", "-m", "rdmapost.cli", "pingpong", *options]

@@ -158,7 +158,7 @@ def test_inline_by_number_is_refused(soft):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_inline_buffer_at_an_illegal_address(connect, checked):
+def test_inline_buffer_at_an_illegal_address_is_refused(connect, checked):
     """A driver copies from there when posting, so the memory must exist."""
     pair = connect(checked=checked, max_inline_data=64)
     with rp.MR(pair.pd, 64) as mr:

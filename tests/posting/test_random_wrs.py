@@ -217,7 +217,7 @@ def test_random_work_requests_end_in_an_error_or_a_completion(connect, pd, cq, q
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_random_work_requests_unchecked(connect, pd, cq, qp_type):
+def test_random_unchecked_work_requests_do_no_harm(connect, pd, cq, qp_type):
     """What the library does not check goes to the device unchanged, and does no harm."""
     examples = {QPType.RC: 100, QPType.UC: 25, QPType.UD: 25}[qp_type]
 

@@ -64,7 +64,7 @@ def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
 
 
 @HOW
-def test_range_is_checked(cq, wait):
+def test_max_entries_less_than_count_is_refused(cq, wait):
     with pytest.raises(ValueError, match=r"^max_entries=2 is less than count=3$"):
         wait(cq, 3, 0, max_entries=2)
     with pytest.raises(ValueError, match=r"^count=-1 is negative"):
@@ -422,6 +422,6 @@ def test_interrupted_wait_for_a_range_loses_nothing(soft):
         assert [wc.wr_id for wc in [*found, *cq.poll()]] == [*range(8)]
 
 
-def test_a_timeout_is_no_answer_to_for_good(context):
+def test_cancel_waits_refuses_a_timeout_as_for_good(context):
     with rp.CQ(context) as cq, pytest.raises(TypeError, match="for_good: expected bool, got float"):
         cq.cancel_waits(5.0)  # type: ignore[arg-type]

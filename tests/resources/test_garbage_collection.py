@@ -46,7 +46,7 @@ def test_garbage_in_any_order_gives_everything_back(context):
     assert said.splitlines() == ["[]"] * 6
 
 
-def test_what_one_thread_makes_another_drops(context):
+def test_resources_made_in_one_thread_are_released_by_another(context):
     """Resources change hands with work outstanding; the last thread releases them."""
     rounds, threads = 12, 4
     before = len(open_children(context))

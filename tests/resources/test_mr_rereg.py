@@ -354,7 +354,9 @@ def test_window_bound_again_after_a_list_that_invalidates_it_is_bound(rc, window
 
 
 @pytest.mark.parametrize("how", ["prepare", "post_columns"])
-def test_list_of_invalidations_of_which_the_device_takes_some(rc, context, stack, how):
+def test_invalidations_that_the_device_does_not_take_leave_their_windows_bound(
+    rc, context, stack, how
+):
     """The others have not happened; each completion has its wr_id."""
     needs(context.kind == "soft", "faults", context)
     region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
@@ -581,7 +583,7 @@ def test_region_that_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
     memory.append(1)
 
 
-def test_failure_after_the_change_is_none(rc, monkeypatch):
+def test_error_of_the_device_after_the_change_is_not_raised(rc, monkeypatch):
     """The old pages could not be made to be copied in a fork: the new region is valid."""
     _refuse(monkeypatch, rc.pd.context, -3, errno.ENOMEM)
     memory, new = bytearray(64), bytearray(128)

@@ -86,7 +86,7 @@ def admit(to: Way, item: Any, now: float = 0.0) -> list[Any]:
     return to.admit(item, now, lambda item, number: f"damaged {item}")[0]
 
 
-def test_what_happens_to_packets():
+def test_packets_are_dropped_duplicated_or_damaged_as_planned():
     assert admit(Way(1), "a") == ["a"]
     assert admit(way(), "a") == ["a"]
     assert admit(way(drop=1), "a") == []
@@ -389,7 +389,7 @@ def test_unreliable_messages_are_lost_whole_or_arrive_right(context, connect, qp
     assert arrived > 20
 
 
-def test_faults_that_soft0_has_too(context, connect):
+def test_roce_devices_inject_the_faults_of_soft0(context, connect):
     pair: Pair = connect()
     context.faults.fail_post(errno.ENOMEM)
     with pytest.raises(rp.PostError) as caught:

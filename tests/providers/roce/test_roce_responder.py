@@ -205,7 +205,7 @@ def test_second_gap_is_asked_for_too(alone):
     assert answers(alone) == [ack(0), ack(1), ack(1), nak(2, packets.PSN_SEQUENCE_ERROR)]
 
 
-def test_little_is_held(alone):
+def test_packets_held_out_of_order_are_bounded(alone):
     payload = bytes(MTU_BYTES)
     for n in range(1, 1000):
         tell(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, MTU_BYTES), payload=payload)
