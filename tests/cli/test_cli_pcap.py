@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import signal
@@ -15,20 +14,14 @@ from support.cli_runner import Ran, process, run
 from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 from support.ports import free_port
-
-import rdmapost as rp
+from support.roce import skip_unless_free
 
 DEVICE = "roce:lo"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_device() -> None:
-    try:
-        rp.open_device(DEVICE).close()
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    skip_unless_free(DEVICE)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support import ALL, LOSES_MEMORY, needs, prints
 from support.open_stack import SETUP
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType
@@ -206,14 +207,7 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
     before = len(open_children(pair.pd))
     mr = rp.MR(pair.pd, 64, ALL | Access.MW_BIND)
     mw = rp.MW(pair.pd)
-    bind = rp.BindMW(
-        mw=mw,
-        mr=mr,
-        rkey=mw.next_rkey(),
-        addr=mr.addr,
-        length=64,
-        mw_access_flags=Access.REMOTE_WRITE,
-    )
+    bind = bind_wr(mw, mr)
     pair.a.post_send(bind)
     pair.wait()
     holder: list[Any] = [mr, mw] if turned else [mw, mr]

@@ -13,6 +13,7 @@ from array import array
 
 import pytest
 from support import ALL, needs, null_device, prints
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
@@ -215,16 +216,7 @@ def test_region_is_not_registered_again_while_a_window_is_bound_to_it(rc):
             mw = stack.enter_context(rp.MW(rc.pd, MWType.TYPE_2))
         except rp.UnsupportedError:
             pytest.skip("no memory windows")
-        rc.a.post_send(
-            rp.BindMW(
-                mw=mw,
-                mr=mr,
-                rkey=mw.next_rkey(),
-                addr=mr.addr,
-                length=64,
-                mw_access_flags=Access.REMOTE_READ,
-            )
-        )
+        rc.a.post_send(bind_wr(mw, mr, Access.REMOTE_READ))
         rc.wait()
         with pytest.raises(rp.InUseError, match=r"again: MW .* bound to it; unbind or close it"):
             mr.rereg(memory=64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.opcodes import CONSUMES_RECEIVE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester
@@ -218,7 +218,7 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
         if psn + count > limit:
             return None
     elif not counts and opcode != _FLUSH:
-        size = _size_of(wqe)
+        size = requester.message_size(wqe)
         if qp.type is _UD:
             path, mtu = _path_of(wqe), qp.device.port_mtu.bytes
             if size > mtu:
@@ -240,15 +240,6 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
     else:
         qp.read_offset = offset + size
     return request
-
-
-def _size_of(wqe: WQE) -> int:
-    if wqe.inline is not None:
-        return len(wqe.inline)
-    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
-    if size > MAX_MSG_SIZE:
-        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    return size
 
 
 def _path_of(wqe: WQE) -> Path:
