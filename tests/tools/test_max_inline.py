@@ -13,7 +13,7 @@ from support import interrupt_everywhere, needs
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
 
-MOST_ATTEMPTS = 2 * 17 + 1
+MAX_ATTEMPTS = 2 * 17 + 1
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
@@ -131,7 +131,7 @@ def test_max_inline_finds_the_limit_whatever_a_driver_grants(monkeypatch, limit,
     driver = Driver(limit, habit)
     monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     assert rp.max_inline(None, QPType.RC, None) == limit
-    assert driver.attempts <= MOST_ATTEMPTS
+    assert driver.attempts <= MAX_ATTEMPTS
     assert driver.open == 0
 
 

@@ -25,7 +25,7 @@ from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
 if TYPE_CHECKING:
     from ..software.device_queues import WQE
     from ..software.transport_messages import Segments
-    from .packets import Row
+    from .packets import PacketRow
     from .qp import RoceQueuePair
 
 WINDOW = 64
@@ -311,7 +311,7 @@ def _add_only(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn:
     bursts.append(Burst(request.path, [header], payload, size, True))
 
 
-def _header(qp: RoceQueuePair, request: SendRequest, row: Row, psn: int) -> bytes:
+def _header(qp: RoceQueuePair, request: SendRequest, row: PacketRow, psn: int) -> bytes:
     """Encode the headers of a packet."""
     wqe = request.wqe
     flags = MIG_REQ
@@ -391,13 +391,13 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
-    kind, value = packet.aeth >> 29, packet.aeth >> 24 & 0x1F
-    if kind == packets.ACK:
+    syndrome, value = packet.aeth >> 29, packet.aeth >> 24 & 0x1F
+    if syndrome == packets.ACK:
         _acknowledge(qp, psn + 1)
         return
-    if kind not in (packets.RNR_NAK, packets.NAK):
+    if syndrome not in (packets.RNR_NAK, packets.NAK):
         return
-    if kind == packets.NAK:
+    if syndrome == packets.NAK:
         qp.device.counters.naks_received += 1
     else:
         qp.device.counters.rnr_naks_received += 1
@@ -405,7 +405,7 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     if psn != qp.una or not qp.requests or qp.rnr_until:
         # Responses are missing before; or it is known.
         return
-    if kind == packets.RNR_NAK:
+    if syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)
     elif value == packets.PSN_SEQUENCE_ERROR:
         if psn != qp.nak_psn:
@@ -504,7 +504,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
         size = 0
         fits = wqe.opcode in (_FLUSH, _ATOMIC_WRITE) and row is packets.READ_RESPONSE_ONLY
     if not fits:
-        # Whoever sent that, it is not a response.
+        # It is not a response, whatever it is.
         return
     if size:
         sges = part(wqe.sges, request.offset + done, size)
