@@ -204,7 +204,7 @@ class RoceDevice(Device):
         left = -1.0
         for qp, when in list(self.timers.items()):
             if when <= now:
-                # Each in a step of its own, by execute_next.
+                # A separate step for each, by execute_next.
                 self.start(qp)
             else:
                 left = when if left < 0 else min(left, when)

@@ -109,7 +109,7 @@ class Direction(native.Record):
         return min([each.when for each in self.held], default=None)
 
     def begin(self, plan: PacketFaults | None) -> None:
-        """Begin a plan, from its first packet on; what waits goes on waiting."""
+        """Apply a plan from the next packet on; packets that are held stay held."""
         self.plan = plan
         self.count = 0
         self.held = tuple([each._replace(until=-1) for each in self.held])

@@ -1,7 +1,7 @@
 """The requester: sends the requests of the send queue, and processes what comes back.
 
 The packets of a reliable service are sent again, from the oldest one that is not acknowledged on
-(go-back-N), when the responder says that one is missing, or nothing for too long. A READ goes on
+(go-back-N), when the responder reports a missing one or stays silent for too long. A READ resumes
 where its responses stopped. An unreliable service is done with a request when it is sent.
 """
 
@@ -267,7 +267,7 @@ def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int,
         # The RETH makes the first packet longer than the others.
         end = psn + 1
     elif end == request.end and end - psn > 1:
-        # What makes the last packet longer than the others sends it by itself.
+        # A last packet that is longer than the others is sent on its own.
         last = request.size - (end - request.psn - 1) * mtu
         if form.last.size - form.middle.size + last > mtu:
             end -= 1

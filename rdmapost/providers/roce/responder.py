@@ -57,7 +57,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Go on with what waits; return whether more does."""
+    """Continue pending work; return whether more is left."""
     if qp.reading is not None:
         _send_responses(qp, None)
         return False

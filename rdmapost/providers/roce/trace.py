@@ -170,7 +170,7 @@ def _put(
             ]
         )
     except MemoryError:
-        # The capture lacks them; the step goes on.
+        # The capture lacks them; the step continues.
         for recording in recordings:
             recording.tally.dropped += count
         return
