@@ -87,7 +87,7 @@ def replica(context: rp.Context) -> Iterator[Replica]:
         yield made
 
 
-def test_copies(replica: Replica) -> None:
+def test_written_bytes_reach_the_copy(replica: Replica) -> None:
     replica.write()
     assert bytes(replica.copy.buffer[:5]) == b"hello"
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
 """Bounds below this are shown in decimal, others as a power of two if they are one."""
-_MOST_BITS = 14_000
+_MAX_BITS = 14_000
 """Larger integers are shown as their size: Python prints at most 4300 digits."""
 
 _Member = TypeVar("_Member", bound=IntEnum)
@@ -89,7 +89,7 @@ def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> i
 def shown(number: int) -> str:
     """Show an integer."""
     bits = number.bit_length()
-    return str(number) if bits <= _MOST_BITS else f"({bits} bits)"
+    return str(number) if bits <= _MAX_BITS else f"({bits} bits)"
 
 
 def _bound(number: int) -> str:

@@ -46,20 +46,36 @@ class Handle:
     # Take ownership of what create(*args) returns, as a child of each parent; return the struct.
     # `keeps` lives as long as the handle; `access` is for C.
     def _make(
-        self, create: Callable[..., Any], args: tuple[Any, ...], destroy: Callable[..., Any],
-        parents: tuple[Any, ...], keeps: Any = None, access: int = 0, start: int = 0,
-        unreadable: bool = False, form: Any = None,
-    ) -> Any: ...  # fmt: skip
+        self,
+        create: Callable[..., Any],
+        args: tuple[Any, ...],
+        destroy: Callable[..., Any],
+        parents: tuple[Any, ...],
+        keeps: Any = None,
+        access: int = 0,
+        start: int = 0,
+        unreadable: bool = False,
+        form: Any = None,
+    ) -> Any: ...
 
     # Register a memory region again by function(struct, *args[1:]), and be a child of the parents;
     # set `form` and `attributes`, (slot, object, value) each, at the moment it has changed; then
     # call _settle().  Raises while anything uses the region; returns False if its parents are not
     # `before`.
     def _remake(
-        self, function: Callable[..., Any], args: tuple[Any, ...], before: tuple[Any, ...],
-        parents: tuple[Any, ...], keeps: Any, access: int, start: int, unreadable: bool,
-        form: Any, attributes: tuple[tuple[Any, Any, Any], ...], /,
-    ) -> bool: ...  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        before: tuple[Any, ...],
+        parents: tuple[Any, ...],
+        keeps: Any,
+        access: int,
+        start: int,
+        unreadable: bool,
+        form: Any,
+        attributes: tuple[tuple[Any, Any, Any], ...],
+        /,
+    ) -> bool: ...
 
     # What a region is made of, for the device; and the form before that, until it is released.
     @property
@@ -98,10 +114,8 @@ def importing() -> None: ...
 # _c/memory/dlpack.c: the address, shape, strides (in elements) or None, dtype's code, bits and
 # lanes, device type of a capsule's tensor, and whether it is read-only.
 def read_dlpack(
-    capsule: Any, /,
-) -> tuple[
-    Any, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool
-]: ...  # fmt: skip
+    capsule: Any, /
+) -> tuple[Any, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool]: ...
 
 # _c/soft0/mapped_memory.c: whether memory is mapped, and its pages can be read or written.
 def reachable(addr: int, length: int, write: bool, /) -> bool: ...
@@ -120,10 +134,17 @@ class Room:
 # cast of a pointer to an integer; the open handles; ffi.typeof; the struct of each class
 # (resources/resource.py).
 def describe_handles(
-    closed: type, error: type, in_use: type, failed: Callable[..., Any], ffi: Any,
-    to_number: Callable[[Any], Any], open: dict[int, Any], type_of: Callable[[Any], Any],
-    structs: dict[type, Any], /,
-) -> None: ...  # fmt: skip
+    closed: type,
+    error: type,
+    in_use: type,
+    failed: Callable[..., Any],
+    ffi: Any,
+    to_number: Callable[[Any], Any],
+    open: dict[int, Any],
+    type_of: Callable[[Any], Any],
+    structs: dict[type, Any],
+    /,
+) -> None: ...
 
 # With False: all handles are about to be closed at exit, so threads that this wakes end silently.
 # With True: all are closed, so finalizers do nothing.
@@ -160,10 +181,17 @@ def peek_queues(queues: dict[int, Any], cookie: int, /) -> int | None: ...
 
 # _c/polling/wc.c.
 def describe_wc(
-    wc: type, statuses: dict[int, Any], status_of: Callable[[int], Any], opcodes: dict[int, Any],
-    opcode_of: Callable[[int], Any], flags: dict[int, Any], flag_type: Any, verbs_error: type,
-    wait_cancelled: type, /,
-) -> None: ...  # fmt: skip
+    wc: type,
+    statuses: dict[int, Any],
+    status_of: Callable[[int], Any],
+    opcodes: dict[int, Any],
+    opcode_of: Callable[[int], Any],
+    flags: dict[int, Any],
+    flag_type: Any,
+    verbs_error: type,
+    wait_cancelled: type,
+    /,
+) -> None: ...
 
 # _c/polling/cq.c.
 def describe_rows(checker: Callable[[memoryview], None], /) -> None: ...
@@ -178,13 +206,25 @@ class Poller:
     @property
     def tasks(self) -> Any: ...
     def __init__(
-        self, cq: Any, queues: dict[int, Any], invalidated: dict[int, bytes], wc_flags: int,
-        spin_ns: int, channel: int, drop_event: Callable[[], object] | None, /,
-    ) -> None: ...  # fmt: skip
+        self,
+        cq: Any,
+        queues: dict[int, Any],
+        invalidated: dict[int, bytes],
+        wc_flags: int,
+        spin_ns: int,
+        channel: int,
+        drop_event: Callable[[], object] | None,
+        /,
+    ) -> None: ...
     def until(
-        self, handle: Any, fd: int, function: Callable[[], Any], timeout: float | None,
-        tasks: bool, /,
-    ) -> Any: ...  # fmt: skip
+        self,
+        handle: Any,
+        fd: int,
+        function: Callable[[], Any],
+        timeout: float | None,
+        tasks: bool,
+        /,
+    ) -> Any: ...
     def claim(self, tasks: Callable[[], object], /) -> bool: ...
     def unclaim(self, tasks: Callable[[], object], claims: int, /) -> bool: ...
     def release(self) -> None: ...
@@ -209,7 +249,7 @@ class WR: ...
 # default of each field.
 def quick_init(
     wr_type: type, init: Any, positional: int, fields: tuple[tuple[str, Any], ...], /
-) -> None: ...  # fmt: skip
+) -> None: ...
 
 # _c/posting/inline_buffer.c: memory that is not registered, held for inline data.
 class Buffer:
@@ -227,19 +267,36 @@ class TagHandle:
 # offset, size and kind of each field.  Returns the number of the class.
 def describe_resource(name: str, type: type, /) -> None: ...
 def describe_wr(
-    wr_type: type, verb: int, opcode: int, writes: bool, atomic: bool,
-    fields: tuple[tuple[str, int, int, str], ...], /,
-) -> int: ...  # fmt: skip
+    wr_type: type,
+    verb: int,
+    opcode: int,
+    writes: bool,
+    atomic: bool,
+    fields: tuple[tuple[str, int, int, str], ...],
+    /,
+) -> int: ...
 
 # _c/posting/post.c; posting/queue.py derives from it, with the methods that C calls to explain a
 # refusal.
 class Queue:
     def __init__(
-        self, *, verb: int, in_flight: InFlight, checked: bool, pd: int, room: int,
-        datagram: bool, binds: bool, builds: bool, max_sge: int, max_msg_size: int,
-        max_inline_data: int, max_tso_header: int, max_num_tags: int,
+        self,
+        *,
+        verb: int,
+        in_flight: InFlight,
+        checked: bool,
+        pd: int,
+        room: int,
+        datagram: bool,
+        binds: bool,
+        builds: bool,
+        max_sge: int,
+        max_msg_size: int,
+        max_inline_data: int,
+        max_tso_header: int,
+        max_num_tags: int,
         wr_types: tuple[tuple[int, int], ...],
-    ) -> None: ...  # fmt: skip
+    ) -> None: ...
     def bind_mw(self, owner: Handle, wr: Any, sure: bool, /) -> None: ...
     def set_ready(self, ready: bool, resets: dict[Any, Any] = {}, /) -> None: ...
     # How many work requests may be outstanding.
@@ -402,11 +459,19 @@ def start(worker: Any, /) -> None: ...
 # retried later); log those exceptions; start over after a fork; refuse a verb in the middle of a
 # verb; and some of Python's functions.
 def soft_device(
-    objects: dict[int, Any], ready: list[Any], wires: list[Any],
-    execute_next: Callable[[Any, bool], int], give_up: Callable[[Any, BaseException], int],
-    log_errors: Callable[[], None], reset: Callable[[], bool], refuse: Callable[..., None],
-    setattr: Any, delattr: Any, pop: Any, /,
-) -> None: ...  # fmt: skip
+    objects: dict[int, Any],
+    ready: list[Any],
+    wires: list[Any],
+    execute_next: Callable[[Any, bool], int],
+    give_up: Callable[[Any, BaseException], int],
+    log_errors: Callable[[], None],
+    reset: Callable[[], bool],
+    refuse: Callable[..., None],
+    setattr: Any,
+    delattr: Any,
+    pop: Any,
+    /,
+) -> None: ...
 
 # _c/roce/packets.c.  `flow` is the IP header and the UDP header of the packets as the ICRC covers
 # them: the fields that may change on the way are all ones, the lengths and the identification 0.
@@ -414,16 +479,26 @@ def soft_device(
 # Write packets back to back: for each, its headers, up to `mtu` bytes of the payload, padding and
 # the ICRC.  Return the bytes written.
 def roce_build(
-    out: bytearray | memoryview, flow: bytes, headers: Sequence[bytes], payload: Sequence[Any],
-    mtu: int, /,
-) -> int: ...  # fmt: skip
+    out: bytearray | memoryview,
+    flow: bytes,
+    headers: Sequence[bytes],
+    payload: Sequence[Any],
+    mtu: int,
+    /,
+) -> int: ...
 
 # Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
 # also appended to `errors`.
 def roce_send(
-    fd: int, address: bytes, data: bytes | bytearray, size: int, segment: int, tos: int,
-    errors: list[int] = ..., /,
-) -> int: ...  # fmt: skip
+    fd: int,
+    address: bytes,
+    data: bytes | bytearray,
+    size: int,
+    segment: int,
+    tos: int,
+    errors: list[int] = ...,
+    /,
+) -> int: ...
 
 # Receive a datagram, or several that the kernel has joined.  Return its size, that of each but the
 # last, the sender's struct sockaddr, TOS and TTL; None if there is none.
@@ -440,6 +515,11 @@ def roce_run(buffer: bytearray | bytes, size: int, segment: int, at: int, /) -> 
 
 # Copy the payloads of packets, without `skip` bytes of headers, into the target.
 def roce_gather(
-    target: bytearray | memoryview, buffer: bytearray | memoryview, at: int, segment: int,
-    count: int, skip: int, /,
-) -> int: ...  # fmt: skip
+    target: bytearray | memoryview,
+    buffer: bytearray | memoryview,
+    at: int,
+    segment: int,
+    count: int,
+    skip: int,
+    /,
+) -> int: ...

@@ -382,7 +382,7 @@ class AdviseMRFlags(_Flags):
     """How advice is taken: ``enum ib_uverbs_advise_mr_flag``, ibv_advise_mr(3)."""
 
     FLUSH = 1 << 0
-    """Return when it has been followed; otherwise that goes on in the background."""
+    """Return when it has been followed; without this, that happens in the background."""
 
 
 class QueryQPDataInOrderFlags(_Flags):

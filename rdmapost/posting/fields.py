@@ -42,7 +42,7 @@ class Verb(IntEnum):
     ibv_post_srq_ops = 3
 
 
-class _Row(NamedTuple):
+class _WRRow(NamedTuple):
     """A class of work requests.
 
     Attributes:
@@ -73,18 +73,18 @@ _ATOMIC = {
 _BUILT = {name: name for name in ("remote_addr", "rkey", "remote_srqn")}
 _TAG_SYNC = {"unexpected_cnt": "tm.unexpected_cnt"}
 
-_ROWS: dict[Verb, dict[type, _Row]] = {
+_WR_ROWS: dict[Verb, dict[type, _WRRow]] = {
     Verb.ibv_post_send: {
-        RdmaWrite: _Row(_RDMA),
-        Send: _Row(_UD | _XRC),
-        RdmaRead: _Row(_RDMA, writes=True),
-        SendWithImm: _Row(_UD | _XRC | _IMM),
-        RdmaWriteWithImm: _Row(_RDMA | _IMM),
-        SendWithInv: _Row(_INVALIDATE | _XRC),
-        AtomicCmpAndSwp: _Row(_ATOMIC | {"swap": "wr.atomic.swap"}, writes=True, atomic=True),
-        AtomicFetchAndAdd: _Row(_ATOMIC, writes=True, atomic=True),
-        LocalInv: _Row(_INVALIDATE),
-        BindMW: _Row(
+        RdmaWrite: _WRRow(_RDMA),
+        Send: _WRRow(_UD | _XRC),
+        RdmaRead: _WRRow(_RDMA, writes=True),
+        SendWithImm: _WRRow(_UD | _XRC | _IMM),
+        RdmaWriteWithImm: _WRRow(_RDMA | _IMM),
+        SendWithInv: _WRRow(_INVALIDATE | _XRC),
+        AtomicCmpAndSwp: _WRRow(_ATOMIC | {"swap": "wr.atomic.swap"}, writes=True, atomic=True),
+        AtomicFetchAndAdd: _WRRow(_ATOMIC, writes=True, atomic=True),
+        LocalInv: _WRRow(_INVALIDATE),
+        BindMW: _WRRow(
             {
                 "mw": "bind_mw.mw",
                 "rkey": "bind_mw.rkey",
@@ -94,18 +94,18 @@ _ROWS: dict[Verb, dict[type, _Row]] = {
                 "mw_access_flags": "bind_mw.bind_info.mw_access_flags",
             }
         ),
-        TSO: _Row({"hdr": "tso.hdr", "mss": "tso.mss", **_UD}),
-        AtomicWrite: _Row(
+        TSO: _WRRow({"hdr": "tso.hdr", "mss": "tso.mss", **_UD}),
+        AtomicWrite: _WRRow(
             _BUILT | {"atomic_wr": "atomic_wr"}, atomic=True, struct="struct rp_built_wr"
         ),
-        Flush: _Row(
+        Flush: _WRRow(
             _BUILT | {name: name for name in ("length", "type", "level")},
             struct="struct rp_built_wr",
         ),
     },
-    Verb.ibv_post_recv: {RecvWR: _Row({}, writes=True)},
+    Verb.ibv_post_recv: {RecvWR: _WRRow({}, writes=True)},
     Verb.ibv_post_srq_ops: {
-        TagAdd: _Row(
+        TagAdd: _WRRow(
             {
                 **_TAG_SYNC,
                 "recv_wr_id": "tm.add.recv_wr_id",
@@ -114,8 +114,8 @@ _ROWS: dict[Verb, dict[type, _Row]] = {
             },
             writes=True,
         ),
-        TagDel: _Row({**_TAG_SYNC, "handle": "tm.handle"}),
-        TagSync: _Row(_TAG_SYNC),
+        TagDel: _WRRow({**_TAG_SYNC, "handle": "tm.handle"}),
+        TagSync: _WRRow(_TAG_SYNC),
     },
 }
 
@@ -155,7 +155,7 @@ def _flat(ctype: Any) -> Any:
     return found
 
 
-def _describe(verb: Verb, wr_type: Any, row: _Row) -> int:
+def _describe(verb: Verb, wr_type: Any, row: _WRRow) -> int:
     struct = row.struct or _STRUCTS[verb]
     fields = tuple(
         [
@@ -175,7 +175,7 @@ TYPE_NUMBERS: dict[type, int] = {}
 
 def describe_fields() -> None:
     """Describe the classes to C."""
-    for verb, rows in _ROWS.items():
+    for verb, rows in _WR_ROWS.items():
         TYPE_NUMBERS.update(
             {wr_type: _describe(verb, wr_type, row) for wr_type, row in rows.items()}
         )
@@ -187,7 +187,7 @@ NUMBER_FIELDS: dict[type, dict[str, int]] = {
         for index, name in enumerate(row.members)
         if _FIELD_TYPES.get(name, _NUMBER) in ("n", "i")
     }
-    for rows in _ROWS.values()
+    for rows in _WR_ROWS.values()
     for wr_type, row in rows.items()
 }
 """By class and name, the index in its row of each field that is a number."""

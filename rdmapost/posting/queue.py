@@ -48,7 +48,7 @@ class Reasons(NamedTuple):
     not_ready: Callable[[Any], str] = "{} is not ready".format
 
 
-class _Row(Sequence[Any]):
+class _ColumnRow(Sequence[Any]):
     """A list in which only one work request is known."""
 
     def __init__(self, wr: Any, count: int) -> None:
@@ -263,7 +263,7 @@ class PostQueue(native.Queue):
         """
         fields.pop("signal_every", None)
         wr = wr_type(**{name: field_of_row(name, given, index) for name, given in fields.items()})
-        row = _Row(wr, count)
+        row = _ColumnRow(wr, count)
         if code:
             self._failed(owner, row, code, posted)
         if not ready:

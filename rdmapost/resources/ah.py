@@ -141,8 +141,8 @@ def ah_attr_from_wc(context: Context, wc: WC, grh: GRH | None, port_num: int) ->
     except VerbsError as error:
         if grh is not None:
             error.hint = error.hint or (
-                f"the datagram was sent to the multicast group {grh.dgid}, which is no source GID; "
-                "use AH(pd, AHAttr(dgid=grh.sgid, sgid_index=qp.gid.gid_index))"
+                f"the datagram was sent to the multicast group {grh.dgid}, which cannot be a "
+                "source GID; use AH(pd, AHAttr(dgid=grh.sgid, sgid_index=qp.gid.gid_index))"
                 if grh.dgid.is_multicast
                 else f"{grh.dgid}, which the datagram was sent to, may not be a GID of "
                 f"{context.name} port {port_num}"

@@ -604,9 +604,9 @@ def _view_of(buffer: Any) -> memoryview:
 
 def _check_cqe(context: Context, cqe: int) -> int:
     """Check a CQ's size against the device's limit, and return it as an int."""
-    cqe, most = index("cqe", cqe), context.attr.max_cqe
-    if not 1 <= cqe <= most:
-        raise ValueError(f"cqe={shown(cqe)} is not in 1..{most}, the max_cqe of {context.name}")
+    cqe, limit = index("cqe", cqe), context.attr.max_cqe
+    if not 1 <= cqe <= limit:
+        raise ValueError(f"cqe={shown(cqe)} is not in 1..{limit}, the max_cqe of {context.name}")
     return cqe
 
 

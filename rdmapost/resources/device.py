@@ -39,7 +39,7 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
-_TABLE_AT_MOST = 1 << 16
+_MAX_TABLE_ENTRIES = 1 << 16
 """The most entries of a GID or P_Key table."""
 
 NO_DEVICES = (
@@ -284,7 +284,7 @@ class Context(EventSource, struct="ibv_context"):
         """
         port_num, gid_index = self._check_port(port_num), index("gid_index", gid_index)
         # A larger index does not fit the call.
-        if 0 <= gid_index < _TABLE_AT_MOST:
+        if 0 <= gid_index < _MAX_TABLE_ENTRIES:
             try:
                 return _table_entry(self._verb(self._provider.query_gid_ex, port_num, gid_index))
             except VerbsError:
@@ -327,7 +327,7 @@ class Context(EventSource, struct="ibv_context"):
         """
         port_num, pkey_index = self._check_port(port_num), index("pkey_index", pkey_index)
         # A larger index does not fit the call.
-        if 0 <= pkey_index < _TABLE_AT_MOST:
+        if 0 <= pkey_index < _MAX_TABLE_ENTRIES:
             try:
                 pkey: int = self._verb(self._provider.query_pkey, port_num, pkey_index)
                 return pkey

@@ -106,8 +106,8 @@ class GRH:
         traffic_class = within("traffic_class", self.traffic_class, 0, 0xFF)
         # An IPv4 header has no flow label, and its length includes the header.
         flow_label = within("flow_label", self.flow_label, 0, 0xFFFFF if version == 6 else 0)
-        most = 0xFFFF if version == 6 else 0xFFFF - IPV4.size
-        payload_length = within("payload_length", self.payload_length, 0, most)
+        limit = 0xFFFF if version == 6 else 0xFFFF - IPV4.size
+        payload_length = within("payload_length", self.payload_length, 0, limit)
         next_header = within("next_header", self.next_header, 0, 0xFF)
         hop_limit = within("hop_limit", self.hop_limit, 0, 0xFF)
         for name in ("sgid", "dgid"):

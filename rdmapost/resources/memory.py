@@ -84,7 +84,7 @@ class PD(Resource, struct="ibv_pd"):
             UnsupportedError: the device or libibverbs does not have this verb.
             VerbsError: the device refused.
         """
-        kind = member("advice", advice, AdviseMRAdvice)
+        known = member("advice", advice, AdviseMRAdvice)
         bits = flags_of("flags", flags, _ALL_ADVICE_FLAGS, "AdviseMRFlags")
         sges = [sg_list] if isinstance(sg_list, SGE) else list(sg_list)
         if not sges:
@@ -99,7 +99,7 @@ class PD(Resource, struct="ibv_pd"):
             entry.lkey = within("lkey", sge.lkey, 0, _MAX_U32)
         provider = provider_of(self.context)
         try:
-            self._verb(provider.advise_mr, int(kind), int(bits), array, len(sges))
+            self._verb(provider.advise_mr, int(known), int(bits), array, len(sges))
         except UnsupportedError as error:
             error.hint = error.hint or f"{self.context.name} or the installed libibverbs lacks it"
             raise

@@ -18,7 +18,7 @@ from .._binding import ffi, native
 _TOP = (1 << 64) - 1
 _IN_THIS_PROCESS = frozenset({1, 3, 11})
 """The DLPack device types whose memory the CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost."""
-_MOST_OWNERS = 16
+_MAX_OWNERS = 16
 _OPAQUE = 3
 """kDLOpaqueHandle: the DLPack type code of handles, which have no known layout."""
 
@@ -84,7 +84,7 @@ def _length(length: Any) -> int:
 def is_mapped(view: memoryview) -> bool:
     """Whether an mmap.mmap is among a buffer's known exporters."""
     owner: Any = view.obj
-    for _ in range(_MOST_OWNERS):
+    for _ in range(_MAX_OWNERS):
         if isinstance(owner, mmap.mmap):
             return True
         # A numpy array has its exporter in `base`.

@@ -211,5 +211,7 @@ def why_not_created(
             f"max_inline_data={cap.max_inline_data} may be more than {device} can take; "
             "in Python, rdmapost.max_inline() finds the largest"
         )
-    kind = QPType(init.qp_type).name
-    return f"{device} may not have {kind} queue pairs, or no more of them (max_qp={attr.max_qp})"
+    type_name = QPType(init.qp_type).name
+    return (
+        f"{device} may not have {type_name} queue pairs, or no more of them (max_qp={attr.max_qp})"
+    )

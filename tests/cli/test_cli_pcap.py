@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pathlib
 import signal
@@ -15,20 +14,14 @@ from support.cli_runner import Ran, process, run
 from support.file_limit import files_of_at_most
 from support.pcapng import check_headers, payload_of, read
 from support.ports import free_port
-
-import rdmapost as rp
+from support.roce import skip_unless_free
 
 DEVICE = "roce:lo"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _has_device() -> None:
-    try:
-        rp.open_device(DEVICE).close()
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    skip_unless_free(DEVICE)
 
 
 @pytest.fixture
@@ -58,7 +51,7 @@ def comments(path: pathlib.Path) -> list[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_packets_of_a_post_name_it(path, command, says):
+def test_pcap_names_the_work_request_of_each_packet(path, command, says):
     ran = run(*command, "-d", DEVICE, "--pcap", str(path), "-v")
     assert ran.code == 0, ran.err
     said = comments(path)
@@ -66,7 +59,7 @@ def test_packets_of_a_post_name_it(path, command, says):
     assert f"capture  {len(said)} packets in {path}\n" in ran.err
 
 
-def test_both_sides_of_a_post_to_another_process(path, tmp_path):
+def test_client_and_server_capture_a_post_between_processes(path, tmp_path):
     theirs = tmp_path / "served.pcapng"
     command = [sys.executable, "-P", "-m", "rdmapost.cli", "serve", "-d", DEVICE, "--tcp-port", "0"]
     with subprocess.Popen(
@@ -87,7 +80,7 @@ def test_both_sides_of_a_post_to_another_process(path, tmp_path):
     assert here == there
 
 
-def test_pingpong(path):
+def test_pingpong_writes_its_packets_to_a_capture(path):
     port = str(free_port())
     options = ("-d", DEVICE, "-n", "20", "-s", "100", "--tcp-port", port)
     command = [sys.executable, "-P", "-m", "rdmapost.cli", "pingpong", *options]

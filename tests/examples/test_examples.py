@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 from support import LIMIT, ROOT
 from support.ports import free_port, wait_for_port
+from support.roce import skip_unless_free
 
 import rdmapost as rp
 
@@ -253,13 +253,8 @@ def test_example_fails_if_the_device_damages_one_byte(name: str) -> None:
 
 @pytest.fixture
 def roce() -> str:
-    """The device between processes; Soft-RoCE has its UDP port on every address."""
-    try:
-        rp.open_device("roce:lo").close()
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    """The device between processes."""
+    skip_unless_free("roce:lo")
     return "roce:lo"
 
 

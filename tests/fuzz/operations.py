@@ -505,12 +505,12 @@ def make_wrong(world: World, draw: Draw) -> None:
         world.keep("AH", world.call(rp.AH, pd, attr), draw)
 
 
-_CLOSED_MOST = ("Batch", "Batch", "MW", "QP", "AH", "MR", "MR", "MR", "CQ", "SRQ", "CompChannel")
+_OFTEN_CLOSED = ("Batch", "Batch", "MW", "QP", "AH", "MR", "MR", "MR", "CQ", "SRQ", "CompChannel")
 
 
 def close(world: World, draw: Draw) -> None:
     """Close something, whether or not it is in use."""
-    type_name = draw.of(_CLOSED_MOST) if draw.below(8) else draw.among("PD", "XRCD", "Context")
+    type_name = draw.of(_OFTEN_CLOSED) if draw.below(8) else draw.among("PD", "XRCD", "Context")
     thing = world.pick(type_name, draw)
     if thing is not None:
         closing(world, thing)()
@@ -521,7 +521,7 @@ def close(world: World, draw: Draw) -> None:
 
 def drop(world: World, draw: Draw) -> None:
     """Let go of something: its finalizer may be what closes it."""
-    type_name = draw.of((*_CLOSED_MOST, "wrs", "sges"))
+    type_name = draw.of((*_OFTEN_CLOSED, "wrs", "sges"))
     pool = world.pools[type_name]
     if len(pool) <= draw.below(3):
         return
@@ -594,7 +594,7 @@ def query(world: World, draw: Draw) -> None:
 
 def duplicate(world: World, draw: Draw) -> None:
     """Copy a resource: nothing else may own its handle."""
-    thing = world.pick(draw.of(_CLOSED_MOST), draw)
+    thing = world.pick(draw.of(_OFTEN_CLOSED), draw)
     if thing is None:
         return
     how: Callable[[Any], Any] = draw.among(

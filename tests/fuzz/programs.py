@@ -78,7 +78,7 @@ def run(
         tick: gets the number of calls made, now and then.
     """
     draw = Draw(mix(plan.seed, 1))
-    _begin_anew()
+    _reset_state()
     before = residue()
     with World(plan.seed, log) as world:
         world.act = lambda seed: act(world, seed)  # type: ignore[method-assign]
@@ -100,7 +100,7 @@ def run(
     return world
 
 
-def _begin_anew() -> None:
+def _reset_state() -> None:
     """Let nothing that ran before count: a program does the same by itself as after others."""
     renumber()
     # When the collector runs depends on how many objects it has passed over before.

@@ -25,7 +25,9 @@ def put(mr: rp.MR, value: int, offset: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("compare", "after"), [(1000, 2000), (1001, 1000)])
-def test_example_compare_and_swap(rc, context, compare, after):
+def test_compare_and_swap_returns_the_old_value_and_swaps_only_when_equal(
+    rc, context, compare, after
+):
     """ATOMIC_CMP_AND_SWP: the old value comes back, and is replaced only if equal."""
     needs(context.attr.atomic_cap, "atomics", context)
     put(rc.theirs, 1000, 64)
@@ -44,7 +46,7 @@ def test_example_compare_and_swap(rc, context, compare, after):
     assert value_at(rc.theirs, 64) == after
 
 
-def test_example_fetch_and_add(rc, context):
+def test_fetch_and_add_returns_the_old_value_and_stores_the_sum(rc, context):
     """ATOMIC_FETCH_AND_ADD: the old value comes back, the sum stays there."""
     needs(context.attr.atomic_cap, "atomics", context)
     put(rc.theirs, 10)

@@ -142,7 +142,7 @@ def test_ranges_have_offsets_and_lengths_of_their_own(rc):
     assert bytes(rc.theirs.buffer[: lengths.sum()]) == b"".join(pieces)
 
 
-def test_the_same_bytes_are_sent_to_many(rc):
+def test_rows_may_share_one_sge(rc):
     rc.mine.buffer[:8] = b"the same"
     rc.a.post_columns(
         rp.RdmaWrite,
@@ -355,7 +355,7 @@ def test_refused_state_is_that_of_a_single_post(connect):
     assert (caught.value.index, caught.value.count) == (0, 3)
 
 
-def test_closed_queue_pair_and_region(rc, pd):
+def test_columns_on_a_closed_queue_pair_or_region_are_refused(rc, pd):
     lent = rp.MR(pd, 64, ALL)
     blocks = lent.blocks(np.arange(2), 8)
     lent.close()
@@ -419,7 +419,7 @@ def test_closed_queue_pair_and_region(rc, pd):
         ),
     ],
 )
-def test_columns_that_are_none(rc, error, match, options):
+def test_wrong_columns_are_refused_by_name(rc, error, match, options):
     with pytest.raises(error, match=match):
         write_blocks(rc, 3, **options)
     assert rc.a.outstanding.send == 0
@@ -579,7 +579,7 @@ def test_columns_longer_than_memory_are_refused(rc, name):
     assert rc.a.outstanding.send == 0
 
 
-def test_calls_that_make_no_sense(rc):
+def test_post_columns_with_wrong_arguments_is_a_type_error(rc):
     index = np.arange(2)
     for args, fields in (
         ((), {}),

@@ -133,7 +133,7 @@ def test_post_of_another_thread_waits_for_its_turn(watched):
     assert (found[0], sorted(found[1:]), watched.srq.outstanding) == (False, [1, 2], 2)
 
 
-def test_queue_pairs_of_several_threads(connect):
+def test_threads_post_to_queue_pairs_that_share_a_cq(connect):
     """Each thread posts to its own queue pair; one CQ gets all completions."""
     rounds = 40
     pairs = [connect(max_send_wr=rounds) for _ in range(3)]
@@ -159,7 +159,7 @@ def test_queue_pairs_of_several_threads(connect):
         assert mine == sorted(mine)
 
 
-def test_one_queue_pair_of_several_threads(connect):
+def test_lists_of_several_threads_on_one_queue_pair_are_not_mixed(connect):
     """Lists of several threads go in one after another, none is mixed into another."""
     pair = connect(max_send_wr=256)
     lists = [[write(pair, n * 1000 + i) for i in range(10)] for n in range(12)]

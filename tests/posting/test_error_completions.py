@@ -26,7 +26,7 @@ def test_access_that_the_peer_did_not_grant_ends_with_an_error_completion(connec
     assert not any(pair.theirs.buffer)
 
 
-def test_access_that_the_queue_pair_did_not_grant(connect):
+def test_access_that_the_queue_pair_did_not_grant_ends_with_an_error_completion(connect):
     """The region allows the write, but the peer's queue pair does not."""
     pair = connect(access=rp.Access.REMOTE_READ)
     pair.a.post_send(pair.wr(rp.RdmaRead, pair.mine[:8]))
@@ -47,7 +47,7 @@ def test_wrong_lkey_is_a_local_error(connect, kind):
     assert done.status in LOCAL_ERROR
 
 
-def test_wrong_lkey_of_a_receive(rc):
+def test_wrong_lkey_of_a_receive_fails_on_both_sides(rc):
     rc.b.post_recv(rp.RecvWR(rp.SGE(rc.theirs.addr, 8, rc.theirs.lkey ^ 0xA5), wr_id=7))
     rc.a.post_send(rp.Send(rc.mine[:8], wr_id=9))
     done = {wc.wr_id: wc.status for wc in rc.cq.wait(2)}
@@ -56,7 +56,7 @@ def test_wrong_lkey_of_a_receive(rc):
     assert done[7] in (WCStatus.LOC_PROT_ERR, WCStatus.LOC_QP_OP_ERR)
 
 
-def test_receive_that_is_too_small(rc):
+def test_receive_that_is_too_small_fails_on_both_sides(rc):
     rc.b.post_recv(rp.RecvWR(rc.theirs[:4], wr_id=7))
     rc.a.post_send(rp.Send(rc.mine[:8], wr_id=9))
     done = {wc.wr_id: wc.status for wc in rc.cq.wait(2)}

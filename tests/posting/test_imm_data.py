@@ -63,7 +63,7 @@ def test_write_with_immediate_leaves_the_receives_buffers_alone(rc):
     assert not any(rc.theirs.buffer[100:108])
 
 
-def test_example_rdma_write_with_immediate(rc):
+def test_write_with_immediate_writes_and_completes_a_receive(rc):
     """RDMA_WRITE_WITH_IMM: it also consumes a receive, whose buffer is unchanged."""
     rc.mine.buffer[:5] = b"hello"
     rc.b.post_recv(rp.RecvWR(rc.theirs[4096:], wr_id=7))

@@ -12,6 +12,7 @@ from support import ALL, GRH, TYPES, in_flight, refused, soft_queues
 from support.in_flight import why_open, write_from
 from support.posting_tap import open_tap
 from support.soft_queues import reason
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
@@ -158,7 +159,7 @@ def test_inline_by_number_is_refused(soft):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_inline_buffer_at_an_illegal_address(connect, checked):
+def test_inline_buffer_at_an_illegal_address_is_refused(connect, checked):
     """A driver copies from there when posting, so the memory must exist."""
     pair = connect(checked=checked, max_inline_data=64)
     with rp.MR(pair.pd, 64) as mr:
@@ -223,17 +224,7 @@ def test_flags_that_only_resemble_inline_release_no_memory(stack):
     srq.close()
     assert why_open(mr.close) == ""
     mr = rp.MR(pd, 64, ALL | rp.Access.MW_BIND)
-    qp.post_send(
-        rp.BindMW(
-            mw=mw,
-            rkey=mw.next_rkey(),
-            mr=mr,
-            addr=mr.addr,
-            length=64,
-            wr_id=6,
-            send_flags=SendFlags.INLINE,
-        )
-    )
+    qp.post_send(bind_wr(mw, mr, rp.Access(0), wr_id=6, send_flags=SendFlags.INLINE))
     assert "wr_id 6" in why_open(mr.close)
     assert "wr_id 6" in why_open(mw.close)
     qp.close()

@@ -26,7 +26,7 @@ def sge_or_none(mr: rp.MR, size: int) -> rp.SGE | tuple[()]:
 @pytest.mark.parametrize("packets", [0, 1, 2, 5])
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @pytest.mark.parametrize("qp_type", CONNECTED)
-def test_message_of_any_number_of_packets(connect, context, qp_type, packets, more):
+def test_message_of_any_number_of_packets_arrives_whole(connect, context, qp_type, packets, more):
     """And of a byte less, and of one more."""
     size = max(0, packets * context.query_port(1).active_mtu.bytes + more)
     pair = connect(qp_type, size=size + 1)
@@ -49,7 +49,7 @@ def test_message_of_any_number_of_packets(connect, context, qp_type, packets, mo
 
 
 @pytest.mark.parametrize("packets", [0, 1, 3])
-def test_read_of_any_number_of_packets(connect, context, packets):
+def test_read_of_any_number_of_packets_arrives_whole(connect, context, packets):
     size = packets * context.query_port(1).active_mtu.bytes
     pair = connect(size=size + 1)
     pair.theirs.buffer[:size] = pattern(size)
@@ -101,7 +101,7 @@ def largest(context, pd, stack) -> rp.MR:
 
 
 @pytest.mark.parametrize("qp_type", CONNECTED)
-def test_message_of_2_to_the_31_bytes(connect, largest, qp_type):
+def test_message_of_2_to_the_31_bytes_arrives(connect, largest, qp_type):
     """Gathered from one region, named 32 times, and scattered into one, named 32 times."""
     pair = connect(qp_type, max_send_sge=PIECES, max_recv_sge=PIECES)
     piece = MAX_MSG_SIZE // PIECES

@@ -95,6 +95,12 @@ class Machine(RuleBasedStateMachine):
             f"{'s' * (len(wr_ids) != 1)} (wr_id"
         )
 
+    def refuses_to_close_region_of(self, entry: Entry) -> None:
+        assert entry.region is not None
+        mr = entry.region()
+        assert mr is not None
+        self.refuses_to_close(mr, [entry.wr_id])
+
 
 lists = st.lists(st.tuples(wr_ids, st.booleans()), min_size=1, max_size=5)
 partly = st.none() | st.integers(0, 5)
@@ -325,11 +331,7 @@ class AnyOrder(Machine):
     @precondition(lambda self: self.outstanding)
     @rule(data=st.data())
     def close_what_is_named(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.outstanding))
-        assert entry.region is not None
-        mr = entry.region()
-        assert mr is not None
-        self.refuses_to_close(mr, [entry.wr_id])
+        self.refuses_to_close_region_of(data.draw(st.sampled_from(self.outstanding)))
 
     @invariant()
     def agrees(self) -> None:
@@ -443,11 +445,7 @@ class Tagged(Machine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def close_what_is_named(self, data: st.DataObject) -> None:
-        entry = data.draw(st.sampled_from(self.held))
-        assert entry.region is not None
-        mr = entry.region()
-        assert mr is not None
-        self.refuses_to_close(mr, [entry.wr_id])
+        self.refuses_to_close_region_of(data.draw(st.sampled_from(self.held)))
 
     @invariant()
     def agrees(self) -> None:

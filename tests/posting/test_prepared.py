@@ -735,7 +735,7 @@ def test_full_queue_says_how_many_more_the_list_has(connect: Connect):
     )
 
 
-def test_list_says_what_it_is(rc):
+def test_repr_and_len_describe_a_prepared_list(rc):
     batch = rc.a.prepare([write(rc)] * 2)
     assert len(batch) == len(list(batch)) == 2
     assert str(batch) == "prepared list of 2"

@@ -86,7 +86,7 @@ def test_full_receive_queue_is_refused_by_name(connect):
     assert pair.b.outstanding == (0, depth)
 
 
-def test_full_queue_of_the_device_unchecked(connect):
+def test_full_device_queue_unchecked_is_enomem_with_an_index(connect):
     """The device's own ENOMEM: when it decides, and with the index."""
     pair = connect(max_recv_wr=4, checked=False)
     with pytest.raises(rp.PostError) as caught:

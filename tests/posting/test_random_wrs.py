@@ -202,29 +202,26 @@ def run(pd: rp.PD, cq: rp.CQ, qp_type: QPType, numbers: list[int], *, checked: b
 numbers = st.lists(st.integers(0, (1 << 160) - 1), min_size=20, max_size=20)
 
 
+def run_all(pd: rp.PD, cq: rp.CQ, qp_type: QPType, examples: int, *, checked: bool) -> None:
+    @settings(max_examples=examples)
+    @given(numbers)
+    def check(some: list[int]) -> None:
+        run(pd, cq, qp_type, some, checked=checked)
+
+    check()
+
+
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
 def test_random_work_requests_end_in_an_error_or_a_completion(connect, pd, cq, qp_type):
     """Together with those below: 500 lists of 20."""
     examples = {QPType.RC: 200, QPType.UC: 75, QPType.UD: 75}[qp_type]
-
-    @settings(max_examples=examples)
-    @given(numbers)
-    def check(some: list[int]) -> None:
-        run(pd, cq, qp_type, some, checked=True)
-
-    check()
+    run_all(pd, cq, qp_type, examples, checked=True)
     connect(qp_type).works()
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_random_work_requests_unchecked(connect, pd, cq, qp_type):
+def test_random_unchecked_work_requests_do_no_harm(connect, pd, cq, qp_type):
     """What the library does not check goes to the device unchanged, and does no harm."""
     examples = {QPType.RC: 100, QPType.UC: 25, QPType.UD: 25}[qp_type]
-
-    @settings(max_examples=examples)
-    @given(numbers)
-    def check(some: list[int]) -> None:
-        run(pd, cq, qp_type, some, checked=False)
-
-    check()
+    run_all(pd, cq, qp_type, examples, checked=False)
     connect(qp_type).works()

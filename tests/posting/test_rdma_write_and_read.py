@@ -8,7 +8,7 @@ import rdmapost as rp
 from rdmapost import WCOpcode
 
 
-def test_example_rdma_write(rc):
+def test_write_reaches_the_peers_memory_without_a_completion_there(rc):
     """RDMA_WRITE: the bytes arrive, and the peer has no completion."""
     rc.mine.buffer[:5] = b"hello"
     rc.a.post_send(
@@ -20,7 +20,7 @@ def test_example_rdma_write(rc):
     assert rc.cq.poll() == []
 
 
-def test_example_rdma_read(rc):
+def test_read_fetches_the_peers_bytes(rc):
     """RDMA_READ: the peer's bytes arrive here."""
     rc.theirs.buffer[:5] = b"hello"
     rc.a.post_send(rc.wr(rp.RdmaRead, rc.mine[10:15], wr_id=9))

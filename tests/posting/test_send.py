@@ -8,7 +8,7 @@ import rdmapost as rp
 from rdmapost import QPType, WCOpcode, WCStatus
 
 
-def test_example_send(rc):
+def test_send_arrives_in_the_peers_receive_buffer(rc):
     """SEND: the bytes arrive in the peer's receive buffer."""
     rc.mine.buffer[:5] = b"hello"
     rc.b.post_recv(rp.RecvWR(rc.theirs[100:200], wr_id=7))
@@ -21,7 +21,7 @@ def test_example_send(rc):
     assert (received.qp_num, received.imm_data) == (rc.b.qp_num, None)
 
 
-def test_example_ud_send_with_immediate(connect):
+def test_ud_send_with_immediate_puts_a_grh_before_the_data(connect):
     """SEND_WITH_IMM on UD: 40 bytes of GRH precede the data."""
     ud = connect(QPType.UD)
     ud.mine.buffer[:5] = b"hello"
@@ -36,7 +36,7 @@ def test_example_ud_send_with_immediate(connect):
     assert done[9].opcode is WCOpcode.SEND
 
 
-def test_example_zero_byte_send(rc):
+def test_send_of_no_bytes_consumes_a_receive(rc):
     """A message of 0 bytes has no SGEs, and consumes a receive all the same."""
     rc.b.post_recv(rp.RecvWR(wr_id=7))
     rc.a.post_send(rp.Send(wr_id=9))

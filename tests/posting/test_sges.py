@@ -222,12 +222,12 @@ def test_sge_from_a_buffer_holds_it():
 
 
 @pytest.mark.parametrize("wrong", [5, "text", None, object()])
-def test_sge_from_what_is_no_buffer(wrong):
+def test_sge_from_what_is_no_buffer_is_a_type_error(wrong):
     with pytest.raises(TypeError):
         rp.SGE.from_buffer(wrong)
 
 
-def test_sge_from_a_buffer_with_gaps():
+def test_sge_from_a_buffer_with_gaps_is_refused():
     with pytest.raises((ValueError, BufferError)):
         rp.SGE.from_buffer(memoryview(bytearray(10))[::2])
 

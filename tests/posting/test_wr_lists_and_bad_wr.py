@@ -35,7 +35,7 @@ def test_soft_device_has_done_it_when_the_post_returns(rc, context, count):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("bad", [0, 3, 7])
-def test_list_of_8_with_a_bad_one(connect, checked, bad):
+def test_list_with_a_bad_work_request_posts_those_before_it(connect, checked, bad):
     """Those before it are posted and complete; it and those after it are not.
 
     Checked, the library refuses it; unchecked, the device does.

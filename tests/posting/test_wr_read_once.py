@@ -100,7 +100,7 @@ def test_arrays_of_numpy_are_no_numbers(watched):
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 64, 1 << 1000, -(1 << 1000), Int(-1), Counted(-1)])
-def test_numbers_that_do_not_fit(watched, value):
+def test_numbers_that_do_not_fit_are_refused_by_name(watched, value):
     number = value.value if isinstance(value, Counted) else int.__add__(value, 0)
     for name in ("wr_id", "remote_addr"):
         assert watched.refused(watched.write(**{name: value})).startswith(f"{name}=")
@@ -109,7 +109,7 @@ def test_numbers_that_do_not_fit(watched, value):
     )
 
 
-def test_number_whose_index_is_none(watched):
+def test_number_whose_index_is_no_int_is_refused(watched):
     for wrong in (None, 1.5, "1"):
         said = watched.refused(watched.write(rkey=Counted(wrong)))
         assert said == "rkey: expected int, got Counted"
@@ -285,7 +285,7 @@ def test_queue_pair_closed_while_a_list_is_read_raises_closed_error(watched):
     assert watched.tap.chains == []
 
 
-def test_queue_pair_that_is_reset_while_the_list_is_read(watched):
+def test_post_to_a_queue_pair_reset_while_the_list_is_read_is_refused(watched):
     """The state counts once no code can run any more."""
     wr = watched.write(rkey=Counted(1, watched.qp.to_reset))
     with pytest.raises(rp.PostError) as caught:

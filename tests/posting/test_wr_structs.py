@@ -185,7 +185,7 @@ def agrees(wr: Any, record: Record) -> None:
         assert record.hdr == (bytes(wr.hdr) or None)
 
 
-def test_every_field_of_every_class_is_here():
+def test_every_field_of_every_class_is_tested():
     for wr_type, members in MEMBERS.items():
         names = {field.name for field in dataclasses.fields(wr_type)}
         assert members.keys() | (OTHERWISE & names) == names
@@ -231,7 +231,7 @@ def distinct(wr_type: Any, device: Given, sges: int = 2) -> Any:
 
 @pytest.mark.parametrize("wr_type", MEMBERS)
 @pytest.mark.parametrize("sges", [0, 1, 2, 5, 40])
-def test_every_byte_of_a_record(device, wr_type, sges):
+def test_every_byte_of_a_struct_is_as_the_work_request_says(device, wr_type, sges):
     """Each field has a distinct value, and whatever is not set is 0."""
     wr = distinct(wr_type, device, sges)
     for verb in (RECV, SRQ_RECV):

@@ -133,6 +133,16 @@ def test_import_contracts_are_kept(tree):
             "providers.software is not allowed to import rdmapost.providers.roce",
         ),
         (
+            "resources/qp.py",
+            "def later():\n    from ..tools.diagnose import diagnose",
+            "resources is not allowed to import rdmapost.tools",
+        ),
+        (
+            "posting/queue.py",
+            "from ..tools.explain import explain",
+            "posting is not allowed to import rdmapost.tools",
+        ),
+        (
             "posting/wr.py",
             "from ..cli import main",
             "posting is not allowed to import rdmapost.cli",
@@ -155,7 +165,7 @@ def test_import_contracts_are_kept(tree):
             "from ..resources.qp import QP",
             "not allowed to import rdmapost.resources",
         ),
-        ("anew.py", "x = 1", "rdmapost.anew"),
+        ("unlisted.py", "x = 1", "rdmapost.unlisted"),
     ],
 )
 def test_broken_import_contract_is_reported(tree, tmp_path, module, statement, words):

@@ -236,13 +236,13 @@ def test_every_member_opcode_and_flag_has_one_statement() -> None:
 @pytest.mark.parametrize(
     ("name", "devices"),
     [
-        ("test_send::test_example_send", {"soft0", "verbs"}),
+        ("test_send::test_send_arrives_in_the_peers_receive_buffer", {"soft0", "verbs"}),
         ("test_mw_type_2_bind_and_invalidate::test_each_rule_of_bind_info_refuses_its_case", set()),
         (
             "test_soft_tag_ops::test_tag_operation_on_a_queue_without_a_matching_list_is_refused",
             {"soft0"},
         ),
-        ("test_xrc::test_both_ends_say_what_they_cannot_do", {"soft0"}),
+        ("test_xrc::test_xrc_queue_pairs_refuse_what_their_end_cannot_do", {"soft0"}),
         ("test_qp_states::test_unchecked_send_before_rts_is_refused_by_the_device", {"soft0"}),
         ("test_driver_errnos::test_tag_matching_is_not_supported", {"verbs"}),
         ("test_soft_faults::TestFaults::test_a_post_is_refused", {"soft0"}),

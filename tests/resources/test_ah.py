@@ -128,7 +128,7 @@ def test_ud_send_without_an_address_handle_is_refused(connect, context, checked)
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("ah", ["ah", 5, object(), "mr"])
-def test_ud_with_something_else_for_an_address_handle(connect, checked, ah):
+def test_ud_send_whose_ah_is_no_address_handle_is_refused(connect, checked, ah):
     pair = connect(QPType.UD, checked=checked)
     with pytest.raises(rp.PostError, match="ah: expected AH"):
         pair.a.post_send(pair.send(pair.mine[:4], ah=pair.mine if ah == "mr" else ah))

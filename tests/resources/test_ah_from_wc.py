@@ -95,7 +95,9 @@ def test_datagram_to_a_multicast_group_is_answered_with_an_ahattr(server: Server
     assert datagram.grh is not None
     group = rp.GID("::ffff:239.1.2.3" if datagram.grh.sgid.is_ipv4 else "ff0e::1")
     grh = replace(datagram.grh, dgid=group)
-    with pytest.raises(rp.VerbsError, match=f"to the multicast group {group}, which is no source"):
+    with pytest.raises(
+        rp.VerbsError, match=f"to the multicast group {group}, which cannot be a source GID"
+    ):
         rp.AH.from_wc(server.pair.pd, wc, grh)
     index = server.pair.b.gid.gid_index
     with rp.AH(server.pair.pd, rp.AHAttr(dgid=grh.sgid, sgid_index=index)) as ah:

@@ -26,7 +26,7 @@ from rdmapost import WCStatus
 # ---- what a wait returns ------------------------------------------------------
 
 
-def test_returns_exactly_as_many_as_asked(rc):
+def test_await_returns_exactly_as_many_completions_as_asked(rc):
     async def main():
         rc.a.post_send([write(rc, i) for i in range(10)])
         got = [wc.wr_id for wc in await rc.cq.completions(7, 10)]
@@ -37,7 +37,7 @@ def test_returns_exactly_as_many_as_asked(rc):
     run(main)
 
 
-def test_sleeps_until_enough_have_come(rc):
+def test_task_sleeps_until_enough_completions_have_come(rc):
     """Each of the eight comes on its own, while the task sleeps."""
 
     async def main():
@@ -247,7 +247,7 @@ def test_polling_what_a_task_was_woken_for_lets_it_wait_on(rc):
     run(main)
 
 
-def test_nothing_is_left_behind_by_waits(rc):
+def test_waits_of_tasks_leave_no_descriptor_open(rc):
     """Neither descriptors nor anything that prevents closing the CQ."""
     before = len(os.listdir("/proc/self/fd"))
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import ALL, LIMIT, ended, interrupt_everywhere, null_device, waiting
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost.resources.resource import _all_open, open_children
@@ -48,14 +49,7 @@ def populate(context: rp.Context) -> list[Any]:
         made += [rp.QP(None, rp.QPType.XRC_RECV, xrcd=xrcd)]
     if caps & rp.DeviceCap.MEM_WINDOW_TYPE_2B:
         mw = rp.MW(pd, rp.MWType.TYPE_2)
-        bind = rp.BindMW(
-            mw=mw,
-            rkey=mw.next_rkey(),
-            mr=mr,
-            addr=mr.addr,
-            length=64,
-            mw_access_flags=rp.Access.REMOTE_READ,
-        )
+        bind = bind_wr(mw, mr, rp.Access.REMOTE_READ)
         a.post_send(bind)
         made.append(mw)
     batch = a.prepare([rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey)])

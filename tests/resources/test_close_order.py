@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import needs, prints, until
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost._binding import ffi
@@ -746,16 +747,7 @@ def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, p
     with rp.CQ(context) as cq, rp.MR(pd, 64, remote) as mr, rp.MW(pd) as mw:
         qp = rp.QP(pd, rp.QPType.RC, cq)
         qp.connect(qp.endpoint())
-        qp.post_send(
-            rp.BindMW(
-                mw=mw,
-                rkey=mw.next_rkey(),
-                mr=mr,
-                addr=mr.addr,
-                length=64,
-                mw_access_flags=rp.Access.REMOTE_WRITE,
-            )
-        )
+        qp.post_send(bind_wr(mw, mr))
         cq.wait()[0].check()
         del qp
 

@@ -186,7 +186,7 @@ def test_a_negative_number_of_completions_is_refused(cq, call):
     ],
     ids=["poll", "wait", "wait_into", "poll_into", "completions"],
 )
-def test_only_a_cq_is_polled(context, kind, call):
+def test_polling_what_is_no_cq_is_refused(context, kind, call):
     """The device would take the struct of another resource for one."""
 
     class Channel(rp.CompChannel):

@@ -112,7 +112,7 @@ def test_each_message_of_a_batch_has_its_own_tag(server, count):
     ]
 
 
-def test_queues_of_one_batch_each_have_their_own(rc):
+def test_completions_of_several_queues_in_one_poll_keep_their_queue_pair(rc):
     """Completions of two queue pairs and four queues, interleaved, in one poll."""
     for at in (0, 10, 20):
         for wr_id in range(at, at + 4):

@@ -177,7 +177,7 @@ def test_library_without_extended_cqs_says_so(on_null):
     assert clock.startswith("UnsupportedError: ibv_query_rt_values_ex is not supported")
 
 
-def test_flags_are_checked(context):
+def test_unknown_wc_flags_are_refused(context):
     for wrong in (1 << 12, -1, 1 << 40):
         with pytest.raises(ValueError, match=r"^wc_flags=.* is not made of WCExFlags$"):
             rp.CQ(context, wc_flags=wrong)

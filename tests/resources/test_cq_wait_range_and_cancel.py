@@ -64,7 +64,7 @@ def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
 
 
 @HOW
-def test_range_is_checked(cq, wait):
+def test_max_entries_less_than_count_is_refused(cq, wait):
     with pytest.raises(ValueError, match=r"^max_entries=2 is less than count=3$"):
         wait(cq, 3, 0, max_entries=2)
     with pytest.raises(ValueError, match=r"^count=-1 is negative"):
@@ -202,16 +202,12 @@ def test_waits_are_cancelled_for_good(rc):
     cq.cancel_waits(for_good=True)
     cq.cancel_waits()
 
-    async def each() -> None:
-        async for wc in cq:
-            raise AssertionError(wc)
-
     for wait in (
         lambda: cq.wait(1),
         lambda: cq.wait(0, None),
         lambda: cq.wait_into(bytearray(48), 1, None),
         lambda: asyncio.run(cq.completions(1, None)),
-        lambda: asyncio.run(each()),
+        lambda: asyncio.run(expect_none(cq)),
     ):
         with pytest.raises(rp.WaitCancelled, match="has ended the wait"):
             wait()
@@ -254,17 +250,18 @@ def test_signal_handler_cancels_the_wait_that_it_interrupts(rc):
     rc.works()
 
 
+async def expect_none(cq: rp.CQ) -> None:
+    async for wc in cq:
+        raise AssertionError(wc)
+
+
 def test_cancel_waits_ends_the_tasks_that_wait(rc):
     """Those of completions() and of async for; the loop and the CQ go on."""
     cq = rc.cq
 
-    async def each() -> None:
-        async for wc in cq:
-            raise AssertionError(wc)
-
     async def run() -> list[Any]:
         tasks = [
-            asyncio.ensure_future(each()),
+            asyncio.ensure_future(expect_none(cq)),
             asyncio.ensure_future(cq.completions(2, LIMIT)),
             asyncio.ensure_future(cq.completions(3, LIMIT, max_entries=4)),
         ]
@@ -287,13 +284,9 @@ def test_cancelled_task_takes_nothing_that_comes_at_the_same_time(rc, first):
     """A loop of waits, or async for, would go on forever."""
     cq = rc.cq
 
-    async def each() -> None:
-        async for wc in cq:
-            raise AssertionError(wc)
-
     async def run() -> list[Any]:
         tasks = [
-            asyncio.ensure_future(each()),
+            asyncio.ensure_future(expect_none(cq)),
             asyncio.ensure_future(cq.completions(1, LIMIT)),
             asyncio.ensure_future(cq.completions(2, LIMIT, max_entries=3)),
         ]
@@ -422,6 +415,6 @@ def test_interrupted_wait_for_a_range_loses_nothing(soft):
         assert [wc.wr_id for wc in [*found, *cq.poll()]] == [*range(8)]
 
 
-def test_a_timeout_is_no_answer_to_for_good(context):
+def test_cancel_waits_refuses_a_timeout_as_for_good(context):
     with rp.CQ(context) as cq, pytest.raises(TypeError, match="for_good: expected bool, got float"):
         cq.cancel_waits(5.0)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ def test_device_is_in_the_list(context):
     assert context.attr.node_guid == context.guid
 
 
-def test_device_attributes_make_sense(context):
+def test_device_and_port_attributes_are_plausible(context):
     attr = context.attr
     assert attr.max_qp > 0
     assert attr.max_sge > 0
@@ -51,7 +51,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_a_device_of_the_library_goes_through_its_life(on_null):
+def test_device_of_libibverbs_creates_uses_and_releases_everything_for_a_post(on_null):
     """Everything that posting needs is made, used and released."""
     said = on_null("""
     print([info.name for info in rp.list_devices()])

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from support import ALL, LOSES_MEMORY, needs, prints
 from support.open_stack import SETUP
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType
@@ -46,7 +47,7 @@ def test_garbage_in_any_order_gives_everything_back(context):
     assert said.splitlines() == ["[]"] * 6
 
 
-def test_what_one_thread_makes_another_drops(context):
+def test_resources_made_in_one_thread_are_released_by_another(context):
     """Resources change hands with work outstanding; the last thread releases them."""
     rounds, threads = 12, 4
     before = len(open_children(context))
@@ -206,14 +207,7 @@ def test_window_and_region_that_are_garbage_go_in_that_order(connect, context, t
     before = len(open_children(pair.pd))
     mr = rp.MR(pair.pd, 64, ALL | Access.MW_BIND)
     mw = rp.MW(pair.pd)
-    bind = rp.BindMW(
-        mw=mw,
-        mr=mr,
-        rkey=mw.next_rkey(),
-        addr=mr.addr,
-        length=64,
-        mw_access_flags=Access.REMOTE_WRITE,
-    )
+    bind = bind_wr(mw, mr)
     pair.a.post_send(bind)
     pair.wait()
     holder: list[Any] = [mr, mw] if turned else [mw, mr]

@@ -38,7 +38,7 @@ BUFFERS = {
 
 
 @pytest.mark.parametrize("name", BUFFERS)
-def test_region_over_any_writable_buffer(rc, name):
+def test_region_over_any_writable_buffer_is_that_memory(rc, name):
     """What the device writes is in the buffer itself: nothing is copied."""
     memory = BUFFERS[name]()
     with rp.MR(rc.pd, memory, ALL) as mr:
@@ -161,7 +161,7 @@ def test_memlock_limit_is_named(verbs_context):
     assert "ulimit -l" in said
 
 
-def test_region_that_no_memory_can_be_had_for(pd):
+def test_region_larger_than_memory_is_a_memory_error(pd):
     for size, why in (
         (1 << 62, "Cannot allocate memory"),
         (1 << 70, "no address space is so large"),
@@ -184,7 +184,7 @@ on_null = null_device.on_null
         (5, "ibv_reg_mr: EIO (5, Input/output error)"),
     ],
 )
-def test_memory_that_cannot_be_registered(on_null, code, words):
+def test_failed_registration_says_what_to_do(on_null, code, words):
     text = on_null(
         """
         import resource

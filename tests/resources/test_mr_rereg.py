@@ -13,6 +13,7 @@ from array import array
 
 import pytest
 from support import ALL, needs, null_device, prints
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
@@ -215,16 +216,7 @@ def test_region_is_not_registered_again_while_a_window_is_bound_to_it(rc):
             mw = stack.enter_context(rp.MW(rc.pd, MWType.TYPE_2))
         except rp.UnsupportedError:
             pytest.skip("no memory windows")
-        rc.a.post_send(
-            rp.BindMW(
-                mw=mw,
-                mr=mr,
-                rkey=mw.next_rkey(),
-                addr=mr.addr,
-                length=64,
-                mw_access_flags=Access.REMOTE_READ,
-            )
-        )
+        rc.a.post_send(bind_wr(mw, mr, Access.REMOTE_READ))
         rc.wait()
         with pytest.raises(rp.InUseError, match=r"again: MW .* bound to it; unbind or close it"):
             mr.rereg(memory=64)
@@ -354,7 +346,9 @@ def test_window_bound_again_after_a_list_that_invalidates_it_is_bound(rc, window
 
 
 @pytest.mark.parametrize("how", ["prepare", "post_columns"])
-def test_list_of_invalidations_of_which_the_device_takes_some(rc, context, stack, how):
+def test_invalidations_that_the_device_does_not_take_leave_their_windows_bound(
+    rc, context, stack, how
+):
     """The others have not happened; each completion has its wr_id."""
     needs(context.kind == "soft", "faults", context)
     region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
@@ -581,7 +575,7 @@ def test_region_that_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
     memory.append(1)
 
 
-def test_failure_after_the_change_is_none(rc, monkeypatch):
+def test_error_of_the_device_after_the_change_is_not_raised(rc, monkeypatch):
     """The old pages could not be made to be copied in a fork: the new region is valid."""
     _refuse(monkeypatch, rc.pd.context, -3, errno.ENOMEM)
     memory, new = bytearray(64), bytearray(128)

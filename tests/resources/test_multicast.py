@@ -251,13 +251,13 @@ def test_gid_that_is_not_multicast_is_refused(pd, cq, call, arguments, words):
 
 @pytest.mark.parametrize("call", ["attach_mcast", "detach_mcast"])
 @pytest.mark.parametrize("lid", [0.5, 0.0, Decimal("0.01"), Fraction(1, 100), "0", None], ids=repr)
-def test_lid_that_is_no_whole_number(pd, cq, call, lid):
+def test_lid_that_is_no_whole_number_is_refused(pd, cq, call, lid):
     words = f"^lid: expected int, got {type(lid).__name__}"
     with rp.QP(pd, QPType.UD, cq) as qp, pytest.raises(TypeError, match=words):
         getattr(qp, call)("ff0e::1", lid)
 
 
-def test_group_that_it_is_not_attached_to(connect, group):
+def test_detaching_from_another_group_names_those_attached(connect, group):
     """The error says which groups it is attached to."""
     pair = connect(QPType.UD)
     with pytest.raises(rp.RdmaError, match=r"is not attached to ff0e::9 \(lid \d+\)$"):

@@ -141,7 +141,7 @@ def test_binds_and_work_requests_share_one_queue_in_order(region, mw, rc):
         ({"send_flags": None}, "send_flags: expected int, got NoneType"),
     ],
 )
-def test_bind_that_every_queue_pair_refuses(
+def test_bind_that_would_do_harm_is_refused_unchecked_too(
     context, pd, connect, region, mw, stack, checked, given, words
 ):
     closed_window, closed_region = rp.MW(pd, MWType.TYPE_1), rp.MR(pd, 64, BINDABLE)
@@ -173,7 +173,9 @@ def test_bind_that_every_queue_pair_refuses(
         ({"send_flags": 1 << 20}, "not send flags"),
     ],
 )
-def test_bind_that_a_checked_queue_pair_refuses(context, rc, region, mw, stack, given, words):
+def test_bind_that_breaks_a_rule_is_refused_by_a_checked_queue_pair(
+    context, rc, region, mw, stack, given, words
+):
     if given.get("mw") == "type 2":
         two = DeviceCap.MEM_WINDOW_TYPE_2A | DeviceCap.MEM_WINDOW_TYPE_2B
         needs(context.attr.device_cap_flags & two, "windows of type 2", context)
@@ -218,7 +220,7 @@ def test_datagrams_have_no_windows(connect, region, mw, checked):
 
 
 @pytest.mark.parametrize("state", [QPState.RESET, QPState.INIT])
-def test_queue_pair_that_cannot_send_yet(connect, region, mw, state):
+def test_bind_before_rts_is_refused(connect, region, mw, state):
     pair = connect(to=QPState.RESET)
     if state is QPState.INIT:
         pair.b.to_init()
@@ -282,7 +284,7 @@ def test_window_keeps_the_key_of_a_failed_bind_until_it_is_set_back(region, mw, 
 
 
 @pytest.mark.parametrize("rkey", [-1, 1 << 32])
-def test_key_that_does_not_fit(mw, rkey):
+def test_rkey_of_a_window_that_does_not_fit_is_refused(mw, rkey):
     before = mw.rkey
     with pytest.raises(ValueError, match=f"rkey={rkey} is not in"):
         mw.rkey = rkey

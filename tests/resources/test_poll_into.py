@@ -303,7 +303,7 @@ def test_help_describes_the_fields_of_a_row():
         assert re.search(rf"\b{name}\b", text), name
 
 
-def test_closed_cq(context):
+def test_poll_into_and_wait_into_on_a_closed_cq_raise_closed_error(context):
     cq = rp.CQ(context)
     cq.close()
     with pytest.raises(rp.ClosedError):

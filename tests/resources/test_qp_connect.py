@@ -309,7 +309,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_peer_that_cannot_be_reached(on_null):
+def test_unreachable_peer_is_refused_with_the_kernels_errno(on_null):
     """The kernel resolves the path when it is set."""
     text = on_null(
         """

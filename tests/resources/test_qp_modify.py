@@ -225,7 +225,7 @@ def test_optional_attributes_belong_to_steps_that_exist():
             assert not mask & REQUIRED[qp_type][step]
 
 
-def test_fields_are_those_of_the_struct():
+def test_attributes_of_modify_are_fields_of_struct_ibv_qp_attr():
     """Every name that modify() accepts is a field of struct ibv_qp_attr."""
     from rdmapost._binding import ffi
 
@@ -239,7 +239,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_state_that_the_device_refuses(on_null):
+def test_refused_state_change_says_which_and_why(on_null):
     code = """
     context, pd, cq = resources()
     qp = rp.QP(pd, rp.QPType.RC, cq)
@@ -277,13 +277,13 @@ def test_path_migration_is_refused_where_there_are_no_alternate_paths(rc):
     rc.works()
 
 
-def test_notification_is_wanted_or_not(connect):
+def test_en_sqd_async_notify_must_be_a_bool(connect):
     with pytest.raises(TypeError, match="en_sqd_async_notify: expected bool, got int"):
         connect().a.modify(qp_state=QPState.SQD, en_sqd_async_notify=1)
 
 
 @pytest.mark.parametrize("path", ["ah_attr", "alt_ah_attr"])
-def test_path_from_a_gid_or_a_port_that_is_not_there(connect, context, path):
+def test_path_from_a_missing_gid_or_port_is_refused(connect, context, path):
     """It is refused before it does harm: another path can be set."""
     qp = connect(to=QPState.RESET).a
     qp.to_init()
@@ -301,7 +301,7 @@ def test_path_from_a_gid_or_a_port_that_is_not_there(connect, context, path):
     _to_rtr(qp, gid)
 
 
-def test_pkey_or_port_that_is_not_there(connect, context):
+def test_missing_pkey_or_port_is_refused(connect, context):
     """Also where the device would say no more than EINVAL."""
     qp = connect(to=QPState.RESET).a
     length, gid = context.query_port(1).pkey_tbl_len, context.choose_gid()

@@ -100,7 +100,7 @@ def srq(context, pd, stack):
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD])
-def test_two_queue_pairs_share_one(srq, connect, qp_type):
+def test_two_queue_pairs_share_a_shared_receive_queue(srq, connect, qp_type):
     """Each message takes the next receive, whichever queue pair it is for."""
     pairs = [connect(qp_type, b_options={"srq": srq}) for _ in range(2)]
     grh = GRH if qp_type is QPType.UD else 0
@@ -159,7 +159,7 @@ def test_full_shared_receive_queue_is_refused_by_name(srq, pd):
         srq.close()
 
 
-def test_attributes_of_a_shared_receive_queue(srq):
+def test_query_of_a_shared_receive_queue_has_its_size_and_limit(srq):
     attr = srq.query()
     assert attr.max_wr >= 32
     assert (srq.max_wr, srq.max_sge) >= (32, 2)
@@ -181,7 +181,7 @@ def test_device_decides_whether_a_shared_receive_queue_may_have_size_0(pd, conte
 
 @pytest.mark.parametrize("name", ["max_wr", "max_sge", "max_num_tags", "max_ops"])
 @pytest.mark.parametrize("value", [-1, 1 << 32])
-def test_size_of_a_shared_receive_queue_that_does_not_fit(pd, context, name, value):
+def test_shared_receive_queue_of_a_size_that_does_not_fit_is_refused(pd, context, name, value):
     needs(context.attr.max_srq, "shared receive queues", context)
     with pytest.raises(ValueError, match=f"{name}={value}"):
         rp.SRQ(pd, **{name: value})

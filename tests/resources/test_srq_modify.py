@@ -69,7 +69,7 @@ def test_queue_is_not_made_smaller_than_what_is_posted(srq):
     srq.post_srq_recv([rp.RecvWR()] * (before.max_wr - 20))
 
 
-def test_limit_of_the_device_is_named(context, srq):
+def test_size_above_the_devices_limit_is_refused_and_names_it(context, srq):
     most = context.attr.max_srq_wr
     words = rf"max_wr={most + 1} is more than the device's max_srq_wr={most}$"
     with pytest.raises(rp.VerbsError, match=words):
@@ -83,7 +83,7 @@ def test_size_of_0_is_outside_the_range(context, srq):
     assert srq.query().max_wr == srq.max_wr
 
 
-def test_limit_and_size_go_together(srq):
+def test_srq_limit_and_max_wr_change_together_and_bound_each_other(srq):
     """One call changes both, and the limit is never more than the size."""
     srq.modify(max_wr=64, srq_limit=8)
     assert srq.query() == rp.SRQAttr(srq.max_wr, srq.max_sge, 8)
@@ -100,7 +100,7 @@ def test_limit_and_size_go_together(srq):
     assert srq.query().srq_limit == 0
 
 
-def test_wrong_arguments_are_named(srq):
+def test_srq_modify_names_wrong_arguments(srq):
     with pytest.raises(ValueError, match=r"^pass max_wr, srq_limit or both$"):
         srq.modify()
     for name in ("max_wr", "srq_limit"):

@@ -69,7 +69,7 @@ def test_each_message_names_the_queue_that_it_is_for(xrc):
         assert srq.outstanding == 0
 
 
-def test_immediate_data_and_invalidation(xrc, pd):
+def test_xrc_messages_carry_immediate_data_and_invalidate_keys(xrc, pd):
     srq = xrc.srqs[0]
     number = srq.srq_num
     srq.post_srq_recv([rp.RecvWR(xrc.theirs[:64], wr_id=i) for i in range(3)])
@@ -131,7 +131,7 @@ def test_xrc_message_to_an_empty_srq_takes_no_receive_of_another(xrc):
     assert xrc.post(wr) is WCStatus.RNR_RETRY_EXC_ERR
 
 
-def test_receive_that_is_too_small(xrc):
+def test_xrc_receive_that_is_too_small_fails_on_both_sides(xrc):
     srq = xrc.srqs[0]
     srq.post_srq_recv(rp.RecvWR(xrc.theirs[:4], wr_id=3))
     wr = rp.Send(xrc.mine[:5], remote_srqn=srq.srq_num)
@@ -140,7 +140,7 @@ def test_receive_that_is_too_small(xrc):
     assert (wc.wr_id, wc.status) == (3, WCStatus.LOC_LEN_ERR)
 
 
-def test_queue_of_no_such_number_or_of_another_domain(xrc, stack, pd):
+def test_xrc_message_to_an_unknown_queue_or_one_of_another_domain_fails(xrc, stack, pd):
     other = Xrc(stack, pd, queues=1)
     other.srqs[0].post_srq_recv(rp.RecvWR(xrc.theirs[:64]))
     for number in (0xABCDEF, other.srqs[0].srq_num):
@@ -167,7 +167,7 @@ def test_write_that_the_xrc_target_does_not_allow_fails(xrc):
     assert xrc.post(write) in (WCStatus.REM_INV_REQ_ERR, WCStatus.REM_ACCESS_ERR)
 
 
-def test_both_ends_say_what_they_cannot_do(xrc):
+def test_xrc_queue_pairs_refuse_what_their_end_cannot_do(xrc):
     for state in (QPState.RTS, QPState.RESET):
         with pytest.raises(rp.PostError, match="SEND is not supported on XRC_RECV QPs"):
             xrc.b.post_send(rp.Send())

@@ -27,21 +27,27 @@ RXE_DESTROY = 60.0
 """Seconds: rxe waits 50 for a window to let go of its queue pair, then destroys that anyway."""
 
 
+def post_bind(rig: Rig, mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
+    """Post a bind of a window of type 2 to the whole region, on b's side."""
+    rig.b.post_send(
+        rp.BindMW(
+            mw=mw,
+            rkey=mw.next_rkey(),
+            mr=mr,
+            addr=mr.addr,
+            length=mr.length,
+            mw_access_flags=READ_WRITE,
+            **fields,
+        )
+    )
+
+
 def bind(rig: Rig, mw: rp.MW, mr: rp.MR) -> None:
     """Bind a window to the whole region, on b's side."""
     if mw.mw_type is MWType.TYPE_1:
         rig.b.bind_mw(mw, mr, mr.addr, mr.length, READ_WRITE)
     else:
-        rig.b.post_send(
-            rp.BindMW(
-                mw=mw,
-                rkey=mw.next_rkey(),
-                mr=mr,
-                addr=mr.addr,
-                length=mr.length,
-                mw_access_flags=READ_WRITE,
-            )
-        )
+        post_bind(rig, mw, mr)
     rig.cq.wait(1)[0].check()
 
 
@@ -430,28 +436,13 @@ def test_window_holds_the_region_of_the_bind_that_was_carried_out_last(soft):
 
 @isolated(silent=True)
 def test_window_bound_to_another_region_releases_the_first(device):
-    """A window of type 1 is bound anew without an invalidation."""
+    """A window of type 1 is bound again without an invalidation."""
     rig, mw, _, ref = bound(device, "TYPE_1")
     bind(rig, mw, rig.mr)
     gc.collect()
     assert ref() is None
     mw.close()
     rig.close()
-
-
-def rebind(rig: Rig, mw: rp.MW, mr: rp.MR, **fields: Any) -> None:
-    """Post a bind of a window to the whole region, without a look at the completion."""
-    rig.b.post_send(
-        rp.BindMW(
-            mw=mw,
-            rkey=mw.next_rkey(),
-            mr=mr,
-            addr=mr.addr,
-            length=mr.length,
-            mw_access_flags=READ_WRITE,
-            **fields,
-        )
-    )
 
 
 def held_until_closed(rig: Rig, mw: rp.MW, ref: weakref.ref[Memory]) -> None:
@@ -467,11 +458,11 @@ def held_until_closed(rig: Rig, mw: rp.MW, ref: weakref.ref[Memory]) -> None:
 
 @isolated(silent=True)
 def test_window_whose_bind_fails_holds_its_previous_region(device):
-    """A window of type 2 that is bound cannot be bound anew; the other region is let go."""
+    """A window of type 2 that is bound cannot be bound again; the other region is released."""
     rig, mw, _, ref = bound(device, "TYPE_2")
     memory = Memory(SIZE)
     other = weakref.ref(memory)
-    rebind(rig, mw, rp.MR(rig.pd, memory, BINDABLE))
+    post_bind(rig, mw, rp.MR(rig.pd, memory, BINDABLE))
     del memory
     gc.collect()
     assert ref() is not None
@@ -515,7 +506,7 @@ def test_unsignaled_bind_is_retired_by_a_later_completion(device):
     rig = Rig(device)
     mw, memory = rp.MW(rig.pd, MWType.TYPE_2), Memory(SIZE)
     ref = weakref.ref(memory)
-    rebind(rig, mw, rp.MR(rig.pd, memory, BINDABLE), send_flags=0)
+    post_bind(rig, mw, rp.MR(rig.pd, memory, BINDABLE), send_flags=0)
     del memory
     rig.b.post_send(rig.write())
     held_until_closed(rig, mw, ref)
@@ -537,7 +528,7 @@ def test_unbound_window_releases_its_region(device):
 
 @isolated(silent=True)
 def test_region_under_an_invalidated_window_can_be_closed(device):
-    """It is held until the window goes or is bound anew, and nothing stands against closing it."""
+    """It is held until the window is closed or bound again, and can be closed."""
     rig, mw, _, ref = bound(device, "TYPE_2")
     rig.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey))
     held_until_closed(rig, mw, ref)

@@ -9,6 +9,11 @@ import pytest
 import rdmapost as rp
 
 
+def skip_unless_free(name: str) -> None:
+    """Skip the test if a roce device's port is taken."""
+    open_roce(name).close()
+
+
 def open_roce(name: str) -> rp.Context:
     """Open a roce device, or skip the test if its port is taken."""
     try:

@@ -13,7 +13,7 @@ from support import interrupt_everywhere, needs
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
 
-MOST_ATTEMPTS = 2 * 17 + 1
+MAX_ATTEMPTS = 2 * 17 + 1
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
@@ -58,7 +58,7 @@ def test_max_inline_leaves_no_queue_pair_open(context, cq):
 
 
 @pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
-def test_size_that_is_no_whole_number(pd, cq, at_most, monkeypatch):
+def test_at_most_that_is_no_whole_number_is_refused(pd, cq, at_most, monkeypatch):
     """It is refused before the search, which would not end."""
     monkeypatch.setattr(
         rp.tools.max_inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made")
@@ -69,7 +69,7 @@ def test_size_that_is_no_whole_number(pd, cq, at_most, monkeypatch):
 
 
 @pytest.mark.parametrize("at_most", [-1, (1 << 31) + 1])
-def test_size_that_does_not_fit(pd, cq, at_most):
+def test_at_most_that_does_not_fit_is_refused(pd, cq, at_most):
     with pytest.raises(ValueError, match=f"at_most={at_most} is not in"):
         rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
 
@@ -131,7 +131,7 @@ def test_max_inline_finds_the_limit_whatever_a_driver_grants(monkeypatch, limit,
     driver = Driver(limit, habit)
     monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     assert rp.max_inline(None, QPType.RC, None) == limit
-    assert driver.attempts <= MOST_ATTEMPTS
+    assert driver.attempts <= MAX_ATTEMPTS
     assert driver.open == 0
 
 

@@ -761,10 +761,10 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {
 	int locked = lock_if_free(p);
-	size_t most = p->lent + lent < BATCH ? BATCH : p->lent + lent;
+	size_t limit = p->lent + lent < BATCH ? BATCH : p->lent + lent;
 
 	p->lent = list ? lent : p->lent;
-	for (; list && p->spares < most; p->spares++) {
+	for (; list && p->spares < limit; p->spares++) {
 		struct rp_completion *s = list;
 
 		list = s->next;

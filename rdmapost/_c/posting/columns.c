@@ -421,8 +421,8 @@ static size_t check_ranges(const struct columns *c, const struct request *r)
 	const uint64_t *addr = c->addr->values, *length = c->length ? c->length->values : NULL;
 	const struct work_queue *q = c->q;
 	int is_inline = q->verb == SEND && r->flags & IBV_SEND_INLINE;
-	uint64_t least = !q->checked ? 0 : c->type->atomic ? 8 : 1, each = rp_sges(&c->post, r)->length;
-	uint64_t most = !q->checked ? UINT32_MAX : c->type->atomic ? 8 :
+	uint64_t min = !q->checked ? 0 : c->type->atomic ? 8 : 1, each = rp_sges(&c->post, r)->length;
+	uint64_t max = !q->checked ? UINT32_MAX : c->type->atomic ? 8 :
 			is_inline   ? q->max_inline_data : q->max_msg_size;
 	uint64_t region, start = rp_start_and_length(c->post.owners[r->owners], &region);
 	size_t count = q->checked || is_inline ? c->bad : 0;
@@ -430,7 +430,7 @@ static size_t check_ranges(const struct columns *c, const struct request *r)
 	for (size_t i = 0; i < count; i++) {
 		uint64_t from = addr[i] - start, size = length ? length[i] : each;
 
-		if (from > region || size > region - from || size < least || size > most)
+		if (from > region || size > region - from || size < min || size > max)
 			return i;
 	}
 	return c->bad;

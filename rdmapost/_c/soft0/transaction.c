@@ -230,8 +230,8 @@ static void look_at_wires(void)
 }
 
 /*
- * Acquire the lock, and do the work that is due. Whoever holds the lock is in a verb, so closes that
- * finalizers and signal handlers ask for wait until end_step().
+ * Acquire the lock, and do the work that is due. The holder is in a verb, so a close by a finalizer or
+ * a signal handler waits until end_step().
  */
 static void enter(struct rp_use *use)
 {
@@ -260,10 +260,10 @@ static void enter(struct rp_use *use)
 }
 
 /*
- * Let others run. Whoever waits for the lock or the GIL must wake up first, and this thread would take
- * both before that, for the work that is left.
+ * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause this
+ * thread would take both again before that, for the work that is left.
  */
-static void give_way(void)
+static void yield_lock(void)
 {
 	struct timespec moment = { .tv_nsec = 100000 };
 
@@ -282,7 +282,7 @@ static void leave(void)
 	broken = doomed = 0;
 	rp_release(&rp_soft_lock);
 	if (left)
-		give_way();
+		yield_lock();
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)

@@ -18,7 +18,7 @@ from .recording import Recording
 
 __all__ = ["Recording", "RoceCapture", "end_all", "in_progress", "put"]
 
-_MOST_WAITING = 1 << 26
+_MAX_QUEUED = 1 << 26
 """Bytes that wait for the thread at most."""
 _AT_CLOSE = 30.0
 """Seconds that closing waits for the file at most."""
@@ -107,7 +107,7 @@ def in_progress(device: Any) -> list[Recording]:
 def put(recording: Recording, count: int, blocks: bytes) -> None:
     """On commit, queue the blocks of packets."""
     tally = recording.tally
-    if tally.queued - recording.taken + len(blocks) > _MOST_WAITING:
+    if tally.queued - recording.taken + len(blocks) > _MAX_QUEUED:
         tally.dropped += count
         return
     tally.queued += len(blocks)

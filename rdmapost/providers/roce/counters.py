@@ -24,9 +24,9 @@ class Counted(native.Record):
     def now(self) -> Counters:
         """Return them."""
         others = dict(vars(self))
-        ways = {way: others.pop(way) for way in ("sent", "received")}
+        both = {direction: others.pop(direction) for direction in ("sent", "received")}
         return Counters(
-            **{f"packets_{way}": packets for way, (packets, _) in ways.items()},
-            **{f"bytes_{way}": size for way, (_, size) in ways.items()},
+            **{f"packets_{direction}": packets for direction, (packets, _) in both.items()},
+            **{f"bytes_{direction}": size for direction, (_, size) in both.items()},
             **others,
         )

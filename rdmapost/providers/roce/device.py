@@ -21,7 +21,7 @@ from . import device_thread, engine, udp_socket
 from .addresses import LocalAddress, flow
 from .capture import Recording, end_all
 from .counters import Counted
-from .faults import Way
+from .faults import Direction
 from .packets import Path
 from .qp import RoceQueuePair
 from .random_keys import RandomKeys
@@ -56,7 +56,7 @@ class RoceDevice(Device):
         self.numbers = RandomNumbers(*QP_NUMBERS)
         self.counters = Counted()
         self.recordings: tuple[Recording, ...] = ()
-        self.outgoing, self.incoming = Way(1), Way(2)
+        self.outgoing, self.incoming = Direction(1), Direction(2)
         self.sender, self.receiver = Sender(), Receiver()
         self.ttl = 0
         self.address: LocalAddress | None = None
@@ -107,7 +107,7 @@ class RoceDevice(Device):
         self.socket = self._stop = None
 
     def start_over(self) -> None:
-        # Again: whoever forked may not have called Python's functions.
+        # Again: a fork by C code does not run the functions of os.register_at_fork.
         device_thread.forget_all()
         udp_socket.close_all()
         super().start_over()
@@ -143,9 +143,9 @@ class RoceDevice(Device):
             part = whole[n * mtu : (n + 1) * mtu]
             self.sender.send(self, qp, path, covered, [header], [part], mtu)
 
-    def admit(self, way: Way, item: Any, damaged: Any) -> list[Any]:
-        """Have the fault plan take a packet on its way; return those that arrive now."""
-        arrived, is_faulty = way.admit(item, self.now, damaged)
+    def admit(self, direction: Direction, item: Any, damaged: Any) -> list[Any]:
+        """Apply the fault plan to a packet; return those that arrive now."""
+        arrived, is_faulty = direction.admit(item, self.now, damaged)
         if is_faulty:
             self.counters.faults += 1
             self._wait_for_held()
@@ -154,13 +154,17 @@ class RoceDevice(Device):
     # ---- faults ---------------------------------------------------------------
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
-        for way, is_meant in ((self.outgoing, sent), (self.incoming, received)):
+        for direction, is_meant in ((self.outgoing, sent), (self.incoming, received)):
             if is_meant:
-                native.verb(way.begin, plan)
+                native.verb(direction.begin, plan)
 
     def _wait_for_held(self) -> None:
         """Have _let_go called when a packet has waited long enough."""
-        due = [way.due for way in (self.outgoing, self.incoming) if way.due is not None]
+        due = [
+            direction.due
+            for direction in (self.outgoing, self.incoming)
+            if direction.due is not None
+        ]
         if due:
             self.set_timer(self, min(due))
 
@@ -200,7 +204,7 @@ class RoceDevice(Device):
         left = -1.0
         for qp, when in list(self.timers.items()):
             if when <= now:
-                # Each in a step of its own, by execute_next.
+                # A separate step for each, by execute_next.
                 self.start(qp)
             else:
                 left = when if left < 0 else min(left, when)

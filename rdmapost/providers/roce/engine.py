@@ -1,7 +1,7 @@
 """The engine: what the device calls, and nothing else.
 
 It has no sockets and no clock. A packet, a post or a time goes in; packets go out, by the device's
-``send``, and completions. Each call is a step, and a transaction of its own, so that a request sees
+``send``, and completions. Each call is one step and one transaction, so that a request sees
 in memory what earlier ones have written.
 """
 
@@ -31,7 +31,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Send what has been posted, and go on with what waits; return whether to call again."""
+    """Send what has been posted, and continue pending work; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False

@@ -1,7 +1,7 @@
-"""What a fault plan does to packets on their way.
+"""What a fault plan does to packets.
 
 It has no clock and no sockets: packets and times go in, packets come out. What happens to a packet
-depends on the seed and on how many went the same way before it, and on nothing else.
+depends on the seed and on how many went in the same direction before it, and on nothing else.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def _draw(seed: int, number: int) -> int:
     return mixed ^ mixed >> 31
 
 
-def fate_of(plan: PacketFaults, way: int, number: int) -> Fate:
+def fate_of(plan: PacketFaults, direction: int, number: int) -> Fate:
     """Return what a plan does to a packet.
 
     Args:
         plan: the plan.
-        way: a number for the direction: what happens in one says nothing of the other.
-        number: how many packets have gone that way before.
+        direction: its number; what happens in one is independent of the other.
+        number: how many packets went in that direction before.
     """
-    seed = _draw(plan.seed, way)
+    seed = _draw(plan.seed, direction)
     draws = [_draw(seed, number * _DRAWS + n) for n in range(1, 7)]
     rates = plan.drop, plan.duplicate, plan.delay, plan.reorder, plan.corrupt
     drop, duplicate, delay, reorder, corrupt = [
@@ -85,13 +85,13 @@ class Held(NamedTuple):
 _WHEN = operator.attrgetter("when")
 
 
-class Way(native.Record):
+class Direction(native.Record):
     """A device's packets in one direction.
 
     Attributes:
         number: a number for the direction.
         plan: what happens to them; None is nothing.
-        count: how many have gone this way under the plan.
+        count: how many have gone in this direction under the plan.
         held: those that wait.
         is_straight: whether packets pass as they are.
     """
@@ -109,7 +109,7 @@ class Way(native.Record):
         return min([each.when for each in self.held], default=None)
 
     def begin(self, plan: PacketFaults | None) -> None:
-        """Begin a plan, from its first packet on; what waits goes on waiting."""
+        """Apply a plan from the next packet on; packets that are held stay held."""
         self.plan = plan
         self.count = 0
         self.held = tuple([each._replace(until=-1) for each in self.held])
@@ -118,7 +118,7 @@ class Way(native.Record):
     def admit(
         self, item: Any, now: float, damaged: Callable[[Any, int], Any]
     ) -> tuple[list[Any], bool]:
-        """Take a packet on its way.
+        """Apply the plan to the next packet.
 
         Args:
             item: the packet.

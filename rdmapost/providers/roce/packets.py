@@ -28,7 +28,7 @@ def distance(psn: int, base: int) -> int:
 
 
 class Path(NamedTuple):
-    """The way to a peer."""
+    """The path to a peer."""
 
     dgid: bytes
     traffic_class: int
@@ -80,7 +80,7 @@ FIRST, MIDDLE_PLACE, LAST, ONLY = 1, 0, 2, 3
 """Where in its message a packet is."""
 
 
-class Row:
+class PacketRow:
     """What the table says about an opcode.
 
     Attributes:
@@ -173,12 +173,12 @@ _UC, _UD = 0x20, 0x60
 
 def _row(
     service: QPType, base: int, row: tuple[int, str, int, int, str], header: str, payload: bool
-) -> Row:
+) -> PacketRow:
     number, name, operation, place, headers = row
-    return Row(service, base + number, name, operation, place, f"{header} {headers}", payload)
+    return PacketRow(service, base + number, name, operation, place, f"{header} {headers}", payload)
 
 
-ROWS: dict[int, Row] = {
+ROWS: dict[int, PacketRow] = {
     row.bth_opcode: row
     for row in (
         *[_row(QPType.RC, 0, each, "BTH", True) for each in _MESSAGES],
@@ -204,10 +204,10 @@ ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
 class Form(NamedTuple):
     """The packets of which a work request's message consists."""
 
-    first: Row
-    middle: Row
-    last: Row
-    only: Row
+    first: PacketRow
+    middle: PacketRow
+    last: PacketRow
+    only: PacketRow
 
 
 def _form(service: QPType, operation: Opcode) -> Form:
@@ -260,7 +260,7 @@ class Packet(Request):
         run: where a run is: the arguments of native.roce_gather after the target.
     """
 
-    row: Row
+    row: PacketRow
     bth_opcode: int
     flags: int
     pkey: int
@@ -273,7 +273,7 @@ class Packet(Request):
     feth: int
     ack_req = False
 
-    def __init__(self, row: Row, values: Any, count: int, source: bytes) -> None:
+    def __init__(self, row: PacketRow, values: Any, count: int, source: bytes) -> None:
         self.__dict__.update(zip(row.fields, values, strict=True))
         self.row = row
         self.opcode = row.operation
@@ -383,7 +383,9 @@ def parse(
     return packet
 
 
-def _decode_extensions(packet: Packet, row: Row, make_grh: Callable[[], bytes] | None) -> None:
+def _decode_extensions(
+    packet: Packet, row: PacketRow, make_grh: Callable[[], bytes] | None
+) -> None:
     """Set what a Request has in another form."""
     headers = row.headers
     if "ImmDt" in headers:

@@ -65,7 +65,7 @@ class RoceProvider(SoftwareProvider):
         return self.info(name, guid_of(name))
 
     def survey(self) -> list[RoceInterface]:
-        """List the devices that could be opened, and what is in the way of the others."""
+        """List the devices that could be opened, and what prevents opening the others."""
         return survey(ROCE)
 
     @verb

@@ -102,7 +102,7 @@ class Receiver(native.Record):
     def _process_next(self, device: RoceDevice) -> None:
         """Process the next received packet, or the next run of packets.
 
-        Each is a step of its own, because it may read memory that the previous one wrote.
+        Each is a separate step, because it may read memory that the previous one wrote.
         """
         size, segment, gid, covered, tos, ttl = self._batch
         at = self._at

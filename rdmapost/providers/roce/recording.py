@@ -1,9 +1,8 @@
 """The life of a capture: a thread that opens the file, writes what is queued, and ends.
 
-Only the thread says how far it is, and it needs nothing that another thread holds: neither the
-device's lock nor the user's. So whoever waits for it, in the middle of whatever, does not hold it
-up. Functions and generators are not made at run time: CPython 3.12 and 3.13 crash if there is no
-memory for one.
+Only the thread changes the recording's state, and it needs no lock that another thread may hold:
+neither the device's nor the user's. So a wait for it, at any point, cannot deadlock. Functions and
+generators are not made at run time: CPython 3.12 and 3.13 crash if there is no memory for one.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _log = logging.getLogger("rdmapost.roce.capture")
 _GATHER = 0.01
 """Seconds in which the thread lets packets gather, to write them at once."""
 _LOOK = 0.05
-"""Seconds after which whoever waits for the thread looks whether it exists."""
+"""Seconds between checks, during a wait for the thread, that it still exists."""
 _FOR_ANOTHER = 1.0
 """Seconds that a capture waits for another one of the same file, which is about to end."""
 _AT_EXIT = 2.0
 """Seconds that the exit of the process waits for the files at most."""
 
 
-class State(enum.IntEnum):
+class RecordingState(enum.IntEnum):
     """How far a capture is."""
 
     OPENING = 0
@@ -107,7 +106,7 @@ class Recording:
         self.tally = Tally()
         self.queue: SimpleQueue[Any] = SimpleQueue()
         self.packets = self.taken = 0
-        self.state = State.OPENING
+        self.state = RecordingState.OPENING
         self.error: BaseException | None = None
         self.is_stopping = self.is_awaited = False
         self.user: weakref.ref[Any] | None = None
@@ -164,10 +163,10 @@ class Recording:
         """Whether the thread has ended."""
         # In this order: the thread says how it ended before it is gone.
         is_gone = self._thread is not None and self._thread() is None
-        if is_gone and self.state < State.FAILED:
+        if is_gone and self.state < RecordingState.FAILED:
             # It had no memory even for that.
-            self._become(State.FAILED, _out_of_memory())
-        return self.state >= State.FAILED
+            self._become(RecordingState.FAILED, _out_of_memory())
+        return self.state >= RecordingState.FAILED
 
     def is_inherited(self) -> bool:
         """Whether it is the parent's, in the child of a fork."""
@@ -197,7 +196,7 @@ class Recording:
         )
 
     def _has_begun(self) -> bool:
-        return self.has_ended() or self.state is not State.OPENING
+        return self.has_ended() or self.state is not RecordingState.OPENING
 
     def _wait(self, is_over: Callable[[], bool], bell: Any, timeout: float) -> bool:
         end = time.monotonic() + timeout
@@ -212,7 +211,7 @@ class Recording:
 
     def flush(self, timeout: float) -> None:
         """At exit, let the thread write what it has."""
-        if self.state is not State.OPENING and not self.is_inherited():
+        if self.state is not RecordingState.OPENING and not self.is_inherited():
             self._ended.acquire(timeout=timeout)
 
     # ---- the thread -------------------------------------------------------------
@@ -234,7 +233,7 @@ class Recording:
             try:
                 self._claim()
                 self._write(pcapng.beginning("rdmapost", self.interface), 0)
-                self._become(State.OPEN, None)
+                self._become(RecordingState.OPEN, None)
                 self._began.release()
                 while self._write_some():
                     time.sleep(_GATHER)
@@ -259,7 +258,7 @@ class Recording:
                 )
             time.sleep(_GATHER)
         if self.is_stopping or (self.user is not None and self.user() is None):
-            # Whoever began it has given up, and another capture may have written the file since.
+            # Its user has given up, and another capture may have written the file since.
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         if stat.S_ISREG(mode):
             if not os.path.samestat(status, os.stat(self.path)):
@@ -268,19 +267,19 @@ class Recording:
                 )
             os.ftruncate(descriptor, 0)
 
-    def _become(self, state: State, error: BaseException | None) -> None:
+    def _become(self, state: RecordingState, error: BaseException | None) -> None:
         self.error = error
         self.state = state
 
     def _end(self, error: BaseException | None) -> None:
         """Say how the capture ended, before anything that could wait for another thread."""
-        has_begun = self.state is not State.OPENING
+        has_begun = self.state is not RecordingState.OPENING
         if error is None:
-            self._become(State.ENDED, None)
+            self._become(RecordingState.ENDED, None)
         else:
             # Its frames would keep what they refer to.
             error = error.with_traceback(None)
-            self._become(State.FAILED, _as_os_error(error) if has_begun else error)
+            self._become(RecordingState.FAILED, _as_os_error(error) if has_begun else error)
         if not has_begun:
             self._began.release()
         elif error is not None and not self.is_awaited:

@@ -1,7 +1,7 @@
 """The requester: sends the requests of the send queue, and processes what comes back.
 
 The packets of a reliable service are sent again, from the oldest one that is not acknowledged on
-(go-back-N), when the responder says that one is missing, or nothing for too long. A READ goes on
+(go-back-N), when the responder reports a missing one or stays silent for too long. A READ resumes
 where its responses stopped. An unreliable service is done with a request when it is sent.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
-from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.opcodes import CONSUMES_RECEIVE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester
@@ -25,7 +25,7 @@ from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
 if TYPE_CHECKING:
     from ..software.device_queues import WQE
     from ..software.transport_messages import Segments
-    from .packets import Row
+    from .packets import PacketRow
     from .qp import RoceQueuePair
 
 WINDOW = 64
@@ -218,7 +218,7 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
         if psn + count > limit:
             return None
     elif not counts and opcode != _FLUSH:
-        size = _size_of(wqe)
+        size = requester.message_size(wqe)
         if qp.type is _UD:
             path, mtu = _path_of(wqe), qp.device.port_mtu.bytes
             if size > mtu:
@@ -240,15 +240,6 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
     else:
         qp.read_offset = offset + size
     return request
-
-
-def _size_of(wqe: WQE) -> int:
-    if wqe.inline is not None:
-        return len(wqe.inline)
-    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
-    if size > MAX_MSG_SIZE:
-        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    return size
 
 
 def _path_of(wqe: WQE) -> Path:
@@ -276,7 +267,7 @@ def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int,
         # The RETH makes the first packet longer than the others.
         end = psn + 1
     elif end == request.end and end - psn > 1:
-        # What makes the last packet longer than the others sends it by itself.
+        # A last packet that is longer than the others is sent on its own.
         last = request.size - (end - request.psn - 1) * mtu
         if form.last.size - form.middle.size + last > mtu:
             end -= 1
@@ -320,7 +311,7 @@ def _add_only(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn:
     bursts.append(Burst(request.path, [header], payload, size, True))
 
 
-def _header(qp: RoceQueuePair, request: SendRequest, row: Row, psn: int) -> bytes:
+def _header(qp: RoceQueuePair, request: SendRequest, row: PacketRow, psn: int) -> bytes:
     """Encode the headers of a packet."""
     wqe = request.wqe
     flags = MIG_REQ
@@ -400,13 +391,13 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
-    kind, value = packet.aeth >> 29, packet.aeth >> 24 & 0x1F
-    if kind == packets.ACK:
+    syndrome, value = packet.aeth >> 29, packet.aeth >> 24 & 0x1F
+    if syndrome == packets.ACK:
         _acknowledge(qp, psn + 1)
         return
-    if kind not in (packets.RNR_NAK, packets.NAK):
+    if syndrome not in (packets.RNR_NAK, packets.NAK):
         return
-    if kind == packets.NAK:
+    if syndrome == packets.NAK:
         qp.device.counters.naks_received += 1
     else:
         qp.device.counters.rnr_naks_received += 1
@@ -414,7 +405,7 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     if psn != qp.una or not qp.requests or qp.rnr_until:
         # Responses are missing before; or it is known.
         return
-    if kind == packets.RNR_NAK:
+    if syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)
     elif value == packets.PSN_SEQUENCE_ERROR:
         if psn != qp.nak_psn:
@@ -513,7 +504,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
         size = 0
         fits = wqe.opcode in (_FLUSH, _ATOMIC_WRITE) and row is packets.READ_RESPONSE_ONLY
     if not fits:
-        # Whoever sent that, it is not a response.
+        # It is not a response, whatever it is.
         return
     if size:
         sges = part(wqe.sges, request.offset + done, size)

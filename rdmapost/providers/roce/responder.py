@@ -16,7 +16,7 @@ from ..software import responder
 from ..software.memory import ErrorStatus, RemoteAccessError
 from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
-from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, Row, aeth, distance
+from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, PacketRow, aeth, distance
 from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
 from .requester import packets_in_burst
 
@@ -57,7 +57,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Go on with what waits; return whether more does."""
+    """Continue pending work; return whether more is left."""
     if qp.reading is not None:
         _send_responses(qp, None)
         return False
@@ -108,7 +108,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Whether a datagram fits; whoever sends a longer one does not break the queue pair.
+    """Whether a datagram fits; a longer one does not break the queue pair.
 
     This is what Soft-RoCE does.
     """
@@ -352,14 +352,14 @@ def _aeth(qp: RoceQueuePair) -> int:
     return aeth(packets.ACK, packets.UNLIMITED_CREDITS, qp.msn)
 
 
-def _header(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> bytes:
+def _header(qp: RoceQueuePair, row: PacketRow, psn: int, *extensions: int) -> bytes:
     qpn = qp.attr["dest_qp_num"]
     number = row.bth_opcode
     header: bytes = row.pack(number, MIG_REQ, DEFAULT_PKEY, qpn, psn & PSN_MASK, *extensions)
     return header
 
 
-def _send(qp: RoceQueuePair, row: Row, psn: int, *extensions: int) -> None:
+def _send(qp: RoceQueuePair, row: PacketRow, psn: int, *extensions: int) -> None:
     qp.device.send(qp, qp.path, [_header(qp, row, psn, *extensions)], [], 0)
 
 
@@ -368,13 +368,13 @@ def _send_ack(qp: RoceQueuePair) -> None:
     _send(qp, packets.ACKNOWLEDGE, qp.epsn - 1, _aeth(qp))
 
 
-def _send_nak(qp: RoceQueuePair, kind: int, value: int, psn: int) -> None:
+def _send_nak(qp: RoceQueuePair, syndrome: int, value: int, psn: int) -> None:
     qp.nak_sent = True
-    if kind == packets.NAK:
+    if syndrome == packets.NAK:
         qp.device.counters.naks_sent += 1
     else:
         qp.device.counters.rnr_naks_sent += 1
-    _send(qp, packets.ACKNOWLEDGE, psn, aeth(kind, value, qp.msn))
+    _send(qp, packets.ACKNOWLEDGE, psn, aeth(syndrome, value, qp.msn))
 
 
 def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
@@ -410,9 +410,9 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
     if is_last and begin < end:
         end -= 1
     row, qpn = packets.READ_RESPONSE_MIDDLE, qp.attr["dest_qp_num"]
-    pack, number, most = row.pack, row.bth_opcode, packets_in_burst(mtu + row.size)
-    for n in range(begin, end, most):
-        stop = min(n + most, end)
+    pack, number, burst = row.pack, row.bth_opcode, packets_in_burst(mtu + row.size)
+    for n in range(begin, end, burst):
+        stop = min(n + burst, end)
         headers = [
             pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
             for each in range(psn + n, psn + stop)
@@ -439,6 +439,6 @@ def _end_reading(qp: RoceQueuePair) -> None:
         qp.device.again(qp)
 
 
-def _respond(qp: RoceQueuePair, row: Row, psn: int, payload: Any) -> None:
+def _respond(qp: RoceQueuePair, row: PacketRow, psn: int, payload: Any) -> None:
     header = _header(qp, row, psn, _aeth(qp))
     qp.device.send(qp, qp.path, [header], [payload] if payload else [], len(payload))

@@ -64,7 +64,7 @@ class Sender(native.Record):
         packet = bytes(data[:size])
         if about is not None:
             # By the time that it goes, it may be damaged, and its work request gone.
-            about = functools.partial(trace.said, about(packet))
+            about = functools.partial(trace.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)
         for each in device.admit(device.outgoing, (path, about, packet), damaged):
@@ -110,5 +110,5 @@ class Sender(native.Record):
 def _damaged(covered: bytes, item: Any, number: int) -> Any:
     path, about, packet = item
     if about is not None:
-        about = functools.partial(trace.said, f"{about(packet)}, damaged on purpose")
+        about = functools.partial(trace.known_comment, f"{about(packet)}, damaged on purpose")
     return path, about, damage(packet, covered, number)

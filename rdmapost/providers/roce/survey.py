@@ -1,4 +1,4 @@
-"""Which roce devices could be opened here, and what is in the way of the others."""
+"""Which roce devices could be opened here, and what prevents opening the others."""
 
 from __future__ import annotations
 

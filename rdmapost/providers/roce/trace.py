@@ -149,8 +149,8 @@ def _put(
 
     Args:
         device: the device.
-        block: makes one, of what is known, a packet's number and its bytes. It is no function that
-            is made at run time: CPython 3.12 and 3.13 crash if there is no memory for one.
+        block: makes one from `known`, a packet's number and its bytes. It is not a closure: CPython
+            3.12 and 3.13 crash if there is no memory for one.
         known: what block is called with.
         data: the packets; the first `size` bytes count.
         size: their bytes.
@@ -170,7 +170,7 @@ def _put(
             ]
         )
     except MemoryError:
-        # The capture lacks them; the step goes on.
+        # The capture lacks them; the step continues.
         for recording in recordings:
             recording.tally.dropped += count
         return
@@ -184,17 +184,17 @@ def _put(
 def about_sent(qp: RoceQueuePair, packet: bytes) -> str:
     """Return the comment on a packet that a queue pair sends."""
     row, psn = ROWS[packet[0]], _psn_of(qp, packet)
-    way = _way(qp.number, int.from_bytes(packet[5:8]))
+    route = _route(qp.number, int.from_bytes(packet[5:8]))
     if row.operation < 0:
-        return f"an answer, {way}"
+        return f"an answer, {route}"
     request = _request_with(qp, psn)
     if request is None:
-        return way
+        return route
     again = ", again" if psn < qp.top else ""
-    return f"{_about(qp, request)}, {way}{again}"
+    return f"{_about(qp, request)}, {route}{again}"
 
 
-def said(comment: str, packet: bytes) -> str:
+def known_comment(comment: str, packet: bytes) -> str:
     """Return the comment on a packet, which is known already."""
     return comment
 
@@ -208,14 +208,14 @@ def _about_received(device: Any, packet: bytes) -> str:
         source = int.from_bytes(packet[_DETH_QPN : _DETH_QPN + 3])
     else:
         source = qp.attr.get("dest_qp_num", 0)
-    way = _way(source, number)
+    route = _route(source, number)
     if row.operation >= 0:
-        return f"{_NAMES[row.operation]}, {way}"
+        return f"{_NAMES[row.operation]}, {route}"
     request = _request_with(qp, _psn_of(qp, packet))
-    return f"an answer{'' if request is None else f' to {_about(qp, request)}'}, {way}"
+    return f"an answer{'' if request is None else f' to {_about(qp, request)}'}, {route}"
 
 
-def _way(source: int, target: int) -> str:
+def _route(source: int, target: int) -> str:
     return f"QP {source:#x} to {target:#x}"
 
 

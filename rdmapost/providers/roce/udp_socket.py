@@ -85,8 +85,8 @@ def bind(place: str) -> tuple[LocalAddress, Any]:
     """
     error: OSError | None = None
     for address in candidates(place):
-        kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-        made = native.made(_socket.socket.close, _socket.socket, address.family, kind)
+        socket_type = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+        made = native.made(_socket.socket.close, _socket.socket, address.family, socket_type)
         # Before it has the address.
         share(made)
         try:

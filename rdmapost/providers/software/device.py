@@ -172,7 +172,7 @@ class Device(native.Record):
         raise NotImplementedError
 
     def put_off(self) -> bool:
-        """Have another verb go on with the pending work soon; return whether one will."""
+        """Have another verb continue the pending work soon; return whether one will."""
         raise NotImplementedError
 
     def execute_next(self, worker: Any) -> bool:

@@ -40,9 +40,9 @@ def create_srq(pd: Any, init: Any) -> Any:
 def make_srq(context: Any, pd: Any, attr: Any) -> Any:
     """Create a shared receive queue, inside a verb."""
     limits = ("max_wr", attr.max_wr, MAX_SRQ_WR), ("max_sge", attr.max_sge, MAX_SGE)
-    for name, value, most in limits:
-        if not 1 <= value <= most:
-            text = f"{name}={value} is not in 1..{most}"
+    for name, value, limit in limits:
+        if not 1 <= value <= limit:
+            text = f"{name}={value} is not in 1..{limit}"
             raise VerbsError("ibv_create_srq", errno.EINVAL, text)
     srq = ffi.new("struct ibv_srq *")
     srq.context, srq.pd = context, pd

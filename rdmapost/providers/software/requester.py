@@ -18,6 +18,13 @@ def room(wqe: WQE) -> int:
     if wqe.inline is not None:
         # An inline copy cannot be written to.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
+    return message_size(wqe)
+
+
+def message_size(wqe: WQE) -> int:
+    """Return the size of a request's message, inline or in its SGEs."""
+    if wqe.inline is not None:
+        return len(wqe.inline)
     size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
     if size > MAX_MSG_SIZE:
         raise ErrorStatus(WCStatus.LOC_LEN_ERR)

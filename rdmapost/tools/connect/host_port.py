@@ -44,10 +44,10 @@ def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int
     return host, int(port)
 
 
-def check_where(host: str, port: int, least: int = 1) -> int:
+def check_where(host: str, port: int, minimum: int = 1) -> int:
     """Check where a server listens, and return the port as an int.
 
-    Pass ``least=0`` where port 0 stands for any free port.
+    Pass ``minimum=0`` where port 0 stands for any free port.
     """
     expect("host", host, str)
     if not host:
@@ -55,7 +55,7 @@ def check_where(host: str, port: int, least: int = 1) -> int:
     name, _, digits = host.partition(":")
     if name and digits.isdecimal():
         raise ValueError(f"host: {host!r} includes a port; pass it as port={digits}")
-    return within("port", port, least, 65535)
+    return within("port", port, minimum, 65535)
 
 
 def is_loopback(address: tuple[Any, ...]) -> bool:

@@ -84,7 +84,7 @@ class LineReader:
         return bool(self._pending)
 
 
-class State(Enum):
+class SessionState(Enum):
     """The states of a connection."""
 
     HELLO = auto()
@@ -111,11 +111,11 @@ class ServerProtocol:
     def __init__(self, token: str | None = None) -> None:
         self._token = token
         self.lines = LineReader()
-        self.state = State.HELLO
+        self.state = SessionState.HELLO
 
     def receive(self, data: bytes) -> None:
         """Take received bytes."""
-        if self.state is not State.OVER:
+        if self.state is not SessionState.OVER:
             self.lines.feed(data)
 
     def next_message(self) -> Message | None:
@@ -124,18 +124,18 @@ class ServerProtocol:
         Raises:
             ProtocolError: it is unexpected or malformed; the connection is over.
         """
-        if self.state is State.OVER:
+        if self.state is SessionState.OVER:
             return None
         try:
             line = self.lines.next_line()
             return None if line is None else self._read(parse_line(line))
         except ProtocolError:
-            self.state = State.OVER
+            self.state = SessionState.OVER
             raise
 
     def _read(self, fields: dict[str, Any]) -> Message:
         message: Message
-        if self.state is State.HELLO:
+        if self.state is SessionState.HELLO:
             # Without the token, a peer learns the version and nothing else.
             if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
@@ -151,14 +151,14 @@ class ServerProtocol:
                     "token",
                 )
             message = decode(fields, Hello)
-            self.state = State.READY
-        elif self.state is State.READY:
+            self.state = SessionState.READY
+        elif self.state is SessionState.READY:
             message = decode(fields, Ready, Bye)
-            self.state = State.OPEN
+            self.state = SessionState.OPEN
         else:
             message = decode(fields, Report, Look, Bye)
         if isinstance(message, Bye):
-            self.state = State.OVER
+            self.state = SessionState.OVER
         return message
 
 

@@ -14,7 +14,7 @@ from ...errors import ClosedError, RdmaError
 from ...resources.channel import CompChannel
 from ..tcp import reason
 from .failures import ProtocolError
-from .protocol import ServerProtocol, State
+from .protocol import ServerProtocol, SessionState
 from .protocol_messages import (
     Arrival,
     Bye,
@@ -80,10 +80,10 @@ class ServerSession:
         return None if limit is None else self._last_message_at + limit
 
     def _limit(self) -> float | None:
-        if self._protocol.state is State.OPEN:
+        if self._protocol.state is SessionState.OPEN:
             return self._server.idle_timeout
         timeout = self._server.timeout
-        return min(timeout, HELLO_S) if self._protocol.state is State.HELLO else timeout
+        return min(timeout, HELLO_S) if self._protocol.state is SessionState.HELLO else timeout
 
     # ---- what comes -----------------------------------------------------------
 
@@ -135,7 +135,7 @@ class ServerSession:
         if limit is not None and now >= self._last_message_at + limit:
             what = "half a message" if self._protocol.lines.partial else "nothing"
             text = f"{what} came from the client within {limit:g} s"
-            if self._protocol.state is not State.OPEN:
+            if self._protocol.state is not SessionState.OPEN:
                 text += f": its {self._protocol.state.name.lower()} was to come"
             return self.end("timeout", text)
         return b""
@@ -151,7 +151,7 @@ class ServerSession:
             self.over = True
             partial, what = self._protocol.lines.partial, "a message"
             self._reason = "disconnected without close()"
-            if self._protocol.state is State.HELLO:
+            if self._protocol.state is SessionState.HELLO:
                 what, self._reason = "its hello", "disconnected before its hello"
             if partial:
                 self._reason = f"disconnected in the middle of {what}"

@@ -90,8 +90,8 @@ class ServerState:
             raise ProtocolError(why, "device")
         with self._lock:
             if self._admitted >= self.max_clients:
-                most = counted(self.max_clients, "client")
-                text = f"this server is full ({most} at most); try again later"
+                limit = counted(self.max_clients, "client")
+                text = f"this server is full ({limit} at limit); try again later"
                 raise ProtocolError(text, "busy")
             self._admitted += 1
             number = next(self._numbers)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
-from . import addressing, qp_checks
+from . import port_checks, qp_checks
 from .finding import Finding, attribute, worst_first
 from .peer import check_peer
 from .snapshot import FAILURES, Snapshot, is_queue_pair, take_snapshot
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
     qp_checks.check_state,
-    addressing.check_ports,
-    addressing.check_gids,
-    addressing.check_path_mtu,
+    port_checks.check_ports,
+    port_checks.check_gids,
+    port_checks.check_path_mtu,
     check_peer,
     qp_checks.check_retries,
     qp_checks.check_rnr,

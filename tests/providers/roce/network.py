@@ -255,7 +255,7 @@ def _interrupted(function: Any, arguments: Any) -> None:
 
 
 _ATOMS = (int, float, str, bytes, frozenset, type(None), type, Enum, ProtectionDomain, WQE)
-_ATOMS += (packets.Row, packets.Form, packets.Path)
+_ATOMS += (packets.PacketRow, packets.Form, packets.Path)
 _MANY = (tuple, list, deque)
 
 
@@ -576,7 +576,7 @@ class Stranger(Device):
         got, self.got = self.got, []
         return got
 
-    def tell(self, qp: RoceQueuePair, *made: bytes) -> None:
+    def inject(self, qp: RoceQueuePair, *made: bytes) -> None:
         """Send packets, each by itself, to a queue pair's device, at once."""
         for packet in made:
             qp.device.receive(self.gid, packet, len(packet))  # type: ignore[attr-defined]
@@ -623,17 +623,17 @@ class Alone:
         assert not bth
         return header + payload + bytes(padding + ICRC_BYTES)
 
-    def tell(self, name: str, psn: int, *extensions: Any, **rest: Any) -> None:
+    def inject(self, name: str, psn: int, *extensions: Any, **rest: Any) -> None:
         """Have the peer send a packet."""
-        self.peer.tell(self.qp, self.packet(name, psn, *extensions, **rest))
+        self.peer.inject(self.qp, self.packet(name, psn, *extensions, **rest))
 
     def ack(self, psn: int) -> None:
         """Have the peer acknowledge all up to a PSN."""
-        self.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.ACK, 31, 0))
+        self.inject("RC_ACKNOWLEDGE", psn, packets.aeth(packets.ACK, 31, 0))
 
     def nak(self, psn: int, code: int) -> None:
         """Have the peer send a NAK."""
-        self.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.NAK, code, 0))
+        self.inject("RC_ACKNOWLEDGE", psn, packets.aeth(packets.NAK, code, 0))
 
     def sends(self) -> list[Completion]:
         return polled(self.qp.send_cq)

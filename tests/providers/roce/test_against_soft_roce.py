@@ -177,7 +177,7 @@ def test_both_sides_take_the_mtu_of_the_cable(ends: Ends):
 
 @pytest.mark.parametrize("qp_type", ["RC", "UC"])
 @pytest.mark.parametrize("name", ["Send", "SendWithImm", "RdmaWrite", "RdmaWriteWithImm"])
-def test_messages_arrive(ends: Ends, name: str, qp_type: str):
+def test_messages_of_every_opcode_and_size_arrive(ends: Ends, name: str, qp_type: str):
     exposed = ends.connect(qp_type)
     fields: dict[str, int] = {}
     if "Imm" in name:

@@ -405,7 +405,7 @@ def test_file_that_is_not_written_costs_bounded_memory_and_no_time(
     context, connect, tmp_path, monkeypatch
 ):
     """A pipe that nobody reads: what does not fit is dropped, and counted."""
-    monkeypatch.setattr(capture_module, "_MOST_WAITING", 100_000)
+    monkeypatch.setattr(capture_module, "_MAX_QUEUED", 100_000)
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -27,7 +27,7 @@ def test_counters_begin_at_0(context):
     assert context.counters() == rp.Counters(*[0] * len(rp.Counters._fields))
 
 
-def test_packets_and_bytes(context, connect):
+def test_packets_and_bytes_are_counted_with_their_headers(context, connect):
     pair = connect()
     pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:5000]))
     pair.wait()
@@ -54,7 +54,7 @@ def test_naks_are_of_two_kinds(context, connect):
     assert (now.naks_sent, now.naks_received, now.rnr_naks_sent) == (1, 1, 2)
 
 
-def test_damaged_packets(context):
+def test_damaged_packets_are_counted_as_icrc_errors_and_dropped(context):
     host = str(context.choose_gid(1).gid).removeprefix("::ffff:")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
         for _ in range(3):

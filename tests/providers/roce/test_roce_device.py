@@ -91,7 +91,7 @@ def test_device_says_what_it_is(context):
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD], ids=lambda t: t.name)
-def test_messages_arrive(connect, qp_type):
+def test_messages_of_each_qp_type_arrive(connect, qp_type):
     pair = connect(qp_type)
     grh = GRH if qp_type is QPType.UD else 0
     for size in (1, 3, 4, 1000, 4096 if grh else 7777):
@@ -103,7 +103,7 @@ def test_messages_arrive(connect, qp_type):
         assert pair.theirs.buffer[grh : grh + size] == pair.mine.buffer[:size]
 
 
-def test_large_messages_both_ways(pd, cq, stack, connect):
+def test_large_write_and_read_arrive_whole(pd, cq, stack, connect):
     """Each is many batches of packets, and more than the socket's buffer."""
     size = 3_000_001
     pair = connect()
@@ -119,7 +119,7 @@ def test_large_messages_both_ways(pd, cq, stack, connect):
     assert near.buffer == far.buffer
 
 
-def test_write_and_the_read_after_it_that_arrive_together(connect):
+def test_read_that_arrives_together_with_a_write_sees_what_it_wrote(connect):
     """The kernel joins datagrams of one size; the read sees what was written."""
     pair = connect()
     for turn in range(50):

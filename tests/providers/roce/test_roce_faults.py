@@ -21,7 +21,7 @@ import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.roce.addresses import flow
-from rdmapost.providers.roce.faults import Way, damage, fate_of
+from rdmapost.providers.roce.faults import Direction, damage, fate_of
 from rdmapost.providers.software.faults import PacketFaults
 from rdmapost.standard.wire import ROCE_V2_PORT
 
@@ -76,27 +76,27 @@ def test_rates_are_kept_and_independent(kind, rate):
     assert hit(alone._replace(**others)) == chosen
 
 
-def way(**rates: float) -> Way:
-    made = Way(1)
+def direction(**rates: float) -> Direction:
+    made = Direction(1)
     made.begin(NONE._replace(**rates))
     return made
 
 
-def admit(to: Way, item: Any, now: float = 0.0) -> list[Any]:
+def admit(to: Direction, item: Any, now: float = 0.0) -> list[Any]:
     return to.admit(item, now, lambda item, number: f"damaged {item}")[0]
 
 
-def test_what_happens_to_packets():
-    assert admit(Way(1), "a") == ["a"]
-    assert admit(way(), "a") == ["a"]
-    assert admit(way(drop=1), "a") == []
-    assert admit(way(duplicate=1), "a") == ["a", "a"]
-    assert admit(way(corrupt=1), "a") == ["damaged a"]
-    assert admit(way(drop=1, duplicate=1, corrupt=1), "a") == []
+def test_packets_are_dropped_duplicated_or_damaged_as_planned():
+    assert admit(Direction(1), "a") == ["a"]
+    assert admit(direction(), "a") == ["a"]
+    assert admit(direction(drop=1), "a") == []
+    assert admit(direction(duplicate=1), "a") == ["a", "a"]
+    assert admit(direction(corrupt=1), "a") == ["damaged a"]
+    assert admit(direction(drop=1, duplicate=1, corrupt=1), "a") == []
 
 
 def test_delayed_packet_arrives_later():
-    delayed = way(delay=1, delay_by=2.0)
+    delayed = direction(delay=1, delay_by=2.0)
     assert admit(delayed, "a", 10.0) == admit(delayed, "b", 11.0) == []
     assert delayed.due == 12.0
     assert delayed.release(11.9) == []
@@ -109,7 +109,7 @@ def test_next_packet_overtakes_one_that_is_reordered():
     plan = NONE._replace(reorder=0.5, seed=3)
     reorders = [fate_of(plan, 1, n).reorder for n in range(100)]
     (at, *_) = [n for n in range(99) if reorders[n : n + 2] == [True, False]]
-    made = Way(1)
+    made = Direction(1)
     made.begin(plan)
     made.count = at
     assert admit(made, "a") == []
@@ -121,7 +121,7 @@ def test_next_packet_overtakes_one_that_is_reordered():
 
 
 def test_plan_that_ends_loses_nothing():
-    delayed = way(delay=1, delay_by=2.0)
+    delayed = direction(delay=1, delay_by=2.0)
     admit(delayed, "a")
     delayed.begin(None)
     assert not delayed.is_straight
@@ -131,7 +131,7 @@ def test_plan_that_ends_loses_nothing():
 
 
 def test_number_of_packets_that_wait_is_bounded():
-    delayed = way(delay=1, delay_by=1000.0)
+    delayed = direction(delay=1, delay_by=1000.0)
     passed = [admit(delayed, n) for n in range(3000)]
     assert sum(map(len, passed)) + len(delayed.held) == 3000
     assert len(delayed.held) < 2000
@@ -389,7 +389,7 @@ def test_unreliable_messages_are_lost_whole_or_arrive_right(context, connect, qp
     assert arrived > 20
 
 
-def test_faults_that_soft0_has_too(context, connect):
+def test_roce_devices_inject_the_faults_of_soft0(context, connect):
     pair: Pair = connect()
     context.faults.fail_post(errno.ENOMEM)
     with pytest.raises(rp.PostError) as caught:

@@ -624,7 +624,7 @@ def run(first: int, count: int) -> collections.Counter[str]:
     return outcomes
 
 
-def test_every_program_ends_right():
+def test_random_programs_over_lossy_networks_end_as_specified():
     print(f"programs {FIRST}..{FIRST + COUNT - 1}")
     # In most of them everything succeeds.
     assert run(FIRST, COUNT)["SUCCESS"] > COUNT / 2

@@ -140,8 +140,8 @@ def test_flush_and_atomic_write_are_encoded_as_the_kernel_does(alone):
     assert (got[0].feth, got[0].dma_length) == (0x12, 4096)
     assert bytes(got[1].data[0]) == (0x0102030405060708).to_bytes(8, sys.byteorder)
     assert got[1].dma_length == 8
-    alone.tell("RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN, packets.aeth(packets.ACK, 31, 1))
-    alone.tell("RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN + 1, packets.aeth(packets.ACK, 31, 2))
+    alone.inject("RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN, packets.aeth(packets.ACK, 31, 1))
+    alone.inject("RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN + 1, packets.aeth(packets.ACK, 31, 2))
     assert statuses(alone) == [(1, SUCCESS), (2, SUCCESS)]
 
 
@@ -309,12 +309,12 @@ def test_nak_fails_the_request_that_it_is_about(alone, code, status):
 def test_nak_of_an_unknown_code_is_ignored(alone, code):
     post(alone, send(alone, 1))
     alone.nak(SQ_PSN, code)
-    alone.tell("RC_ACKNOWLEDGE", SQ_PSN, 2 << 29)
+    alone.inject("RC_ACKNOWLEDGE", SQ_PSN, 2 << 29)
     assert statuses(alone) == []
 
 
 def rnr_nak(alone: Alone, psn: int, timer: int) -> None:
-    alone.tell("RC_ACKNOWLEDGE", psn, packets.aeth(packets.RNR_NAK, timer, 0))
+    alone.inject("RC_ACKNOWLEDGE", psn, packets.aeth(packets.RNR_NAK, timer, 0))
 
 
 def test_rnr_nak_has_the_request_sent_again_after_its_timer():
@@ -384,7 +384,7 @@ def test_rnr_retry_of_7_is_forever():
 
 def respond(alone: Alone, psn: int, name: str, data: bytes) -> None:
     extensions = () if name == "MIDDLE" else (packets.aeth(packets.ACK, 31, 1),)
-    alone.tell(f"RC_RDMA_READ_RESPONSE_{name}", psn, *extensions, payload=data)
+    alone.inject(f"RC_RDMA_READ_RESPONSE_{name}", psn, *extensions, payload=data)
 
 
 def test_long_read_is_several_requests(alone):
@@ -507,8 +507,8 @@ def test_responses_to_another_kind_of_request_are_ignored(alone):
     post(alone, send(alone, 1), send(alone, 2, 8, Opcode.RDMA_READ))
     aeth = packets.aeth(packets.ACK, 31, 1)
     respond(alone, SQ_PSN, "ONLY", b"12345678")
-    alone.tell("RC_ATOMIC_ACKNOWLEDGE", SQ_PSN, aeth, 1)
-    alone.tell("RC_ATOMIC_ACKNOWLEDGE", SQ_PSN + 1, aeth, 1)
+    alone.inject("RC_ATOMIC_ACKNOWLEDGE", SQ_PSN, aeth, 1)
+    alone.inject("RC_ATOMIC_ACKNOWLEDGE", SQ_PSN + 1, aeth, 1)
     assert [each for each in statuses(alone) if each[0] == 2] == []
     respond(alone, SQ_PSN + 1, "ONLY", b"12345678")
     assert alone.sends()[-1].wr_id == 2
@@ -516,7 +516,7 @@ def test_responses_to_another_kind_of_request_are_ignored(alone):
 
 def test_atomic_stores_what_the_peer_found(alone):
     post(alone, send(alone, 1, 8, Opcode.ATOMIC_FETCH_AND_ADD, atomic_rkey=RKEY))
-    alone.tell(
+    alone.inject(
         "RC_ATOMIC_ACKNOWLEDGE", SQ_PSN, packets.aeth(packets.ACK, 31, 1), 0x0102030405060708
     )
     [done] = alone.sends()
@@ -765,7 +765,7 @@ def test_posts_in_the_error_state_are_flushed(alone):
     assert alone.peer.take() == []
 
 
-def test_reset_queue_pair_begins_anew(alone):
+def test_reset_queue_pair_forgets_requests_and_psns(alone):
     post(alone, send(alone, 1))
     alone.peer.take()
     assert alone.qp.modify(QPAttrMask.STATE, {"qp_state": QPState.RESET})

@@ -56,11 +56,11 @@ def reth(alone: Alone, offset: int, length: int) -> tuple[int, int, int]:
     return alone.memory.addr + offset, alone.memory.mr.rkey, length
 
 
-def tell(alone: Alone, n: int, name: str, *extensions: Any, size: int = 0, **rest: Any) -> None:
+def inject(alone: Alone, n: int, name: str, *extensions: Any, size: int = 0, **rest: Any) -> None:
     """Have the peer send the packet with the n-th PSN."""
     rest.setdefault("payload", bytes((n & 0xFF or 1,)) * size)
     rest.setdefault("ack_req", True)
-    alone.tell(f"{alone.qp.type.name}_{name}", RQ_PSN + n, *extensions, **rest)
+    alone.inject(f"{alone.qp.type.name}_{name}", RQ_PSN + n, *extensions, **rest)
 
 
 def post_recv(alone: Alone, wr_id: int, size: int, offset: int = 0) -> None:
@@ -99,9 +99,9 @@ def completions(alone: Alone) -> list[tuple[int, WCStatus, int]]:
 def test_request_is_acknowledged_when_it_asks_for_it(alone):
     post_recv(alone, 1, 100)
     post_recv(alone, 2, 100)
-    tell(alone, 0, "SEND_ONLY", size=8, ack_req=False)
+    inject(alone, 0, "SEND_ONLY", size=8, ack_req=False)
     assert answers(alone) == []
-    tell(alone, 1, "SEND_ONLY", size=8)
+    inject(alone, 1, "SEND_ONLY", size=8)
     assert answers(alone) == [ack(1)]
     assert completions(alone) == [(1, SUCCESS, 8), (2, SUCCESS, 8)]
     assert alone.peer.gid == alone.qp.path.dgid
@@ -109,17 +109,17 @@ def test_request_is_acknowledged_when_it_asks_for_it(alone):
 
 def test_acknowledgements_count_messages(alone):
     post_recv(alone, 1, 4000)
-    tell(alone, 0, "SEND_FIRST", size=MTU_BYTES)
-    tell(alone, 1, "SEND_LAST", size=10)
-    tell(alone, 2, "RDMA_WRITE_ONLY", *reth(alone, 0, 8), size=8)
+    inject(alone, 0, "SEND_FIRST", size=MTU_BYTES)
+    inject(alone, 1, "SEND_LAST", size=10)
+    inject(alone, 2, "RDMA_WRITE_ONLY", *reth(alone, 0, 8), size=8)
     assert [packet.aeth & PSN_MASK for packet in alone.peer.take()] == [0, 1, 2]
 
 
 def test_message_of_many_packets_arrives_whole(alone):
     post_recv(alone, 1, 3000)
-    tell(alone, 0, "SEND_FIRST", size=MTU_BYTES, ack_req=False)
-    tell(alone, 1, "SEND_MIDDLE", size=MTU_BYTES, ack_req=False)
-    tell(alone, 2, "SEND_LAST_WITH_IMMEDIATE", b"\x01\x02\x03\x04", size=99, flags=0x80)
+    inject(alone, 0, "SEND_FIRST", size=MTU_BYTES, ack_req=False)
+    inject(alone, 1, "SEND_MIDDLE", size=MTU_BYTES, ack_req=False)
+    inject(alone, 2, "SEND_LAST_WITH_IMMEDIATE", b"\x01\x02\x03\x04", size=99, flags=0x80)
     [done] = alone.receives()
     assert (done.status, done.opcode, done.byte_len) == (SUCCESS, WCOpcode.RECV, 2 * MTU_BYTES + 99)
     assert done.flags == WCFlags.WITH_IMM
@@ -132,8 +132,8 @@ def test_message_of_many_packets_arrives_whole(alone):
 def test_write_with_immediate_completes_a_receive_with_its_length(alone):
     post_recv(alone, 1, 0)
     length = MTU_BYTES + 4
-    tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 100, length), size=MTU_BYTES)
-    tell(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
+    inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 100, length), size=MTU_BYTES)
+    inject(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
     [done] = alone.receives()
     assert (done.opcode, done.byte_len) == (WCOpcode.RECV_RDMA_WITH_IMM, length)
     assert bytes(alone.memory.view[100 : 100 + length]) == b"\x01" * length
@@ -142,7 +142,7 @@ def test_write_with_immediate_completes_a_receive_with_its_length(alone):
 def test_send_with_invalidate_invalidates(alone):
     region = Buffer(alone.device, 8).mr
     post_recv(alone, 1, 100)
-    tell(alone, 0, "SEND_ONLY_WITH_INVALIDATE", region.rkey, size=4)
+    inject(alone, 0, "SEND_ONLY_WITH_INVALIDATE", region.rkey, size=4)
     [done] = alone.receives()
     assert (done.flags, done.imm) == (WCFlags.WITH_INV, region.rkey)
     assert not region.valid
@@ -150,7 +150,7 @@ def test_send_with_invalidate_invalidates(alone):
 
 def test_invalidation_of_an_unknown_key_breaks_only_the_receiver(alone):
     post_recv(alone, 1, 100)
-    tell(alone, 0, "SEND_ONLY_WITH_INVALIDATE", 0x1234, size=4)
+    inject(alone, 0, "SEND_ONLY_WITH_INVALIDATE", 0x1234, size=4)
     assert answers(alone) == [ack(0)]
     assert completions(alone) == [(1, WCStatus.REM_INV_REQ_ERR, 4)]
     assert alone.qp.state is QPState.ERR
@@ -158,8 +158,8 @@ def test_invalidation_of_an_unknown_key_breaks_only_the_receiver(alone):
 
 def test_first_message_before_the_queue_pair_can_send_is_reported():
     alone = Alone(to_rts=False)
-    tell(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
-    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
+    inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
     assert alone.events() == [EventType.COMM_EST]
     assert answers(alone) == [ack(0), ack(1)]
 
@@ -171,9 +171,9 @@ def test_requests_that_overtook_each_other_are_executed_in_order(alone):
     for n in range(4):
         post_recv(alone, n, 100)
     for n in (3, 1, 2):
-        tell(alone, n, "SEND_ONLY", size=n + 1)
+        inject(alone, n, "SEND_ONLY", size=n + 1)
     assert completions(alone) == []
-    tell(alone, 0, "SEND_ONLY", size=1)
+    inject(alone, 0, "SEND_ONLY", size=1)
     alone.network.run()
     assert completions(alone) == [(n, SUCCESS, n + 1) for n in range(4)]
     assert [each[1:3] for each in answers(alone)] == [(n, packets.ACK) for n in range(4)]
@@ -181,34 +181,34 @@ def test_requests_that_overtook_each_other_are_executed_in_order(alone):
 
 
 def test_missing_request_is_asked_for_once_after_what_came_is_acknowledged(alone):
-    tell(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4, ack_req=False)
-    tell(alone, 2, "RDMA_WRITE_ONLY", *reth(alone, 8, 4), size=4)
+    inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4, ack_req=False)
+    inject(alone, 2, "RDMA_WRITE_ONLY", *reth(alone, 8, 4), size=4)
     assert answers(alone) == []
     alone.network.run(alone.network.now + HOLD_SECONDS)
     assert answers(alone) == [ack(0), nak(1, packets.PSN_SEQUENCE_ERROR)]
-    tell(alone, 3, "RDMA_WRITE_ONLY", *reth(alone, 12, 4), size=4)
+    inject(alone, 3, "RDMA_WRITE_ONLY", *reth(alone, 12, 4), size=4)
     alone.network.ready.append(alone.qp)
     alone.network.run()
     assert answers(alone) == []
-    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 4, 4), size=4)
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 4, 4), size=4)
     assert answers(alone) == [ack(1), ack(2), ack(3)]
     assert bytes(alone.memory.view[:16]) == b"\1\1\1\1\1\1\1\1\2\2\2\2\3\3\3\3"
 
 
 def test_second_gap_is_asked_for_too(alone):
     for n in (1, 3):
-        tell(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
+        inject(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
     alone.network.run(alone.network.now + HOLD_SECONDS)
     assert answers(alone) == [ack(-1), nak(0, packets.PSN_SEQUENCE_ERROR)]
-    tell(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
+    inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
     alone.network.run(alone.network.now + 2 * HOLD_SECONDS)
     assert answers(alone) == [ack(0), ack(1), ack(1), nak(2, packets.PSN_SEQUENCE_ERROR)]
 
 
-def test_little_is_held(alone):
+def test_packets_held_out_of_order_are_bounded(alone):
     payload = bytes(MTU_BYTES)
     for n in range(1, 1000):
-        tell(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, MTU_BYTES), payload=payload)
+        inject(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, MTU_BYTES), payload=payload)
     assert len(alone.qp.held) < HELD
     run = b"".join(
         alone.packet("RC_RDMA_WRITE_MIDDLE", RQ_PSN + n, payload=payload) for n in range(2, 50)
@@ -218,20 +218,20 @@ def test_little_is_held(alone):
 
 
 def test_early_packet_longer_than_the_mtu_is_not_held(alone):
-    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 4096), size=4096)
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 4096), size=4096)
     assert not alone.qp.held
 
 
 def test_run_that_was_partly_there_is_executed_from_where_it_goes_on(alone):
     length = 6 * MTU_BYTES
-    tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, length), size=MTU_BYTES)
+    inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, length), size=MTU_BYTES)
     pieces = [
         alone.packet("RC_RDMA_WRITE_MIDDLE", RQ_PSN + n, payload=bytes((n,)) * MTU_BYTES)
         for n in range(5)
     ]
     for begin, end in ((1, 3), (2, 5), (1, 5)):
         alone.device.receive(gid(2), b"".join(pieces[begin:end]), len(pieces[0]))
-    tell(alone, 5, "RDMA_WRITE_LAST", size=MTU_BYTES)
+    inject(alone, 5, "RDMA_WRITE_LAST", size=MTU_BYTES)
     assert answers(alone)[-1] == ack(5)
     assert bytes(alone.memory.view[:length:MTU_BYTES]) == b"\1\1\2\3\4\5"
 
@@ -243,7 +243,7 @@ def test_duplicate_is_acknowledged_and_not_executed(alone):
     post_recv(alone, 1, 100)
     post_recv(alone, 2, 100)
     for _ in range(3):
-        tell(alone, 0, "SEND_ONLY", size=8)
+        inject(alone, 0, "SEND_ONLY", size=8)
     assert answers(alone) == [ack(0)] * 3
     assert completions(alone) == [(1, SUCCESS, 8)]
 
@@ -252,16 +252,16 @@ def test_duplicate_that_does_not_ask_is_acknowledged(alone):
     """The end of a burst, which asks, may be lost each time that the peer repeats the burst."""
     for expected in ([], [ack(0)]):
         into = reth(alone, 0, 2 * MTU_BYTES)
-        tell(alone, 0, "RDMA_WRITE_FIRST", *into, size=MTU_BYTES, ack_req=False)
+        inject(alone, 0, "RDMA_WRITE_FIRST", *into, size=MTU_BYTES, ack_req=False)
         assert answers(alone) == expected
 
 
 def test_duplicate_atomic_gets_the_result_again(alone):
     alone.memory.view[:8] = (5).to_bytes(8, sys.byteorder)
     add = (alone.memory.addr, alone.memory.mr.rkey, 10, 0)
-    tell(alone, 0, "FETCH_ADD", *add)
-    tell(alone, 1, "FETCH_ADD", *add)
-    tell(alone, 0, "FETCH_ADD", *add)
+    inject(alone, 0, "FETCH_ADD", *add)
+    inject(alone, 1, "FETCH_ADD", *add)
+    inject(alone, 0, "FETCH_ADD", *add)
     got = alone.peer.take()
     assert [packet.row.name for packet in got] == ["RC_ATOMIC_ACKNOWLEDGE"] * 3
     assert [(packet.psn, packet.value) for packet in got] == [
@@ -275,25 +275,25 @@ def test_duplicate_atomic_gets_the_result_again(alone):
 def test_only_as_many_atomics_are_remembered_as_may_be_outstanding():
     alone = Alone(max_dest_rd_atomic=2)
     for n in range(10):
-        tell(alone, n, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
+        inject(alone, n, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
     alone.peer.take()
     for n in (7, 8, 9):
-        tell(alone, n, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
+        inject(alone, n, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
     assert [packet.value for packet in alone.peer.take()] == [8, 9]
     assert len(alone.qp.atomics) == 2
 
 
 def test_duplicate_read_is_executed_again(alone):
     alone.memory.view[:4] = b"old."
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
-    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), payload=b"new.")
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), payload=b"new.")
     alone.peer.take()
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
     [again] = alone.peer.take()
     assert (again.psn, bytes(again.data[0])) == (RQ_PSN, b"new.")
     # What was not read before is not a duplicate.
     for length in (2 * MTU_BYTES + 1, 1 << 31, (1 << 32) - 1):
-        tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, length))
+        inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, length))
     assert alone.peer.take() == []
 
 
@@ -301,21 +301,21 @@ def test_atomic_that_has_the_psn_of_an_older_one_gets_its_own_result(alone):
     """PSNs wrap: an old atomic may have the one of the newest."""
     alone.qp.atomics.extend([(RQ_PSN, 111), (RQ_PSN, 222)])
     alone.qp.epsn = RQ_PSN + 1
-    tell(alone, 0, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
+    inject(alone, 0, "FETCH_ADD", alone.memory.addr, alone.memory.mr.rkey, 1, 0)
     assert [packet.value for packet in alone.peer.take()] == [222]
 
 
 def test_duplicate_read_is_no_way_around_a_limit_of_none():
     alone = Alone(max_dest_rd_atomic=0)
-    tell(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4)
+    inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4)
     alone.peer.take()
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
     assert alone.peer.take() == []
 
 
 def test_requests_that_wait_for_a_duplicate_read_go_on_when_it_cannot_be_answered(alone):
     count = 100
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, count * MTU_BYTES))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, count * MTU_BYTES))
     alone.peer.take()
     again = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN, *reth(alone, 0, count * MTU_BYTES))
     write = alone.packet("RC_RDMA_WRITE_ONLY", RQ_PSN + count, *reth(alone, 0, 0), ack_req=True)
@@ -331,10 +331,10 @@ def test_requests_that_wait_for_a_duplicate_read_go_on_when_it_cannot_be_answere
 
 
 def test_duplicate_read_of_memory_that_is_gone_breaks_nothing(alone):
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
     alone.peer.take()
     alone.device.memory.deregister(alone.memory.mr)
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
     assert alone.peer.take() == []
     assert alone.qp.state is QPState.RTS
 
@@ -344,14 +344,14 @@ def test_duplicate_read_of_memory_that_is_gone_breaks_nothing(alone):
 
 def test_read_of_part_of_a_message_begins_with_first_or_only(alone):
     alone.memory.view[:3000] = bytes(n % 249 for n in range(3000))
-    tell(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 3000))
+    inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 3000))
     got = alone.peer.take()
     assert [packet.row.name.split("_")[-1] for packet in got] == ["FIRST", "MIDDLE", "LAST"]
     assert b"".join(bytes(packet.data[0]) for packet in got) == bytes(alone.memory.view[:3000])
-    tell(alone, 2, "RDMA_READ_REQUEST", *reth(alone, 2048, 952))
+    inject(alone, 2, "RDMA_READ_REQUEST", *reth(alone, 2048, 952))
     [only] = alone.peer.take()
     assert only.row.name == "RC_RDMA_READ_RESPONSE_ONLY"
-    tell(alone, 3, "RDMA_READ_REQUEST", *reth(alone, 0, 0))
+    inject(alone, 3, "RDMA_READ_REQUEST", *reth(alone, 0, 0))
     [empty] = alone.peer.take()
     assert (empty.psn, empty.length) == (RQ_PSN + 3 & PSN_MASK, 0)
 
@@ -410,10 +410,10 @@ def test_packet_out_of_place_or_of_the_wrong_length_is_refused(alone, before, na
     post_recv(alone, 1, 5000)
     post_recv(alone, 2, 5000)
     for n, each in enumerate(before):
-        tell(alone, n, each, size=MTU_BYTES, ack_req=False)
+        inject(alone, n, each, size=MTU_BYTES, ack_req=False)
     row = packets.ROWS[{row.name: code for code, row in packets.ROWS.items()}[f"RC_{name}"]]
     extensions = reth(alone, 0, 64) if "RETH" in row.headers else ()
-    tell(alone, len(before), name, *extensions, size=size)
+    inject(alone, len(before), name, *extensions, size=size)
     assert answers(alone) == [nak(len(before), INVALID)]
     assert alone.events() == [EventType.QP_REQ_ERR]
     # Also the one that the message had begun to fill.
@@ -437,7 +437,7 @@ def test_packet_out_of_place_or_of_the_wrong_length_is_refused(alone, before, na
 )
 def test_request_whose_length_does_not_fit_its_payload_is_refused(alone, name, length, size):
     before = bytes(alone.memory.view)
-    tell(alone, 0, name, *reth(alone, 0, length), size=size)
+    inject(alone, 0, name, *reth(alone, 0, length), size=size)
     assert answers(alone) == [nak(0, INVALID)]
     assert alone.memory.view == before
 
@@ -445,13 +445,13 @@ def test_request_whose_length_does_not_fit_its_payload_is_refused(alone, name, l
 def test_write_that_brings_more_or_less_than_it_said_is_refused():
     for sizes in ([MTU_BYTES, 12], [MTU_BYTES, 4], [MTU_BYTES, MTU_BYTES]):
         alone = Alone()
-        tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 8), size=sizes[0])
-        tell(alone, 1, "RDMA_WRITE_LAST", size=sizes[1])
+        inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 8), size=sizes[0])
+        inject(alone, 1, "RDMA_WRITE_LAST", size=sizes[1])
         assert answers(alone) == [ack(0), nak(1, INVALID)]
         assert bytes(alone.memory.view[MTU_BYTES : 2 * MTU_BYTES]) == bytes(MTU_BYTES)
     alone = Alone()
-    tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 8), size=MTU_BYTES)
-    tell(alone, 1, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
+    inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 8), size=MTU_BYTES)
+    inject(alone, 1, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
     assert answers(alone) == [ack(0), nak(1, INVALID)]
 
 
@@ -479,7 +479,7 @@ def test_what_the_queue_pair_does_not_allow_is_refused(name, options):
         extensions = (*extensions[:2], 1, 1)
     elif name == "FLUSH":
         extensions = (int(FlushType.GLOBAL), *extensions)
-    tell(alone, 0, name, *extensions, size=size)
+    inject(alone, 0, name, *extensions, size=size)
     assert answers(alone) == [nak(0, INVALID)]
     assert alone.events() == [EventType.QP_REQ_ERR]
     assert bytes(alone.memory.view[:16]) == bytes(16)
@@ -532,22 +532,22 @@ def test_memory_that_the_key_does_not_give_is_not_touched(alone, name, place):
     if name == "FETCH_ADD":
         extensions = (addr, rkey, 1, 0)
     before = bytes(alone.memory.view)
-    tell(alone, 0, name, *extensions, size=size)
+    inject(alone, 0, name, *extensions, size=size)
     assert answers(alone) == [nak(0, ACCESS)]
     assert alone.events() == [EventType.QP_ACCESS_ERR]
     assert alone.memory.view == before
 
 
 def test_key_that_goes_away_in_the_middle_of_a_write_ends_it(alone):
-    tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, 3 * MTU_BYTES), size=MTU_BYTES)
+    inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, 3 * MTU_BYTES), size=MTU_BYTES)
     alone.device.memory.deregister(alone.memory.mr)
-    tell(alone, 1, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
+    inject(alone, 1, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
     assert answers(alone) == [ack(0), nak(1, ACCESS)]
     assert bytes(alone.memory.view[MTU_BYTES : 2 * MTU_BYTES]) == bytes(MTU_BYTES)
 
 
 def test_misaligned_atomic_is_refused(alone):
-    tell(alone, 0, "FETCH_ADD", alone.memory.addr + 4, alone.memory.mr.rkey, 1, 0)
+    inject(alone, 0, "FETCH_ADD", alone.memory.addr + 4, alone.memory.mr.rkey, 1, 0)
     assert answers(alone) == [nak(0, INVALID)]
 
 
@@ -557,7 +557,7 @@ def test_message_longer_than_its_receive_is_refused(alone, pieces):
     post_recv(alone, 2, 100)
     for n, place in enumerate(pieces):
         size = 11 if place in ("ONLY", "LAST") else MTU_BYTES
-        tell(alone, n, f"SEND_{place}", size=size, ack_req=False)
+        inject(alone, n, f"SEND_{place}", size=size, ack_req=False)
     total = (len(pieces) - 1) * MTU_BYTES + 11
     assert answers(alone) == [nak(len(pieces) - 1, INVALID)]
     assert completions(alone) == [(1, WCStatus.LOC_LEN_ERR, total), (2, FLUSHED, 0)]
@@ -566,7 +566,7 @@ def test_message_longer_than_its_receive_is_refused(alone, pieces):
 def test_receive_into_memory_that_cannot_be_written_is_an_operational_error(alone):
     readonly = Buffer(alone.device, 64, 0)
     alone.network.post_recv(alone.qp, WQE(1, sges=(readonly.sge(0, 64),)))
-    tell(alone, 0, "SEND_ONLY", size=8)
+    inject(alone, 0, "SEND_ONLY", size=8)
     assert answers(alone) == [nak(0, packets.REMOTE_OPERATIONAL_ERROR)]
     assert completions(alone) == [(1, WCStatus.LOC_PROT_ERR, 8)]
 
@@ -576,24 +576,24 @@ def test_message_without_a_receive_is_asked_for_later(name):
     alone = Alone(min_rnr_timer=17)
     size = MTU_BYTES if name == "SEND_FIRST" else 8
     extensions = (*reth(alone, 0, 8), b"abcd") if "WRITE" in name else ()
-    tell(alone, 0, name, *extensions, size=size)
+    inject(alone, 0, name, *extensions, size=size)
     assert answers(alone) == [("ACKNOWLEDGE", 0, packets.RNR_NAK, 17)]
     # Nothing was written, and what comes after it waits for it.
     assert bytes(alone.memory.view[:8]) == bytes(8)
-    tell(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 64, 0))
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 64, 0))
     alone.network.run()
     assert answers(alone) == []
     post_recv(alone, 1, 2000)
-    tell(alone, 0, name, *extensions, size=size)
+    inject(alone, 0, name, *extensions, size=size)
     assert ack(0) in answers(alone)
 
 
 def test_write_whose_last_packet_needs_a_receive_goes_on_there(alone):
-    tell(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 4), size=MTU_BYTES)
-    tell(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
+    inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, MTU_BYTES + 4), size=MTU_BYTES)
+    inject(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
     assert answers(alone)[1][:3] == ("ACKNOWLEDGE", 1, packets.RNR_NAK)
     post_recv(alone, 1, 0)
-    tell(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
+    inject(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
     assert completions(alone) == [(1, SUCCESS, MTU_BYTES + 4)]
 
 
@@ -601,46 +601,46 @@ def test_write_whose_last_packet_needs_a_receive_goes_on_there(alone):
 
 
 def test_other_senders_other_services_and_other_states_are_not_listened_to(alone):
-    tell_write = ("RC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 4))
+    send_write = ("RC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 4))
     alone.peer.gid = gid(3)
-    alone.tell(*tell_write, payload=b"evil")
+    alone.inject(*send_write, payload=b"evil")
     alone.peer.gid = gid(2)
-    alone.tell("UC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 4), payload=b"evil")
-    alone.tell("UD_SEND_ONLY", RQ_PSN, 0, 1, payload=b"evil")
-    alone.tell(*tell_write, payload=b"evil", qpn=alone.qp.number + 1)
-    alone.tell(*tell_write, payload=b"evil", pkey=0x1234)
-    alone.tell(*tell_write, payload=b"evil", flags=1)
+    alone.inject("UC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 4), payload=b"evil")
+    alone.inject("UD_SEND_ONLY", RQ_PSN, 0, 1, payload=b"evil")
+    alone.inject(*send_write, payload=b"evil", qpn=alone.qp.number + 1)
+    alone.inject(*send_write, payload=b"evil", pkey=0x1234)
+    alone.inject(*send_write, payload=b"evil", flags=1)
     assert bytes(alone.memory.view[:4]) == bytes(4)
     assert alone.peer.take() == []
-    alone.tell(*tell_write, payload=b"good", pkey=0x7FFF)
+    alone.inject(*send_write, payload=b"good", pkey=0x7FFF)
     assert bytes(alone.memory.view[:4]) == b"good"
     alone.qp.fail()
-    alone.tell("RC_RDMA_WRITE_ONLY", RQ_PSN + 1, *reth(alone, 0, 4), payload=b"evil")
+    alone.inject("RC_RDMA_WRITE_ONLY", RQ_PSN + 1, *reth(alone, 0, 4), payload=b"evil")
     assert bytes(alone.memory.view[:4]) == b"good"
 
 
 def test_datagram_needs_the_right_qkey():
     ud = Alone(QPType.UD)
     post_recv(ud, 1, 100)
-    ud.tell("UD_SEND_ONLY", 7, 0x1235, 77, payload=b"wrong")
+    ud.inject("UD_SEND_ONLY", 7, 0x1235, 77, payload=b"wrong")
     assert ud.receives() == []
-    ud.tell("UD_SEND_ONLY_WITH_IMMEDIATE", 99, 0x1234, 0xFF00_0055, b"abcd", payload=b"right")
+    ud.inject("UD_SEND_ONLY_WITH_IMMEDIATE", 99, 0x1234, 0xFF00_0055, b"abcd", payload=b"right")
     [done] = ud.receives()
     assert (done.byte_len, done.src_qp) == (45, 0x55)
     assert done.flags == WCFlags.GRH | WCFlags.WITH_IMM
     assert bytes(ud.memory.view[40:45]) == b"right"
     # Without a receive it is lost.
-    ud.tell("UD_SEND_ONLY", 100, 0x1234, 77, payload=b"lost")
+    ud.inject("UD_SEND_ONLY", 100, 0x1234, 77, payload=b"lost")
     assert ud.receives() == []
 
 
 def test_datagram_longer_than_the_mtu_takes_no_receive():
     ud = Alone(QPType.UD)
     post_recv(ud, 1, 100)
-    ud.tell("UD_SEND_ONLY", 7, 0x1234, 77, payload=bytes(4097))
+    ud.inject("UD_SEND_ONLY", 7, 0x1234, 77, payload=bytes(4097))
     assert ud.receives() == []
     assert ud.qp.state is QPState.RTS
-    ud.tell("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"short")
+    ud.inject("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"short")
     assert [wc.byte_len for wc in ud.receives()] == [45]
 
 
@@ -648,10 +648,10 @@ def test_datagram_longer_than_its_receive_is_dropped():
     """Anybody who knows the Q_Key may send it: the queue pair stays in use."""
     ud = Alone(QPType.UD)
     post_recv(ud, 1, 47)
-    ud.tell("UD_SEND_ONLY", 7, 0x1234, 77, payload=b"too long")
+    ud.inject("UD_SEND_ONLY", 7, 0x1234, 77, payload=b"too long")
     assert ud.receives() == []
     assert ud.qp.state is QPState.RTS
-    ud.tell("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"it fits")
+    ud.inject("UD_SEND_ONLY", 8, 0x1234, 77, payload=b"it fits")
     assert completions(ud) == [(1, SUCCESS, 47)]
 
 
@@ -660,7 +660,7 @@ def test_datagram_longer_than_its_shared_receive_ends_that_one_only():
     post_recv(ud, 1, 47)
     post_recv(ud, 2, 48)
     for psn in (7, 8):
-        ud.tell("UD_SEND_ONLY", psn, 0x1234, 77, payload=b"too long")
+        ud.inject("UD_SEND_ONLY", psn, 0x1234, 77, payload=b"too long")
     assert completions(ud) == [(1, WCStatus.REM_INV_REQ_ERR, 0), (2, SUCCESS, 48)]
     assert ud.qp.state is QPState.RTS
 
@@ -674,14 +674,14 @@ def test_reset_puts_a_shared_receive_that_was_begun_back_before_the_others(qp_ty
     assert alone.srq is not None
     for wr_id in (1, 2):
         post_recv(alone, wr_id, 5000)
-    tell(alone, 0, "SEND_FIRST", size=MTU_BYTES)
+    inject(alone, 0, "SEND_FIRST", size=MTU_BYTES)
     if qp_type is QPType.UC:
-        tell(alone, 5, "SEND_MIDDLE", size=MTU_BYTES)
+        inject(alone, 5, "SEND_MIDDLE", size=MTU_BYTES)
         assert alone.qp.spare is not None
     native.verb(alone.qp.modify, QPAttrMask.STATE, {"qp_state": QPState.RESET})
     connect(alone.qp, gid(2), PEER_QPN, rq_psn=RQ_PSN)
     for n in (0, 1):
-        tell(alone, n, "SEND_ONLY", size=8)
+        inject(alone, n, "SEND_ONLY", size=8)
     assert completions(alone) == [(1, SUCCESS, 8), (2, SUCCESS, 8)]
 
 
@@ -690,7 +690,7 @@ def test_shared_receive_queue_reports_its_limit():
     assert alone.srq is not None
     alone.srq.limit = 1
     post_recv(alone, 1, 100)
-    tell(alone, 0, "SEND_ONLY", size=8)
+    inject(alone, 0, "SEND_ONLY", size=8)
     assert alone.events() == [EventType.SRQ_LIMIT_REACHED]
     assert completions(alone) == [(1, SUCCESS, 8)]
 
@@ -699,7 +699,7 @@ def test_receive_that_a_message_had_begun_to_fill_is_flushed_with_the_queue_pair
     alone = Alone(srq=True)
     post_recv(alone, 1, 5000)
     post_recv(alone, 2, 5000)
-    tell(alone, 0, "SEND_FIRST", size=MTU_BYTES)
+    inject(alone, 0, "SEND_FIRST", size=MTU_BYTES)
     alone.qp.fail()
     assert completions(alone) == [(1, FLUSHED, 0)]
     assert alone.events() == [EventType.QP_LAST_WQE_REACHED]
@@ -712,28 +712,28 @@ def test_message_that_lost_a_packet_leaves_its_receive_to_the_next():
     uc = Alone(QPType.UC)
     post_recv(uc, 1, 5000)
     post_recv(uc, 2, 5000)
-    tell(uc, 0, "SEND_FIRST", size=MTU_BYTES)
-    tell(uc, 2, "SEND_LAST", size=4)
-    tell(uc, 3, "SEND_MIDDLE", size=MTU_BYTES)
-    tell(uc, 4, "SEND_ONLY", size=3)
-    tell(uc, 9, "SEND_FIRST", size=MTU_BYTES)
-    tell(uc, 10, "SEND_LAST", size=5)
+    inject(uc, 0, "SEND_FIRST", size=MTU_BYTES)
+    inject(uc, 2, "SEND_LAST", size=4)
+    inject(uc, 3, "SEND_MIDDLE", size=MTU_BYTES)
+    inject(uc, 4, "SEND_ONLY", size=3)
+    inject(uc, 9, "SEND_FIRST", size=MTU_BYTES)
+    inject(uc, 10, "SEND_LAST", size=5)
     assert completions(uc) == [(1, SUCCESS, 3), (2, SUCCESS, MTU_BYTES + 5)]
     assert uc.peer.take() == []
 
 
 def test_what_an_unreliable_service_cannot_execute_is_dropped():
     uc = Alone(QPType.UC)
-    tell(uc, 0, "SEND_ONLY", size=8)
+    inject(uc, 0, "SEND_ONLY", size=8)
     addr, rkey, _ = reth(uc, 0, 0)
-    tell(uc, 1, "RDMA_WRITE_ONLY", addr, rkey ^ 1, 8, size=8)
-    tell(uc, 2, "RDMA_WRITE_ONLY", addr, rkey, 8, size=4)
-    tell(uc, 3, "RDMA_WRITE_FIRST", addr, rkey, 1 << 30, size=MTU_BYTES)
-    tell(uc, 4, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
+    inject(uc, 1, "RDMA_WRITE_ONLY", addr, rkey ^ 1, 8, size=8)
+    inject(uc, 2, "RDMA_WRITE_ONLY", addr, rkey, 8, size=4)
+    inject(uc, 3, "RDMA_WRITE_FIRST", addr, rkey, 1 << 30, size=MTU_BYTES)
+    inject(uc, 4, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
     assert uc.qp.state is QPState.RTS
     assert uc.events() == []
     assert not any(uc.memory.view)
-    tell(uc, 5, "RDMA_WRITE_ONLY", addr, rkey, 4, payload=b"good")
+    inject(uc, 5, "RDMA_WRITE_ONLY", addr, rkey, 4, payload=b"good")
     assert bytes(uc.memory.view[:4]) == b"good"
 
 
@@ -787,10 +787,10 @@ def test_garbage_raises_nothing_and_costs_little_memory(qp_type):
             for _ in range(100):
                 packet = garbage(alone, rng)
                 for _ in range(rng.choice([1, 1, 3])):
-                    alone.peer.tell(alone.qp, packet)
+                    alone.peer.inject(alone.qp, packet)
                     mutated = bytearray(packet)
                     mutated[rng.randrange(len(mutated))] ^= 1 << rng.randrange(8)
-                    alone.peer.tell(alone.qp, bytes(mutated))
+                    alone.peer.inject(alone.qp, bytes(mutated))
             alone.network.run(alone.network.now + 1)
             alone.peer.got.clear()
             after, _ = tracemalloc.get_traced_memory()

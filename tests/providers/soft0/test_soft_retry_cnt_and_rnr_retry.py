@@ -32,6 +32,13 @@ def post(pair: Pair, timeout: int, retry_cnt: int) -> None:
     pair.a.post_send(rp.Send(pair.mine[:8], wr_id=1))
 
 
+def reconnect(pair: Pair, rnr_retry: int, min_rnr_timer: int) -> None:
+    pair.a.to_reset()
+    pair.b.to_reset()
+    pair.a.connect(pair.b.endpoint(), rnr_retry=rnr_retry)
+    pair.b.connect(pair.a.endpoint(), min_rnr_timer=min_rnr_timer)
+
+
 def test_request_is_retried_until_it_is_acknowledged(deaf):
     post(deaf, timeout=12, retry_cnt=7)
     deaf.b.to_rtr(deaf.a.endpoint())
@@ -66,10 +73,7 @@ def test_timeout_of_0_retries_forever(deaf):
 @pytest.mark.parametrize("tries", [0, 1, 3])
 def test_rnr_nak_is_retried_rnr_retry_times(rc, context, tries):
     """The first attempt and rnr_retry more; the next request has all of them again."""
-    rc.a.to_reset()
-    rc.b.to_reset()
-    rc.a.connect(rc.b.endpoint(), rnr_retry=tries)
-    rc.b.connect(rc.a.endpoint(), min_rnr_timer=1)
+    reconnect(rc, rnr_retry=tries, min_rnr_timer=1)
     for _ in range(2):
         context.faults.not_ready(rc.b.qp_num, tries)
         rc.works()
@@ -81,20 +85,14 @@ def test_rnr_nak_is_retried_rnr_retry_times(rc, context, tries):
 
 
 def test_rnr_retry_of_7_retries_forever(rc, context):
-    rc.a.to_reset()
-    rc.b.to_reset()
-    rc.a.connect(rc.b.endpoint(), rnr_retry=7)
-    rc.b.connect(rc.a.endpoint(), min_rnr_timer=1)
+    reconnect(rc, rnr_retry=7, min_rnr_timer=1)
     context.faults.not_ready(rc.b.qp_num, 50)
     rc.works()
 
 
 def test_rnr_retry_waits_for_the_receivers_rnr_timer(rc, context):
     """min_rnr_timer 24 is 40.96 ms (IBA, table 45)."""
-    rc.b.to_reset()
-    rc.a.to_reset()
-    rc.a.connect(rc.b.endpoint(), rnr_retry=6)
-    rc.b.connect(rc.a.endpoint(), min_rnr_timer=24)
+    reconnect(rc, rnr_retry=6, min_rnr_timer=24)
     context.faults.not_ready(rc.b.qp_num, 3)
     begun = time.monotonic()
     rc.works()

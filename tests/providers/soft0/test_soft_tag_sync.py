@@ -12,7 +12,7 @@ from support.tag_server import EAGER, MATCHED, NO_FLAGS, SYNC, Server, small_ser
 import rdmapost as rp
 from rdmapost import OpsFlags, WCFlags, WCOpcode, WCStatus
 
-MOST_BEHIND = 0x3FFF
+MAX_BEHIND = 0x3FFF
 """Unexpected messages after which mlx5 asks for a sync, and soft0 too."""
 
 
@@ -38,7 +38,7 @@ def surprise(server: Server, count: int) -> list[rp.WC]:
 
 def test_unexpected_messages_ask_for_a_sync_when_software_is_far_behind(server):
     """Until then their completions carry no flags; a sync clears the flag again."""
-    quiet = surprise(server, MOST_BEHIND)
+    quiet = surprise(server, MAX_BEHIND)
     assert {(wc.opcode, wc.wc_flags) for wc in quiet} == {(WCOpcode.TM_RECV, NO_FLAGS)}
     (first,) = surprise(server, 1)
     assert (first.wr_id, first.opcode, first.wc_flags) == (
@@ -46,7 +46,7 @@ def test_unexpected_messages_ask_for_a_sync_when_software_is_far_behind(server):
         WCOpcode.TM_RECV,
         WCFlags.TM_SYNC_REQ,
     )
-    server.srq.post_srq_ops(rp.TagSync(wr_id=3, unexpected_cnt=MOST_BEHIND + 1))
+    server.srq.post_srq_ops(rp.TagSync(wr_id=3, unexpected_cnt=MAX_BEHIND + 1))
     assert (server.one().wr_id, server.srq.outstanding_ops) == (3, 0)
     assert surprise(server, 1)[0].wc_flags == NO_FLAGS
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from support import prints
+from support import ALL, prints
 
 from rdmapost import (
     Access,
@@ -48,13 +48,7 @@ pytestmark = pytest.mark.skipif(
     sys.gettrace() is not None, reason="coverage (or a debugger) traces already"
 )
 
-ALL = int(
-    Access.LOCAL_WRITE
-    | Access.REMOTE_WRITE
-    | Access.REMOTE_READ
-    | Access.REMOTE_ATOMIC
-    | Access.MW_BIND
-)
+BINDABLE = int(ALL | Access.MW_BIND)
 M = QPAttrMask
 GROUP = bytes([0xFF, 0x12, *bytes(14)])
 DATA = bytes(range(256)) * 8
@@ -85,7 +79,7 @@ class Bench:
         )
         self.addr = int(ffi.cast("uintptr_t", ffi.from_buffer(self.memory)))
         self.mr = self.keep(
-            provider.reg_mr(self.pd, ffi.cast("void *", self.addr), len(self.memory), ALL),
+            provider.reg_mr(self.pd, ffi.cast("void *", self.addr), len(self.memory), BINDABLE),
             provider.dereg_mr,
         )
         self.side = self.qp()
@@ -126,7 +120,7 @@ class Bench:
             M.STATE | M.PKEY_INDEX | M.PORT | M.ACCESS_FLAGS,
             qp_state=QPState.INIT,
             port_num=1,
-            qp_access_flags=ALL,
+            qp_access_flags=BINDABLE,
         )
 
     def connect(self, qp: Any, to: Any, rnr_retry: int = 7, timer: int = 1) -> None:
@@ -410,7 +404,9 @@ def other_context(b: Bench) -> Any:
 
 
 def region(b: Bench) -> Any:
-    return b.keep(provider.reg_mr(b.pd, ffi.cast("void *", b.addr), 64, ALL), provider.dereg_mr)
+    return b.keep(
+        provider.reg_mr(b.pd, ffi.cast("void *", b.addr), 64, BINDABLE), provider.dereg_mr
+    )
 
 
 def channel(b: Bench) -> Any:
@@ -437,7 +433,7 @@ control("open_device", lambda b: ("soft0",), provider.close_device)
 control("close_device", lambda b: (other_context(b),))
 control("alloc_pd", lambda b: (b.context,), provider.dealloc_pd)
 control("dealloc_pd", lambda b: (b.keep(provider.alloc_pd(b.context), provider.dealloc_pd),))
-control("reg_mr", lambda b: (b.pd, ffi.cast("void *", b.addr), 64, ALL), provider.dereg_mr)
+control("reg_mr", lambda b: (b.pd, ffi.cast("void *", b.addr), 64, BINDABLE), provider.dereg_mr)
 control("dereg_mr", lambda b: (region(b),))
 control("alloc_mw", lambda b: (b.pd, MWType.TYPE_2), provider.dealloc_mw)
 control("dealloc_mw", lambda b: (windows(b, MWType.TYPE_1),))

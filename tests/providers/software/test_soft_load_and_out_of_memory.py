@@ -7,6 +7,8 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support import ALL, LOSES_MEMORY, prints, resident, run_python
@@ -123,6 +125,19 @@ def test_a_hundred_thousand_resources_leave_nothing_behind(context, resource):
         assert resident() - memory_before < 1 << 20
 
 
+@contextmanager
+def two_queue_pairs(context: rp.Context) -> Iterator[tuple[rp.CQ, rp.MR, rp.QP, rp.QP]]:
+    """Open two queue pairs on one CQ, not connected, and a region."""
+    with (
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 4096, ALL) as mr,
+        rp.QP(pd, QPType.RC, cq) as first,
+        rp.QP(pd, QPType.RC, cq) as second,
+    ):
+        yield cq, mr, first, second
+
+
 def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, caplog, monkeypatch):
     """An exception inside a verb ends the work request, and its traceback is logged."""
     from rdmapost.providers.soft0 import responder
@@ -130,13 +145,7 @@ def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, c
     def broken(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
-    with (
-        rp.PD(context) as pd,
-        rp.CQ(context) as cq,
-        rp.MR(pd, 4096, ALL) as mr,
-        rp.QP(pd, QPType.RC, cq) as near,
-        rp.QP(pd, QPType.RC, cq) as far,
-    ):
+    with two_queue_pairs(context) as (cq, mr, near, far):
         near.connect(far.endpoint())
         far.connect(near.endpoint())
         monkeypatch.setattr(responder, "copy", broken)
@@ -226,13 +235,7 @@ def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, 
     """Unchanged, and before later posts."""
     from rdmapost.providers.software import qp as queuepair
 
-    with (
-        rp.PD(context) as pd,
-        rp.CQ(context) as cq,
-        rp.MR(pd, 4096, ALL) as mr,
-        rp.QP(pd, QPType.RC, cq) as near,
-        rp.QP(pd, QPType.RC, cq) as other,
-    ):
+    with two_queue_pairs(context) as (cq, mr, near, other):
         near.connect(near.endpoint())
         other.connect(other.endpoint())
         writes = [
@@ -257,13 +260,7 @@ def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
     from rdmapost.providers.soft0 import requester
     from rdmapost.providers.software import qp as queuepair
 
-    with (
-        rp.PD(context) as pd,
-        rp.CQ(context) as cq,
-        rp.MR(pd, 4096, ALL) as mr,
-        rp.QP(pd, QPType.RC, cq) as near,
-        rp.QP(pd, QPType.RC, cq) as other,
-    ):
+    with two_queue_pairs(context) as (cq, mr, near, other):
         near.connect(near.endpoint())
         other.connect(other.endpoint())
         retire = requester._retire
@@ -286,13 +283,7 @@ def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
 def test_retry_without_memory_is_made_later(context, caplog, shortage):
     from rdmapost.providers.software import device
 
-    with (
-        rp.PD(context) as pd,
-        rp.CQ(context) as cq,
-        rp.MR(pd, 4096, ALL) as mr,
-        rp.QP(pd, QPType.RC, cq) as near,
-        rp.QP(pd, QPType.RC, cq) as far,
-    ):
+    with two_queue_pairs(context) as (cq, mr, near, far):
         near.connect(far.endpoint(), timeout=14, retry_cnt=0)
         near.post_send(rp.Send(mr[0:8], wr_id=1))
         left = shortage(device.Device, "start", 2 * 3)

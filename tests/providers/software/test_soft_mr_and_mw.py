@@ -7,7 +7,7 @@ import mmap
 from typing import Any
 
 import pytest
-from support import prints
+from support import ALL, prints
 
 import rdmapost as rp
 from rdmapost import Access, MWType, WCStatus
@@ -22,13 +22,7 @@ from rdmapost.providers.software.memory import (
     gather,
 )
 
-ALL = int(
-    Access.LOCAL_WRITE
-    | Access.REMOTE_WRITE
-    | Access.REMOTE_READ
-    | Access.REMOTE_ATOMIC
-    | Access.MW_BIND
-)
+BINDABLE = int(ALL | Access.MW_BIND)
 READ, WRITE = int(Access.REMOTE_READ), int(Access.REMOTE_WRITE)
 ATOMIC = int(Access.REMOTE_ATOMIC)
 BASE, SIZE = 0x1000, 64
@@ -38,13 +32,13 @@ QPN = 7
 class Place:
     """A device's memory with one region."""
 
-    def __init__(self, access: int = ALL) -> None:
+    def __init__(self, access: int = BINDABLE) -> None:
         self.memory = Memory()
         self.pd = ProtectionDomain()
         self.bytes = bytearray(range(SIZE))
         self.region = self.register(access)
 
-    def register(self, access: int = ALL, addr: int = BASE) -> Region:
+    def register(self, access: int = BINDABLE, addr: int = BASE) -> Region:
         return self.memory.register(self.pd, addr, memoryview(self.bytes), access)
 
     def local(self, *sges: tuple[int, int, int], write: bool = False, **more: Any) -> bytes:
@@ -182,7 +176,7 @@ def test_sge_of_length_0_means_2_to_the_31_bytes(place):
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
     # Address space not backed by memory.
     with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
-        region = place.memory.register(place.pd, BASE, whole, ALL)
+        region = place.memory.register(place.pd, BASE, whole, BINDABLE)
         (found,) = place.memory.local(place.pd, [(BASE, 0, region.lkey)], False)
         assert len(found) == 1 << 31
         found.release()
@@ -215,12 +209,12 @@ def test_rkey_of_another_protection_domain_is_refused(place):
 @pytest.mark.parametrize("need", [READ, WRITE, ATOMIC])
 def test_remote_access_needs_its_flag(need):
     assert Place(need).remote(need=need) == bytes(range(8))
-    refused("grant", Place(ALL & ~need).remote, need=need)
-    refused("grant", Place(need).remote, need=ALL & ~need & (READ | WRITE | ATOMIC))
+    refused("grant", Place(BINDABLE & ~need).remote, need=need)
+    refused("grant", Place(need).remote, need=BINDABLE & ~need & (READ | WRITE | ATOMIC))
 
 
 def test_zero_based_region_is_addressed_from_its_start(place):
-    region = place.register(ALL | int(Access.ZERO_BASED), addr=0)
+    region = place.register(BINDABLE | int(Access.ZERO_BASED), addr=0)
     assert place.remote(0, SIZE, rkey=region.rkey) == bytes(range(SIZE))
     assert place.remote(8, 8, rkey=region.rkey) == bytes(range(8, 16))
     refused("outside", place.remote, SIZE, 1, rkey=region.rkey)
@@ -275,11 +269,11 @@ def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
     wrong: list[dict[str, Any]] = [
         {"pd": other},
         {"region": None},
-        {"region": place.memory.register(other, BASE, memoryview(place.bytes), ALL)},
-        {"region": place.register(ALL & ~int(Access.MW_BIND))},
-        {"region": place.register(ALL | int(Access.ZERO_BASED))},
-        {"region": place.register(ALL & ~int(Access.LOCAL_WRITE)), "access": WRITE},
-        {"region": place.register(ALL & ~int(Access.LOCAL_WRITE)), "access": ATOMIC},
+        {"region": place.memory.register(other, BASE, memoryview(place.bytes), BINDABLE)},
+        {"region": place.register(BINDABLE & ~int(Access.MW_BIND))},
+        {"region": place.register(BINDABLE | int(Access.ZERO_BASED))},
+        {"region": place.register(BINDABLE & ~int(Access.LOCAL_WRITE)), "access": WRITE},
+        {"region": place.register(BINDABLE & ~int(Access.LOCAL_WRITE)), "access": ATOMIC},
         {"addr": BASE - 1},
         {"addr": BASE + SIZE - 15},
         {"length": SIZE + 1},
@@ -293,7 +287,7 @@ def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
     # The region's edges, and read access to memory that the process may not write.
     place.bind(window, BASE, SIZE)
     window.unbind()
-    place.bind(window, region=place.register(ALL & ~int(Access.LOCAL_WRITE)), access=READ)
+    place.bind(window, region=place.register(BINDABLE & ~int(Access.LOCAL_WRITE)), access=READ)
 
 
 def test_only_type_1_windows_can_be_bound_while_bound(place, window):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support import LIMIT, needs, serving
 from support.serving import Served
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType, WCOpcode, connect
@@ -94,14 +95,7 @@ def test_clients_write_through_a_window_of_the_callers_region(
         # The window is closed first: Soft-RoCE's queue pair waits for it.
         with served.dial() as peer, rp.MW(pd) as mw:
             (client,) = served.server.clients
-            bind = rp.BindMW(
-                mw=mw,
-                rkey=mw.next_rkey(),
-                mr=mr,
-                addr=mr.addr,
-                length=64,
-                mw_access_flags=Access.REMOTE_WRITE,
-            )
+            bind = bind_wr(mw, mr)
             client.qp.post_send(bind)
             client.qp.send_cq.wait()[0].check()
             peer.qp.post_send(rp.RdmaWrite(peer.mr[:8], **(peer.target() | {"rkey": mw.rkey})))

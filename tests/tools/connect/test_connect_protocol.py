@@ -21,7 +21,7 @@ from rdmapost.tools.connect.protocol import (
     ClientProtocol,
     LineReader,
     ServerProtocol,
-    State,
+    SessionState,
     token_matches,
 )
 from rdmapost.tools.connect.protocol_messages import (
@@ -259,12 +259,12 @@ def test_another_protocol_is_recognised_at_its_first_byte(first: bytes) -> None:
 # ---- both sides -------------------------------------------------------------------
 
 
-def server_at(state: State, token: str | None = None) -> ServerProtocol:
+def server_at(state: SessionState, token: str | None = None) -> ServerProtocol:
     protocol = ServerProtocol(token)
-    if state is not State.HELLO:
+    if state is not SessionState.HELLO:
         protocol.receive(encode(HELLO))
         assert protocol.next_message() == HELLO
-    if state is State.OPEN:
+    if state is SessionState.OPEN:
         protocol.receive(encode(Ready()))
         assert protocol.next_message() == Ready()
     assert protocol.state is state
@@ -272,25 +272,27 @@ def server_at(state: State, token: str | None = None) -> ServerProtocol:
 
 
 def test_the_server_reads_every_message_from_hello_to_bye() -> None:
-    protocol = server_at(State.OPEN)
+    protocol = server_at(SessionState.OPEN)
     asked: list[Message] = [Report(1, 0), Look(0, 1), Report(2, 5), Bye()]
     protocol.receive(b"".join(map(encode, asked)))
     assert [protocol.next_message() for _ in asked] == asked
-    assert protocol.state is State.OVER
+    assert protocol.state is SessionState.OVER
     protocol.receive(b"more")
     assert protocol.next_message() is None
 
 
-CAN_COME: dict[State, tuple[type, ...]] = {
-    State.HELLO: (Hello,),
-    State.READY: (Ready, Bye),
-    State.OPEN: (Report, Look, Bye),
+CAN_COME: dict[SessionState, tuple[type, ...]] = {
+    SessionState.HELLO: (Hello,),
+    SessionState.READY: (Ready, Bye),
+    SessionState.OPEN: (Report, Look, Bye),
 }
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("state", CAN_COME, ids=lambda state: state.name)
-def test_the_server_accepts_a_message_only_in_its_state(state: State, message: Message) -> None:
+def test_the_server_accepts_a_message_only_in_its_state(
+    state: SessionState, message: Message
+) -> None:
     protocol = server_at(state)
     protocol.receive(encode(message))
     if isinstance(message, CAN_COME[state]):
@@ -299,7 +301,7 @@ def test_the_server_accepts_a_message_only_in_its_state(state: State, message: M
     with pytest.raises(ProtocolError) as error:
         protocol.next_message()
     assert error.value.code == "format"
-    assert protocol.state is State.OVER
+    assert protocol.state is SessionState.OVER
     # It is over: a valid message comes too late.
     protocol.receive(encode(HELLO))
     assert protocol.next_message() is None
@@ -483,7 +485,7 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
         protocol: ServerProtocol | ClientProtocol
         if rng.randrange(2):
             protocol = ServerProtocol(rng.choice([None, "secret"]))
-            protocol.state = rng.choice([State.HELLO, State.READY, State.OPEN])
+            protocol.state = rng.choice([SessionState.HELLO, SessionState.READY, SessionState.OPEN])
         else:
             protocol = ClientProtocol()
             protocol.ask(rng.choice([HELLO, Ready(), Report(1, 0), Look(0, 1), Bye()]))
@@ -515,7 +517,7 @@ def attempt(at):
     # Whether a look was answered, although one allocation fails.
     client = client_session.ClientSession("server", 5.0)
     server = protocol.ServerProtocol()
-    server.state = protocol.State.OPEN
+    server.state = protocol.SessionState.OPEN
     try:
         _testcapi.set_nomemory(at, at + 1)
         try:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
+from support.roce import skip_unless_free
 
 import rdmapost as rp
 from rdmapost.diagnose import Finding, diagnose_machine
@@ -13,12 +13,7 @@ from rdmapost.diagnose import Finding, diagnose_machine
 
 @pytest.fixture(scope="module", autouse=True)
 def _port_is_free() -> None:
-    try:
-        rp.open_device("roce:lo").close()
-    except rp.VerbsError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        pytest.skip("Soft-RoCE has UDP port 4791 on every address")
+    skip_unless_free("roce:lo")
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_log_on_standard_input_is_explained(args: list[str]) -> None:
     assert "ENOMEM: errno 12" in ran.stdout
 
 
-def test_log_on_standard_input_in_json() -> None:
+def test_log_on_standard_input_is_explained_in_json() -> None:
     doc = json.loads(piped(LOG, "--json").stdout)
     assert [(one["name"], one["number"], one["count"]) for one in doc["mentions"]] == [
         ("RETRY_EXC_ERR", 2, 2),

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
+from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType
@@ -178,16 +179,7 @@ def test_bound_window_is_closed_with_the_loopback(context: rp.Context) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
     with Loopback(context, access=access) as pair:
         window, region = pair.window(), pair.remote.mr
-        pair.remote.qp.post_send(
-            rp.BindMW(
-                mw=window,
-                rkey=window.next_rkey(),
-                mr=region,
-                addr=region.addr,
-                length=64,
-                mw_access_flags=Access.REMOTE_WRITE,
-            )
-        )
+        pair.remote.qp.post_send(bind_wr(window, region))
         pair.arrived()[0].check()
     assert window.closed
     assert region.closed
