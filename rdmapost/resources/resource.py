@@ -147,13 +147,20 @@ class Resource(native.Handle, ClosesOnExit):
     def _end_user(self) -> None:
         """End the tool that holds the device open by this resource: close_all() comes first."""
 
-    def _refuse_children(self) -> None:
-        """Close children that nothing refers to; raise InUseError if others are open."""
+    def _refuse_children(self, unnamed: int) -> bool:
+        """Close children that nothing refers to; raise InUseError if others are open.
+
+        Args:
+            unnamed: raise it even if no child is listed, such as one under construction.
+
+        Returns:
+            Whether there was any to close.
+        """
         children = open_children(self)
         some_closed = close_dropped(children)
         names = [str(child) for child in children if not is_closed(child)]
-        if some_closed and not names:
-            return
+        if not names and (some_closed or not unnamed):
+            return some_closed
         shown = ", ".join(names[:4]) or "another resource"
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"
@@ -264,7 +271,21 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
 
     Returns:
         The resources that are still open, each with its error, in the order of closing.
+
+    Raises:
+        Exception: what a signal handler raised meanwhile; everything that can be closed is.
     """
+    interrupts: list[Exception] = []
+    errors = _close_in_order(resource, interrupts)
+    try:
+        for interrupt in interrupts:
+            raise interrupt
+    finally:
+        interrupts.clear()  # or the exception and this frame refer to each other
+    return errors
+
+
+def _close_in_order(resource: Resource, interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
     for handle in _all_below(resource):
         handle._end_user()
     below = _all_below(resource)
@@ -275,13 +296,13 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
         for handle in left:
             if hasattr(handle, "_in_flight"):
                 handle._keep_completions()
-        windows = [window for window, _ in _close_each(windows)]
+        windows = [window for window, _ in _close_each(windows, interrupts)]
         # A window with a bind in flight cannot be closed yet; its queue pair may need time.
         if not windows or time.monotonic() > end:
             break
         time.sleep(0.001)
     while left:
-        errors = _close_each(left)
+        errors = _close_each(left, interrupts)
         if len(errors) == len(left):
             return errors
         # Some of these were in use by others that are closed now.
@@ -294,14 +315,27 @@ _BINDS_S = 0.5
 _RANK = operator.attrgetter("_rank")
 
 
-def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
-    """Close the resources that can be closed; return the others with their errors."""
+def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
+    """Close the resources that can be closed; return the others with their errors.
+
+    An exception that close() does not raise again is a signal handler's, and goes to interrupts.
+    """
     errors = []
     for handle in handles:
+        raised: Exception | None = None
         try:
-            handle.close()
+            try:
+                handle.close()
+            except (RdmaError, MemoryError):
+                raise
+            except Exception as error:
+                raised = error
+                handle.close()
+                interrupts.append(error)
         except RdmaError as error:
             errors.append((handle, error))
+            if raised is not None:
+                interrupts.append(raised)
         except MemoryError:
             raise
         except Exception as error:
@@ -310,6 +344,8 @@ def _close_each(handles: list[Any]) -> list[tuple[Any, RdmaError]]:
             failure.__cause__ = error
             if not is_closed(handle):
                 errors.append((handle, failure))
+        finally:
+            raised = None
     return errors
 
 

@@ -82,11 +82,9 @@ class ResourceStack:
 
         What is still open, its parent's close() names; on None there is nothing.
         """
-        try:
+        with CloseAfterwards(self.close):
             if pd is not None:
                 close_with_all_below(pd)
-        finally:
-            self.close()
 
     def closed_on_error(self) -> _ClosedOnError:
         """Close everything if the block raises."""
@@ -113,6 +111,33 @@ class _ClosedOnError:
         if error_type is not None:
             with suppress(RdmaError):
                 self._stack.close()
+
+
+class CloseAfterwards:
+    """A context manager that calls a function at the end.
+
+    If the block raises, an RdmaError of that function does not replace what it raised.
+    """
+
+    __slots__ = ("_close",)
+
+    def __init__(self, close: Callable[[], object]) -> None:
+        self._close = close
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error_type is None:
+            self._close()
+        else:
+            with suppress(RdmaError):
+                self._close()
 
 
 def drop_outstanding(qp: QP) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import needs, prints, until
+from support import LIMIT, needs, prints, until
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -95,6 +95,45 @@ def test_use_after_close_names_the_resource():
         thing._open_struct()
     with pytest.raises(rp.ClosedError, match="pd is closed"), thing:
         pass
+
+
+def test_parent_closes_once_another_thread_is_done_with_its_closed_child():
+    forgets, go_on = threading.Event(), threading.Event()
+
+    class Slow(Thing):
+        def _forget(self) -> None:
+            forgets.set()
+            assert go_on.wait(LIMIT)
+
+    parent = Thing("pd")
+    child = Slow("qp", parent)
+    threads = [threading.Thread(target=child.close), threading.Thread(target=parent.close)]
+    threads[0].start()
+    assert forgets.wait(LIMIT)
+    assert child.closed
+    threads[1].start()
+    threads[1].join(0.05)
+    assert threads[1].is_alive()
+    go_on.set()
+    all_end(threads)
+    assert closed == ["qp", "pd"]
+
+
+def test_parent_that_its_child_closes_while_it_ends_is_refused_at_once():
+    raised: list[str] = []
+
+    class Closer(Thing):
+        def _forget(self) -> None:
+            try:
+                self.above[0].close()
+            except rp.InUseError as error:
+                raised.append(str(error))
+
+    parent = Thing("pd")
+    Closer("qp", parent).close()
+    assert raised == ["pd cannot be closed: another resource still open; close it first"]
+    parent.close()
+    assert closed == ["qp", "pd"]
 
 
 def test_closed_window_is_named_without_its_key(pd):
@@ -370,9 +409,9 @@ def test_exception_of_a_handler_while_a_close_is_refused_for_an_open_child_comes
     """Both were closed in the middle of a verb, the parent first: it waits for its child."""
 
     class Rude(Thing):
-        def _refuse_children(self) -> None:
+        def _refuse_children(self, unnamed: int) -> bool:
             refuse_children()
-            super()._refuse_children()
+            return super()._refuse_children(unnamed)
 
     refuse_children = Fails(LookupError, 1)
     parent, other = Rude("pd"), Thing("other")

@@ -1130,3 +1130,18 @@ def test_random_harness_detects_a_lock_left_held_by_an_interrupt():
 
     with pytest.raises(AssertionError, match="locked"):
         interrupt_at_random(leaky.verb, 3000, after)
+
+
+@pytest.mark.parametrize("error", [Interrupted, KeyboardInterrupt])
+def test_interrupt_of_close_all_is_raised_and_what_is_left_can_be_closed(error) -> None:
+    def make() -> list[Any]:
+        context = rp.open_device("soft0")
+        pd, cq = rp.PD(context), rp.CQ(context)
+        return [context, pd, cq, rp.MR(pd, 64), rp.MW(pd), rp.QP(pd, rp.QPType.RC, cq)]
+
+    def check(things: list[Any], moment: Moment) -> None:
+        things[0].close_all()
+        assert [one.closed for one in things] == [True] * len(things)
+        assert moment.raised == bool(moment.number)
+
+    interrupt_at_each_moment(make, lambda things: things[0].close_all(), check, handler=error)

@@ -1064,12 +1064,44 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	return stopped;
 }
 
+/* Count a child that is destroyed, or that has left its parents after that. */
+static void count_ended(PyObject *parents, size_t counter)
+{
+	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
+		RP_ADD((unsigned int *)(void *)((char *)PyTuple_GetItem(parents, i) + counter), 1);
+}
+
+/*
+ * Raise InUseError for a handle's children, or close those that nothing refers to. Children that
+ * nobody can name may be closed, but not done with in another thread: wait for them. Returns 0 if
+ * their number may have changed since `destroyed` was read; 1 if time is up; -1 with an exception.
+ */
+static int refuse_children(struct rp_handle *h, struct pause *pause, unsigned int destroyed)
+{
+	PyObject *named = PyObject_CallMethod((PyObject *)h, "_refuse_children", "i", 0);
+	int known = named != Py_False;
+
+	Py_XDECREF(named);
+	if (!named)
+		return -1;
+	if (known)
+		return 0;
+	/* A thread in the middle of a close does not wait: the other may be waiting for it. */
+	if (!rp_thread()->closing &&
+	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
+		return sleep_on(h, pause);
+	named = PyObject_CallMethod((PyObject *)h, "_refuse_children", "i", 1);
+	Py_XDECREF(named);
+	return named ? 0 : -1;
+}
+
 /*
  * Become the handle's closer and admit no new users. Returns 0; 1 if it is closed, already being
  * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
  */
 static int shut(struct rp_handle *h, struct pause *pause)
 {
+	unsigned int destroyed;
 	int stopped;
 	uint64_t word;
 
@@ -1077,6 +1109,7 @@ again:
 	stopped = claim_in_turn(h, pause);
 	if (stopped)
 		return stopped;
+	destroyed = RP_LOAD(&h->destroyed);
 	word = load(&h->word);
 	while (state_of(h) == OPEN && !CHILDREN(word) &&
 	       !__atomic_compare_exchange_n(&h->word, &word, word | SHUT, 0, __ATOMIC_SEQ_CST,
@@ -1086,9 +1119,9 @@ again:
 		end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
-		/* Raises, or closes children that were only waiting for a finalizer to retry. */
-		if (ask(h, "_refuse_children"))
-			return -1;
+		stopped = refuse_children(h, pause, destroyed);
+		if (stopped)
+			return stopped;
 		goto again;
 	}
 	return 0;
@@ -1135,6 +1168,7 @@ static int destroy(struct rp_handle *h)
 	if (done) {
 		h->address = NULL;
 		h->kept = 0;
+		count_ended(h->parents, offsetof(struct rp_handle, destroyed));
 		set_state(h, DESTROYED);
 		unlist(h);
 	}
@@ -1182,8 +1216,10 @@ static void finish(struct rp_handle *h)
 
 	if (h->queues)
 		h->forget(h->queues);
-	if (h->parents)
+	if (h->parents) {
 		leave_parents(h->parents, PyTuple_Size(h->parents));
+		count_ended(h->parents, offsetof(struct rp_handle, finished));
+	}
 	drop_held(h, forgotten ? GONE : DESTROYED);
 	restore_error(first);
 }
