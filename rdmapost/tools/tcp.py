@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from types import TracebackType
 from typing import Any
 
 from ..errors import RdmaError
@@ -44,6 +45,24 @@ class TCPError(RdmaError, OSError):
 
 class TCPTimeout(TCPError, TimeoutError):
     """The name service did not answer."""
+
+
+class _SuppressFailures:
+    """Suppresses what a system call raises, but not the TimeoutError of a signal handler."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, OSError) and error.errno is not None
+
+
+suppress_failures = _SuppressFailures()
 
 
 def errno_of(error: OSError) -> int | None:

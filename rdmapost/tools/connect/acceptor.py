@@ -39,6 +39,8 @@ _MAX_PENDING = 256
 _MAX_QUEUED = 128
 """Queued hellos from one address; few enough that the last is served within HELLO_S."""
 _MAX_ACCEPTS = 32
+_MEMORY_S = 0.01
+"""How long to wait for memory."""
 _TOO_MANY = "too many pending connections at this server; try again later"
 _TOO_FAST = "this server gets too many wrong tokens; try again later"
 
@@ -115,6 +117,8 @@ class Acceptor:
             self._max_pending = max(16, min(_MAX_PENDING, soft // 4))
         self._selector = selectors.DefaultSelector()
         self._warned_at = 0.0
+        # Memory has run out: what is recorded of the connections may be incomplete.
+        self._incomplete = False
 
     def close(self) -> None:
         """Release the selector, if run(), which does that at its end, was never called."""
@@ -125,7 +129,7 @@ class Acceptor:
         self._selector.register(self._stop_fd, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
-            while self._poll():
+            while self._go_on():
                 pass
             self._selector.unregister(self._stop_fd)
             self._selector.unregister(self._listener)
@@ -140,6 +144,30 @@ class Acceptor:
             for peer in (*self._pending, *self._lingering):
                 peer.session.close()
                 peer.sock.close()
+
+    def _go_on(self) -> bool:
+        """Poll; if memory runs out, give up the connections that are not clients, and no more."""
+        try:
+            if self._incomplete:
+                self._start_over()
+            return self._poll()
+        except (MemoryError, SystemError):
+            # CPython turns some of the former into the latter.
+            self._incomplete = True
+            time.sleep(_MEMORY_S)
+            return True
+
+    def _start_over(self) -> None:
+        for peer in (*self._pending, *self._lingering):
+            peer.session.close()
+            peer.sock.close()
+        for each in (self._pending, self._lingering, self._per_source, self._queues):
+            each.clear()
+        self._selector.close()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._stop_fd, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._incomplete = False
 
     def _empty_backlog(self) -> None:
         # Closing the listener would reset them without an error message.
@@ -267,11 +295,19 @@ class Acceptor:
                     self._count(source, now)
                 if peer.session.over:
                     self._finish(peer, answer)
-                elif not self._start_client(peer.sock, peer.session):
+                elif not self._start(peer):
                     self._finish(peer, peer.session.end("busy", _TOO_MANY))
                 if self._total.left(now) and source in self._queues:
                     # Another address is next.
                     self._queues.move_to_end(source)
+
+    def _start(self, peer: _Pending) -> bool:
+        try:
+            return self._start_client(peer.sock, peer.session)
+        except MemoryError:
+            peer.session.close()
+            peer.sock.close()
+            raise
 
     def _delay(self, source: str, now: float) -> float:
         """Return the seconds until a hello of this source may be served."""

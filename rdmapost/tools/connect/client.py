@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import socket
-import sys
 import time
 import weakref
 from contextlib import suppress
-from io import FileIO
 from threading import get_ident
 from typing import Any
 
@@ -22,8 +21,9 @@ from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.resource import ClosesOnExit
 from ...resources.srq import SRQ
+from ..resource_stack import CloseAfterwards
 from ..tcp import dial as dial_tcp
-from ..tcp import send_all
+from ..tcp import send_all, suppress_failures
 from .base_connection import BaseConnection
 from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
@@ -31,6 +31,7 @@ from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .qp_options import QPOptions
 from .server_state import check_token
+from .wakeup import Wakeup
 
 MARGIN_S = 1.0
 """How long an answer may take, besides the time that the server was asked to wait."""
@@ -118,7 +119,10 @@ def dial(
 
 
 class _Request:
-    """Exists while a request waits for its turn or has it; only a local variable refers to it."""
+    """Exists while a request waits for its turn or has it; only a local variable refers to it.
+
+    One exists during close(), too, which waits for no turn: the descriptors stay open for it.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -131,7 +135,8 @@ class _Turn(weakref.ref[_Request]):
     """
 
     __slots__ = ("number", "thread")
-    number: int
+    number: float
+    """infinity for close()."""
     thread: int
 
 
@@ -154,16 +159,15 @@ class Connection(BaseConnection, ClosesOnExit):
         self._turns: set[_Turn] = set()
         self._numbers = itertools.count()
         self._closing = False
-        # close() was called during a request; the end of that request closes the descriptors.
-        self._closed_in_request = False
+        # The last request in progress closes the descriptors.
+        self._over = False
         self._consistent = True
         super().__init__(context, host, port, **options)
         where = self._session.where
-        # Wakes threads waiting for an answer, so that close() need not wait for them. map calls
-        # both in C, so no signal handler can run before a FileIO owns the descriptor.
-        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        # Wakes threads waiting for an answer, so that close() need not wait for them.
+        self._wakeup: Wakeup | None = None
         try:
-            (self._wake,) = map(FileIO, map(os.eventfd, (0,), (flags,)), ("r+",))
+            self._wakeup = Wakeup()
         except OSError as error:
             with suppress(RdmaError):
                 self._stack.close()
@@ -189,17 +193,18 @@ class Connection(BaseConnection, ClosesOnExit):
         try:
             mine = self._enqueue(request)
             self._await_turn(mine, self.timeout + more_time, leaving)
-            if self._socket is None or (self._closing and not leaving):
+            sock = self._socket
+            if sock is None or self._over or (self._closing and not leaving):
                 raise ConnectError(f"the connection is closed{self._closed_by}", "lost")
             try:
-                return self._drive(self._socket, self._session.ask(message, more_time), leaving)
+                return self._drive(sock, self._session.ask(message, more_time), leaving)
             except BaseException as error:
                 self._note_failure(error, leaving)
                 raise
         finally:
             # A traceback would keep the frame, and so the turn.
             del request
-            self._abandon_if_closed()
+            self._close_unused()
 
     def _note_failure(self, error: BaseException, leaving: bool) -> None:
         if self._session.survives(error) and not leaving:
@@ -214,12 +219,13 @@ class Connection(BaseConnection, ClosesOnExit):
             self._closed_by = f": {type(error).__name__} interrupted a request"
             self._disconnect()
 
-    def _enqueue(self, request: _Request) -> _Turn:
+    def _enqueue(self, request: _Request, asks: bool = True) -> _Turn:
         try:
             # A weak reference is hashed only while its referent exists: set(map()) creates and
             # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
-            turn.number, turn.thread = next(self._numbers), get_ident()
+            turn.number = next(self._numbers) if asks else math.inf
+            turn.thread = get_ident()
             self._turns.add(turn)
             return turn
         finally:
@@ -229,7 +235,12 @@ class Connection(BaseConnection, ClosesOnExit):
     def _is_asking(self, mine: _Turn | None = None) -> bool:
         """Return whether this thread is in the middle of a request, other than `mine`."""
         this = get_ident()
-        return any([turn.thread == this and turn is not mine for turn in self._turns.copy()])
+        return any(
+            [
+                turn.thread == this and turn is not mine and turn.number < math.inf
+                for turn in self._turns.copy()
+            ]
+        )
 
     def _await_turn(self, mine: _Turn, limit: float, leaving: bool) -> None:
         if not leaving and self._is_asking(mine):
@@ -282,8 +293,8 @@ class Connection(BaseConnection, ClosesOnExit):
     def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> Outcome:
         poller = select.poll()
         poller.register(sock, select.POLLIN)
-        if not leaving:
-            poller.register(self._wake, select.POLLIN)
+        if not leaving and (wakeup := self._wakeup) is not None:
+            poller.register(wakeup.fd, select.POLLIN)
         while True:
             left = deadline - time.monotonic()
             self._consistent = True
@@ -381,14 +392,14 @@ class Connection(BaseConnection, ClosesOnExit):
         It becomes True at once, or within half a minute if the server's host has
         disappeared; the next request says why.  It is False while a request is pending.
         """
-        if self._pid != os.getpid() or self._closed_in_request:
+        if self._pid != os.getpid() or self._over:
             return True
         request = _Request()
         try:
             mine = self._enqueue(request)
             if any([turn.number < mine.number for turn in self._turns.copy()]):
                 return False
-            if (sock := self._socket) is None or (fd := sock.fileno()) < 0:
+            if (sock := self._socket) is None or self._over or (fd := sock.fileno()) < 0:
                 return True
             # Without a request, the server sends only its last error.
             poller = select.poll()
@@ -399,7 +410,7 @@ class Connection(BaseConnection, ClosesOnExit):
             return False
         finally:
             del request
-            self._abandon_if_closed()
+            self._close_unused()
 
     def _read_unasked(self, sock: socket.socket) -> bool:
         """Read a possible late answer; return whether the connection has ended instead."""
@@ -436,28 +447,26 @@ class Connection(BaseConnection, ClosesOnExit):
         if self._pid != os.getpid():
             return
         self._closing, self._where = True, ""
-        try:
-            if (sock := self._socket) is not None:
-                # Another thread may have closed it meanwhile, and has then woken all waiters.
-                with suppress(ValueError):
-                    self._wake.write((1).to_bytes(8, sys.byteorder))
-                self._leave(sock)
-        finally:
-            if not (self._closed_in_request and self._turns):
-                self._abandon()
-            self._release()
-
-    def _abandon_if_closed(self) -> None:
-        if self._closed_in_request and not self._turns:
-            self._abandon()
+        with CloseAfterwards(self._release):
+            request: _Request | None = None
+            try:
+                request = _Request()
+                self._enqueue(request, asks=False)
+                if (wakeup := self._wakeup) is not None:
+                    wakeup.ring()
+                if (sock := self._socket) is not None and not self._over:
+                    self._leave(sock)
+            finally:
+                self._disconnect()
+                del request
+                self._close_unused()
 
     def _abandon(self) -> None:
         self._disconnect()
-        self._wake.close()
+        self._close_unused()
 
     def _leave(self, sock: socket.socket) -> None:
         if (in_verb := native.in_verb()) or self._is_asking():
-            self._closed_in_request = True
             # The server's release may have to wait for that verb.
             self._shut_down(sock, 0.0 if in_verb else self.timeout)
         else:
@@ -468,7 +477,7 @@ class Connection(BaseConnection, ClosesOnExit):
         """Send a Bye although a request may be unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
-        with suppress(OSError):
+        with suppress_failures:
             poller.register(sock, select.POLLIN)
             # After half a request it could not be parsed.
             if self._consistent:
@@ -481,10 +490,22 @@ class Connection(BaseConnection, ClosesOnExit):
             sock.shutdown(socket.SHUT_RDWR)
 
     def _disconnect(self) -> None:
-        sock, self._socket = self._socket, None
-        if sock is not None:
+        """End the TCP connection, and with it every request in progress."""
+        self._over = True
+        if (sock := self._socket) is not None:
             # The child of a fork may have a copy; and other code may have closed the descriptor.
-            with suppress(OSError):
+            with suppress_failures:
                 sock.shutdown(socket.SHUT_RDWR)
-            with suppress(OSError):
+
+    def _close_unused(self) -> None:
+        """Close the descriptors once the connection is over and no request can use them.
+
+        Another thread's system call would reach whatever has the descriptor's number next.
+        """
+        # In this order: a request begins with the turn, and then checks whether it is over.
+        if not self._over or self._turns:
+            return
+        if (sock := self._socket) is not None:
+            with suppress_failures:
                 sock.close()
+        self._socket = self._wakeup = None

@@ -11,7 +11,7 @@ from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR, PD
+from ...resources.memory import MR, PD, allocate
 from ...resources.qp import QP
 from .protocol_messages import access_names
 from .qp_options import Given, private_bytes
@@ -129,7 +129,7 @@ def make_exposure(
     _try_options(context, given, port_num, gid_index)
     memory = None
     if shared and mr is None:
-        memory = mmap.mmap(-1, size)
+        memory = allocate(size)
         memory[: len(data)] = data
     return Exposure(
         size, access, count, receive_size, data, memory, port_num, gid_index, mr, private_data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import time
 from collections import deque
@@ -28,6 +27,7 @@ from .exposure import EXPOSABLE, Exposure, bytes_within
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
 from .server_events import Changed
+from .wakeup import Wakeup
 
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
@@ -43,30 +43,6 @@ _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
 """41 ms: a client that sends faster than receives are reposted waits for them."""
-
-
-class Wakeup:
-    """A descriptor that becomes readable once, in any thread, signal handler or finalizer.
-
-    Nothing closes it explicitly: the last reference does. So no thread can ring a descriptor that
-    another has closed, and that something else has by now.
-    """
-
-    def __init__(self) -> None:
-        self.fd = -1
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pid = os.getpid()
-
-    def ring(self) -> None:
-        """Make it readable; do nothing in the child of a fork, which shares it."""
-        if self._pid == os.getpid():
-            with suppress(BlockingIOError):
-                os.eventfd_write(self.fd, 1)
-
-    # At the interpreter's exit a finalizer may find no globals.
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
-            close(self.fd)
 
 
 def _more_access(mr: MR | None) -> Access:

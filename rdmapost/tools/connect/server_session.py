@@ -28,9 +28,10 @@ from .protocol_messages import (
     Seen,
     encode,
 )
-from .served_client import ServedClient, Wakeup
+from .served_client import ServedClient
 from .server_events import Arrived, Changed, Joined, Left, Refused
 from .server_state import ServerState
+from .wakeup import Wakeup
 
 _log = logging.getLogger("rdmapost.connect")
 _CLOSED_BY_SERVER = "the server closed the connection"
@@ -293,12 +294,18 @@ class ServerSession:
             changed = self._changed(client)
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
+        finally:
+            # Without memory, not even that can be logged.
+            reason += self._release_client(client)
+        self._server.notify(Left(client.number, self._address, reason, changed))
+
+    def _release_client(self, client: ServedClient) -> str:
         try:
             self._server.release(client)
         except RdmaError as error:
             _log.error("client %d: not everything could be released: %s", client.number, error)
-            reason = f"{reason}; not everything could be released: {error}"
-        self._server.notify(Left(client.number, self._address, reason, changed))
+            return f"; not everything could be released: {error}"
+        return ""
 
     def _changed(self, client: ServedClient) -> Changed | None:
         pieces = client.changed()

@@ -91,7 +91,7 @@ class ServerState:
         with self._lock:
             if self._admitted >= self.max_clients:
                 limit = counted(self.max_clients, "client")
-                text = f"this server is full ({limit} at limit); try again later"
+                text = f"this server is full ({limit} at most); try again later"
                 raise ProtocolError(text, "busy")
             self._admitted += 1
             number = next(self._numbers)
@@ -132,7 +132,7 @@ class ServerState:
         self.clients.pop(client.number, None)
         try:
             client.close()
-        except RdmaError:
+        except Exception:
             self._unreleased.append(client)
             raise
         finally:

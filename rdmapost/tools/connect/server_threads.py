@@ -18,13 +18,21 @@ from ..._binding import native
 from ...errors import ClosedError, RdmaError
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
+from ..tcp import (
+    cannot_listen,
+    drain,
+    name_of,
+    prepare,
+    send_all,
+    stop_listening,
+    suppress_failures,
+)
 from .acceptor import Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
-from .served_client import Wakeup
 from .server_session import ServerSession
 from .server_state import ServerState
+from .wakeup import Wakeup
 
 _log = logging.getLogger("rdmapost.connect")
 
@@ -92,7 +100,7 @@ class ServerThreads:
     """
 
     # At the interpreter's exit finalizers may find no globals.
-    _suppress, _shut_rdwr = suppress, socket.SHUT_RDWR
+    _suppress_failures, _shut_rdwr = suppress_failures, socket.SHUT_RDWR
 
     def __init__(
         self, server: ServerState, listener: socket.socket, before_end: Callable[[], None]
@@ -189,6 +197,8 @@ class ServerThreads:
             self._release()
 
     def _release(self) -> None:
+        # Even if the acceptor has failed.
+        self.ended = True
         try:
             _running.discard(self)
             stop_listening(self._listener)
@@ -211,7 +221,7 @@ class ServerThreads:
         """
         self.ended = True
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
-            with self._suppress(OSError):
+            with self._suppress_failures:
                 lifeline.shutdown(self._shut_rdwr)
 
     def abandon(self) -> None:

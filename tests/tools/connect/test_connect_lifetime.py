@@ -21,6 +21,7 @@ from support.serving import Served, both_servers
 
 import rdmapost as rp
 from rdmapost import connect
+from rdmapost.tools.connect.acceptor import Acceptor
 from rdmapost.tools.tcp import name_of
 
 serve = both_servers
@@ -731,3 +732,34 @@ def test_resource_whose_close_fails_keeps_nothing_else_of_a_connection_open(
     assert [(end.qp.closed, end.mr.closed) for end in ends] == [(True, True)] * 2
     bad.fails = False
     context.close_all()
+
+
+def test_server_without_memory_for_a_moment_serves_the_next_client(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [MemoryError(), SystemError("error return without exception set")]
+    real = Acceptor._poll
+
+    def poll(acceptor: Acceptor) -> bool:
+        if failures:
+            raise failures.pop()
+        return real(acceptor)
+
+    monkeypatch.setattr(Acceptor, "_poll", poll)
+    with connect.serve(context, port=0) as server:
+        until(lambda: not failures)
+        with connect.dial(context, *server.address[:2]) as peer:
+            assert peer.look(0, 4).length == 4
+        assert not server.closed
+
+
+def test_server_whose_acceptor_has_failed_is_closed(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Acceptor) -> bool:
+        raise RuntimeError("as a test wants")
+
+    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    monkeypatch.setattr(Acceptor, "_poll", fail)
+    with connect.serve(context, port=0) as server:
+        until(lambda: server.closed)

@@ -392,6 +392,70 @@ def test_a_signal_handler_may_close_the_connection_that_it_interrupts(
     peer.close()
 
 
+@pytest.mark.parametrize("what", ["look", "close"])
+def test_descriptors_stay_open_for_a_thread_that_uses_them(
+    serve: Callable[..., Served], what: str
+) -> None:
+    """Another thread's close() does not wait longer than the timeout for a request to end."""
+    served = serve(timeout=1.0)
+
+    def once(nth: int) -> bool:
+        peer = served.dial(timeout=0.05)
+
+        def close_elsewhere() -> None:
+            # This thread would close what it interrupts.
+            sys.settrace(None)
+            closer = threading.Thread(target=peer.close)
+            closer.start()
+            closer.join(LIMIT)
+            assert not closer.is_alive()
+
+        with (
+            At("/rdmapost/tools/connect/client.py", nth, close_elsewhere) as at,
+            contextlib.suppress(connect.ConnectError),
+        ):
+            if what == "look":
+                peer.look(0, 4)
+            else:
+                peer.close()
+        peer.close()
+        assert peer._socket is None
+        served.until(connect.Left)
+        return at.reached
+
+    each_moment_of_a_thread(once, 7)
+
+
+@pytest.mark.parametrize("body_fails", [False, True], ids=["", "body fails"])
+def test_interrupt_of_a_close_is_not_replaced_by_what_is_still_in_use(
+    serve: Callable[..., Served], body_fails: bool
+) -> None:
+    """The caller's queue pair on another PD uses the connection's CQ."""
+    served = serve(timeout=1.0)
+    with rp.PD(served.context) as pd:
+
+        def once(nth: int) -> bool:
+            peer = served.dial(timeout=2.0)
+            qp = rp.QP(pd, rp.QPType.RC, peer.cq)
+            at, raised = At("/rdmapost/tools/", nth, interrupt), False
+            try:
+                with at, contextlib.suppress(rp.InUseError, LookupError):
+                    if body_fails:
+                        with peer:
+                            raise LookupError
+                    peer.close()
+                come_by()
+            except Interrupted:
+                raised = True
+            assert raised == at.reached
+            qp.close()
+            peer.close()
+            served.until(connect.Left)
+            return at.reached
+
+        each_moment_of_a_thread(once, 3)
+
+
 @pytest.mark.parametrize("what", ["look", "report", "closed", "close"])
 def test_a_signal_handler_may_close_the_connection_at_any_moment(
     serve: Callable[..., Served], what: str
