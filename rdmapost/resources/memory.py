@@ -782,13 +782,17 @@ def _size_of(memory: Any) -> int | None:
         return None
 
 
-def _allocate(size: int) -> mmap.mmap:
+def allocate(size: int) -> mmap.mmap:
+    """Return memory of whole pages."""
     if size < 1:
         raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
     try:
-        return mmap.mmap(-1, size)
+        # Private: the child of a fork has a copy, as of all other memory.
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        why = error.strerror
+        # A signal handler's has no errno.
+        if not (why := error.strerror):
+            raise
     except OverflowError:
         why = "no address space is so large"
     raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
@@ -799,7 +803,7 @@ def _source_of(memory: Any, access: Access) -> Source:
     writable = bool(access & Access.LOCAL_WRITE)
     size = _size_of(memory)
     if size is not None:
-        view = memoryview(_allocate(size))
+        view = memoryview(allocate(size))
         return Source(start_of(view), len(view), view, None, given=False)
     or_else = ""
     try:

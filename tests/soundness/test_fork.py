@@ -313,6 +313,18 @@ def test_forked_child_can_open_its_own_device(device):
 
 
 @isolated(silent=True, timeout=20)
+def test_forked_child_has_a_copy_of_a_regions_memory(device):
+    with rp.open_device(device) as context, rp.PD(context) as pd, rp.MR(pd, 64) as mr:
+        mr.buffer[:] = b"p" * 64
+        child = os.fork()
+        if not child:
+            mr.buffer[:] = b"c" * 64
+            finish()
+        assert ended(child) == 0
+        assert bytes(mr.buffer) == b"p" * 64
+
+
+@isolated(silent=True, timeout=20)
 def test_use_in_a_grandchild_is_refused_and_it_can_open_its_own_device(soft):
     rig = Rig(soft)
     child = os.fork()
