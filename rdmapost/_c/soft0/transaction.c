@@ -388,7 +388,10 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
 	result = attempt(call);
-	if (result && doomed) {
+	/* Its descriptors are closed: the device's own errors would mislead. */
+	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
+		       PyErr_ExceptionMatches(PyExc_ValueError) ||
+		       PyErr_ExceptionMatches(rp_errors.error))) {
 		Py_CLEAR(result);
 		rp_raise_forked();
 	}
