@@ -21,6 +21,10 @@ SIZE = 1 << 20
 QKEY = 0x11111111
 RECV = 1000
 """The wr_id of receives."""
+MESSAGE = 5000
+"""Bytes of each mixed operation."""
+WRITTEN, READ, COUNTED, SENT = range(0, SIZE, SIZE // 4)
+"""Where in both regions the mixed operations have their data."""
 ALL = (
     Access.LOCAL_WRITE
     | Access.REMOTE_WRITE
@@ -135,6 +139,27 @@ class Side:
                 for at in range(start, start + 8 * count, 8)
             ]
         )
+
+    def post_mixed(self, rounds: int, addr: int, rkey: int) -> None:
+        """Post a write, a read, an addition and a send in each round, and all at once."""
+        for i in range(rounds):
+            near, far = i * MESSAGE, addr + i * MESSAGE
+            self._qp.post_send(
+                [
+                    rp.RdmaWrite(self._part(WRITTEN, near), remote_addr=far, rkey=rkey),
+                    rp.RdmaRead(self._part(READ, near), remote_addr=far + READ, rkey=rkey),
+                    rp.AtomicFetchAndAdd(
+                        self._mr[COUNTED + 8 * i : COUNTED + 8 * i + 8],
+                        remote_addr=addr + COUNTED,
+                        rkey=rkey,
+                        compare_add=1 + i,
+                    ),
+                    rp.Send(self._part(SENT, near)),
+                ]
+            )
+
+    def _part(self, start: int, at: int) -> list[rp.SGE]:
+        return [self._mr[start + at : start + at + MESSAGE]]
 
     def window(self, mw_type: int, start: int, length: int) -> int:
         """Bind a window to part of the region; return its key."""
