@@ -140,14 +140,15 @@ class Side:
             ]
         )
 
-    def post_mixed(self, rounds: int, addr: int, rkey: int) -> None:
-        """Post a write, a read, an addition and a send in each round, and all at once."""
+    def post_mixed(self, rounds: int, addr: int, rkey: int, reads: bool) -> None:
+        """Post a write, an addition, a send and perhaps a read for each round, all at once."""
         for i in range(rounds):
             near, far = i * MESSAGE, addr + i * MESSAGE
+            read = rp.RdmaRead(self._part(READ, near), remote_addr=far + READ, rkey=rkey)
             self._qp.post_send(
                 [
                     rp.RdmaWrite(self._part(WRITTEN, near), remote_addr=far, rkey=rkey),
-                    rp.RdmaRead(self._part(READ, near), remote_addr=far + READ, rkey=rkey),
+                    *([read] if reads else []),
                     rp.AtomicFetchAndAdd(
                         self._mr[COUNTED + 8 * i : COUNTED + 8 * i + 8],
                         remote_addr=addr + COUNTED,
