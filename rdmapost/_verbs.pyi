@@ -419,10 +419,10 @@ def roce_build(
 ) -> int: ...  # fmt: skip
 
 # Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
-# also appended to `errors`.
+# also appended to `errors`, with `about`.
 def roce_send(
     fd: int, address: bytes, data: bytes | bytearray, size: int, segment: int, tos: int,
-    errors: list[int] = ..., /,
+    errors: list[tuple[int, Any]] = ..., about: Any = ..., /,
 ) -> int: ...  # fmt: skip
 
 # Receive a datagram, or several that the kernel has joined.  Return its size, that of each but the

@@ -121,6 +121,7 @@ class RoceDevice(Device):
         headers: list[bytes],
         payload: Segments | tuple[()] = (),
         mtu: int = 0,
+        again: int = 0,
     ) -> None:
         """Send packets, when the step is committed.
 
@@ -131,17 +132,20 @@ class RoceDevice(Device):
                 last one are of the same size.
             payload: what follows the headers, `mtu` bytes in each packet.
             mtu: payload bytes in each packet but the last.
+            again: how many of them have been sent before; these come first.
         """
         covered = flow(self.gids[0], path.dgid, ROCE_V2_PORT)
         if covered is None:
+            # Between IPv4 and IPv6 there is no way.
+            self.counters.send_errors += len(headers)
             return
         if len(headers) == 1 or (self.sender.may_join and self.outgoing.is_straight):
-            self.sender.send(self, qp, path, covered, headers, payload, mtu)
+            self.sender.send(self, qp, path, covered, headers, payload, mtu, again)
             return
         whole = b"".join(payload)
         for n, header in enumerate(headers):
             part = whole[n * mtu : (n + 1) * mtu]
-            self.sender.send(self, qp, path, covered, [header], [part], mtu)
+            self.sender.send(self, qp, path, covered, [header], [part], mtu, int(n < again))
 
     def admit(self, way: Way, item: Any, damaged: Any) -> list[Any]:
         """Have the fault plan take a packet on its way; return those that arrive now."""

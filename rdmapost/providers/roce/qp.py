@@ -37,10 +37,16 @@ if TYPE_CHECKING:
         counters: Any
 
         def send(
-            self, qp: RoceQueuePair, path: Path, headers: list[bytes], payload: Segments, mtu: int
+            self,
+            qp: RoceQueuePair,
+            path: Path,
+            headers: list[bytes],
+            payload: Segments,
+            mtu: int,
+            again: int = 0,
         ) -> None:
             """Send a queue pair's packets, of one size, but the last; each takes up to mtu bytes
-            of payload."""
+            of payload, and the first `again` have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
             """Have on_timer called at a time, which replaces the one set before; None: not."""
