@@ -115,6 +115,16 @@ def _why_refused(
             f"the message has {sent} bytes, and the receives of {peer} hold "
             f"{offer.receive_size} each; 'rdmapost serve --receive-size {sent}' has larger ones"
         )
+    if shown.status is WCStatus.RETRY_EXC_ERR:
+        return _why_unreachable(connection)
+    return None
+
+
+def _why_unreachable(connection: Connection) -> str | None:
+    """Say why the server's GID cannot be reached, if a diagnosis finds it."""
+    for finding in connection.qp.diagnose(connection.offer.endpoint):
+        if finding.name == "gid-wrong" and finding.severity == "problem":
+            return f"{finding.evidence}; {finding.remedy}"
     return None
 
 
@@ -149,8 +159,10 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
         arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"
+            why = _why_unreachable(connection)
             raise WaitTimeout(
                 f"{which} did not arrive at {out.doc['peer']} within {connection.timeout:g} s"
+                + (f"; {why}" if why else "")
             )
         if arrival.status:
             raise RdmaError(

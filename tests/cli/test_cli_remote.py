@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.cli_runner import done, on, run
 from support.ports import HOST, free_port
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import Access, connect
@@ -200,6 +201,18 @@ def test_datagram_without_a_receive_is_reported_as_not_arrived(
     assert ran.code == 1
     assert "the message did not arrive at 127.0.0.1:" in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", [["write"], ["send", "--qp-type", "uc", "--timeout", "0.5"]])
+def test_server_that_the_gid_cannot_reach_is_named(args: list[str]) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no address ::1")
+    here = "roce:127.0.0.114"
+    with open_roce("roce:::1") as far, connect.serve(far, "::1", port=0) as server:
+        ran = run(args[0], "-d", here, *args[1:], str(server), "--json")
+    assert ran.code == 1
+    assert "GID 0 (::ffff:127.0.0.114) is IPv4, but the peer's ::1 is IPv6" in ran.doc["error"]
+    assert "use GIDs of the same type and network on both sides" in ran.doc["error"]
 
 
 def test_verbose_says_what_is_exposed(context: rp.Context, serve: Serve) -> None:
