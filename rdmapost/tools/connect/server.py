@@ -85,6 +85,8 @@ def serve(
             if it has MW_BIND, the clients' queue pairs permit whatever your windows grant.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
+            Left may come while completions of that client are still in cq: poll it empty before
+            you forget the qp_num.
         cq: where the work requests that you post to the clients' queue pairs complete, and the
             receives of srq; by default each queue pair has its own CQ.
         qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,
