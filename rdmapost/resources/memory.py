@@ -886,7 +886,7 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
         soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != resource.RLIM_INFINITY:
             return (
-                f"{length} bytes must be locked in memory and this process may lock "
+                f"{counted(length, 'byte')} must be locked in memory and this process may lock "
                 f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
                 "or in /etc/security/limits.conf"
             )

@@ -73,6 +73,15 @@ def test_send_to_a_server_prints_its_address(context: rp.Context, serve: Serve) 
     assert [line.split()[0] for line in lines] == ["data", "received"]
 
 
+def test_one_byte_is_in_the_singular(context: rp.Context, serve: Serve) -> None:
+    where = serve(size=1, count=1)
+    ran = on(context, "write", where, "--data", "x", "-v")
+    assert ran.out.startswith(f"RDMA_WRITE of 1 byte on RC, {context.name} to {where}: SUCCESS")
+    assert "exposed  1 byte at 0x" in ran.err
+    ran = on(context, "read", where, "--offset", "2")
+    assert "--offset 2 is past the end of the 1 byte that" in ran.err.replace("\n", " ")
+
+
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
 @pytest.mark.parametrize("more", [[], ["--imm", "7"]], ids=["", "imm"])
 def test_write_to_a_server_reports_what_its_memory_holds(

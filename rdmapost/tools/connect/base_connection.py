@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..._arguments import expect, index, member, seconds, time_limit, within
+from ..._arguments import counted, expect, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
@@ -170,7 +170,9 @@ class BaseConnection(native.Finalizer, NotCopied):
         self._refuse_inherited()
         offset = index("offset", offset)
         if not 0 <= offset < self.offer.size:
-            raise ValueError(f"offset={offset} is not in the server's {self.offer.size} bytes")
+            raise ValueError(
+                f"offset={offset} is not in the server's {counted(self.offer.size, 'byte')}"
+            )
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:

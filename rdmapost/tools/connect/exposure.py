@@ -81,12 +81,12 @@ def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
         TypeError: an argument is not an integer.
         ValueError: the bytes are not within those exposed.
     """
-    offset = index("offset", offset)
+    offset, exposed = index("offset", offset), counted(size, "byte")
     if not 0 <= offset <= size:
-        raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        raise ValueError(f"offset={offset} is not within the {exposed} exposed")
     length = size - offset if length is None else within("length", length, 0)
     if offset + length > size:
-        raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
+        raise ValueError(f"[{offset}:{offset + length}] is not within the {exposed} exposed")
     return offset, length
 
 
