@@ -48,7 +48,7 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
 
 
 class Shown(NamedTuple):
-    """The part of some data that the output shows.
+    """The part of the data that the output shows.
 
     Attributes:
         head: its first bytes.
@@ -60,7 +60,7 @@ class Shown(NamedTuple):
 
 
 def shown(data: bytes | memoryview | Payload) -> Shown:
-    """Return what the output shows of some data."""
+    """Return the part of the data that the output shows."""
     head = data.head(_SHOWN) if isinstance(data, Payload) else bytes(data[:_SHOWN])
     return Shown(head, len(data))
 

@@ -75,7 +75,7 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
 def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
     """Capture the device's packets if --pcap was given.
 
-    If the file cannot be completed, the command still has its result.
+    If the file cannot be completed, the command still prints its result.
     """
     if target.pcap is None:
         yield

@@ -179,9 +179,9 @@ class RoceDevice(Device):
         self._wait_for_held()
 
     def set_timer(self, qp: RoceQueuePair | RoceDevice, when: float | None) -> None:
-        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None.
+        """Have the engine's on_timer called for a queue pair at this time; None cancels it.
 
-        For the device itself, it is _let_go.
+        For the device itself, _let_go is called.
         """
         if when is None:
             self.timers.pop(qp, None)

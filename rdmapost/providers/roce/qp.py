@@ -49,7 +49,7 @@ if TYPE_CHECKING:
             of payload, and the first `again` have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at a time, which replaces the one set before; None: not."""
+            """Have on_timer called at this time, instead of any set before; None cancels it."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -331,10 +331,10 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
 
 
 def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs for some of the bytes behind SGEs.
+    """Return SGEs for a range of the bytes that SGEs cover.
 
     Raises:
-        ErrorStatus: LOC_LEN_ERR: there are not so many.
+        ErrorStatus: LOC_LEN_ERR: they cover fewer.
     """
     found = []
     for addr, length, lkey in sges:

@@ -57,7 +57,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Go on with what waits; return whether more does."""
+    """Continue with what is waiting; return whether anything still is."""
     if qp.reading is not None:
         _send_responses(qp, None)
         return False
@@ -430,7 +430,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 
 def _end_reading(qp: RoceQueuePair) -> None:
-    """Go on with what has waited for a READ."""
+    """Continue with what was waiting for a READ to end."""
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

@@ -131,7 +131,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             stack.before_closing(partial(drop_outstanding, self.qp))
 
     def _handshake(self, token: str | None) -> IORequests:
-        """Connect the queue pair to the server's, and raise what dial does."""
+        """Connect the queue pair to the server's; a failure is the same error as from dial()."""
         qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.context)
         hello = Hello(token, fabric, qp_type, self.qp.endpoint(), self._private_data)
         offer = yield from self._session.ask(hello)
