@@ -46,6 +46,10 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     lacking: RdmaError | None = None
     try:
         with open_target(out, target) as (context, port_num):
+            if not _about(found, context.name):
+                # It was not asked for: there is no other.
+                its = diagnose_machine(context.name, port_num=port_num, gid_index=target.gid_index)
+                found += _about(its, context.name)
             found += _try(context, port_num, target.gid_index, timeout)
     except (NoRdmaError, NoDeviceError) as error:
         lacking = error
@@ -69,6 +73,11 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
         out.doc["error"] = f"found {', '.join(names)}"
     out.finish(f"{text}\n\n{_summary(out, counts)}")
     ctx.exit(1 if counts["problem"] else 0)
+
+
+def _about(findings: list[Finding], device: str) -> list[Finding]:
+    """Return the findings about a device and its ports."""
+    return [finding for finding in findings if finding.about.split(" ")[0] == device]
 
 
 def _try(context: Context, port_num: int, gid_index: int | None, timeout: float) -> list[Finding]:

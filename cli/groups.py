@@ -1,4 +1,4 @@
-"""Groups of commands: options before the command's name, and names that are mistyped."""
+"""Groups that take options before the command's name, and suggest a name for a mistyped one."""
 
 from __future__ import annotations
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rdmapost._arguments import counted
+
 from .options import (
     Target,
     device_options,
@@ -272,7 +274,7 @@ def _show(out: Output, result: Result) -> None:
 def _text(out: Output, result: Result, times: dict[str, float]) -> str:
     doc = out.doc
     lines: list[tuple[str, object]] = [
-        ("messages", f"{result.iters} of {result.size} bytes each way"),
+        ("messages", f"{result.iters} of {counted(result.size, 'byte')} each way"),
         (
             "time",
             f"{result.seconds:.2f} s for {result.round_trips} round trips, "

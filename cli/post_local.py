@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rdmapost import WC, Opcode, OpsOpcode, QPType, SendWR
+from rdmapost._arguments import counted
 from rdmapost.loopback import Loopback, Side
 from rdmapost.resources.qp import QP
 
@@ -41,7 +42,7 @@ def loopback(
     """
     start_document(out, opcode, settings)
     with open_target(out, target) as (context, port_num):
-        what = f"--count {settings.count}" if depth is None else f"{depth} segments"
+        what = f"--count {settings.count}" if depth is None else counted(depth, "segment")
         depth = settings.count if depth is None else depth
         check_depth(context, what, depth, "max_qp_wr", "max_cqe")
         with Loopback(

@@ -25,6 +25,7 @@ from rdmapost import (
     WaitTimeout,
     WCStatus,
 )
+from rdmapost._arguments import counted
 from rdmapost.connect import Arrival, Connection, Seen, dial
 from rdmapost.tools.connect.protocol_messages import access_names
 from rdmapost.tools.tcp import name_of
@@ -91,7 +92,7 @@ def _connected(
 def _exposed(connection: Connection) -> str:
     offer = connection.offer
     return (
-        f"{offer.size} bytes at {offer.addr:#x} (rkey {offer.rkey:#x}) "
+        f"{counted(offer.size, 'byte')} at {offer.addr:#x} (rkey {offer.rkey:#x}) "
         f"for {', '.join(access_names(offer.access)) or 'nothing'}"
     )
 
@@ -109,12 +110,22 @@ def _why_refused(
         allows = ",".join(access_names(offer.access | lacks_access))
         more = f"; 'rdmapost serve --access {allows}' allows it" if lacks_access else ""
         return f"{peer} exposes {_exposed(connection)}{more}"
-    too_long = sent is not None and offer.receives and sent > offer.receive_size
-    if too_long and shown.status is not WCStatus.SUCCESS:
+    failed, room = shown.status is not WCStatus.SUCCESS, offer.receive_size
+    if failed and sent is not None and offer.receives and sent > room:
         return (
-            f"the message has {sent} bytes, and the receives of {peer} hold "
-            f"{offer.receive_size} each; 'rdmapost serve --receive-size {sent}' has larger ones"
+            f"the message has {counted(sent, 'byte')}, and the receives of {peer} hold "
+            f"{room} each; 'rdmapost serve --receive-size {sent}' has larger ones"
         )
+    if shown.status is WCStatus.RETRY_EXC_ERR:
+        return _why_unreachable(connection)
+    return None
+
+
+def _why_unreachable(connection: Connection) -> str | None:
+    """Say why the server's GID cannot be reached, if a diagnosis finds it."""
+    for finding in connection.qp.diagnose(connection.offer.endpoint):
+        if finding.name == "gid-wrong" and finding.severity == "problem":
+            return f"{finding.evidence}; {finding.remedy}"
     return None
 
 
@@ -149,8 +160,10 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
         arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"
+            why = _why_unreachable(connection)
             raise WaitTimeout(
                 f"{which} did not arrive at {out.doc['peer']} within {connection.timeout:g} s"
+                + (f"; {why}" if why else "")
             )
         if arrival.status:
             raise RdmaError(
@@ -251,7 +264,7 @@ def _places(out: Output, connection: Connection, peer: Peer, length: int, count:
         if index and place >= size:
             usage_error(
                 f"--count {count}: the writes are laid out one after another from --offset "
-                f"{peer.offset}, and need {peer.offset + count * length} bytes; "
+                f"{peer.offset}, and need {counted(peer.offset + count * length, 'byte')}; "
                 f"{out.doc['peer']} exposes {size}, and write {index + 1} would begin at {place}"
             )
     return places
@@ -288,7 +301,7 @@ def read_from(
             if length < 0:
                 usage_error(
                     f"--offset {peer.offset} is past the end of the "
-                    f"{connection.offer.size} bytes that {out.doc['peer']} exposes"
+                    f"{counted(connection.offer.size, 'byte')} that {out.doc['peer']} exposes"
                 )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
         flags = send_flags(settings)

@@ -6,6 +6,7 @@ import codecs
 from typing import Any, NamedTuple
 
 from rdmapost import WC, Opcode, OpsOpcode, RdmaError
+from rdmapost._arguments import counted
 
 from .options import PostSettings
 from .output import Output, fields, quoted
@@ -47,7 +48,7 @@ def record(out: Output, wcs: list[WC], count: int) -> None:
 
 
 class Shown(NamedTuple):
-    """The part of some data that the output shows.
+    """The part of the data that the output shows.
 
     Attributes:
         head: its first bytes.
@@ -59,7 +60,7 @@ class Shown(NamedTuple):
 
 
 def shown(data: bytes | memoryview | Payload) -> Shown:
-    """Return what the output shows of some data."""
+    """Return the part of the data that the output shows."""
     head = data.head(_SHOWN) if isinstance(data, Payload) else bytes(data[:_SHOWN])
     return Shown(head, len(data))
 
@@ -111,7 +112,7 @@ def show(out: Output, results: dict[str, Any]) -> None:
     to = f" to {doc['peer']}" if "peer" in doc else ""
     many = f"{doc['count']} x " if "count" in doc else ""
     head = (
-        f"{many}{doc['opcode']} of {doc['byte_len']} bytes on {doc['qp_type']}, "
+        f"{many}{doc['opcode']} of {counted(doc['byte_len'], 'byte')} on {doc['qp_type']}, "
         f"{doc['device']}{to}: {doc['status']}"
     )
     out.finish("\n".join([head, fields(pairs)] if pairs else [head]))

@@ -15,6 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 import click
 
+from rdmapost._arguments import counted
+
 from .options import (
     Target,
     check_token,
@@ -182,7 +184,7 @@ def serve(
     if size is None:
         size = max(4096, len(content))
     if size < len(content):
-        usage_error(f"--size {size} is too small for {len(content)} bytes of data")
+        usage_error(f"--size {size} is too small for {counted(len(content), 'byte')} of data")
     if size == 0:
         usage_error("--size 0: the memory needs at least one byte")
     flags = None
@@ -336,8 +338,8 @@ class _Printer:
         self._line(
             "serving",
             doc,
-            f"serving on {server} ({self._out.doc['device']}): {size} bytes for {allowed}; "
-            f"{count} receives",
+            f"serving on {server} ({self._out.doc['device']}): {counted(size, 'byte')} for "
+            f"{allowed}; {counted(count, 'receive')}",
         )
 
     def ended(self) -> None:
@@ -432,7 +434,7 @@ class _Printer:
                 text += arrival.status.name
             self._line("arrived", doc, text)
             return
-        text = f"client {client}: {doc['opcode']} of {arrival.byte_len} bytes"
+        text = f"client {client}: {doc['opcode']} of {counted(arrival.byte_len, 'byte')}"
         if arrival.imm_data is not None:
             text += f", imm_data {arrival.imm_data:#x}"
         if arrival.sha256:

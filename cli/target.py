@@ -19,6 +19,7 @@ from rdmapost import (
     list_devices,
     open_device,
 )
+from rdmapost._arguments import counted
 
 from .options import Target
 from .output import Output, echo, usage_error
@@ -66,15 +67,15 @@ def open_target(out: Output, target: Target) -> Iterator[tuple[Context, int]]:
         out.note(f"GID      {gid}")
         yield context, port.port_num
         if out.verbose and context.kind == "roce":
-            counted = {name: n for name, n in context.counters()._asdict().items() if n}
-            out.note(f"counters {', '.join(f'{name} {n}' for name, n in counted.items())}")
+            counters = {name: n for name, n in context.counters()._asdict().items() if n}
+            out.note(f"counters {', '.join(f'{name} {n}' for name, n in counters.items())}")
 
 
 @contextmanager
 def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
     """Capture the device's packets if --pcap was given.
 
-    If the file cannot be completed, the command still has its result.
+    If the file cannot be completed, the command still prints its result.
     """
     if target.pcap is None:
         yield
@@ -87,7 +88,7 @@ def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
         with _begin(context, target.pcap) as capture:
             yield
             is_done = True
-        out.note(f"capture  {capture.packets} packets in {target.pcap}")
+        out.note(f"capture  {counted(capture.packets, 'packet')} in {target.pcap}")
     except RdmaError as error:
         if not is_done:
             raise

@@ -488,7 +488,7 @@ def roce_build(
 ) -> int: ...
 
 # Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
-# also appended to `errors`.
+# also appended to `errors`, with `about`.
 def roce_send(
     fd: int,
     address: bytes,
@@ -496,7 +496,8 @@ def roce_send(
     size: int,
     segment: int,
     tos: int,
-    errors: list[int] = ...,
+    errors: list[tuple[int, Any]] = ...,
+    about: Any = ...,
     /,
 ) -> int: ...
 

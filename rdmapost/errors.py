@@ -250,7 +250,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def note_status(error: Exception, status: WCStatus) -> None:
-    """Note where a status is explained, unless only a newer libibverbs knows it."""
+    """Note where a status is explained, unless it is known only to a newer libibverbs."""
     if not status.name.isdigit():
         error.add_note(where_explained(status.name))
 

@@ -1,4 +1,4 @@
-/* What all C files share: words that threads share, and help with objects and types. */
+/* Included by every C file: integers that threads share, and helpers for objects and types. */
 #ifndef RDMAPOST_BASE_H
 #define RDMAPOST_BASE_H
 

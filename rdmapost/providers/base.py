@@ -109,7 +109,8 @@ class Counters(NamedTuple):
     """What a device has counted since it was opened.
 
     Attributes:
-        packets_sent, packets_received: packets, those that were dropped included.
+        packets_sent, packets_received: packets, those that were dropped included, but not
+            send_errors.
         bytes_sent, bytes_received: their bytes, without the headers of IP and UDP.
         retransmitted: packets of requests that were sent again.
         naks_sent, naks_received: NAKs, other than RNR NAKs.
@@ -117,7 +118,8 @@ class Counters(NamedTuple):
         icrc_errors: packets that were dropped because they were damaged.
         dropped: packets that were dropped, those with ICRC errors included: there is no such queue
             pair, they come from another peer, or they do not fit its state.
-        send_errors: packets, or batches of them, that the kernel refused to send.
+        send_errors: packets that could not be sent: the kernel refused them, or one side has an
+            IPv4 address and the other an IPv6 address.
         faults: packets to which the fault plan has done something.
     """
 

@@ -54,7 +54,7 @@ def _failed(call: str, code: int) -> VerbsError:
 
 
 def _zero(call: str, result: int) -> None:
-    """Raise for a call that returns 0, an errno, its negative, or -1 with errno."""
+    """Raise if a call failed: if it returned an errno, a negative errno, or -1 and set errno."""
     if result:
         raise _failed(call, ffi.errno if result == -1 else abs(result))
 

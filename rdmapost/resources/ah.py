@@ -6,7 +6,7 @@ import errno
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._arguments import content, expect, index, member, within
+from .._arguments import content, counted, expect, index, member, within
 from .._binding import ffi
 from ..enums import LinkLayer, WCFlags, WCOpcode, WCStatus
 from ..errors import VerbsError
@@ -155,7 +155,9 @@ def _packed(grh: GRH) -> bytes:
     """Return a GRH's bytes, and check that they fill a ``struct ibv_grh``."""
     packed = content("grh", grh.pack())
     if len(packed) != GRH_BYTES:
-        raise ValueError(f"grh: its pack() returned {len(packed)} bytes; a GRH has {GRH_BYTES}")
+        raise ValueError(
+            f"grh: its pack() returned {counted(len(packed), 'byte')}; a GRH has {GRH_BYTES}"
+        )
     return packed
 
 

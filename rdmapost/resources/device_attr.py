@@ -312,7 +312,7 @@ _LARGEST_MTU = max(MTU, key=int)
 def usable_mtu(port: PortAttr) -> MTU:
     """Return the largest MTU that a port supports and that this version can name.
 
-    It is active_mtu, unless only a newer libibverbs or driver knows that.
+    This is active_mtu, unless that value is known only to a newer libibverbs or driver.
     """
     return MTU(max(MTU.MTU_256, min(port.active_mtu, _LARGEST_MTU)))
 

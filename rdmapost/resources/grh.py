@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .._arguments import expect, index, shown, within
+from .._arguments import counted, expect, index, shown, within
 from ..errors import ClosedError
 from ..posting.wr import SGE, RecvWR
 from ..standard.wire import (
@@ -151,8 +151,8 @@ def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
         message = bytes(_view("received", received, "RecvWR or bytes")[:byte_len])
     if len(message) < byte_len:
         raise ValueError(
-            f"{byte_len} bytes arrived, but this has only {len(message)}: pass what the receive "
-            "was posted with"
+            f"{counted(byte_len, 'byte')} arrived, but this has only {len(message)}: pass what the "
+            "receive was posted with"
         )
     grh = GRH.parse(message) if has_grh else None
     return Datagram(grh, message[GRH_BYTES:])

@@ -738,7 +738,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         """Its key; posting a bind changes its low 8 bits at once.
 
         If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): the
-        driver reads the key that the next bind replaces from here.
+        driver takes the current key, which the next bind replaces, from here.
 
         Raises:
             TypeError: the new key is not an integer.
@@ -890,7 +890,7 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
         soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != resource.RLIM_INFINITY:
             return (
-                f"{length} bytes must be locked in memory and this process may lock "
+                f"{counted(length, 'byte')} must be locked in memory and this process may lock "
                 f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
                 "or in /etc/security/limits.conf"
             )

@@ -358,7 +358,10 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
     def arm_limit(self, srq_limit: int) -> None:
         """Arm the limit event, which fires once when fewer than srq_limit receives remain.
 
-        The event is SRQ_LIMIT_REACHED.
+        The event is SRQ_LIMIT_REACHED. soft0, roce devices and Soft-RoCE check the limit only when
+        a message takes a receive. If fewer already remain when you arm it, nothing happens until
+        the next receive is taken. ibv_modify_srq(3) does not say whether other devices raise the
+        event at once.
 
         Args:
             srq_limit: the limit; 0 disarms the event.

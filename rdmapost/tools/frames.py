@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from .._arguments import content, member, within
+from .._arguments import content, counted, member, within
 from ..enums import QPType
 from ..standard.wire import (
     DONT_FRAGMENT,
@@ -102,7 +102,7 @@ def what_is_wrong(
     """
     starts = range(0, len(payload) or 1, mss)
     if len(packets) != len(starts):
-        return f"{len(packets)} segments arrived, not {len(starts)}"
+        return f"{counted(len(packets), 'segment')} arrived, not {len(starts)}"
     link = ETHERNET_BYTES if qp_type is QPType.RAW_PACKET else IPOIB_BYTES
     for index, (packet, start) in enumerate(zip(packets, starts, strict=True)):
         piece = payload[start : start + mss]
@@ -116,7 +116,7 @@ def _what_differs(
     packet: bytes, hdr: bytes, link: int, index: int, start: int, piece: bytes, last: bool
 ) -> str | None:
     if packet[len(hdr) :] != piece:
-        return f"its {max(0, len(packet) - len(hdr))} bytes of payload are wrong"
+        return f"its payload of {counted(max(0, len(packet) - len(hdr)), 'byte')} is wrong"
     ip, tcp = link, link + IPV4.size
     ident, sequence = _number(hdr, ip + 4, 2) + index, _number(hdr, tcp + 4, 4) + start
     for what, found, expected in (

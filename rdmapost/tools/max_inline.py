@@ -94,7 +94,7 @@ def max_inline(
 
 
 def _granted(pd: PD, qp_type: QPType, send_cq: CQ, options: _QPOptions, size: int) -> int | None:
-    """Return the inline data of a queue pair that asks for a size; None if it is too much."""
+    """Return the max_inline_data that a device grants if asked for a size; None if it refuses."""
     try:
         qp = QP(pd, qp_type, send_cq, max_inline_data=size, **options)
     except VerbsError as error:

@@ -110,6 +110,10 @@ def test_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
     assert "using soft0, the software device of this process" in ended.stderr
     assert "PROBLEM  libibverbs-missing" in ended.stdout
     assert ended.stdout.splitlines()[-1].startswith("soft0 (soft): ")
+    # The device is checked as if it had been asked for.
+    asked = process("-d", "soft0", **NOTHING)
+    assert "soft0 port 1: port-active, gid" in asked.stdout
+    assert "soft0 port 1: port-active, gid" in ended.stdout
     text = " ".join(ended.stdout.split())
     if not pathlib.Path("/sys/class/infiniband").exists():
         assert "PROBLEM no-rdma-device (machine) there is no RDMA device" in text

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.cli_runner import done, on, run
 from support.ports import HOST, free_port
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import Access, connect
@@ -70,6 +71,15 @@ def test_send_to_a_server_prints_its_address(context: rp.Context, serve: Serve) 
     head, *lines = ran.out.splitlines()
     assert head == f"20 x SEND of 3000 bytes on RC, {context.name} to {where}: SUCCESS"
     assert [line.split()[0] for line in lines] == ["data", "received"]
+
+
+def test_one_byte_is_in_the_singular(context: rp.Context, serve: Serve) -> None:
+    where = serve(size=1, count=1)
+    ran = on(context, "write", where, "--data", "x", "-v")
+    assert ran.out.startswith(f"RDMA_WRITE of 1 byte on RC, {context.name} to {where}: SUCCESS")
+    assert "exposed  1 byte at 0x" in ran.err
+    ran = on(context, "read", where, "--offset", "2")
+    assert "--offset 2 is past the end of the 1 byte that" in ran.err.replace("\n", " ")
 
 
 @pytest.mark.parametrize("qp_type", ["rc", "uc"])
@@ -200,6 +210,18 @@ def test_datagram_without_a_receive_is_reported_as_not_arrived(
     assert ran.code == 1
     assert "the message did not arrive at 127.0.0.1:" in ran.err
     assert len(ran.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("args", [["write"], ["send", "--qp-type", "uc", "--timeout", "0.5"]])
+def test_server_that_the_gid_cannot_reach_is_named(args: list[str]) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no address ::1")
+    here = "roce:127.0.0.114"
+    with open_roce("roce:::1") as far, connect.serve(far, "::1", port=0) as server:
+        ran = run(args[0], "-d", here, *args[1:], str(server), "--json")
+    assert ran.code == 1
+    assert "GID 0 (::ffff:127.0.0.114) is IPv4, but the peer's ::1 is IPv6" in ran.doc["error"]
+    assert "use GIDs of the same type and network on both sides" in ran.doc["error"]
 
 
 def test_verbose_says_what_is_exposed(context: rp.Context, serve: Serve) -> None:

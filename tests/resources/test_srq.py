@@ -217,6 +217,25 @@ def mr(pd, stack):
 
 
 @pytest.mark.usefixtures("no_old_events")
+def test_limit_above_what_remains_fires_when_the_next_receive_is_taken(context, pd, cq, mr, stack):
+    virtual = context.kind != "verbs" or context.name.startswith("rxe")
+    needs(virtual, "this moment of the event", context)
+    srq = stack.enter_context(rp.SRQ(pd, 8))
+    near = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    far = stack.enter_context(rp.QP(pd, QPType.RC, cq, srq=srq))
+    far.connect(near.endpoint())
+    near.connect(far.endpoint())
+    srq.arm_limit(4)
+    srq.post_srq_recv([rp.RecvWR(mr[64:128])] * 2)
+    srq.arm_limit(4)
+    assert context.get_async_event(0.1) is None
+    assert srq.query().srq_limit == 4
+    near.post_send(rp.Send(mr[0:8]))
+    cq.wait(2)
+    assert context.get_async_event(5) == rp.AsyncEvent(EventType.SRQ_LIMIT_REACHED, srq)
+
+
+@pytest.mark.usefixtures("no_old_events")
 def test_the_limit_of_an_srq_is_an_event(context, pd, cq, mr, stack):
     srq = stack.enter_context(rp.SRQ(pd, 8))
     near = stack.enter_context(rp.QP(pd, QPType.RC, cq))

@@ -49,6 +49,10 @@ class AsyncServerInThread:
         return self._server.clients
 
     @property
+    def exposure(self) -> Any:
+        return self._server.exposure
+
+    @property
     def closed(self) -> bool:
         return self._server.closed
 

@@ -1,4 +1,4 @@
-/* The lock of data that verbs share with the soft device (data_lock.h). */
+/* The lock for data that verbs share with the soft device (data_lock.h). */
 #include "handles/data_lock.h"
 
 #ifdef Py_GIL_DISABLED

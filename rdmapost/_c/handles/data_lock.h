@@ -1,4 +1,4 @@
-/* The lock of data that verbs share with the soft device; nothing with a GIL. */
+/* The lock for data that verbs share with the soft device; with a GIL it does nothing. */
 #ifndef RDMAPOST_DATA_LOCK_H
 #define RDMAPOST_DATA_LOCK_H
 
@@ -14,7 +14,7 @@
 #ifdef Py_GIL_DISABLED
 void rp_data_lock(void);
 void rp_data_unlock(void);
-/* In the child of a fork: a thread that owned it does not exist there. */
+/* For the child of a fork, in which a thread that held the lock no longer exists. */
 void rp_free_data_lock(void);
 #else
 static inline void rp_data_lock(void)

@@ -176,7 +176,7 @@ static inline void rp_pin(struct rp_handle *handle)
  */
 void rp_unpin(struct rp_handle *handle);
 
-/* Number the next bind event: a bind is posted, or its completion is seen. */
+/* Return the next number: each post of a bind, and each completion of one, takes a number. */
 uint64_t rp_count_bind(void);
 
 /* Counts the windows bound through a send queue. It can outlive the queue: it has no pointer to it. */

@@ -144,7 +144,7 @@ static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 	q->done++;
 }
 
-/* The wr_id of one of an entry's work requests: a new reference, or NULL for the number. */
+/* Return a new reference to a work request's wr_id, or NULL if it is only a number: *number. */
 static PyObject *find_wr_id(const struct rp_entry *entry, uint64_t index, uint64_t *number)
 {
 	PyObject *wr_id = entry->wr_id;
@@ -537,7 +537,7 @@ static void forget(PyObject *queues)
 	}
 }
 
-/* own_queues(handle, *queues): its close drops their records, whatever fails in Python. */
+/* own_queues(handle, *queues): closing it drops their records, whatever fails in Python. */
 static PyObject *own_queues(PyObject *module, PyObject *args)
 {
 	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));

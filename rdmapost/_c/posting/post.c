@@ -238,7 +238,7 @@ static void take_back_list(struct work_queue *q, const struct post *post, int64_
 	}
 }
 
-/* A driver reads the key that the next bind replaces from the window's struct. */
+/* Drivers take a window's current key, which the next bind replaces, from its struct. */
 static void put_keys(const struct post *post, size_t count)
 {
 	for (size_t i = 0; i < count; i++) {

@@ -165,12 +165,12 @@ static PyObject *roce_send(PyObject *self, PyObject *args)
 			    .msg_control = &control };
 	Py_buffer address, data;
 	Py_ssize_t size, segment, result = 0;
-	PyObject *errors = NULL;
+	PyObject *errors = NULL, *about = Py_None;
 	int fd, tos, is_ipv4;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "iy*y*nni|O!", &fd, &address, &data, &size, &segment, &tos,
-			      &PyList_Type, &errors))
+	if (!PyArg_ParseTuple(args, "iy*y*nni|O!O", &fd, &address, &data, &size, &segment, &tos,
+			      &PyList_Type, &errors, &about))
 		return NULL;
 	is_ipv4 = address.len == sizeof(struct sockaddr_in);
 	if (is_ipv4 || address.len == sizeof(struct sockaddr_in6))
@@ -187,7 +187,7 @@ static PyObject *roce_send(PyObject *self, PyObject *args)
 			add_control(&m, IPPROTO_UDP, SET_SEGMENT, (int)segment, sizeof(uint16_t));
 		result = sendmsg(fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 ? errno : 0;
 		if (result && errors)
-			rp_append_new(errors, PyLong_FromSsize_t(result));
+			rp_append_new(errors, Py_BuildValue("(nO)", result, about));
 	}
 	return finish(&address, &data, result);
 }

@@ -64,7 +64,7 @@ int rp_append(PyObject *queue, PyObject *item)
 
 void rp_clear(PyObject *list)
 {
-	/* To delete the whole list takes no memory; what that releases may append to it. */
+	/* Deleting the whole list needs no memory; what it releases may append to the list. */
 	while (PyList_Size(list))
 		PyList_SetSlice(list, 0, PY_SSIZE_T_MAX, NULL);
 }

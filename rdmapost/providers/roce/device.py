@@ -121,6 +121,7 @@ class RoceDevice(Device):
         headers: list[bytes],
         payload: Segments | tuple[()] = (),
         mtu: int = 0,
+        again: int = 0,
     ) -> None:
         """Send packets, when the step is committed.
 
@@ -131,17 +132,20 @@ class RoceDevice(Device):
                 last one are of the same size.
             payload: what follows the headers, `mtu` bytes in each packet.
             mtu: payload bytes in each packet but the last.
+            again: how many of them have been sent before; these come first.
         """
         covered = flow(self.gids[0], path.dgid, ROCE_V2_PORT)
         if covered is None:
+            # Between IPv4 and IPv6 there is no way.
+            self.counters.send_errors += len(headers)
             return
         if len(headers) == 1 or (self.sender.may_join and self.outgoing.is_straight):
-            self.sender.send(self, qp, path, covered, headers, payload, mtu)
+            self.sender.send(self, qp, path, covered, headers, payload, mtu, again)
             return
         whole = b"".join(payload)
         for n, header in enumerate(headers):
             part = whole[n * mtu : (n + 1) * mtu]
-            self.sender.send(self, qp, path, covered, [header], [part], mtu)
+            self.sender.send(self, qp, path, covered, [header], [part], mtu, int(n < again))
 
     def admit(self, direction: Direction, item: Any, damaged: Any) -> list[Any]:
         """Apply the fault plan to a packet; return those that arrive now."""
@@ -179,9 +183,9 @@ class RoceDevice(Device):
         self._wait_for_held()
 
     def set_timer(self, qp: RoceQueuePair | RoceDevice, when: float | None) -> None:
-        """Have the engine's on_timer called for a queue pair at a time, or not, if it is None.
+        """Have the engine's on_timer called for a queue pair at this time; None cancels it.
 
-        For the device itself, it is _let_go.
+        For the device itself, _let_go is called.
         """
         if when is None:
             self.timers.pop(qp, None)

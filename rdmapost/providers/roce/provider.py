@@ -88,6 +88,7 @@ class RoceProvider(SoftwareProvider):
     @verb
     def counters(context: Any) -> Counters:
         device: Any = context_of(context, "Context.counters").device
+        device.sender.note_errors(device)
         counted: Counters = device.counters.now()
         return counted
 

@@ -37,13 +37,19 @@ if TYPE_CHECKING:
         counters: Any
 
         def send(
-            self, qp: RoceQueuePair, path: Path, headers: list[bytes], payload: Segments, mtu: int
+            self,
+            qp: RoceQueuePair,
+            path: Path,
+            headers: list[bytes],
+            payload: Segments,
+            mtu: int,
+            again: int = 0,
         ) -> None:
             """Send a queue pair's packets, of one size, but the last; each takes up to mtu bytes
-            of payload."""
+            of payload, and the first `again` have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at a time, which replaces the one set before; None: not."""
+            """Have on_timer called at this time, instead of any set before; None cancels it."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -325,10 +331,10 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
 
 
 def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs for some of the bytes behind SGEs.
+    """Return SGEs for a range of the bytes that SGEs cover.
 
     Raises:
-        ErrorStatus: LOC_LEN_ERR: there are not so many.
+        ErrorStatus: LOC_LEN_ERR: they cover fewer.
     """
     found = []
     for addr, length, lkey in sges:

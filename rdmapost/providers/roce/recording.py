@@ -21,6 +21,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import IO, Any
 
+from ..._arguments import counted
 from ..._binding import native
 from ...errors import ClosedError
 from . import pcapng
@@ -190,10 +191,9 @@ class Recording:
     def failure(self) -> str:
         """Say why the capture has ended early."""
         error = self.error
-        return (
-            f"the capture to {os.fsdecode(self.path)} ended after {self.packets} packets: "
-            f"{(isinstance(error, OSError) and error.strerror) or error}"
-        )
+        why = (isinstance(error, OSError) and error.strerror) or error
+        count = counted(self.packets, "packet")
+        return f"the capture to {os.fsdecode(self.path)} ended after {count}: {why}"
 
     def _has_begun(self) -> bool:
         return self.has_ended() or self.state is not RecordingState.OPENING

@@ -114,13 +114,11 @@ def send(qp: RoceQueuePair) -> None:
         return
     if qp.reliable:
         _ask(bursts)
-    device = qp.device
-    count = 0
+    left = qp.top - begin
     for burst in bursts:
-        count += len(burst.headers)
-        device.send(qp, burst.path, burst.headers, burst.payload, burst.unit)
-    if qp.top > begin:
-        device.counters.retransmitted += min(qp.top - begin, count)
+        again = max(0, min(left, len(burst.headers)))
+        left -= again
+        qp.device.send(qp, burst.path, burst.headers, burst.payload, burst.unit, again)
     qp.psn = psn
     if psn > qp.top:
         qp.top = psn

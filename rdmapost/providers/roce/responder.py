@@ -430,7 +430,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 
 def _end_reading(qp: RoceQueuePair) -> None:
-    """Go on with what has waited for a READ."""
+    """Continue with what was waiting for a READ to end."""
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

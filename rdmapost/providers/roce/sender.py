@@ -28,12 +28,13 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets: not if the network device cannot
             segment.
-        errors: the errnos of sends, which happen when a step is committed.
+        errors: of sends, which happen when a step is committed: each an errno, and how many
+            packets it was, their bytes, and how many of them had been sent before.
     """
 
     def __init__(self) -> None:
         self.may_join = True
-        self.errors: list[int] = []
+        self.errors: list[tuple[int, tuple[int, int, int]]] = []
 
     def send(
         self,
@@ -44,6 +45,7 @@ class Sender(native.Record):
         headers: list[bytes],
         payload: Any,
         mtu: int,
+        again: int,
     ) -> None:
         """Send packets that go together, as RoceDevice.send does.
 
@@ -55,11 +57,14 @@ class Sender(native.Record):
         size = native.roce_build(data, covered, headers, tuple(payload), mtu)
         packets_sent, bytes_sent = device.counters.sent
         device.counters.sent = packets_sent + len(headers), bytes_sent + size
+        if again:
+            device.counters.retransmitted += again
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
         about: Any = functools.partial(trace.about_sent, qp) if device.recordings else None
         if device.outgoing.is_straight:
-            self._transmit(device, path, about, data, size, segment)
+            counted = len(headers), size, again
+            self._transmit(device, path, about, data, size, segment, counted)
             return
         packet = bytes(data[:size])
         if about is not None:
@@ -67,7 +72,7 @@ class Sender(native.Record):
             about = functools.partial(trace.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)
-        for each in device.admit(device.outgoing, (path, about, packet), damaged):
+        for each in device.admit(device.outgoing, (path, about, packet, again), damaged):
             self.send_held(device, each)
 
     def _transmit(
@@ -78,6 +83,7 @@ class Sender(native.Record):
         data: Any,
         size: int,
         segment: int,
+        counted: tuple[int, int, int],
     ) -> None:
         assert device.address is not None
         if about is not None:
@@ -91,24 +97,30 @@ class Sender(native.Record):
             segment,
             path.traffic_class,
             self.errors,
+            counted,
         )
 
     def send_held(self, device: RoceDevice, item: Any) -> None:
         """Send a packet that the fault plan has held."""
-        path, about, packet = item
-        self._transmit(device, path, about, packet, len(packet), len(packet))
+        path, about, packet, again = item
+        size = len(packet)
+        self._transmit(device, path, about, packet, size, size, (1, size, again))
 
     def note_errors(self, device: RoceDevice) -> None:
-        """Process the errors of what was sent since the last call."""
-        for code in self.errors:
-            device.counters.send_errors += 1
-            if code in _CANNOT_SEGMENT and self.may_join:
+        """Process the errors of what was sent since the last call: nothing of it has left."""
+        counters = device.counters
+        for code, (count, size, again) in self.errors:
+            packets_sent, bytes_sent = counters.sent
+            counters.sent = packets_sent - count, bytes_sent - size
+            counters.retransmitted -= again
+            counters.send_errors += count
+            if code in _CANNOT_SEGMENT and count > 1:
                 self.may_join = False
         self.errors.clear()
 
 
 def _damaged(covered: bytes, item: Any, number: int) -> Any:
-    path, about, packet = item
+    path, about, packet, again = item
     if about is not None:
         about = functools.partial(trace.known_comment, f"{about(packet)}, damaged on purpose")
-    return path, about, damage(packet, covered, number)
+    return path, about, damage(packet, covered, number), again

@@ -31,7 +31,7 @@ class JournaledDict(dict[Any, Any]):
         self.discard(key)
 
     def discard(self, key: Any) -> None:
-        """Remove a key, if it is there, as the verb ends: to undo that might need memory."""
+        """Remove a key, if it is there, as the verb ends: undoing it might need memory."""
         native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:

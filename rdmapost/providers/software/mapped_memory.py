@@ -7,6 +7,7 @@ import mmap
 import os
 import pathlib
 
+from ..._arguments import counted
 from ...enums import Access
 from ...errors import VerbsError
 
@@ -81,7 +82,7 @@ def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> mem
         # Not beyond a file's end: an access there kills the process.
         size = os.fstat(fd).st_size
         if size and offset + length > size:
-            raise ValueError(f"it has {size} bytes")
+            raise ValueError(f"it has {counted(size, 'byte')}")
         mapped = mmap.mmap(
             fd, extra + length, flags=mmap.MAP_SHARED, prot=protection, offset=offset - extra
         )

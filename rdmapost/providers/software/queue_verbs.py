@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+from ..._arguments import counted
 from ..._binding import ffi, lib, native
 from ...enums import MigState, Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
@@ -86,7 +87,9 @@ def query_srq(srq: Any, attr: Any) -> None:
 def destroy_srq(srq: Any) -> None:
     made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
     if made.users:
-        raise VerbsError("ibv_destroy_srq", errno.EBUSY, f"{made.users} queue pairs use it")
+        raise VerbsError(
+            "ibv_destroy_srq", errno.EBUSY, f"in use by {counted(made.users, 'queue pair')}"
+        )
     queues = [made.queue]
     if made.tags is not None:
         queues += [made.tags.slots, made.tags.ops]

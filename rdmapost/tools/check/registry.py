@@ -102,8 +102,8 @@ class Trial:
         """Make the pair of queue pairs, with random local and known remote memory.
 
         Args:
-            local_size, remote_size: as in Loopback; default: a message, at the
-                remote side with a margin before and after.
+            local_size, remote_size: as in Loopback; default: room for one
+                message, and on the remote side a margin before and after it.
             options: as in Loopback.
         """
         pair = Loopback(

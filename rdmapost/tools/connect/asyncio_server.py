@@ -74,12 +74,15 @@ async def aserve(
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at
-            most its access rights. They also share its protection domain: a client that knows or
-            guesses the key of another region there can use that region, too. If it has
-            FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it; if it has MW_BIND, the clients'
-            queue pairs permit whatever your windows grant.
+            most the access rights that it has when they connect; mr.rereg changes what later ones
+            get, but not the queue pairs of those already connected. Clients also share its
+            protection domain: a client that knows or guesses the key of another region there can
+            use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it;
+            if it has MW_BIND, the clients' queue pairs permit whatever your windows grant.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
+            Left may come while completions of that client are still in cq: poll it empty before
+            you forget the qp_num.
         cq: where the work requests that you post to the clients' queue pairs complete, and the
             receives of srq; by default each queue pair has its own CQ.
         qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ..._arguments import expect, index, member, seconds, time_limit, within
+from ..._arguments import counted, expect, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import RdmaError
@@ -131,7 +131,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             stack.before_closing(partial(drop_outstanding, self.qp))
 
     def _handshake(self, token: str | None) -> IORequests:
-        """Connect the queue pair to the server's, and raise what dial does."""
+        """Connect the queue pair to the server's; a failure is the same error as from dial()."""
         qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.context)
         hello = Hello(token, fabric, qp_type, self.qp.endpoint(), self._private_data)
         offer = yield from self._session.ask(hello)
@@ -170,7 +170,9 @@ class BaseConnection(native.Finalizer, NotCopied):
         self._refuse_inherited()
         offset = index("offset", offset)
         if not 0 <= offset < self.offer.size:
-            raise ValueError(f"offset={offset} is not in the server's {self.offer.size} bytes")
+            raise ValueError(
+                f"offset={offset} is not in the server's {counted(self.offer.size, 'byte')}"
+            )
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
@@ -194,7 +196,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
-        deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
+        deadline = math.inf if limit is None else time.monotonic() + limit
         left = math.inf
         while left > LONGEST_WAIT_S:
             left = max(0.0, deadline - time.monotonic())

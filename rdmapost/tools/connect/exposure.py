@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..._arguments import content, counted, expect, flags, index, within
 from ...enums import Access, QPType
@@ -57,6 +57,12 @@ class Exposure:
         """Whether all clients reach the same memory."""
         return self.memory is not None or self.mr is not None
 
+    def now(self) -> Exposure:
+        """Return it with the size and at most the access that the owner's region has now."""
+        if self.mr is None:
+            return self
+        return replace(self, size=self.mr.length, access=self.access & self.mr.access)
+
     def __str__(self) -> str:
         allowed = ", ".join(access_names(self.access)) or "no"
         whose = "shared by all clients" if self.shared else "for each client"
@@ -75,12 +81,12 @@ def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
         TypeError: an argument is not an integer.
         ValueError: the bytes are not within those exposed.
     """
-    offset = index("offset", offset)
+    offset, exposed = index("offset", offset), counted(size, "byte")
     if not 0 <= offset <= size:
-        raise ValueError(f"offset={offset} is not within the {size} bytes exposed")
+        raise ValueError(f"offset={offset} is not within the {exposed} exposed")
     length = size - offset if length is None else within("length", length, 0)
     if offset + length > size:
-        raise ValueError(f"[{offset}:{offset + length}] is not within the {size} bytes exposed")
+        raise ValueError(f"[{offset}:{offset + length}] is not within the {exposed} exposed")
     return offset, length
 
 
@@ -98,7 +104,11 @@ def make_exposure(
     port_num: int,
     gid_index: int | None,
 ) -> Exposure:
-    """Check what will be exposed; the arguments are serve()'s."""
+    """Check what will be exposed; the arguments are serve()'s.
+
+    The access is what was asked for, or all that the device supports, even if mr has less: rereg
+    may change what that has. Exposure.now() says what clients get.
+    """
     mr = given.mr
     expect("shared", shared, bool)
     data = content("data", data)
@@ -138,15 +148,12 @@ def make_exposure(
 
 def _exposed_access(context: Context, access: int | None, mr: MR | None) -> Access:
     has_atomics = bool(context.attr.atomic_cap)
-    possible = EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
-    if mr is not None:
-        possible &= mr.access
     if access is None:
-        return possible
+        return EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
     access = flags("access", access, EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
     if access & Access.REMOTE_ATOMIC and not has_atomics:
         raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
-    if missing := access & ~possible:
+    if mr is not None and (missing := access & ~mr.access):
         raise ValueError(f"access: the MR lacks {missing.name}")
     return access
 

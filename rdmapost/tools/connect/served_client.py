@@ -311,7 +311,9 @@ class ServedClient:
 
     def _look(self, offset: int, length: int) -> Generator[None, None, Seen]:
         exposure, unseen = self._exposure, Seen(offset, length, "", b"")
-        if (exposure.shared or exposure.data) and not self.offer.access & Access.REMOTE_READ:
+        # The owner may have taken it from the region since.
+        readable = self.offer.access & self.mr.access & Access.REMOTE_READ
+        if (exposure.shared or exposure.data) and not readable:
             return unseen
         self._refuse_closed()
         try:

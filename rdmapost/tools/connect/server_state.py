@@ -17,7 +17,7 @@ from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.srq import SRQ
 from ..reachability import fabric_of, why_unreachable
-from .exposure import make_exposure
+from .exposure import Exposure, make_exposure
 from .failures import ConnectError, ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .qp_options import QPOptions, check_given, private_bytes
@@ -56,7 +56,7 @@ class ServerState:
     ) -> None:
         not_these = ("max_recv_wr", "max_recv_sge")
         given = check_given(context, mr, srq, cq, qp_options, not_these)
-        exposure = make_exposure(context, given, **exposed)
+        exposed_at_most = make_exposure(context, given, **exposed)
         check_token(token)
         max_clients = within("max_clients", max_clients, 1, MAX_CLIENTS)
         if on_event is not None and not callable(on_event):
@@ -68,7 +68,7 @@ class ServerState:
         timeout = time_limit(timeout)
         if idle_timeout is not None:
             idle_timeout = time_limit(idle_timeout, "idle_timeout", "seconds or None")
-        self.context, self.exposure, self._given = context, exposure, given
+        self.context, self._exposed_at_most, self._given = context, exposed_at_most, given
         self.token, self.max_clients = token, max_clients
         self.timeout, self.idle_timeout = timeout, idle_timeout
         self._on_event, self._call = on_event, call
@@ -83,6 +83,11 @@ class ServerState:
         self.clients: dict[int, ServedClient] = {}
         # Clients with a resource that the owner's resources still use.
         self._unreleased: list[ServedClient] = []
+
+    @property
+    def exposure(self) -> Exposure:
+        """What a client that connects now gets."""
+        return self._exposed_at_most.now()
 
     def admit(self, hello: Hello, address: str) -> ServedClient:
         """Give a client its queue pair and memory if it is reachable and the server is not full."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from ..._arguments import counted
 from ...enums import Access, QPState, QPType
 from ...resources.cq import CQ
 from ...resources.device import provider_of
@@ -336,7 +337,8 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
     for srq in shared.values():
         outstanding += srq.outstanding + srq.outstanding_tags + srq.outstanding_ops
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
-    evidence = f"{cq}; its queues hold up to {capacity} work requests; outstanding: {outstanding}"
+    room = counted(capacity, "work request")
+    evidence = f"{cq}; its queues hold up to {room}; outstanding: {outstanding}"
     remedy = f"cq.resize({capacity}), or poll before the CQ can fill up"
     if outstanding > cq.cqe:
         failed = snap.attr.qp_state is QPState.ERR

@@ -40,6 +40,9 @@ ERRNOS: tuple[Explanation, ...] = (
             "device's limit, or 0 where one is needed.",
             "From ibv_reg_mr: REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, an unknown "
             "flag, an address range that wraps.",
+            "From ibv_rereg_mr: what ibv_reg_mr refuses; no flag, or an unknown one; or the "
+            "region's keys were invalidated (LOCAL_INV, SEND_WITH_INV): on soft0 and roce, only "
+            "mr.rereg(memory=...) gives it new ones.",
         ),
         look_at=(
             "error.index and error.wr: which work request; error.reason: the cause, if known.",
@@ -51,7 +54,7 @@ ERRNOS: tuple[Explanation, ...] = (
         soft_roce="An atomic at an unaligned address or with less than 8 bytes is EINVAL at the "
         "post. A send before RTS returns EINVAL without naming a work request, and stays in the "
         "queue: it runs when the QP reaches RTS. Checked QPs refuse it first.",
-        see=(_RETURN, "ibv_modify_qp(3), NOTES", "ibv_reg_mr(3), RETURN VALUE"),
+        see=(_RETURN, "ibv_modify_qp(3), NOTES", "ibv_reg_mr(3), RETURN VALUE", "ibv_rereg_mr(3)"),
     ),
     _errno(
         "ENOMEM",
@@ -111,6 +114,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "A QP or SRQ type that the device does not support: XRC, RAW_PACKET, tag matching.",
             "A verb that this driver (libibverbs then returns the error) or an older libibverbs "
             "does not implement.",
+            "ibv_rereg_mr of a dma-buf region, or with a driver that lacks the verb (Soft-RoCE's).",
             "ON_DEMAND or another access flag that the device lacks; memory of a file system that "
             "cannot be pinned for long (DAX).",
             "The kernel is older than the library.",
@@ -196,7 +200,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "The object cannot be closed or changed: something else still depends on it.",
         causes=(
             "ibv_dealloc_pd, ibv_destroy_cq, ibv_destroy_srq while a QP, MR, AH or MW uses them.",
-            "ibv_dereg_mr while a memory window is bound to the region.",
+            "ibv_dereg_mr or ibv_rereg_mr while a memory window is bound to the region.",
             "A QP that is still attached to a multicast group or a flow.",
             "mlx5: the firmware has the object in use.",
         ),

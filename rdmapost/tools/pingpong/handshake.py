@@ -106,6 +106,11 @@ class Handshake:
         return whole - len(self._received)
 
     @property
+    def has_nothing(self) -> bool:
+        """Whether the peer has sent nothing."""
+        return not self._received
+
+    @property
     def stage(self) -> str:
         """What is being waited for, in words."""
         received = len(self._received)
@@ -310,10 +315,13 @@ class HandshakeConnection(ClosesOnExit):
 
     def _closed_error(self, why: str) -> PingpongError:
         why = f" ({why})" if why else ""
-        hint = "it says why itself"
+        hint = ": it may say why itself"
         if self._is_client:
             hint += "; on RoCE a stock server has to be started with -g INDEX"
+        elif self._handshake.has_nothing:
+            # A port scanner, perhaps.
+            hint = ""
         return PingpongError(
-            f"{self.who} closed the connection{why} instead of sending {self._handshake.stage}: "
+            f"{self.who} closed the connection{why} instead of sending {self._handshake.stage}"
             f"{hint}"
         )

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from ..._arguments import expect, index, member, seconds, time_limit
+from ..._arguments import counted, expect, index, member, seconds, time_limit
 from ...enums import MTU, Access, LinkLayer, QPState, QPType, SendFlags, WCStatus
 from ...errors import RdmaError, WaitTimeout
 from ...posting.wr import RecvWR, Send
@@ -208,7 +208,7 @@ class Pingpong(ResourceHolder):
             PingpongError: no client connected, it broke the handshake or is gone; or
                 the data is not that of a client that validates.
             TypeError: timeout is not a number.
-            ValueError: it is NaN.
+            ValueError: it is negative or NaN.
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
@@ -448,4 +448,5 @@ class Pingpong(ResourceHolder):
         return f"; if the sides differ, give both the same (here {here})"
 
     def _wrong_size(self, size: int) -> str:
-        return f"{self._peer} sent {size} bytes and not {self.size}: give both sides the same size"
+        sent = f"{self._peer} sent {counted(size, 'byte')} and not {self.size}"
+        return f"{sent}: give both sides the same size"

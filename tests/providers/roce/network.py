@@ -138,6 +138,7 @@ class Device:
         headers: list[bytes],
         payload: Any = (),
         mtu: int = 0,
+        again: int = 0,
     ) -> None:
         size = sum([len(piece) for piece in payload])
         assert size <= mtu * len(headers)
@@ -149,6 +150,7 @@ class Device:
         assert sizes[-1] <= sizes[0]
         assert sum(sizes) <= 60_000
         self.counters.sent += len(headers)
+        self.counters.retransmitted += again
         native.on_commit(self._carry, path, headers, payload, mtu)
 
     def _carry(self, path: packets.Path, headers: list[bytes], payload: Any, mtu: int) -> None:

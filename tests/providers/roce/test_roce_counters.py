@@ -108,3 +108,17 @@ def test_posting_commands_note_them_if_verbose(context):
     ran = run("write", "-d", DEVICE, "--data", "hello", "-v")
     assert ran.code == 0
     assert "counters packets_sent 2, packets_received 2, bytes_sent " in ran.err
+
+
+@pytest.mark.parametrize("host", ["::1", "10.255.255.1"])
+def test_what_cannot_be_sent_is_not_counted_as_sent(host):
+    """From 127.0.0.1 there is no way to an IPv6 address, nor out of this machine."""
+    with open_roce("roce:127.0.0.113") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+        with rp.QP(pd, rp.QPType.RC, cq) as qp, rp.MR(pd, 8, rp.Access.LOCAL_WRITE) as mr:
+            gid = rp.GID(host if ":" in host else f"::ffff:{host}")
+            qp.connect(rp.Endpoint(5, 6, gid, 0, rp.MTU.MTU_1024), timeout=8, retry_cnt=3)
+            qp.post_send(rp.Send(mr[:8]))
+            assert cq.wait(1, LIMIT)[0].status is WCStatus.RETRY_EXC_ERR
+        now = context.counters()
+    assert now._replace(send_errors=0) == rp.Counters(*[0] * len(now))
+    assert now.send_errors == 4

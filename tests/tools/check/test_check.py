@@ -189,6 +189,6 @@ def test_missing_and_swapped_segments_are_found() -> None:
     right = segments(qp_type, payload, 50)
     hdr = frames.tcp(qp_type)
     assert frames.what_is_wrong(right[:1], hdr, qp_type, payload, 50) == (
-        "1 segments arrived, not 2"
+        "1 segment arrived, not 2"
     )
     assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, qp_type, payload, 50))

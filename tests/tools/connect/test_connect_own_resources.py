@@ -119,6 +119,36 @@ def test_region_grants_clients_no_more_access_than_it_has(
         assert peer.wait()[0].status in REFUSED
 
 
+@pytest.mark.parametrize("asked", [None, Access.REMOTE_READ | Access.REMOTE_WRITE])
+def test_clients_get_what_the_region_has_when_they_connect(
+    serve: Callable[..., Served], pd: rp.PD, asked: Access | None
+) -> None:
+    with rp.MR(pd, 64, Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE) as mr:
+        served = serve(mr=mr, access=asked)
+        with served.dial() as before:
+            assert before.look(0, 8).data == bytes(8)
+            try:
+                mr.rereg(access=Access.LOCAL_WRITE | Access.REMOTE_WRITE)
+            except rp.UnsupportedError as error:
+                pytest.skip(str(error))
+            assert before.look(0, 8).data == b""
+        with served.dial() as peer:
+            assert peer.offer.access == served.server.exposure.access == Access.REMOTE_WRITE
+            assert served.server.clients[0].qp.query().qp_access_flags == Access.REMOTE_WRITE
+        mr.rereg(memory=128, access=Access.LOCAL_WRITE | Access.REMOTE_READ)
+        with served.dial() as peer:
+            assert peer.offer.access == served.server.exposure.access == Access.REMOTE_READ
+            assert peer.offer.size == served.server.exposure.size == 128
+            peer.qp.post_send(rp.RdmaRead(peer.mr[:8], **peer.target(120)))
+            peer.wait()[0].check()
+        mr.rereg(access=EVERYTHING)
+        everything = Access.REMOTE_READ | Access.REMOTE_WRITE
+        with served.dial() as peer:
+            if asked is None and pd.context.attr.atomic_cap:
+                everything |= Access.REMOTE_ATOMIC
+            assert peer.offer.access == served.server.exposure.access == everything
+
+
 def test_memory_without_a_buffer_can_be_exposed_and_not_looked_at(
     serve: Callable[..., Served], pd: rp.PD
 ) -> None:

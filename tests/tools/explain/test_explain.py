@@ -117,6 +117,10 @@ def test_usual_causes_come_first() -> None:
         ("RDMA_READ", "FENCE"),
         ("RDMA_READ", "RDMA_WRITE"),
         ("LOCAL_INV", "closed"),
+        ("EINVAL", "From ibv_rereg_mr: what ibv_reg_mr refuses"),
+        ("EINVAL", "the region's keys were invalidated"),
+        ("EBUSY", "ibv_rereg_mr while a memory window is bound"),
+        ("EOPNOTSUPP", "ibv_rereg_mr"),
     ],
 )
 def test_cause_is_among_those_listed(name: str, cause: str) -> None:
