@@ -156,23 +156,10 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
 
     Raises:
         TypeError: it is not a number (a timedelta, text).
-        ValueError: it is negative, NaN, or too large for a float.
+        ValueError: it is NaN, or too large for a float.
     """
     if given is None:
         return None
-    value = real(name, given, expected)
-    if value < 0:
-        raise ValueError(f"{name}={given} is negative")
-    return value
-
-
-def real(name: str, given: Any, expected: str) -> float:
-    """Return a number of any type as a float.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is NaN, or too large for a float.
-    """
     try:
         # Takes numbers of all types but, unlike float(), does not parse text.
         value = math.ldexp(given, 0)
@@ -195,9 +182,9 @@ def time_limit(given: Any, name: str = "timeout", expected: str = "seconds") -> 
         TypeError: it is not a number.
         ValueError: it is 0 or less, NaN, or more than a million seconds.
     """
-    if given is None:
+    value = seconds(given, name, expected)
+    if value is None:
         raise TypeError(f"{name}: expected seconds, got NoneType")
-    value = real(name, given, expected)
     if not value > 0:
         raise ValueError(f"{name}={given}: expected more than 0 s")
     if value > _LONGEST_S:

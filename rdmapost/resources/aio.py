@@ -74,7 +74,7 @@ async def completions(
     """Implement CQ.completions."""
     if type(count) is not int:
         count = index("count", count)
-    if type(timeout) is not float or not timeout >= 0.0:
+    if type(timeout) is not float or timeout != timeout:
         timeout = seconds(timeout)
     if max_entries is not None:
         count, max_entries = check_max_entries(count, max_entries)

@@ -86,7 +86,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
 
         Raises:
             TypeError: timeout is not a number.
-            ValueError: timeout is negative or NaN.
+            ValueError: timeout is NaN.
             RdmaError: asyncio tasks wait for its events.
             ClosedError: the channel is closed, or is closed during the wait.
             VerbsError: the device failed.
@@ -113,7 +113,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
 
         Raises:
             TypeError: timeout is not a number.
-            ValueError: timeout is negative or NaN.
+            ValueError: timeout is NaN.
             RdmaError: a thread or another event loop is already waiting on the channel.
             ClosedError: the channel is closed, or is closed during the wait.
             VerbsError: the device failed.

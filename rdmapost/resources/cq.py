@@ -433,7 +433,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 to have lost completions.
             WaitCancelled: cancel_waits() was called.
             TypeError: count, timeout or max_entries is not a number.
-            ValueError: count is negative or more than max_entries, or timeout is negative or NaN.
+            ValueError: count is negative or more than max_entries, or timeout is NaN.
             RdmaError: the CQ uses a shared completion channel.
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
@@ -442,7 +442,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             raise RdmaError(_SHARED.format(self))
         if max_entries is not None:
             count, max_entries = check_max_entries(count, max_entries)
-        if type(timeout) is not float or not timeout >= 0.0:
+        if type(timeout) is not float or timeout != timeout:
             timeout = seconds(timeout)
         if type(count) is not int:
             count = index("count", count)
@@ -501,7 +501,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             WaitCancelled: cancel_waits() was called.
             TypeError: an argument has the wrong type, or buffer is read-only.
             ValueError: the buffer is not contiguous, does not hold whole rows, or holds fewer than
-                count; count is negative, or timeout is negative or NaN.
+                count; count is negative, or timeout is NaN.
             RdmaError: the CQ reports its completions on a shared channel.
             ClosedError: the CQ is closed, or is closed during the wait.
             VerbsError: the device failed.
@@ -562,7 +562,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 to have lost completions.
             WaitCancelled: cancel_waits() was called.
             TypeError: count, timeout or max_entries is not a number.
-            ValueError: count is negative or more than max_entries, or timeout is negative or NaN.
+            ValueError: count is negative or more than max_entries, or timeout is NaN.
             RdmaError: a thread or another event loop is already waiting on the same CQ
                 or channel.
             ClosedError: the CQ is closed, or is closed during the wait.

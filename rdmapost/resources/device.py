@@ -454,7 +454,7 @@ class Context(EventSource, struct="ibv_context"):
 
         Raises:
             TypeError: timeout is not a number.
-            ValueError: timeout is negative or NaN.
+            ValueError: timeout is NaN.
             RdmaError: asyncio tasks wait for the events of the device.
             ClosedError: the device is closed, or is closed during the wait.
             VerbsError: the device failed.
@@ -475,7 +475,7 @@ class Context(EventSource, struct="ibv_context"):
 
         Raises:
             TypeError: timeout is not a number.
-            ValueError: timeout is negative or NaN.
+            ValueError: timeout is NaN.
             RdmaError: a thread or another event loop is already waiting for the device's events.
             ClosedError: the device is closed, or is closed during the wait.
             VerbsError: the device failed.

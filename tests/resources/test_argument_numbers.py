@@ -122,6 +122,6 @@ def test_timeout_is_a_number_of_any_type(cq):
         def __float__(self):
             return 0.002
 
-    for timeout in (Seconds(), 0, 0.002, False):
+    for timeout in (Seconds(), 0, 0.002, False, -1):
         with pytest.raises(rp.WaitTimeout, match="0 of 1 completions came within"):
             cq.wait(1, timeout)

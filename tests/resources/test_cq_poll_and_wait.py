@@ -138,7 +138,7 @@ def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
         many.cq.wait(1, 0)
 
 
-@pytest.mark.parametrize("timeout", [0, 0.0, -0.0])
+@pytest.mark.parametrize("timeout", [-1, -1.0, -1e-9, 0])
 def test_wait_without_time_polls_once(rc, timeout):
     began = time.monotonic()
     with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within"):
@@ -172,21 +172,6 @@ def test_a_negative_number_of_completions_is_refused(cq, call):
     function = {"poll": cq.poll, "wait": cq.wait, "completions": in_a_loop}[call]
     with pytest.raises(ValueError, match="=-1 is negative"):
         function(-1)
-
-
-@pytest.mark.parametrize("timeout", [-1, -0.5, -1e-9, float("-inf")])
-def test_negative_timeout_is_refused_by_every_wait(context, cq, stack, timeout):
-    channel = stack.enter_context(rp.CompChannel(context))
-    for wait in (
-        lambda: cq.wait(1, timeout),
-        lambda: cq.wait_into(bytearray(48), timeout=timeout),
-        lambda: channel.get_cq_event(timeout),
-        lambda: context.get_async_event(timeout),
-        lambda: asyncio.run(cq.completions(1, timeout)),
-    ):
-        with pytest.raises(ValueError, match=f"^timeout={timeout} is negative$"):
-            wait()
-    assert cq.wait(0, -0.0) == []
 
 
 @pytest.mark.parametrize("kind", ["context", "channel"])

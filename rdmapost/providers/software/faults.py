@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from ..._arguments import expect, member, real, time_limit, within
+from ..._arguments import expect, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import WCStatus
 from .journaled_dict import JournaledDict
@@ -184,7 +184,9 @@ class FaultPlan:
 
 
 def _rate(name: str, given: Any) -> float:
-    rate = real(name, given, "number")
+    rate = seconds(given, name, "number")
+    if rate is None:
+        raise TypeError(f"{name}: expected number, got NoneType")
     if not 0 <= rate <= 1:
         raise ValueError(f"{name}={given} is not in 0..1")
     return rate

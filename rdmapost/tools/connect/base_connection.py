@@ -196,7 +196,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
-        deadline = math.inf if limit is None else time.monotonic() + limit
+        deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
         left = math.inf
         while left > LONGEST_WAIT_S:
             left = max(0.0, deadline - time.monotonic())

@@ -323,7 +323,7 @@ class Connection(BaseConnection, ClosesOnExit):
             WaitTimeout: fewer came; they stay for the next wait.
             WaitCancelled: cq.cancel_waits() was called.
             TypeError: an argument is not a number.
-            ValueError: count is negative, or timeout is negative or NaN.
+            ValueError: count is negative, or timeout is NaN.
             ClosedError: the connection is closed, or is closed during the wait. With a CQ of
                 yours (dial's cq), only closing that CQ ends the wait.
             VerbsError: the device failed.
@@ -337,14 +337,14 @@ class Connection(BaseConnection, ClosesOnExit):
 
         Args:
             index: which, from 1, in order of use.
-            timeout: seconds to wait for it; None for no limit.
+            timeout: seconds to wait for it; a negative one counts as 0; None for no limit.
 
         Returns:
             The arrival, or None if it did not come in time.
 
         Raises:
             TypeError: an argument is not a number.
-            ValueError: index is not in 1..2**64-1, or timeout is negative or NaN.
+            ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, no longer has the report, the connection
                 was closed meanwhile, or a signal handler has interrupted another request

@@ -208,7 +208,7 @@ class Pingpong(ResourceHolder):
             PingpongError: no client connected, it broke the handshake or is gone; or
                 the data is not that of a client that validates.
             TypeError: timeout is not a number.
-            ValueError: it is negative or NaN.
+            ValueError: it is NaN.
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
