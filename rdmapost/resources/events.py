@@ -94,7 +94,7 @@ def has_overrun(cq: Any) -> bool:
 
 def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> WaitTimeout:
     """Return the error for a wait in which too few completions came."""
-    text = f"{available} of {count} completions came within {timeout:g} s"
+    text = f"{available} of {count} completions came within {max(0.0, timeout or 0.0):g} s"
     failed = cq._poller.first_failed()
     if failed is not None:
         text += f"; {failed._ending()}"

@@ -141,7 +141,7 @@ def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
 @pytest.mark.parametrize("timeout", [-1, -1.0, -1e-9, 0])
 def test_wait_without_time_polls_once(rc, timeout):
     began = time.monotonic()
-    with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within"):
+    with pytest.raises(rp.WaitTimeout, match=r"^0 of 1 completions came within 0 s"):
         rc.cq.wait(1, timeout)
     assert time.monotonic() - began < 2
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:1], wr_id=3))
