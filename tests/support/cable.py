@@ -53,7 +53,7 @@ ASKED = {
     "peek": ("start", "length"),
     "recv": ("start", "length"),
     "post": ("name", "start", "length"),
-    "post_mixed": ("rounds", "addr", "rkey", "reads"),
+    "post_mixed": ("rounds", "addr", "rkey", "responses"),
     "post_writes": ("count", "start", "remote_addr", "rkey"),
     "window": ("mw_type", "start", "length"),
     "wait": ("count", "timeout"),

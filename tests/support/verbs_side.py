@@ -140,24 +140,28 @@ class Side:
             ]
         )
 
-    def post_mixed(self, rounds: int, addr: int, rkey: int, reads: bool) -> None:
-        """Post a write, an addition, a send and perhaps a read for each round, all at once."""
+    def post_mixed(self, rounds: int, addr: int, rkey: int, responses: bool) -> None:
+        """Post a write, a send and perhaps what has responses, a read and an addition, each round.
+
+        All are outstanding at once.
+        """
         for i in range(rounds):
             near, far = i * MESSAGE, addr + i * MESSAGE
-            read = rp.RdmaRead(self._part(READ, near), remote_addr=far + READ, rkey=rkey)
-            self._qp.post_send(
-                [
-                    rp.RdmaWrite(self._part(WRITTEN, near), remote_addr=far, rkey=rkey),
-                    *([read] if reads else []),
+            wrs: list[rp.SendWR] = [
+                rp.RdmaWrite(self._part(WRITTEN, near), remote_addr=far, rkey=rkey),
+                rp.Send(self._part(SENT, near)),
+            ]
+            if responses:
+                wrs += [
+                    rp.RdmaRead(self._part(READ, near), remote_addr=far + READ, rkey=rkey),
                     rp.AtomicFetchAndAdd(
                         self._mr[COUNTED + 8 * i : COUNTED + 8 * i + 8],
                         remote_addr=addr + COUNTED,
                         rkey=rkey,
                         compare_add=1 + i,
                     ),
-                    rp.Send(self._part(SENT, near)),
                 ]
-            )
+            self._qp.post_send(wrs)
 
     def _part(self, start: int, at: int) -> list[rp.SGE]:
         return [self._mr[start + at : start + at + MESSAGE]]
