@@ -19,6 +19,11 @@ BENCH = Path(__file__).parents[1] / "bench"
         ("soft.py", ("--count", "64", "--runs", "1"), ("round trip", "empty cq.poll()", "columns")),
         ("waiting.py", ("--count", "2"), ("us",)),
         ("startup.py", ("--runs", "1"), ("rdmapost",)),
+        (
+            "roce.py",
+            ("--count", "9", "--writes", "2", "--seconds", "0.2"),
+            ("UDP", "polling", "MTU 1024", "busy target", "256 queue pairs"),
+        ),
     ],
 )
 def test_benchmark_prints_its_rows(program, options, rows):

@@ -3,7 +3,9 @@
 A verb that begins, and so each poll, receives what has come and has the engine process it. So does
 a thread that waits for a completion, because the socket is among the descriptors that it waits for.
 While nobody does, the device's own thread looks. It sleeps first whenever somebody else may be
-quicker, because two threads that take turns with the GIL are slower than one.
+quicker, because two threads that take turns with the GIL are slower than one. It does not where
+another thread runs Python code all the time: each return to the GIL costs 5 ms (the interpreter's
+switch interval).
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ _log = logging.getLogger("rdmapost.roce")
 
 _SHORTEST, _LONGEST = 0.0002, 0.002
 """Seconds that the thread leaves to others."""
+_CONTENDED = 0.001
+"""Seconds that a return to the GIL takes only if another thread runs Python code."""
+_ROUNDS_UNTIMED = 15
+"""Rounds without that measurement, which is such a return itself, once it has taken so long."""
 _AFTER_ERROR = 0.1
 """Seconds before it tries again."""
 _AT_EXIT = 1.0
@@ -90,16 +96,17 @@ def start(wake_fds: tuple[int, ...]) -> Any:
 
 def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
     """Process packets while no other thread does, until the device is closed: the thread's loop."""
-    pause: float | None = 0.0
+    pauses = _Pauses()
     error: Exception | None = None
     try:
-        while pause is not None:
+        goes_on = True
+        while goes_on:
             # Nothing but the device's end ends the thread, and least of all a lack of memory.
             try:
                 if error is not None:
                     _recover(error)
                     error = None
-                pause = _wait_and_look(epoll, stopped.fileno(), pause)
+                goes_on = _wait_and_look(epoll, stopped.fileno(), pauses)
             except Exception as raised:
                 error = raised
     finally:
@@ -115,25 +122,48 @@ def _recover(error: Exception) -> None:
         _log.error("the thread of a roce device goes on after an error", exc_info=error)
 
 
-def _wait_and_look(epoll: select.epoll, stop_fd: int, pause: float) -> float | None:
+class _Pauses:
+    """How long the thread leaves what comes to others."""
+
+    def __init__(self) -> None:
+        self.length = 0.0
+        self._untimed = 0
+
+    def after_others(self) -> None:
+        """Another thread was quicker, and probably will be again."""
+        self.length = min(2 * self.length, _LONGEST)
+
+    def after_work(self, epoll: select.epoll) -> None:
+        """No other thread came first, so look again soon."""
+        if self._untimed:
+            self._untimed -= 1
+            return
+        began = time.monotonic()
+        found = epoll.poll(0)
+        contended = time.monotonic() - began > _CONTENDED
+        self._untimed = _ROUNDS_UNTIMED if contended else 0
+        self.length = 0.0 if found or contended else _SHORTEST
+
+
+def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
     """Wait until there is something to do, and do it unless somebody else does in the pause.
 
     Returns:
-        How long to pause next time; None to end.
+        Whether the device is still open.
     """
     if _is_stopped(epoll.poll(), stop_fd):
-        return None
-    if pause:
-        time.sleep(pause)
+        return False
+    if pauses.length:
+        time.sleep(pauses.length)
         found = epoll.poll(0)
         if _is_stopped(found, stop_fd):
-            return None
+            return False
         if not found:
-            # Another thread was quicker, and probably will be again.
-            return min(2 * pause, _LONGEST)
+            pauses.after_others()
+            return True
     native.run_device()
-    # No other thread came first, so look again soon.
-    return 0.0 if epoll.poll(0) else _SHORTEST
+    pauses.after_work(epoll)
+    return True
 
 
 def _is_stopped(events: list[tuple[int, int]], stop_fd: int) -> bool:

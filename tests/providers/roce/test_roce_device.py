@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from network import ROWS_BY_NAME
@@ -117,6 +118,36 @@ def test_large_write_and_read_arrive_whole(pd, cq, stack, connect):
     pair.a.post_send(rp.RdmaRead(near[:], **target))
     pair.wait(1, LIMIT)
     assert near.buffer == far.buffer
+
+
+@pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead, rp.Send])
+def test_message_of_1_gib_arrives_whole(pd, stack, connect, wr_type):
+    """Most of its source is never written, and so takes no memory of the machine's."""
+    size = 1 << 30
+    if available() < 2 * size:
+        pytest.skip("needs 2 GiB of free memory")
+    pair = connect()
+    source, target = (stack.enter_context(rp.MR(pd, size, ALL)) for _ in range(2))
+    marks = {at: os.urandom(64) for at in (0, 4090, size // 2 + 7, size - 64)}
+    for at, data in marks.items():
+        source.buffer[at : at + 64] = data
+    if wr_type is rp.RdmaRead:
+        pair.a.post_send(rp.RdmaRead(target[:], remote_addr=source.addr, rkey=source.rkey))
+    elif wr_type is rp.RdmaWrite:
+        pair.a.post_send(rp.RdmaWrite(source[:], remote_addr=target.addr, rkey=target.rkey))
+    else:
+        pair.b.post_recv(rp.RecvWR(target[:]))
+        pair.a.post_send(rp.Send(source[:]))
+    done = pair.wait(2 if wr_type is rp.Send else 1, 4 * LIMIT)
+    assert {wc.byte_len for wc in done if wc.opcode is not rp.WCOpcode.SEND} <= {0, size}
+    assert {at: bytes(target.buffer[at : at + 64]) for at in marks} == marks
+
+
+def available() -> int:
+    """Return the bytes of memory that can be had."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (line,) = [one for one in lines if one.startswith("MemAvailable")]
+    return int(line.split()[1]) << 10
 
 
 def test_read_that_arrives_together_with_a_write_sees_what_it_wrote(connect):
