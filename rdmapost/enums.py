@@ -95,12 +95,13 @@ def reported(enum: type[_Enum], number: int) -> _Enum:
     A value that only a newer libibverbs or driver knows becomes a number of the same type: it
     equals the number, is shown as it, and has it as its name.
     """
-    try:
-        return enum(number)
-    except ValueError:
-        unknown = int.__new__(enum, number)
-        unknown._name_, unknown._value_ = str(number), number
-        return unknown
+    # Not enum(number): its ValueError could be a signal handler's.
+    known = enum._value2member_map_.get(number)
+    if known is not None:
+        return known  # type: ignore[return-value]
+    unknown = int.__new__(enum, number)
+    unknown._name_, unknown._value_ = str(number), number
+    return unknown
 
 
 def is_known(member: _Reported) -> bool:

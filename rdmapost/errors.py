@@ -7,6 +7,7 @@ import errno as _errno
 import operator
 import os
 import pickle
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
@@ -27,6 +28,29 @@ __all__ = [
     "WaitCancelled",
     "WaitTimeout",
 ]
+
+
+def is_from_system(error: OSError) -> bool:
+    """Return whether a system call raised it: a signal handler's TimeoutError has no errno."""
+    return error.errno is not None
+
+
+class _SuppressSystemErrors:
+    """Suppresses what system calls raise, but not what signal handlers do."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        return isinstance(error, OSError) and is_from_system(error)
+
+
+suppress_system_errors = _SuppressSystemErrors()
 
 
 class RdmaError(Exception):

@@ -22,7 +22,7 @@ from .._arguments import counted, expect, index, member, shown, within
 from .._arguments import flags as flags_of
 from .._binding import ffi, start_of
 from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ODPGeneralCap, ReregFlags
-from ..errors import InUseError, UnsupportedError, VerbsError
+from ..errors import InUseError, UnsupportedError, VerbsError, is_from_system
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from .buffers import pointers_in
@@ -790,9 +790,9 @@ def allocate(size: int) -> mmap.mmap:
         # Private: the child of a fork has a copy, as of all other memory.
         return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        # A signal handler's has no errno.
-        if not (why := error.strerror):
+        if not is_from_system(error):
             raise
+        why = error.strerror
     except OverflowError:
         why = "no address space is so large"
     raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")

@@ -316,37 +316,42 @@ _RANK = operator.attrgetter("_rank")
 
 
 def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
-    """Close the resources that can be closed; return the others with their errors.
-
-    An exception that close() does not raise again is a signal handler's, and goes to interrupts.
-    """
+    """Close the resources that can be closed; return the others with their errors."""
     errors = []
     for handle in handles:
-        raised: Exception | None = None
         try:
-            try:
-                handle.close()
-            except (RdmaError, MemoryError):
-                raise
-            except Exception as error:
-                raised = error
-                handle.close()
-                interrupts.append(error)
+            _close_one(handle, interrupts)
         except RdmaError as error:
             errors.append((handle, error))
-            if raised is not None:
-                interrupts.append(raised)
-        except MemoryError:
-            raise
-        except Exception as error:
-            # A subclass's close(): the others are closed all the same.
-            failure = RdmaError(f"its close() raised {type(error).__name__}")
-            failure.__cause__ = error
-            if not is_closed(handle):
-                errors.append((handle, failure))
-        finally:
-            raised = None
     return errors
+
+
+def _close_one(handle: Any, interrupts: list[Exception]) -> None:
+    """Close a resource; put what does not keep it open, such as a signal handler's, into the list.
+
+    Raises:
+        RdmaError: it could not be closed, or its class's close() raised twice.
+    """
+    try:
+        handle.close()
+    except (RdmaError, MemoryError):
+        raise
+    except Exception as error:
+        interrupts.append(error)
+        if is_closed(handle):
+            return
+    else:
+        return
+    try:
+        handle.close()
+    except (RdmaError, MemoryError):
+        raise
+    except Exception as error:
+        if is_closed(handle):
+            interrupts.append(error)
+            return
+        interrupts.pop()
+        raise RdmaError(f"its close() raised {type(error).__name__}") from error
 
 
 def _all_below(resource: Resource) -> list[Any]:

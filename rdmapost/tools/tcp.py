@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from ..errors import RdmaError
@@ -45,24 +44,6 @@ class TCPError(RdmaError, OSError):
 
 class TCPTimeout(TCPError, TimeoutError):
     """The name service did not answer."""
-
-
-class _SuppressFailures:
-    """Suppresses what a system call raises, but not the TimeoutError of a signal handler."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        return isinstance(error, OSError) and error.errno is not None
-
-
-suppress_failures = _SuppressFailures()
 
 
 def errno_of(error: OSError) -> int | None:
@@ -234,7 +215,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
     """Send on a non-blocking socket, in bounded time.
 
     Raises:
-        TimeoutError: the other side did not receive it.
+        TCPTimeout: the other side did not receive it.
         OSError: the connection is gone.
     """
     deadline = time.monotonic() + timeout
@@ -247,7 +228,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
             poller = select.poll()
             poller.register(sock, select.POLLOUT)
             if left <= 0 or not poller.poll(left * 1000 + 1):
-                raise TimeoutError(f"it did not read the answers within {timeout:g} s") from None
+                raise TCPTimeout(f"it did not read the answers within {timeout:g} s") from None
 
 
 def drain(sock: socket.socket) -> None:

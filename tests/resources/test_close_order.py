@@ -119,6 +119,35 @@ def test_parent_closes_once_another_thread_is_done_with_its_closed_child():
     assert closed == ["qp", "pd"]
 
 
+def test_old_pd_of_a_region_closes_once_another_thread_is_done_with_its_move():
+    moved, go_on = threading.Event(), threading.Event()
+
+    class Slow(rp.MR):
+        def _settle(self) -> None:
+            moved.set()
+            assert go_on.wait(LIMIT)
+            super()._settle()
+
+    with rp.open_device("soft0") as context:
+        old, new = rp.PD(context), rp.PD(context)
+        mr = Slow(old, 64)
+        threads = [
+            threading.Thread(target=mr.rereg, kwargs={"pd": new}),
+            threading.Thread(target=old.close),
+        ]
+        threads[0].start()
+        assert moved.wait(LIMIT)
+        assert mr.pd is new
+        threads[1].start()
+        threads[1].join(0.05)
+        assert threads[1].is_alive()
+        go_on.set()
+        all_end(threads)
+        assert old.closed
+        mr.close()
+        new.close()
+
+
 def test_parent_that_its_child_closes_while_it_ends_is_refused_at_once():
     raised: list[str] = []
 

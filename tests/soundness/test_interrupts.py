@@ -5,10 +5,12 @@ from __future__ import annotations
 import array
 import contextlib
 import gc
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -20,6 +22,7 @@ import pytest
 from connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
 from interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
 from isolated import TIMES, isolated
+from support.roce import open_roce
 
 import rdmapost as rp
 from rdmapost import MWType, QPType, SRQType, connect
@@ -1145,3 +1148,73 @@ def test_interrupt_of_close_all_is_raised_and_what_is_left_can_be_closed(error) 
         assert moment.raised == bool(moment.number)
 
     interrupt_at_each_moment(make, lambda things: things[0].close_all(), check, handler=error)
+
+
+class Late(Interrupted, TimeoutError):
+    """What a program's own time limit raises: an OSError without an errno."""
+
+
+def _mapped(rig: Rig) -> rp.MR:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(4096)
+        return rp.MR(rig.pd, mmap.mmap(file.fileno(), 4096))
+
+
+TIMED: dict[str, Callable[[Rig], Any]] = {
+    "open_device soft0": lambda rig: rp.open_device("soft0"),
+    "CompChannel": lambda rig: rp.CompChannel(rig.context),
+    "MR of a mapped file": _mapped,
+    "MR": lambda rig: rp.MR(rig.pd, 64),
+}
+
+
+@pytest.mark.parametrize("what", TIMED)
+def test_timeout_error_of_a_handler_is_not_taken_for_a_system_calls(what, soft):
+    def act(rig: Rig) -> None:
+        rig.more.append(TIMED[what](rig))
+
+    def check(rig: Rig, moment: Moment) -> None:
+        assert moment.raised == bool(moment.number)
+        rig.works()
+        gc.collect()
+        rig.close()
+
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=Late)
+
+
+def test_timeout_error_of_a_handler_is_raised_by_the_opening_of_a_roce_device():
+    def check(opened: list[rp.Context], moment: Moment) -> None:
+        assert moment.raised == bool(moment.number)
+        for context in opened:
+            context.close()
+
+    interrupt_at_each_moment(
+        list, lambda opened: opened.append(open_roce("roce:127.0.0.66")), check, handler=Late
+    )
+
+
+@pytest.mark.parametrize("what", ["look", "close"])
+def test_timeout_error_of_a_handler_is_not_taken_for_the_connections(what, soft):
+    def make() -> tuple[rp.Context, connect.Server, connect.Connection]:
+        context = rp.open_device(soft)
+        server = connect.serve(context, port=0)
+        return context, server, connect.dial(context, *server.address[:2])
+
+    def act(things: tuple[rp.Context, connect.Server, connect.Connection]) -> None:
+        if what == "look":
+            things[2].look(0, 4)
+        else:
+            things[2].close()
+            # What comes in a finalizer is raised afterwards.
+            time.sleep(0)
+
+    def check(
+        things: tuple[rp.Context, connect.Server, connect.Connection], moment: Moment
+    ) -> None:
+        context, server, peer = things
+        peer.close()
+        server.close()
+        context.close()
+        assert moment.raised == bool(moment.number)
+
+    interrupt_at_each_moment(make, act, check, handler=Late)

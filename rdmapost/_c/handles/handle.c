@@ -1064,7 +1064,7 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	return stopped;
 }
 
-/* Count a child that is destroyed, or that has left its parents after that. */
+/* Count a child that is destroyed or has other parents now, or that has left its parents after that. */
 static void count_ended(PyObject *parents, size_t counter)
 {
 	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
@@ -1548,6 +1548,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 		h->replaced = h->form;
 		h->form = Py_NewRef(new->form);
 		read_keys(h);
+		count_ended(parents, offsetof(struct rp_handle, destroyed));
 		h->parents = Py_NewRef(new->parents);
 		h->keeps = Py_NewRef(new->keeps);
 		h->access = new->access;
@@ -1567,6 +1568,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	if (now == CHANGED) {
 		restore_error(settle(h));
 		leave_parents(parents, PyTuple_Size(parents));
+		count_ended(parents, offsetof(struct rp_handle, finished));
 	} else if (now == UNCHANGED) {
 		leave_parents(new->parents, PyTuple_Size(new->parents));
 	}

@@ -38,7 +38,7 @@ struct rp_handle {
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
-	unsigned int destroyed, finished; /* children destroyed, and those of them that have left */
+	unsigned int destroyed, finished; /* children that are to leave, and those that have left */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* that process's */

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import socket
@@ -11,6 +10,7 @@ from array import array
 from typing import NamedTuple
 
 from ...enums import MTU
+from ...errors import suppress_system_errors
 from ...standard.wire import IPPROTO_UDP, IPV4_MAPPED, ROCE_V2_BYTES, ROCE_V2_PORT
 
 _SIOCGIFCONF = 0x8912
@@ -79,7 +79,10 @@ def candidates(place: str) -> list[LocalAddress]:
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             raw = socket.inet_pton(family, host)
-        except OSError:
+        except OSError as error:
+            # This one has no errno; a signal handler's is of a subclass.
+            if type(error) is not OSError:
+                raise
             continue
         if family is socket.AF_INET and raw[0] == 127:
             return [LocalAddress(host, _LOOPBACK, family)]
@@ -99,7 +102,7 @@ def _addresses() -> list[LocalAddress]:
         # Of a second address, "eth0:1".
         name = label.rstrip(b"\0").decode().partition(":")[0]
         found.append(LocalAddress(socket.inet_ntoa(sockaddr_in[4:8]), name, socket.AF_INET))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6", encoding="ascii") as lines:
+    with suppress_system_errors, open("/proc/net/if_inet6", encoding="ascii") as lines:
         for line in lines:
             raw, index, _, scope, _, name = line.split()
             host = socket.inet_ntop(socket.AF_INET6, bytes.fromhex(raw))

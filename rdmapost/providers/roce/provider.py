@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...enums import DeviceCap, QPType
-from ...errors import NoDeviceError, UnsupportedError, VerbsError
+from ...errors import NoDeviceError, UnsupportedError, VerbsError, is_from_system
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
 from ..software import queue_verbs
@@ -61,6 +61,8 @@ class RoceProvider(SoftwareProvider):
         except LookupError as error:
             raise NoDeviceError(f"there is no device {name}: {error}") from None
         except OSError as error:
+            if not is_from_system(error):
+                raise
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         return self.info(name, guid_of(name))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
 import sys
 
+from ...errors import suppress_system_errors
 from ...standard.wire import ROCE_V2_PORT
 from ..base import RoceInterface
 from .addresses import LocalAddress, candidates
@@ -62,7 +62,7 @@ def holder(address: LocalAddress) -> str:
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     here = "".join([f"{int.from_bytes(word, sys.byteorder):08X}" for word in words])
     inodes = set()
-    with contextlib.suppress(OSError), open(_TABLES[address.family], encoding="ascii") as table:
+    with suppress_system_errors, open(_TABLES[address.family], encoding="ascii") as table:
         for line in table.readlines()[1:]:
             columns = line.split()
             bound, _, port = columns[_LOCAL_ADDRESS].partition(":")
@@ -80,9 +80,9 @@ def holder(address: LocalAddress) -> str:
 def _owner(inode: str) -> int | None:
     """Return the process that has a socket open, or None."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
+        with suppress_system_errors:
             for fd in os.listdir(f"/proc/{pid}/fd"):
-                with contextlib.suppress(OSError):
+                with suppress_system_errors:
                     if os.readlink(f"/proc/{pid}/fd/{fd}") == f"socket:[{inode}]":
                         return int(pid)
     return None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import _socket
-import contextlib
 import errno
 import os
 import socket
 from typing import Any
 
 from ..._binding import native
+from ...errors import suppress_system_errors
 from ...standard.wire import ROCE_V2_PORT
 from .addresses import LocalAddress, candidates
 
@@ -113,7 +113,7 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     """Set a socket's options, and bind it."""
     for level, option, value in _OPTIONS[address.family]:
         made.setsockopt(level, option, value)
-    with contextlib.suppress(OSError):
+    with suppress_system_errors:
         # Linux 5.0; without it each packet comes by itself.
         made.setsockopt(socket.SOL_UDP, _UDP_GRO, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)

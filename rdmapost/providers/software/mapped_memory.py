@@ -9,7 +9,7 @@ import pathlib
 
 from ..._arguments import counted
 from ...enums import Access
-from ...errors import VerbsError
+from ...errors import VerbsError, is_from_system
 
 _DMABUF_ACCESS = (
     Access.LOCAL_WRITE
@@ -30,7 +30,9 @@ def check_mapped(name: str, start: int, length: int, write: bool) -> None:
     end = start + length
     try:
         maps = pathlib.Path("/proc/self/maps").read_bytes()
-    except OSError:
+    except OSError as error:
+        if not is_from_system(error):
+            raise
         # Then only an access shows whether it is mapped.
         return
     for line in maps.splitlines():
@@ -51,7 +53,9 @@ def may_shrink(start: int, length: int) -> bool:
     end = start + length
     try:
         maps = pathlib.Path("/proc/self/maps").read_bytes()
-    except OSError:
+    except OSError as error:
+        if not is_from_system(error):
+            raise
         return True
     for line in maps.splitlines():
         bounds, _, _, _, inode, *path = line.split(None, 5)

@@ -24,7 +24,7 @@ from ...enums import (
     TransportType,
     WCExFlags,
 )
-from ...errors import UnsupportedError, VerbsError
+from ...errors import UnsupportedError, VerbsError, is_from_system
 from ...standard.opcodes import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
 from . import addressing, completion, queue_verbs
@@ -89,10 +89,17 @@ def open_context(device: Device) -> Any:
         device.open()
         opened = OpenDevice(device, whole)
     except OSError as error:
-        raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
+        raise _failed("ibv_open_device", error) from None
     context.async_fd = opened.events.fd
     contexts[address_of(context)] = opened
     return context
+
+
+def _failed(verb_name: str, error: OSError) -> OSError:
+    """Return what a verb raises after a system call has failed."""
+    if not is_from_system(error):
+        return error
+    return VerbsError(verb_name, error.errno or errno.EIO)
 
 
 class SoftwareProvider:
@@ -289,7 +296,7 @@ class SoftwareProvider:
         try:
             made = Channel(device)
         except OSError as error:
-            raise VerbsError("ibv_create_comp_channel", error.errno or errno.EIO) from None
+            raise _failed("ibv_create_comp_channel", error) from None
         channel.fd = made.fd
         _channels[made.fd] = made
         return channel

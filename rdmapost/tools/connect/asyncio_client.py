@@ -15,7 +15,7 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.srq import SRQ
-from ..resource_stack import AsyncClosesOnExit
+from ..resource_stack import AsyncClosesOnExit, CloseAfterwards
 from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
@@ -349,13 +349,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         self._where = ""
         if not self._closing.done():
             self._closing.set_result(None)
-        try:
-            if self._writer is not None:
-                with suppress(ConnectError):
-                    await self._ask(Bye())
-        finally:
-            self._disconnect()
-            self._release()
+        with CloseAfterwards(self._release):
+            try:
+                if self._writer is not None:
+                    with suppress(ConnectError):
+                        await self._ask(Bye())
+            finally:
+                self._disconnect()
 
     def _abandon(self) -> None:
         if self._writer is not None:

@@ -15,15 +15,15 @@ from typing import Any
 
 from ..._binding import native
 from ...enums import QPType
-from ...errors import RdmaError
+from ...errors import RdmaError, is_from_system, suppress_system_errors
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.memory import MR
 from ...resources.resource import ClosesOnExit
 from ...resources.srq import SRQ
 from ..resource_stack import CloseAfterwards
+from ..tcp import TCPTimeout, send_all
 from ..tcp import dial as dial_tcp
-from ..tcp import send_all, suppress_failures
 from .base_connection import BaseConnection
 from .client_session import IORequests, NoData, Outcome
 from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
@@ -118,6 +118,12 @@ def dial(
     )
 
 
+def _from_system(error: OSError) -> OSError:
+    if not is_from_system(error):
+        raise error
+    return error
+
+
 class _Request:
     """Exists while a request waits for its turn or has it; only a local variable refers to it.
 
@@ -136,7 +142,7 @@ class _Turn(weakref.ref[_Request]):
 
     __slots__ = ("number", "thread")
     number: float
-    """infinity for close()."""
+    """-infinity before it has one; infinity for close()."""
     thread: int
 
 
@@ -224,9 +230,11 @@ class Connection(BaseConnection, ClosesOnExit):
             # A weak reference is hashed only while its referent exists: set(map()) creates and
             # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
-            turn.number = next(self._numbers) if asks else math.inf
-            turn.thread = get_ident()
+            # It waits for the number of any that is there, and so none can get a lower one later.
+            turn.number, turn.thread = -math.inf if asks else math.inf, get_ident()
             self._turns.add(turn)
+            if asks:
+                turn.number = next(self._numbers)
             return turn
         finally:
             # As in _ask: a traceback would keep this frame, too.
@@ -248,12 +256,9 @@ class Connection(BaseConnection, ClosesOnExit):
                 "this thread is in the middle of another request to the server", "busy"
             )
         deadline = time.monotonic() + limit
-        while any(
-            [
-                turn.number < mine.number and turn.thread != mine.thread
-                for turn in self._turns.copy()
-            ]
-        ):
+        # All that may have a lower number are there: later ones get theirs later.
+        ahead = {turn for turn in self._turns.copy() if turn.thread != mine.thread}
+        while any([turn.number < mine.number for turn in ahead & self._turns.copy()]):
             if time.monotonic() >= deadline:
                 raise ConnectTimeout(
                     f"other threads' requests to {self._session.where} took more than {limit:g} s"
@@ -284,10 +289,10 @@ class Connection(BaseConnection, ClosesOnExit):
     def _send(self, sock: socket.socket, data: bytes, deadline: float) -> Outcome:
         try:
             send_all(sock, data, max(0.0, deadline - time.monotonic()))
-        except TimeoutError:
+        except TCPTimeout:
             return NoData.TIMED_OUT
         except OSError as error:
-            return error
+            return _from_system(error)
         return b""
 
     def _receive(self, sock: socket.socket, deadline: float, leaving: bool) -> Outcome:
@@ -304,13 +309,12 @@ class Connection(BaseConnection, ClosesOnExit):
                 return NoData.CLOSED_MEANWHILE
             if not ready:
                 return NoData.TIMED_OUT
-            # Only here: an OSError that a signal handler raises in poll() is not the connection's.
             try:
                 return sock.recv(MAX_LINE)
             except BlockingIOError:
                 continue
             except OSError as error:
-                return error
+                return _from_system(error)
 
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions on this side (cq.wait).
@@ -477,7 +481,7 @@ class Connection(BaseConnection, ClosesOnExit):
         """Send a Bye although a request may be unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
-        with suppress_failures:
+        with suppress_system_errors:
             poller.register(sock, select.POLLIN)
             # After half a request it could not be parsed.
             if self._consistent:
@@ -494,7 +498,7 @@ class Connection(BaseConnection, ClosesOnExit):
         self._over = True
         if (sock := self._socket) is not None:
             # The child of a fork may have a copy; and other code may have closed the descriptor.
-            with suppress_failures:
+            with suppress_system_errors:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _close_unused(self) -> None:
@@ -506,6 +510,6 @@ class Connection(BaseConnection, ClosesOnExit):
         if not self._over or self._turns:
             return
         if (sock := self._socket) is not None:
-            with suppress_failures:
+            with suppress_system_errors:
                 sock.close()
         self._socket = self._wakeup = None

@@ -15,18 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ..._binding import native
-from ...errors import ClosedError, RdmaError
+from ...errors import ClosedError, RdmaError, suppress_system_errors
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import (
-    cannot_listen,
-    drain,
-    name_of,
-    prepare,
-    send_all,
-    stop_listening,
-    suppress_failures,
-)
+from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
 from .acceptor import Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
@@ -100,7 +92,7 @@ class ServerThreads:
     """
 
     # At the interpreter's exit finalizers may find no globals.
-    _suppress_failures, _shut_rdwr = suppress_failures, socket.SHUT_RDWR
+    _suppress_errors, _shut_rdwr = suppress_system_errors, socket.SHUT_RDWR
 
     def __init__(
         self, server: ServerState, listener: socket.socket, before_end: Callable[[], None]
@@ -221,7 +213,7 @@ class ServerThreads:
         """
         self.ended = True
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
-            with self._suppress_failures:
+            with self._suppress_errors:
                 lifeline.shutdown(self._shut_rdwr)
 
     def abandon(self) -> None:

@@ -18,10 +18,11 @@ class Wakeup(native.Finalizer):
         fd: the descriptor.
     """
 
+    fd = -1
+    _open: bool | None = True
+
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self.fd = -1
-        self._open: bool | None = True
         # map calls it in C, so that no signal handler can run before the descriptor has an owner.
         (self.fd,) = map(os.eventfd, (0,), (os.EFD_CLOEXEC | os.EFD_NONBLOCK,))
 

@@ -377,3 +377,39 @@ def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, iterat
     # With another socket there this would fail: it does not set SO_REUSEPORT.
     with socket.create_server((HOST, port)):
         pass
+
+
+@pytest.mark.parametrize("body_fails", [False, True], ids=["", "body fails"])
+def test_cancellation_of_a_close_is_not_replaced_by_what_is_still_in_use(
+    context: rp.Context, body_fails: bool
+) -> None:
+    """The caller's queue pair on another PD uses the connection's CQ."""
+    leaves, go_on = threading.Event(), threading.Event()
+
+    def on_event(event: object) -> None:
+        if isinstance(event, connect.Left):
+            leaves.set()
+            go_on.wait(LIMIT)
+
+    async def client(address: Any, pd: rp.PD, opened: list[Any]) -> None:
+        peer = await connect.adial(context, *address)
+        opened += [peer, rp.QP(pd, rp.QPType.RC, peer.cq)]
+        async with peer:
+            if body_fails:
+                raise LookupError
+
+    async def main(address: Any) -> None:
+        opened: list[Any] = []
+        with rp.PD(context) as pd:
+            task = asyncio.create_task(client(address, pd, opened))
+            await asyncio.to_thread(leaves.wait, LIMIT)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            go_on.set()
+            peer, qp = opened
+            qp.close()
+            await peer.close()
+
+    with connect.serve(context, port=0, on_event=on_event) as server:
+        asyncio.run(main(server.address[:2]))

@@ -426,6 +426,33 @@ def test_descriptors_stay_open_for_a_thread_that_uses_them(
     each_moment_of_a_thread(once, 7)
 
 
+def test_requests_of_two_threads_take_turns_from_any_moment(serve: Callable[..., Served]) -> None:
+    """Answers on one connection have no names: two requests at once would swap them."""
+    served = serve(data=b"abcd", timeout=2.0)
+    reported: list[object] = []
+    with served.dial() as peer:
+
+        def report() -> None:
+            # It finds nothing, and so waits at the server.
+            reported.append(peer.report(1, 0.03))
+
+        def once(nth: int) -> bool:
+            other = threading.Thread(target=report)
+
+            def begin() -> None:
+                other.start()
+                other.join(0.01)
+
+            with At("/rdmapost/tools/connect/client.py", nth, begin) as at:
+                assert peer.look(0, 4).data == b"abcd"
+            if at.reached:
+                other.join(LIMIT)
+            return at.reached and nth < 150
+
+        each_moment_of_a_thread(once, 2)
+    assert set(reported) == {None}
+
+
 @pytest.mark.parametrize("body_fails", [False, True], ids=["", "body fails"])
 def test_interrupt_of_a_close_is_not_replaced_by_what_is_still_in_use(
     serve: Callable[..., Served], body_fails: bool
