@@ -161,7 +161,11 @@ class Resource(native.Handle, ClosesOnExit):
         names = [str(child) for child in children if not is_closed(child)]
         if not names and (some_closed or not unnamed):
             return some_closed
-        shown = ", ".join(names[:4]) or "another resource"
+        if not names:
+            raise InUseError(
+                f"{self} cannot be closed: a resource on it is being created or closed"
+            )
+        shown = ", ".join(names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"
         raise InUseError(f"{self} cannot be closed: {shown}{more} still open; close {them} first")

@@ -160,7 +160,7 @@ def test_parent_that_its_child_closes_while_it_ends_is_refused_at_once():
 
     parent = Thing("pd")
     Closer("qp", parent).close()
-    assert raised == ["pd cannot be closed: another resource still open; close it first"]
+    assert raised == ["pd cannot be closed: a resource on it is being created or closed"]
     parent.close()
     assert closed == ["qp", "pd"]
 

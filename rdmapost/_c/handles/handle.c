@@ -1052,6 +1052,9 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 {
 	int stopped = 0;
 
+	if (claim(h))
+		return 0;
+	RP_ADD(&h->claimants, 1);
 	while (!stopped && !claim(h)) {
 		set_stalled(1);
 		if (__atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread() ||
@@ -1061,7 +1064,20 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 			stopped = sleep_on(h, pause);
 	}
 	set_stalled(0);
+	RP_ADD(&h->claimants, -1);
 	return stopped;
+}
+
+/* Let those that wait to close a handle do so: a thread in a loop would claim it before they look. */
+static void yield_claim(const struct rp_handle *h)
+{
+	struct timespec time = { 0, 2000L * LONGEST_PAUSE_US };
+
+	if (!RP_LOAD(&h->claimants))
+		return;
+	Py_BEGIN_ALLOW_THREADS
+	nanosleep(&time, NULL);
+	Py_END_ALLOW_THREADS
 }
 
 /* Count a child that is destroyed or has other parents now, or that has left its parents after that. */
@@ -1666,6 +1682,8 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 		end_claim(h);
 	}
 	rp_pop_use(rp_thread(), &own);
+	if (claimed)
+		yield_claim(h);
 	return failed ? NULL : PyBool_FromLong(!stale);
 }
 

@@ -39,6 +39,7 @@ struct rp_handle {
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
 	unsigned int destroyed, finished; /* children that are to leave, and those that have left */
+	unsigned int claimants; /* threads that wait to close it, or to register it again */
 	unsigned int windows; /* bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* that process's */

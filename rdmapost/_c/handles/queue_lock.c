@@ -28,7 +28,9 @@ int rp_acquire(struct rp_lock *lock)
 		PyThread_acquire_lock(lock->given, WAIT_LOCK);
 		Py_END_ALLOW_THREADS
 		RP_STORE(&lock->woken, 0);
+		RP_STORE(&lock->starved, RP_LOAD(&lock->owner) != 0);
 	}
+	RP_STORE(&lock->starved, 0);
 	RP_ADD(&lock->waiting, -1);
 	return 0;
 }

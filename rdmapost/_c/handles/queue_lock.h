@@ -14,6 +14,7 @@ struct rp_lock {
 	uint64_t owner; /* the owning thread's mark, or 0 */
 	int waiting; /* threads */
 	unsigned int woken; /* the process in which a woken waiter is about to retry, or 0 */
+	int starved; /* a woken waiter found that another thread had it again */
 	PyThread_type_lock given; /* waiters block on it */
 };
 

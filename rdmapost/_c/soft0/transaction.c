@@ -261,7 +261,8 @@ static void enter(struct rp_use *use)
 
 /*
  * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause this
- * thread would take both again before that, for the work that is left.
+ * thread would take both again before that, for the work that is left or for its next verb. If verbs
+ * give the GIL back only within, the other would never find the lock free.
  */
 static void yield_lock(void)
 {
@@ -281,7 +282,7 @@ static void leave(void)
 
 	broken = doomed = 0;
 	rp_release(&rp_soft_lock);
-	if (left)
+	if (left || RP_LOAD(&rp_soft_lock.starved))
 		yield_lock();
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);

@@ -101,7 +101,9 @@ _ERRNO_NUMBER = re.compile(
     r"\bibv_(?:post|modify|query|destroy|dealloc|dereg|req)_\w+(?:"
     r"[^0-9-]{0,20}?\b(?:failed|returned|error|ret|rc)\b(?:[ :=(]|with|code|error)*"
     r"(\d{1,3})\b(?![.:]\d)|"
-    r"[ :=()]*[:=] ?(\d{1,3})(?=[,;.)]|$))",
+    r"[ :=()]*[:=] ?(\d{1,3})(?=[,;.)]|$))|"
+    # perftest's "Failed to modify QP to INIT, ret=22".
+    r"\bmodify QP\b.*\bret=(\d{1,3})\b",
     re.IGNORECASE,
 )
 

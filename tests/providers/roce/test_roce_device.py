@@ -120,6 +120,31 @@ def test_large_write_and_read_arrive_whole(pd, cq, stack, connect):
     assert near.buffer == far.buffer
 
 
+def test_thread_that_registers_a_region_in_a_loop_starves_no_verb_and_no_close(pd, stack, connect):
+    """Its verbs release the GIL only while they have the device."""
+    pair, stop = connect(), threading.Event()
+    mr = stack.enter_context(rp.MR(pd, 4096, ALL))
+
+    def register() -> None:
+        with contextlib.suppress(rp.ClosedError):
+            while not stop.is_set():
+                mr.rereg(memory=bytearray(4096))
+
+    thread, limit = threading.Thread(target=register), threading.Timer(LIMIT, stop.set)
+    thread.start()
+    limit.start()
+    try:
+        for _ in range(10):
+            pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8]))
+            pair.wait(1, LIMIT)
+        mr.close()
+        assert not stop.is_set()
+    finally:
+        limit.cancel()
+        stop.set()
+        thread.join(LIMIT)
+
+
 @pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead, rp.Send])
 def test_message_of_1_gib_arrives_whole(pd, stack, connect, wr_type):
     """Most of its source is never written, and so takes no memory of the machine's."""

@@ -100,6 +100,7 @@ LINES = [
         ["NoDeviceError"],
     ),
     (" Failed to modify QP 0x11 to RTR", ["RTR"]),
+    ("Failed to modify QP to INIT, ret=22", ["EINVAL"]),
     ("cma event RDMA_CM_EVENT_REJECTED, error 28", ["ECONNREFUSED"]),
     ("cma event RDMA_CM_EVENT_UNREACHABLE, error -110", ["ETIMEDOUT"]),
     ("ucp_ep.c:1 UCX ERROR no remote address: Destination is unreachable", ["ENETUNREACH"]),
