@@ -204,6 +204,8 @@ def test_interrupted_close_of_several_resources_can_be_repeated(what, soft):
 
     def act(things: tuple[Any, contextlib.ExitStack]) -> None:
         things[0].close()
+        # What comes in a finalizer is raised afterwards.
+        time.sleep(0)
 
     def check(things: tuple[Any, contextlib.ExitStack], _: Moment) -> None:
         things[0].close()
@@ -1147,7 +1149,9 @@ def test_interrupt_of_close_all_is_raised_and_what_is_left_can_be_closed(error) 
         assert [one.closed for one in things] == [True] * len(things)
         assert moment.raised == bool(moment.number)
 
-    interrupt_at_each_moment(make, lambda things: things[0].close_all(), check, handler=error)
+    interrupt_at_each_moment(
+        make, lambda things: things[0].close_all(), check, handler=error, within="/rdmapost/"
+    )
 
 
 class Late(Interrupted, TimeoutError):
@@ -1179,7 +1183,7 @@ def test_timeout_error_of_a_handler_is_not_taken_for_a_system_calls(what, soft):
         gc.collect()
         rig.close()
 
-    interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=Late)
+    interrupt_at_each_moment(lambda: Rig(soft), act, check, handler=Late, within="/rdmapost/")
 
 
 def test_timeout_error_of_a_handler_is_raised_by_the_opening_of_a_roce_device():
@@ -1189,7 +1193,11 @@ def test_timeout_error_of_a_handler_is_raised_by_the_opening_of_a_roce_device():
             context.close()
 
     interrupt_at_each_moment(
-        list, lambda opened: opened.append(open_roce("roce:127.0.0.66")), check, handler=Late
+        list,
+        lambda opened: opened.append(open_roce("roce:127.0.0.66")),
+        check,
+        handler=Late,
+        within="/rdmapost/",
     )
 
 
@@ -1217,4 +1225,4 @@ def test_timeout_error_of_a_handler_is_not_taken_for_the_connections(what, soft)
         context.close()
         assert moment.raised == bool(moment.number)
 
-    interrupt_at_each_moment(make, act, check, handler=Late)
+    interrupt_at_each_moment(make, act, check, handler=Late, within="/rdmapost/")
