@@ -1,4 +1,4 @@
-"""A roce device and the kernel's Soft-RoCE, each as the other's peer (see conftest.py)."""
+"""A roce device and the kernel's Soft-RoCE, each as the other's peer (support/cables.py)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
-from support import LIMIT, verbs_side
+from support import LIMIT, cables, verbs_side
 from support.agents import Remote
-from support.cable import RXE, Cable, Ends, noise
+from support.cables import RXE, Cable, Ends, noise
 from support.pcapng import check_headers, read
 from support.ports import wait_for_port
 
 import rdmapost as rp
 
 pytestmark = pytest.mark.rdma
+
+cable = cables.cable
+ends = cables.ends
 
 # ---- what succeeds ------------------------------------------------------------------------
 

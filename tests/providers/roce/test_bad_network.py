@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from support import LIMIT
-from support.cable import FAR, IN_NAMESPACE, NEAR, Cable, Ends, Side, noise
+from support import LIMIT, cables
+from support.cables import FAR, IN_NAMESPACE, NEAR, Cable, Ends, Side, noise
 from support.verbs_side import COUNTED, MESSAGE, READ, SENT, WRITTEN
 
 from rdmapost.standard.wire import ROCE_V2_PORT
 
 pytestmark = pytest.mark.rdma
+
+cable = cables.cable
 
 ROUNDS = 8
 LOOPBACK = "lo"
