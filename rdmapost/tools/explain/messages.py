@@ -40,6 +40,9 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     "local protection": WCStatus.LOC_PROT_ERR,
     "memory window bind": WCStatus.MW_BIND_ERR,
     "remote OP on": WCStatus.REM_OP_ERR,
+    "remote QP on": WCStatus.REM_OP_ERR,
+    "bad response on": WCStatus.BAD_RESP_ERR,
+    "local access on": WCStatus.LOC_ACCESS_ERR,
     "remote access on": WCStatus.REM_ACCESS_ERR,
     "invalid request on": WCStatus.REM_INV_REQ_ERR,
     "local length on": WCStatus.LOC_LEN_ERR,
@@ -49,6 +52,9 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     "the InfiniBand retry count between two MPI processes has been exceeded": (
         WCStatus.RETRY_EXC_ERR
     ),
+    # perftest, ibv_rc_pingpong
+    "No IB devices found": "NoDeviceError",
+    "unable to find the Infiniband/RoCE device": "NoDeviceError",
     # NCCL
     "NET/IB : No device found": "NoDeviceError",
     # libibverbs
