@@ -400,7 +400,8 @@ def test_descriptors_stay_open_for_a_thread_that_uses_them(
     served = serve(timeout=1.0)
 
     def once(nth: int) -> bool:
-        peer = served.dial(timeout=0.05)
+        peer = served.dial(timeout=2.0)
+        peer.timeout = 0.05
 
         def close_elsewhere() -> None:
             # This thread would close what it interrupts.
