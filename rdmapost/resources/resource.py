@@ -147,24 +147,17 @@ class Resource(native.Handle, ClosesOnExit):
     def _end_user(self) -> None:
         """End the tool that holds the device open by this resource: close_all() comes first."""
 
-    def _refuse_children(self, unnamed: int) -> bool:
+    def _refuse_children(self) -> bool:
         """Close children that nothing refers to; raise InUseError if others are open.
 
-        Args:
-            unnamed: raise it even if no child is listed, such as one under construction.
-
         Returns:
-            Whether there was any to close.
+            Whether any was closed; if not, what is still a child is being created or closed.
         """
         children = open_children(self)
         some_closed = close_dropped(children)
         names = [str(child) for child in children if not is_closed(child)]
-        if not names and (some_closed or not unnamed):
-            return some_closed
         if not names:
-            raise InUseError(
-                f"{self} cannot be closed: a resource on it is being created or closed"
-            )
+            return some_closed
         shown = ", ".join(names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"

@@ -233,7 +233,7 @@ def main() -> None:
         os.sched_setaffinity(0, {options.far})
         far()
         return
-    # Each has a CPU of its own, as on two machines.
+    # Pin each process to its own CPU, as if they were on two machines.
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     peer = Peer(max(cpus))

@@ -438,9 +438,9 @@ def test_exception_of_a_handler_while_a_close_is_refused_for_an_open_child_comes
     """Both were closed in the middle of a verb, the parent first: it waits for its child."""
 
     class Rude(Thing):
-        def _refuse_children(self, unnamed: int) -> bool:
+        def _refuse_children(self) -> bool:
             refuse_children()
-            return super()._refuse_children(unnamed)
+            return super()._refuse_children()
 
     refuse_children = Fails(LookupError, 1)
     parent, other = Rude("pd"), Thing("other")

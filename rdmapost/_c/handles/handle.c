@@ -1080,7 +1080,7 @@ static void yield_claim(const struct rp_handle *h)
 	Py_END_ALLOW_THREADS
 }
 
-/* Count a child that is destroyed or has other parents now, or that has left its parents after that. */
+/* Count a child in each parent, as one that is about to leave, or as one that has left. */
 static void count_ended(PyObject *parents, size_t counter)
 {
 	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
@@ -1094,21 +1094,19 @@ static void count_ended(PyObject *parents, size_t counter)
  */
 static int refuse_children(struct rp_handle *h, struct pause *pause, unsigned int destroyed)
 {
-	PyObject *named = PyObject_CallMethod((PyObject *)h, "_refuse_children", "i", 0);
-	int known = named != Py_False;
+	PyObject *closed = PyObject_CallMethod((PyObject *)h, "_refuse_children", NULL);
+	int unnamed = closed == Py_False;
 
-	Py_XDECREF(named);
-	if (!named)
-		return -1;
-	if (known)
-		return 0;
+	Py_XDECREF(closed);
+	if (!unnamed)
+		return closed ? 0 : -1;
 	/* A thread in the middle of a close does not wait: the other may be waiting for it. */
 	if (!rp_thread()->closing &&
 	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
 		return sleep_on(h, pause);
-	named = PyObject_CallMethod((PyObject *)h, "_refuse_children", "i", 1);
-	Py_XDECREF(named);
-	return named ? 0 : -1;
+	PyErr_Format(rp_errors.in_use,
+		     "%S cannot be closed: a resource on it is being created or closed", h);
+	return -1;
 }
 
 /*

@@ -261,8 +261,8 @@ static void enter(struct rp_use *use)
 
 /*
  * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause this
- * thread would take both again before that, for the work that is left or for its next verb. If verbs
- * give the GIL back only within, the other would never find the lock free.
+ * thread would take both again before that, for the work that is left or for its next verb. If it
+ * releases the GIL only while it holds the lock, the other never finds the lock free.
  */
 static void yield_lock(void)
 {

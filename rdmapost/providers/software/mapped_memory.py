@@ -21,6 +21,16 @@ _DMABUF_ACCESS = (
 """What the kernel accepts for a region of a dma-buf."""
 
 
+def _maps() -> list[bytes] | None:
+    """Return the lines of this process's memory map, or None if they cannot be read."""
+    try:
+        return pathlib.Path("/proc/self/maps").read_bytes().splitlines()
+    except OSError as error:
+        if not is_from_system(error):
+            raise
+        return None
+
+
 def check_mapped(name: str, start: int, length: int, write: bool) -> None:
     """Check that memory is mapped with the permissions that an access needs.
 
@@ -28,14 +38,11 @@ def check_mapped(name: str, start: int, length: int, write: bool) -> None:
         VerbsError: EFAULT from the verb ``name``: some of it is unmapped or lacks the permission.
     """
     end = start + length
-    try:
-        maps = pathlib.Path("/proc/self/maps").read_bytes()
-    except OSError as error:
-        if not is_from_system(error):
-            raise
+    maps = _maps()
+    if maps is None:
         # Then only an access shows whether it is mapped.
         return
-    for line in maps.splitlines():
+    for line in maps:
         bounds, permissions = line.split(None, 2)[:2]
         low, high = bounds.split(b"-")
         last = int(high, 16)
@@ -51,13 +58,10 @@ def check_mapped(name: str, start: int, length: int, write: bool) -> None:
 def may_shrink(start: int, length: int) -> bool:
     """Whether memory is a mapped file, which another process can truncate."""
     end = start + length
-    try:
-        maps = pathlib.Path("/proc/self/maps").read_bytes()
-    except OSError as error:
-        if not is_from_system(error):
-            raise
+    maps = _maps()
+    if maps is None:
         return True
-    for line in maps.splitlines():
+    for line in maps:
         bounds, _, _, _, inode, *path = line.split(None, 5)
         low, high = bounds.split(b"-")
         # Shared anonymous memory is listed as this file.
