@@ -195,6 +195,9 @@ class RoceQueuePair(QueuePair):
         """The PSN of the last sequence error NAK: repeated, it says nothing new."""
         self.missing_until = 0.0
         """How long to wait for responses that are missing, or 0."""
+        self.missing_psn = -1
+        """The PSN of the last response that was asked for again before the timeout: the peer may
+        be slow."""
         self.acked = 0
         """What an ACK acknowledges that came before responses."""
         self.early: dict[int, Packet] = JournaledDict()

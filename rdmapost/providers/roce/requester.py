@@ -531,10 +531,11 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
             send(qp)
         return
     if qp.missing_until and now >= qp.missing_until:
+        qp.missing_psn = qp.una
         _try_again(qp, True)
         send(qp)
     elif qp.deadline and now >= qp.deadline:
-        qp.nak_psn = -1
+        qp.nak_psn = qp.missing_psn = -1
         _try_again(qp, qp.attr["timeout"] > 0)
         send(qp)
     if qp.missing_until:
@@ -559,8 +560,8 @@ def _restart_timer(qp: RoceQueuePair) -> None:
 
 
 def _expect_missing(qp: RoceQueuePair) -> None:
-    """Wait a little for responses that may have been overtaken."""
-    if not qp.missing_until:
+    """Wait a little for responses that may have been overtaken, once until the timeout."""
+    if not qp.missing_until and qp.una != qp.missing_psn:
         qp.missing_until = qp.device.now + HOLD_SECONDS
         qp.wake_at(qp.missing_until)
 

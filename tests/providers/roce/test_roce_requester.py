@@ -346,6 +346,27 @@ def test_responses_that_are_missing_after_an_rnr_nak_are_missed_soon():
     assert psns(alone.peer.take()) == [0, 1]
 
 
+def test_slow_peer_has_the_whole_timeout_for_responses_that_are_missing():
+    alone = Alone(timeout=18, retry_cnt=2)
+    post(alone, send(alone, 1, 4, Opcode.RDMA_READ), send(alone, 2))
+    assert psns(alone.peer.take()) == [0, 1]
+    alone.ack(SQ_PSN + 1)
+    alone.network.run(alone.network.now + HOLD_SECONDS)
+    assert psns(alone.peer.take()) == [0, 1]
+    begin = alone.network.now
+    while alone.network.now < begin + ack_timeout(18) - 2 * HOLD_SECONDS:
+        alone.ack(SQ_PSN + 1)
+        alone.network.run(alone.network.now + HOLD_SECONDS)
+    assert alone.peer.take() == []
+    alone.network.run(begin + ack_timeout(18))
+    assert psns(alone.peer.take()) == [0, 1]
+    alone.inject(
+        "RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN, packets.aeth(packets.ACK, 31, 1), payload=b"late"
+    )
+    alone.ack(SQ_PSN + 1)
+    assert statuses(alone) == [(1, SUCCESS), (2, SUCCESS)]
+
+
 def test_acknowledgement_that_was_overtaken_by_an_rnr_nak_counts(alone):
     post(alone, *[send(alone, n) for n in range(4)])
     alone.peer.take()
