@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
-from ...enums import Access, EventType, Opcode, WCOpcode, WCStatus
+from ...enums import Access, EventType, Opcode, QPState, WCOpcode, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
 from ..software import responder
@@ -35,6 +35,7 @@ _EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
 _WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
 _ACK, _RNR_NAK = AckType.ACK, AckType.RNR_NAK
 _SUCCESS = WCStatus.SUCCESS
+_ERR = QPState.ERR
 _NAK_CODES = {
     AckType.NAK_INVALID_REQUEST: packets.INVALID_REQUEST,
     AckType.NAK_REMOTE_ACCESS: packets.REMOTE_ACCESS_ERROR,
@@ -205,7 +206,8 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
         _send(qp, packets.ATOMIC_ACKNOWLEDGE, packet.psn, _aeth(qp), ack.value)
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
-    elif packet.ack_req:
+    elif packet.ack_req or qp.state is _ERR:
+        # Broken, it will not process the packet that asks.
         _send_ack(qp)
 
 

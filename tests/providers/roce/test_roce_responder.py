@@ -156,6 +156,13 @@ def test_invalidation_of_an_unknown_key_breaks_only_the_receiver(alone):
     assert alone.qp.state is QPState.ERR
 
 
+def test_receiver_that_breaks_acknowledges_what_it_has_executed(alone):
+    post_recv(alone, 1, 100)
+    inject(alone, 0, "SEND_ONLY_WITH_INVALIDATE", 0x1234, size=4, ack_req=False)
+    inject(alone, 1, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
+    assert answers(alone) == [ack(0)]
+
+
 def test_first_message_before_the_queue_pair_can_send_is_reported():
     alone = Alone(to_rts=False)
     inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
