@@ -12,6 +12,7 @@ import rdmapost as rp
 from rdmapost import WCOpcode
 
 soft = soft_queues.soft
+unchecked = soft_queues.unchecked
 
 U64 = 1 << 64
 
@@ -76,6 +77,14 @@ def test_misaligned_atomic_is_refused(rc, context):
         rc.a.post_send(rc.wr(rp.AtomicFetchAndAdd, rc.mine[:8], remote_addr=rc.theirs.addr + 4))
     with pytest.raises(rp.PostError, match="one SGE of 8 bytes"):
         rc.a.post_send(rc.wr(rp.AtomicFetchAndAdd, rc.mine[:4]))
+
+
+@pytest.mark.parametrize(("reached", "status"), [(8, "SUCCESS"), (7, "LOC_PROT_ERR")])
+def test_atomic_needs_only_the_sges_that_its_value_reaches(unchecked, reached, status):
+    mr, qp = unchecked.mr, unchecked.qp()
+    sges = [mr[:reached], rp.SGE(mr.addr + 8, 1, mr.lkey ^ 0xFF00)]
+    qp.post_send(rp.AtomicFetchAndAdd(sges, remote_addr=mr.addr + 64, rkey=mr.rkey, compare_add=1))
+    assert unchecked.cq.wait(1)[0].status.name == status
 
 
 ATOMICS = (rp.AtomicCmpAndSwp, rp.AtomicFetchAndAdd)

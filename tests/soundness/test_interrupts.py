@@ -1201,6 +1201,29 @@ def test_timeout_error_of_a_handler_is_raised_by_the_opening_of_a_roce_device():
     )
 
 
+def test_interrupted_send_that_the_kernel_refuses_is_not_counted_as_sent():
+    def make() -> tuple[rp.Context, rp.QP, rp.AH]:
+        context = open_roce("roce:127.0.0.67")
+        pd, cq = rp.PD(context), rp.CQ(context)
+        qp = rp.QP(pd, QPType.UD, cq)
+        qp.connect()
+        return context, qp, rp.AH(pd, rp.AHAttr(dgid="::ffff:203.0.113.9", sgid_index=0))
+
+    def act(things: tuple[rp.Context, rp.QP, rp.AH]) -> None:
+        context, qp, ah = things
+        qp.post_send(rp.Send(ah=ah, remote_qpn=7))
+        qp.send_cq.poll()
+        context.counters()
+
+    def check(things: tuple[rp.Context, rp.QP, rp.AH], moment: Moment) -> None:
+        assert moment.raised == bool(moment.number)
+        counted = things[0].counters()
+        things[0].close_all()
+        assert (counted.packets_sent, counted.bytes_sent) == (0, 0)
+
+    interrupt_at_each_moment(make, act, check, within="/rdmapost/providers/roce/")
+
+
 @pytest.mark.parametrize("what", ["look", "close"])
 def test_timeout_error_of_a_handler_is_not_taken_for_the_connections(what, soft):
     def make() -> tuple[rp.Context, connect.Server, connect.Connection]:

@@ -329,6 +329,7 @@ static void after_fork(void)
 	rp_free_data_lock();
 	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;
 	rp_soft_lock.owner = doomed ? rp_thread()->mark : 0;
+	rp_soft_lock.waiting = rp_soft_lock.starved = 0;
 }
 
 /* Return a new reference to the object with a handle, or NULL without an exception. */

@@ -16,7 +16,6 @@ from ...enums import QPAttrMask, QPState, WCOpcode, WCStatus
 from ..software.completion import NO_TAG
 from ..software.device_queues import WQE
 from ..software.journaled_dict import JournaledDict
-from ..software.memory import ErrorStatus
 from ..software.qp import QueuePair
 from .packets import FORMS, Form, Packet, Path, distance
 
@@ -331,26 +330,3 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
         if ahead <= 0 < ahead + packet.count:
             return packet.after(-ahead) if ahead else packet
     return None
-
-
-def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs for a range of the bytes that SGEs cover.
-
-    Raises:
-        ErrorStatus: LOC_LEN_ERR: they cover fewer.
-    """
-    found = []
-    for addr, length, lkey in sges:
-        length = length or 1 << 31
-        if offset >= length:
-            offset -= length
-            continue
-        piece = min(size, length - offset)
-        found.append((addr + offset, piece, lkey))
-        offset = 0
-        size -= piece
-        if not size:
-            break
-    if size:
-        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    return found

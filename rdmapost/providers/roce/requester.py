@@ -17,10 +17,10 @@ from ...standard.opcodes import CONSUMES_RECEIVE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester
-from ..software.memory import ErrorStatus, copy
+from ..software.memory import ErrorStatus, copy, part
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance
-from .qp import HOLD_SECONDS, SendRequest, hold, next_held, part
+from .qp import HOLD_SECONDS, SendRequest, hold, next_held
 
 if TYPE_CHECKING:
     from ..software.device_queues import WQE

@@ -13,11 +13,11 @@ from ...enums import Access, EventType, Opcode, QPState, WCOpcode, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
 from ..software import responder
-from ..software.memory import ErrorStatus, RemoteAccessError
+from ..software.memory import ErrorStatus, RemoteAccessError, part
 from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, PacketRow, aeth, distance
-from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held, part
+from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held
 from .requester import packets_in_burst
 
 if TYPE_CHECKING:

@@ -109,14 +109,15 @@ class Sender(native.Record):
     def note_errors(self, device: RoceDevice) -> None:
         """Process the errors of what was sent since the last call: nothing of it has left."""
         counters = device.counters
-        for code, (count, size, again) in self.errors:
+        # A new list, because a rollback restores an attribute, but not what a list held.
+        errors, self.errors = self.errors, []
+        for code, (count, size, again) in errors:
             packets_sent, bytes_sent = counters.sent
             counters.sent = packets_sent - count, bytes_sent - size
             counters.retransmitted -= again
             counters.send_errors += count
             if code in _CANNOT_SEGMENT and count > 1:
                 self.may_join = False
-        self.errors.clear()
 
 
 def _damaged(covered: bytes, item: Any, number: int) -> Any:

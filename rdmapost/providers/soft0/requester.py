@@ -17,7 +17,7 @@ from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ..software.device_queues import WQE
-from ..software.memory import ErrorStatus, copy
+from ..software.memory import ErrorStatus, copy, part
 from ..software.requester import bind, local_invalidate, needs_rd_atomic, room
 from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 from . import datagram, raw
@@ -163,7 +163,8 @@ def _atomic(qp: SoftQueuePair, wqe: WQE) -> int:
     request = _request(qp, wqe, [], 8)
     request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
-    target, _ = _local_data(qp, wqe, write=True)
+    # Only the SGEs that the value reaches are looked at.
+    target = qp.device.memory.local(qp.pd, part(wqe.sges, 0, 8), True)
     copy([old.to_bytes(8, sys.byteorder)], target)
     return 8
 

@@ -398,6 +398,29 @@ def gather(source: Segments) -> bytes:
     return b"".join(source)
 
 
+def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
+    """Return SGEs for a range of the bytes that SGEs cover.
+
+    Raises:
+        ErrorStatus: LOC_LEN_ERR: they cover fewer.
+    """
+    found = []
+    for addr, length, lkey in sges:
+        length = length or 1 << 31
+        if offset >= length:
+            offset -= length
+            continue
+        piece = min(size, length - offset)
+        found.append((addr + offset, piece, lkey))
+        offset = 0
+        size -= piece
+        if not size:
+            break
+    if size:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    return found
+
+
 def copy(source: Segments, target: Segments) -> None:
     """On commit, copy all of the source into the target, which is at least as long."""
     if len(source) == len(target) == 1:
