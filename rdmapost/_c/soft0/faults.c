@@ -62,7 +62,8 @@ static int reserve(struct post_faults *f)
 }
 
 /*
- * add(after, errno): fail the send that follows `after` others. The caller has checked that
+ * add(after, errno): fail the send that follows `after` others, or the next one that does not fail
+ * already. The caller has checked that
  * `after` is in 0..2^63-1 and errno in 1..4095.
  */
 static PyObject *faults_add(PyObject *self, PyObject *args)
@@ -79,16 +80,13 @@ static PyObject *faults_add(PyObject *self, PyObject *args)
 	number = f->posted + after;
 	failed = reserve(f);
 	if (!failed) {
-		for (at = f->count; at && f->faults[at - 1].number < number; at--)
-			;
-		if (at && f->faults[at - 1].number == number) {
-			f->faults[at - 1].code = code;
-		} else {
-			memmove(f->faults + at + 1, f->faults + at,
-				(f->count - at) * sizeof(*f->faults));
-			f->faults[at] = (struct fault){ .number = number, .code = code };
-			RP_STORE(&f->count, f->count + 1);
+		for (at = f->count; at && f->faults[at - 1].number <= number; at--) {
+			if (f->faults[at - 1].number == number)
+				number++;
 		}
+		memmove(f->faults + at + 1, f->faults + at, (f->count - at) * sizeof(*f->faults));
+		f->faults[at] = (struct fault){ .number = number, .code = code };
+		RP_STORE(&f->count, f->count + 1);
 	}
 	rp_release(&f->lock);
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);

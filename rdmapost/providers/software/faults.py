@@ -23,7 +23,7 @@ class PlannedFaults(native.Record):
     Attributes:
         wr_id_of: returns the caller's wr_id for the device's, or None.
         posts: the errnos that refuse posts; C reads it in the middle of a post.
-        statuses: the statuses with which work requests complete, by wr_id.
+        statuses: the statuses with which work requests complete, in order, by wr_id.
         refusals: how often queue pairs are not ready, by number.
     """
 
@@ -32,13 +32,18 @@ class PlannedFaults(native.Record):
     def __init__(self) -> None:
         self.wr_id_of: Callable[[int], int | None] = int
         self.posts = native.PostFaults()
-        self.statuses: dict[int, WCStatus] = JournaledDict()
+        self.statuses: dict[int, tuple[WCStatus, ...]] = JournaledDict()
         self.refusals: dict[int, int] = JournaledDict()
 
     def take_status(self, cookie: int) -> WCStatus | None:
         """Return the status with which a work request must complete, or None."""
         wr_id = self.wr_id_of(cookie)
-        return None if wr_id is None else self.statuses.pop(wr_id, None)
+        if wr_id is None:
+            return None
+        planned = self.statuses.pop(wr_id, ())
+        if len(planned) > 1:
+            self.statuses[wr_id] = planned[1:]
+        return planned[0] if planned else None
 
     def refuse_receive(self, qp_num: int) -> bool:
         """Whether a queue pair must behave as if no receive were posted."""
@@ -63,7 +68,8 @@ class PacketFaults(NamedTuple):
 class FaultPlan:
     """The faults planned for an open device: its ``faults``.
 
-    Those of ``fail_post``, ``complete_with`` and ``not_ready`` fire once each.
+    Each call of ``fail_post`` and ``complete_with`` fails one work request, so three calls fail
+    three; a call of ``not_ready`` replaces the queue pair's earlier one.
 
     Args:
         planned: the faults, as the device reads them.
@@ -88,9 +94,12 @@ class FaultPlan:
     def fail_post(self, errno: int, *, after: int = 0) -> None:
         """Refuse a send work request with an errno.
 
+        If that one is to be refused already, the next one is.
+
         Args:
             errno: what the post returns, 1..4095.
-            after: how many send work requests to accept first, 0..2^63-1.
+            after: how many send work requests to let pass first, 0..2^63-1; those that other faults
+                refuse count.
 
         Raises:
             TypeError: one is not an integer.
@@ -100,7 +109,10 @@ class FaultPlan:
         self._planned.posts.add(within("after", after, 0, _MAX_AFTER), errno)
 
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
-        """Make a send work request complete with a status.
+        """Make a send work request complete with a status, without being executed.
+
+        Planned several times for a wr_id, the statuses go to that many work requests, in order.
+        SUCCESS makes one that is lost without a trace.
 
         Args:
             wr_id: its wr_id, as posted.
@@ -111,7 +123,8 @@ class FaultPlan:
             ValueError: wr_id is out of range, or the status is unknown.
         """
         wr_id = within("wr_id", wr_id, 0, (1 << 64) - 1)
-        self._planned.statuses[wr_id] = member("status", status, WCStatus)
+        planned = self._planned.statuses
+        planned[wr_id] = (*planned.get(wr_id, ()), member("status", status, WCStatus))
 
     def not_ready(self, qp_num: int, times: int) -> None:
         """Make a queue pair behave as if no receive were posted.

@@ -219,8 +219,23 @@ def test_posts_fail_in_the_order_of_their_numbers_whatever_the_order_of_planning
     assert refused_of(8, plans) == [5, 4095, 0, 12, 11, 7, 0, 0]
 
 
-def test_later_fault_for_the_same_post_replaces_the_earlier() -> None:
-    assert refused_of(3, [(12, 1), (5, 2), (11, 1)]) == [0, 11, 5]
+def test_faults_planned_for_the_same_post_fail_it_and_those_that_follow() -> None:
+    assert refused_of(5, [(12, 0), (11, 0), (5, 0)]) == [12, 11, 5, 0, 0]
+    assert refused_of(5, [(12, 1), (5, 2), (11, 1)]) == [0, 12, 5, 11, 0]
+
+
+def test_statuses_planned_for_one_wr_id_complete_one_work_request_each() -> None:
+    planned = [WCStatus.RETRY_EXC_ERR, WCStatus.REM_OP_ERR, WCStatus.RETRY_EXC_ERR]
+    with writing() as (context, cq, qp, write):
+        for status in planned:
+            context.faults.complete_with(0, status)
+        found = []
+        for _ in range(4):
+            qp.post_send(write)
+            found.append(cq.wait(1)[0].status)
+            qp.to_reset()
+            qp.connect(qp.endpoint())
+        assert found == [*planned, WCStatus.SUCCESS]
 
 
 def test_each_of_a_thousand_planned_posts_fails() -> None:
