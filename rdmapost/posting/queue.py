@@ -32,6 +32,8 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
     Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_sge"),
 }
 """What is posted with each verb, and the attributes that set the queue's size."""
+_ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY}
+"""Those of rules that a later post may pass; other rules have EINVAL."""
 
 
 class Reasons(NamedTuple):
@@ -204,7 +206,7 @@ class PostQueue(native.Queue):
         sge: tuple[int, int, int],
     ) -> NoReturn:
         """Say why a work request, or with ``posted`` -1 a prepared one's new field, was refused."""
-        code = errno.ENOMEM if rule == "full" else errno.EINVAL
+        code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
             # No state would help.
             rule = "wrong_opcode"

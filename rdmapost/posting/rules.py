@@ -380,6 +380,9 @@ class Refusal(NamedTuple):
     def not_bindable(self) -> str:
         return f"{self.value} was registered without MW_BIND"
 
+    def bind_of_nothing(self) -> str:
+        return f"length=0 binds {self.value} to nothing; post a LocalInv of its rkey to unbind it"
+
     def bind_outside(self) -> str:
         return f"addr={self.a:#x} length={self.b} lies outside {self.value}"
 

@@ -695,6 +695,15 @@ CASES = [
         )
         for n in (64, 0)
     ),
+    Case(
+        "bind_of_nothing",
+        RC,
+        lambda s: s.bind(length=0),
+        lambda s, wr: (
+            f"length=0 binds {wr.mw} to nothing; post a LocalInv of its rkey to unbind it"
+        ),
+        lambda s: [s.bind(length=1)],
+    ),
     *(
         Case(
             "bind_outside",
@@ -1022,14 +1031,14 @@ def test_region_that_is_being_registered_again_is_not_posted(soft, monkeypatch):
     def post(*_):
         with pytest.raises(rp.PostError) as caught:
             qp.post_send(rp.Send(mr[:8]))
-        seen.append(str(caught.value))
+        seen.append((caught.value.errno, caught.value.reason))
         return -1
 
     _rereg_as(monkeypatch, soft, post)
     with rp.MR(soft.pd, 64, ALL) as mr:
         with pytest.raises(rp.VerbsError):
             mr.rereg(memory=64)
-        assert f"another thread is re-registering {mr}" in seen[0]
+        assert seen == [(errno.EBUSY, f"another thread is re-registering {mr}")]
 
 
 _UNSIGNALED = "; if none of them is SIGNALED, no slot is ever freed"

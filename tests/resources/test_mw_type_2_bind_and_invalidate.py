@@ -389,7 +389,7 @@ def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_
     context = stack.enter_context(rp.open_device("soft0"))
     pd = stack.enter_context(rp.PD(context))
     cq = stack.enter_context(rp.CQ(context))
-    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq, checked=False))
     qp.connect(qp.endpoint())
     memory = Memory(64)
     ref, mr = weakref.ref(memory), rp.MR(pd, memory, ALL | rp.Access.MW_BIND)

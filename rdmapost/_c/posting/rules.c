@@ -217,6 +217,8 @@ static int check_bind(const struct work_queue *q, struct post *post, const struc
 		return 1;
 	if (!has_access((PyObject *)r->mr, IBV_ACCESS_MW_BIND))
 		return refuse_for(post, "not_bindable", r->mr);
+	if (!info->length)
+		return refuse_for(post, "bind_of_nothing", r->mw);
 	if (!rp_is_within((PyObject *)r->mr, info->addr, info->length)) {
 		refuse_with(post, "bind_outside", info->addr, info->length);
 		post->refusal.value = (PyObject *)r->mr;
