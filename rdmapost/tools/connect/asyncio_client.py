@@ -110,7 +110,7 @@ async def adial(
 
 
 class AsyncConnection(BaseConnection, AsyncClosesOnExit):
-    """A connection to a server; ``adial`` creates it.
+    """A connection to a server; ``adial`` creates it.  Its attributes are those of Connection.
 
     A request (report, look) that is cancelled, by asyncio.timeout() for instance, or ends with
     ConnectTimeout leaves the connection usable: its late answer is dropped.  After any other

@@ -40,19 +40,7 @@ _SIZE = 4096
 class BaseConnection(native.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
-    Post to ``qp``.  ``**target(offset)`` gives a work request's fields for an
-    offset in the server's memory; ``**address`` gives the fields that address the
-    server's queue pair on UD, and is empty for other types.
-
-    Attributes:
-        qp: the queue pair, in RTS.
-        cq: where all of its work requests complete.
-        mr: local memory.
-        offer: the server's offer: addr, rkey, size, access, receives, receive_size, and its
-            private_data.
-        address: the fields that address the server's queue pair, on UD; otherwise empty.
-        headroom: bytes in front of a received message: the GRH on UD.
-        timeout: seconds for each step of a request; a wait has its own.
+    Connection describes the attributes, because ``help()`` shows only a class's own docstring.
     """
 
     def __init__(
@@ -196,6 +184,8 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
+        if not self.offer.receives:
+            return
         deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
         left = math.inf
         while left > LONGEST_WAIT_S:

@@ -149,6 +149,20 @@ class _Turn(weakref.ref[_Request]):
 class Connection(BaseConnection, ClosesOnExit):
     """A connection to a server; ``dial`` creates it.
 
+    Post to ``qp``.  ``**target(offset)`` gives a work request's fields for an offset in the server's
+    memory: ``RdmaWrite(peer.mr[:5], **peer.target(64))``.  On UD, ``**address`` gives those that
+    address the server's queue pair: ``Send(peer.mr[:5], **peer.address)``.
+
+    Attributes:
+        qp: the queue pair, in RTS.
+        cq: where all of its work requests complete.
+        mr: local memory.
+        offer: the server's offer: addr, rkey, size, access, receives, receive_size, and its
+            private_data.
+        address: the fields that address the server's queue pair, on UD; otherwise empty.
+        headroom: bytes in front of a received message: the GRH on UD.
+        timeout: seconds for each step of a request; a wait has its own.
+
     If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
     (KeyboardInterrupt), the connection stays usable: the late answer is dropped. In the rare case
     that this happens while bytes are sent or received, and after any other ConnectError, the
@@ -344,7 +358,7 @@ class Connection(BaseConnection, ClosesOnExit):
             timeout: seconds to wait for it; a negative one counts as 0; None for no limit.
 
         Returns:
-            The arrival, or None if it did not come in time.
+            The arrival, or None if it did not come in time; at once if the server posts no receives.
 
         Raises:
             TypeError: an argument is not a number.
