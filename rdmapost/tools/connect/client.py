@@ -149,9 +149,9 @@ class _Turn(weakref.ref[_Request]):
 class Connection(BaseConnection, ClosesOnExit):
     """A connection to a server; ``dial`` creates it.
 
-    Post to ``qp``.  ``**target(offset)`` gives a work request's fields for an offset in the server's
-    memory: ``RdmaWrite(peer.mr[:5], **peer.target(64))``.  On UD, ``**address`` gives those that
-    address the server's queue pair: ``Send(peer.mr[:5], **peer.address)``.
+    Post to ``qp``.  ``**target(offset)`` gives a work request's fields for an offset in the
+    server's memory: ``RdmaWrite(peer.mr[:5], **peer.target(64))``.  On UD, ``**address`` gives
+    those that address the server's queue pair: ``Send(peer.mr[:5], **peer.address)``.
 
     Attributes:
         qp: the queue pair, in RTS.
@@ -358,7 +358,8 @@ class Connection(BaseConnection, ClosesOnExit):
             timeout: seconds to wait for it; a negative one counts as 0; None for no limit.
 
         Returns:
-            The arrival, or None if it did not come in time; at once if the server posts no receives.
+            The arrival, or None if it did not come in time: at once if the server posts no
+                receives.
 
         Raises:
             TypeError: an argument is not a number.
