@@ -448,7 +448,7 @@ class Program:
             return Operation(wqe, fails_with=WCStatus.REM_INV_REQ_ERR)
         if kind == "forced":
             number = n | side.qp.number << 20
-            side.qp.context.faults.statuses[number] = WCStatus.GENERAL_ERR
+            side.qp.context.faults.statuses[number] = (WCStatus.GENERAL_ERR,)
             wqe = self.wqe(side, number, Opcode.RDMA_WRITE, sges=sges, **remote)
             return Operation(wqe, fails_with=WCStatus.GENERAL_ERR)
         return Operation(self.wqe(side, n, Opcode.TSO), fails_with=WCStatus.LOC_QP_OP_ERR)

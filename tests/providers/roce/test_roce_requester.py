@@ -626,7 +626,7 @@ def test_what_cannot_be_sent_ends_with_a_local_status(qp_type, opcode, size, sta
 
 
 def test_planned_fault_ends_a_request(alone):
-    alone.device.context.faults.statuses[2] = WCStatus.GENERAL_ERR
+    alone.device.context.faults.statuses[2] = (WCStatus.GENERAL_ERR,)
     post(alone, send(alone, 1), send(alone, 2))
     alone.ack(SQ_PSN)
     assert statuses(alone) == [(1, SUCCESS), (2, WCStatus.GENERAL_ERR)]
@@ -656,7 +656,7 @@ def begin_long_read(alone: Alone) -> list[packets.Packet]:
 def test_planned_fault_ends_a_read_of_which_parts_have_arrived(alone, status, size):
     """The next READ begins at its start, and takes nothing for its own that is late."""
     first = begin_long_read(alone)
-    alone.device.context.faults.statuses[1] = status
+    alone.device.context.faults.statuses[1] = (status,)
     for request in first:
         answer(alone, request, 1)
     assert statuses(alone) == [(1, status)]
@@ -687,7 +687,7 @@ def test_send_queue_has_drained_when_a_planned_fault_ends_what_is_in_progress(al
     drain = QPAttrMask.STATE | QPAttrMask.EN_SQD_ASYNC_NOTIFY
     assert alone.qp.modify(drain, {"qp_state": QPState.SQD, "en_sqd_async_notify": 1})
     post(alone, send(alone, 2))
-    alone.device.context.faults.statuses[1] = SUCCESS
+    alone.device.context.faults.statuses[1] = (SUCCESS,)
     for request in first:
         answer(alone, request, 1)
     assert statuses(alone) == [(1, SUCCESS)]
