@@ -145,7 +145,7 @@ def poll_into(world: World, draw: Draw) -> None:
 
 
 def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
-    """Connect two queue pairs anew, so that something gets through."""
+    """Connect two queue pairs again, so that something gets through."""
     world.call(a.to_reset)
     world.call(b.to_reset)
     join(world, draw, a, b)

@@ -16,7 +16,7 @@ ROOM = GRH + 64
 
 
 class Server:
-    """A UD queue pair that answers whoever sends to it."""
+    """A UD queue pair that answers its senders."""
 
     def __init__(self, pair: Pair) -> None:
         self.pair, self.qp, self.mr = pair, pair.b, pair.theirs

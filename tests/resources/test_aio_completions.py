@@ -354,7 +354,7 @@ def test_event_that_no_task_waits_for_wakes_the_loop_once(rc):
 
 
 def test_event_loops_of_two_threads_take_turns(rc):
-    """Whoever comes while the other's task waits is refused, and no wait misses its completion."""
+    """A thread or task that comes while another's task waits is refused; no completion is missed."""
     refused = []
 
     def take(number):

@@ -316,7 +316,7 @@ def _from_columns(rc, mw):
 def test_region_of_an_invalidated_window_is_registered_again(
     rc, windowed, invalidate, completions, into
 ):
-    """Whoever invalidated its key; once that completion is polled."""
+    """By either side; once that completion is polled."""
     mw, region = windowed
     assert _refused(mw, region)
     invalidate(rc, mw)

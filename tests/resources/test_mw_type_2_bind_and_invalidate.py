@@ -196,7 +196,7 @@ def test_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
 
 
 def test_window_is_not_bound_with_the_key_of_another(rc, window, stack):
-    """A device would take only the low byte, and open this window to whoever has its new key."""
+    """A device would take only the low byte, and open this window to anyone who has its new key."""
     mw, region = window
     other = stack.enter_context(rp.MW(rc.pd))
     before = mw.rkey

@@ -1,4 +1,4 @@
-"""What the tests here act on: a device with two connected queue pairs, made anew for each."""
+"""What the tests here act on: a device with two connected queue pairs, new ones for each."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Moment:
     Attributes:
         number: which moment of the run, from 1; 0 before it came.
         where: the functions around it, the innermost last.
-        raised: whether the interrupt reached whoever called.
+        raised: whether the interrupt reached the caller.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ def interrupt_at_each_moment(
     """Act once for each moment of it, with a signal that comes there; check each time.
 
     Args:
-        make: makes what is acted on, anew for each moment.
+        make: makes what is acted on, once for each moment.
         act: what is interrupted.
         check: raises where something is wrong afterwards; it has to close what make made.
         handler: what the signal's handler raises; or a function that it calls and that raises

@@ -299,7 +299,7 @@ def state_of(*roots: Any, most: int = 1 << 16) -> tuple[dict[int, Any], list[Any
             if isinstance(each, native.DeviceQueue):
                 names += ["pending", "used", "silent", "refuses", "prompt", "depth", "armed"]
             parts = [part for name in names for part in (name, getattr(each, name, None))]
-        # Numbers are made anew when they are read.
+        # Reading a number makes a new object.
         found[id(each)] = [
             part if isinstance(part, (int, float, str)) else id(part) for part in parts
         ]
