@@ -354,7 +354,7 @@ def test_event_that_no_task_waits_for_wakes_the_loop_once(rc):
 
 
 def test_event_loops_of_two_threads_take_turns(rc):
-    """A thread or task that comes while another's task waits is refused; no completion is missed."""
+    """While one's task waits, another is refused; no completion is missed."""
     refused = []
 
     def take(number):
