@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
 from support import LIMIT, cables
@@ -20,6 +20,8 @@ from rdmapost.standard.wire import ROCE_V2_PORT
 pytestmark = pytest.mark.rdma
 
 cable = cables.cable
+
+Away = Callable[[Ends], AbstractContextManager[None]]
 
 ROUNDS = 8
 LOOPBACK = "lo"
@@ -133,21 +135,51 @@ def check_operations(ends: Ends, netem: str) -> None:
     check_memory(ends, responses)
 
 
-@on_ipv4
-def test_operations_survive_a_network_that_is_away_for_a_second(ends: Ends):
+@contextmanager
+def everything_lost(ends: Ends) -> Iterator[None]:
+    """Lose every packet for another second after the block."""
     with network(ends, "loss 100%"):
-        begin(ends)
+        yield
         time.sleep(1)
+
+
+@contextmanager
+def link_down(ends: Ends) -> Iterator[None]:
+    """Lose every packet in the block, and take the link down for a second after it.
+
+    The commands to one side need the link.
+    """
+    alone = ends.cable.rxe not in (ends.near, ends.far)
+    command = (*IN_NAMESPACE, "ip", "link", "set", LOOPBACK if alone else FAR)
+    with ExitStack() as stack:
+        with network(ends, "loss 100%"):
+            yield
+            stack.callback(subprocess.run, (*command, "up"), check=True, timeout=LIMIT)
+            subprocess.run((*command, "down"), check=True, timeout=LIMIT)
+        time.sleep(1)
+
+
+away = pytest.mark.parametrize("away", [everything_lost, link_down])
+
+
+@on_ipv4
+@away
+def test_operations_survive_a_network_that_is_away_for_a_second(ends: Ends, away: Away):
+    with away(ends):
+        begin(ends)
     assert ends.statuses(4 * ROUNDS) == ["SUCCESS"] * (4 * ROUNDS)
     assert received(ends) == [("SUCCESS", MESSAGE)] * ROUNDS
     check_memory(ends)
 
 
 @on_ipv4
-def test_network_that_is_away_for_longer_than_the_retries_ends_with_retry_exc_err(ends: Ends):
-    with network(ends, "loss 100%"):
+@away
+def test_network_that_is_away_for_longer_than_the_retries_ends_with_retry_exc_err(
+    ends: Ends, away: Away
+):
+    with away(ends):
         begin(ends, timeout=12, retry_cnt=2)
-        statuses = ends.statuses(4 * ROUNDS)
+    statuses = ends.statuses(4 * ROUNDS)
     assert statuses == ["RETRY_EXC_ERR"] + ["WR_FLUSH_ERR"] * (4 * ROUNDS - 1)
     begin(ends)
     assert ends.statuses(4 * ROUNDS) == ["SUCCESS"] * (4 * ROUNDS)
