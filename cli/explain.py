@@ -61,7 +61,7 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     It lists the usual causes, what to look at next, and where Soft-RoCE differs.
 
     NAME is a completion status, an errno, an opcode, a QP type or state, a flag
-    or an asynchronous event, by name or number, as any program prints it:
+    or an event, by name or number, as any program prints it:
     RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read; or an
     exception of this library or a finding (WaitTimeout, psn-mismatch).
     MESSAGE is a line that a program printed.  Several are explained in turn.
@@ -145,6 +145,7 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
     from rdmapost.explain import UnknownNameError as UnknownName
     from rdmapost.explain import explain as look_up
     from rdmapost.explain import explain_lines
+    from rdmapost.tools.explain.failed_calls import is_failure
 
     if len(words) > 1 and any(" " in word for word in words):
         # Quoted: each is a name or a message.
@@ -164,7 +165,8 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
             except UnknownName as one:
                 others.append(one)
         names = len(words) - len(others)
-        if names < len(others) and (mentions := explain_lines([text])):
+        # "RTR failed" is about the failure, and not about the state.
+        if (names < len(others) or is_failure(text)) and (mentions := explain_lines([text])):
             return [one.explanation for one in mentions]
         if known and names >= len(others):
             unknown += others

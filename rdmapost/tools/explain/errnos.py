@@ -264,8 +264,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
             "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
             "A firmware command that was not answered: the device hangs.",
-            "librdmacm's RDMA_CM_EVENT_UNREACHABLE with error -110: the peer did not answer the "
-            "connection request, or the path's address does not resolve.",
+            "An event of librdmacm with error -110: see there (rdmapost explain UNREACHABLE, "
+            "ADDR_ERROR, ROUTE_ERROR).",
             "This library's WaitTimeout is a TimeoutError: no completion arrived in time, and the "
             "work request is still outstanding.",
         ),
@@ -454,12 +454,12 @@ ERRNOS: tuple[Explanation, ...] = (
     _errno(
         "ECONNREFUSED",
         "Nothing listens at the peer's address and TCP port, which is where two programs exchange "
-        "their endpoints. It says nothing about RDMA.",
+        "their endpoints. It says nothing about RDMA, unless an event of the RDMA CM carries it.",
         causes=(
             "The server is not running, has ended, or listens on another address or port.",
             "A firewall refuses the connection.",
-            "librdmacm's RDMA_CM_EVENT_REJECTED is the same over InfiniBand's connection manager: "
-            "error 8 if nothing listens there, 28 if the program refused.",
+            "librdmacm: RDMA_CM_EVENT_REJECTED on iWARP. It is about a port of the RDMA CM: "
+            "rdmapost explain REJECTED.",
         ),
         look_at=("ss -ltnp on the peer; ping, and the address that was given.",),
         see=("connect(2)",),

@@ -12,9 +12,11 @@ from ..._arguments import index, shown
 from ...enums import EventType, WCStatus
 from ...errors import RdmaError
 from .access_flags import ACCESS_FLAGS, OPS_FLAGS
+from .cm_events import CM_EVENTS
 from .errnos import ALIASES, ERRNOS, undocumented
 from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
+from .failures import FAILURES
 from .findings import FINDINGS
 from .model import ENUMERATIONS, KINDS, Explanation
 from .opcodes import OPCODES
@@ -36,6 +38,8 @@ _ALL = sorted(
         *ACCESS_FLAGS,
         *WC_FLAGS,
         *EVENTS,
+        *CM_EVENTS,
+        *FAILURES,
         *EXCEPTIONS,
         *FINDINGS,
         *TERMS,
@@ -160,8 +164,8 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
             what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
             number, of any integer type, of a status or errno (a negative one only of an errno).
-            Also an exception of this library, the name of a Finding, and a few terms
-            (``vendor_err``, ``PSN``).
+            Also an event of the RDMA CM, a failure (``modify_qp_to_rtr``), an exception of this
+            library, the name of a Finding, and a few terms (``vendor_err``, ``PSN``).
 
     Returns:
         all with this name or number; 13 is a status and an errno, and SEND an
@@ -182,7 +186,8 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     if finding := _FINDING.get(text.lower()):
         found = [finding, *found]
     if found:
-        return tuple(found)
+        # CONNECT_ERROR is an event, and ConnectError an exception.
+        return tuple(one for one in found if text in (one.name, one.constant)) or tuple(found)
     if VENDOR_ERR_NUMBER.fullmatch(text):
         return (VENDOR_ERR,)
     number = getattr(errno, text.upper(), None)
@@ -220,5 +225,11 @@ def _nearest(text: str) -> tuple[str, ...]:
     close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.62)
     if not close and len(key) > 2:
         close = [known for known in _BY_KEY if key in known][:6]
+    if not close:
+        # A message: an exception's name in it.
+        words = map(_key, re.findall(r"[A-Za-z]+", text))
+        close = [
+            word for word in words if any(one.kind == "exception" for one in _BY_KEY.get(word, ()))
+        ]
     near = dict.fromkeys(one.name for known in close for one in _BY_KEY[known])
     return tuple(near)[:3]

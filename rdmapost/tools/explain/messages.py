@@ -7,14 +7,16 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ...enums import EventType, WCStatus
+from .cm_events import CM_EVENTS, HARMLESS
 from .errnos import ERRNOS, undocumented
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
+from .failed_calls import Rank, failed_call
 from .lookup import PHRASES, of_member
 from .model import UNNUMBERED, Explanation
-from .qp_types import QP_STATES
 from .statuses import STATUSES
 from .terms import VENDOR_ERR, VENDOR_ERR_NUMBER
 
@@ -60,12 +62,12 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     # libibverbs
     "libibverbs: Warning: RLIMIT_MEMLOCK": "ENOMEM",
     "no userspace device-specific driver found": "NoDeviceError",
-    # librdmacm
-    "RDMA_CM_EVENT_REJECTED": "ECONNREFUSED",
-    "RDMA_CM_EVENT_UNREACHABLE": "ETIMEDOUT",
     # libmlx5, the kernel's mlx5
     "dump error cqe": "vendor_err",
     "got completion with error": "vendor_err",
+    "CQ error on CQN": EventType.CQ_ERR,
+    "device's health compromised": EventType.DEVICE_FATAL,
+    "will cause a leak of a command resource": "ETIMEDOUT",
 }
 
 _COMPLETION = re.compile(
@@ -108,19 +110,22 @@ _ERRNO_NUMBER = re.compile(
     r"[^0-9-]{0,20}?\b(?:failed|returned|error|ret|rc)\b(?:[ :=(]|with|code|error)*"
     r"(\d{1,3})\b(?![.:]\d)|"
     r"[ :=()]*[:=] ?(\d{1,3})(?=[,;.)]|$))|"
-    # perftest's "Failed to modify QP to INIT, ret=22".
-    r"\bmodify QP\b.*\bret=(\d{1,3})\b",
+    # perftest's "Failed to modify QP to INIT, ret=22"; IPoIB's "failed to modify QP to RTR: -110".
+    r"\bmodify QP\b.*\bret ?= ?(\d{1,3})\b|"
+    r"\bmodify QP\b.* to (?:init|rtr|rts)\b[ :,(]*-?(\d{1,3})\b(?![.:]\d)",
     re.IGNORECASE,
 )
-
-
-_QP_MOVE = re.compile(r"\bmodify QP\b.* to (INIT|RTR|RTS)\b", re.IGNORECASE)
-"""perftest's "Failed to modify QP 0x11 to RTR", which names no errno."""
+_STATUS_HINTS = ("status", "prov_err", "completion", "wc err")
+_ERRNO_HINTS = ("errno", "ibv_", "modify qp")
+_VENDOR_HINTS = ("vendor", "syndrom")
+"""One of these is in every line, in lower case, in which the pattern of that name finds anything;
+in one with an errno's number otherwise a negative number, which a date has not."""
+_NEGATIVE = re.compile(r"(?<!\d)-\d")
 
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """A status, errno or event that lines of text mention.
+    """A status, errno, event or failed call that lines of text mention.
 
     Attributes:
         explanation: what it means.
@@ -151,30 +156,47 @@ def _names() -> dict[str, Explanation]:
         if one.kind != "wc_flag":
             # QP_FATAL and the like are found in IBV_EVENT_QP_FATAL, too.
             found |= {one.name: one, one.constant: one}
-    return found
+    # REJECTED alone may be anything.
+    return found | {one.constant: one for one in CM_EVENTS}
+
+
+def _any_of(phrases: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of phrases in lower case that are not parts of longer words.
+
+    Its alternatives begin with a letter each, which lets a search skip all other places.
+    """
+    of: dict[str, list[str]] = {}
+    # Longest first, so that "local access error" is not matched as "local access".
+    for phrase in sorted(phrases, key=len, reverse=True):
+        of.setdefault(phrase[0], []).append(re.escape(phrase[1:]))
+    return re.compile(
+        "|".join(
+            rf"{first}(?<![a-z]{first})(?:{'|'.join(rest)})(?![a-z])" for first, rest in of.items()
+        )
+    )
 
 
 _BY_PHRASE = _phrases()
 _BY_NAME = _names()
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
-_STATE = {one.name: one for one in QP_STATES}
 _OURS = {one.name for one in EXCEPTIONS if one.constant == f"rdmapost.{one.name}"} - {"RdmaError"}
+_OURS |= {"PingpongError"}
 """Exceptions that no other library has; others count only with their module."""
-_WORDS = re.compile(
-    # Longest first, so that "local access error" is not matched as "local access".
-    r"(?<![a-z])(?:"
-    + "|".join(map(re.escape, sorted(_BY_PHRASE, key=len, reverse=True)))
-    + r")(?![a-z])",
-    re.IGNORECASE,
-)
+_WORDS = _any_of(_BY_PHRASE)
 _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})(?![A-Za-z0-9_])")
+_CONNECT_ERROR = re.compile(
+    r"(?<!\.)(?:ConnectError|ConnectTimeout): "
+    r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
+    r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
+)
+"""These two without their module, and with what this library says: httpx has the same names."""
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 """The message of WaitTimeout."""
 
 
 def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
-    """Explain the statuses, errnos and events that lines of text name.
+    """Explain the statuses, errnos, events and failed calls that lines of text name.
 
     It reads what programs print when a work request or a verb fails: ibv_rc_pingpong, perftest,
     NCCL, UCX, Open MPI, libfabric, the kernel, Python, and this library.
@@ -183,59 +205,97 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
         lines: the lines, such as a log.
 
     Returns:
-        what the lines name, in order of first appearance. WR_FLUSH_ERR comes last, because
-        another error causes it; SUCCESS is left out unless the lines name nothing else.
+        what the lines name, in order of first appearance. WR_FLUSH_ERR and the RDMA CM's
+        DISCONNECTED come last, because another error causes them; SUCCESS, and the events of
+        every connection (ESTABLISHED), are left out unless the lines name nothing else.
     """
-    found: dict[tuple[str, str], Mention] = {}
+    first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}
+    counts: dict[tuple[str, str], int] = {}
     for number, line in enumerate(lines, 1):
         for one in _in_line(line[:_LONGEST_LINE]):
             key = one.kind, one.name
-            old = found.get(key, Mention(one, line.strip(), number, 0))
-            found[key] = Mention(one, old.line, old.number, old.count + 1)
-    if len(found) > 1:
-        found.pop(("status", WCStatus.SUCCESS.name), None)
-    return tuple(sorted(found.values(), key=_follows))
+            if key not in first:
+                first[key] = one, line.strip(), number
+                counts[key] = 0
+            counts[key] += 1
+    found = [Mention(*first[key], count) for key, count in counts.items()]
+    failed = [mention for mention in found if not _is_harmless(mention.explanation)]
+    return tuple(sorted(failed or found, key=_follows))
+
+
+def _is_harmless(one: Explanation) -> bool:
+    return (one.kind, one.number) == ("status", WCStatus.SUCCESS) or (
+        one.kind == "cm_event" and one.name in HARMLESS
+    )
 
 
 def _follows(mention: Mention) -> bool:
+    """Tell whether another error, or the end of a run, has caused this one."""
     one = mention.explanation
-    return (one.kind, one.number) == ("status", WCStatus.WR_FLUSH_ERR)
+    return (one.kind, one.number) == ("status", WCStatus.WR_FLUSH_ERR) or (
+        one.kind == "cm_event" and one.name == "DISCONNECTED"
+    )
 
 
-def _in_line(line: str) -> list[Explanation]:
+# A program that fails prints the same line again and again.
+@lru_cache(maxsize=1024)
+def _in_line(line: str) -> tuple[Explanation, ...]:
     """Explain the names in a line, each once, in the order of their first occurrence."""
+    lower = line.lower()
+    if len(lower) != len(line):
+        # A letter outside ASCII has become two: leave these alone, so that places stay the same.
+        lower = "".join(letter.lower() if letter.isascii() else letter for letter in line)
     at: list[tuple[int, Explanation]] = []
     for match in _NAME.finditer(line):
         one = _BY_NAME.get(match[0]) or _other_errno(match[0])
-        if one and (one.kind != "exception" or match[0] in _OURS or one.constant in line):
+        if one and (
+            one.kind != "exception"
+            or match[0] in _OURS
+            or one.constant in line
+            or _CONNECT_ERROR.match(line, match.start())
+        ):
             at.append((match.start(), one))
-    for match in _WORDS.finditer(line):
-        phrase = match[0].lower()
+    for match in _WORDS.finditer(lower):
+        phrase = match[0]
         if phrase not in _VAGUE or _VAGUE[phrase].search(line):
             at.append((match.start(), _BY_PHRASE[phrase]))
-    for pattern, numbers in ((_STATUS_NUMBER, _STATUS), (_ERRNO_NUMBER, _ERRNO)):
+    patterns = []
+    if any(hint in lower for hint in _STATUS_HINTS):
+        patterns.append((_STATUS_NUMBER, _STATUS))
+    if any(hint in lower for hint in _ERRNO_HINTS) or _NEGATIVE.search(line):
+        patterns.append((_ERRNO_NUMBER, _ERRNO))
+    for pattern, numbers in patterns:
         for match in pattern.finditer(line):
             if numbers is _STATUS and _OTHER_STATUS.search(line, 0, match.start()):
                 continue
             text = next(filter(None, match.groups()))
             if one := numbers.get(int(text, 16 if text[:2].lower() == "0x" else 10)):
                 at.append((match.start(), one))
-    if not at and (move := _QP_MOVE.search(line)):
-        at.append((move.start(), _STATE[move[1].upper()]))
-    if not at and (vendor := VENDOR_ERR_NUMBER.search(line)):
-        at.append((vendor.start(), VENDOR_ERR))
-    if timeout := _TOO_FEW.search(line):
+    if "completion" in lower and (timeout := _TOO_FEW.search(line)):
         at.append((timeout.start(), _BY_NAME["WaitTimeout"]))
+    failed = None
+    if call := failed_call(lower):
+        failed, rank = call
+        if rank is Rank.WHOLE:
+            return (failed,)
+        if at and rank is Rank.ALONE:
+            failed = None
+    elif not at and any(hint in lower for hint in _VENDOR_HINTS):
+        at += [(vendor.start(), VENDOR_ERR) for vendor in VENDOR_ERR_NUMBER.finditer(line)]
     found = {(one.kind, one.name): one for _, one in sorted(at, key=_place)}.values()
     # An exception says less than the status or errno in its text, and a vendor_err less than the
     # status beside it.
-    return [one for one in found if one.kind not in UNNUMBERED] or list(found)
+    said = tuple(one for one in found if one.kind not in UNNUMBERED) or tuple(found)
+    return said if failed is None else (failed, *(one for one in said if one != failed))
 
 
 def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:
-    """Put statuses first: libfabric's "err: 5 (Input/output error), prov_err: 12" has both."""
+    """Put statuses first, and events of the RDMA CM: the errno beside them says less.
+
+    Such as libfabric's "err: 5 (Input/output error), prov_err: 12".
+    """
     at, one = found
-    return one.kind != "status", at
+    return one.kind not in ("status", "cm_event"), at
 
 
 def _other_errno(name: str) -> Explanation | None:

@@ -34,13 +34,15 @@ KINDS = {
     "access": "access flag",
     "wc_flag": "completion flag",
     "event": "asynchronous event",
+    "cm_event": "RDMA CM event",
+    "failure": "failure",
     "exception": "exception",
     "finding": "finding of a diagnosis",
     "term": "term",
 }
 """The kinds of names, in the order of the output, and what they are called."""
 
-UNNUMBERED = frozenset({"exception", "finding", "term"})
+UNNUMBERED = frozenset({"failure", "exception", "finding", "term"})
 """The kinds whose names are not numbers."""
 
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
@@ -69,11 +71,11 @@ class Explanation:
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
-            "qp_state", "send_flag", "ops_flag", "access", "wc_flag", "event", "exception",
-            "finding" or "term".
+            "qp_state", "send_flag", "ops_flag", "access", "wc_flag", "event", "cm_event",
+            "failure", "exception", "finding" or "term".
         name: as in the enumerations of this package, or of errno(3); an exception's class; a
-            Finding's name.
-        number: its value; 0 for an exception, a finding or a term.
+            Finding's name; a failed call without its prefix.
+        number: its value; 0 for a failure, an exception, a finding or a term.
         constant: its name in C; an exception's name with its module.
         meaning: what it means, and the resulting state.
         causes: its causes, the usual ones first; for an opcode, how it fails.

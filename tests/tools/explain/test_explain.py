@@ -161,6 +161,7 @@ def test_texts_name_only_existing_constants() -> None:
         {member.name for name in enums.__all__ for member in getattr(enums, name)}
         | set(errno.errorcode.values())
         | {"EOPNOTSUPP", "ENOTSUPP"}
+        | set(names()["cm_event"])
     )
     elsewhere = {
         "RLIMIT_MEMLOCK",
@@ -173,8 +174,12 @@ def test_texts_name_only_existing_constants() -> None:
         "RDMAPOST_LIBIBVERBS",
         "NET_RAW",
         "IPC_LOCK",
+        "RDMA_CM_EVENT",
         "RDMA_CM_EVENT_REJECTED",
-        "RDMA_CM_EVENT_UNREACHABLE",
+        "RDMA_PS_TCP",
+        "RDMA_PS_UDP",
+        "LD_LIBRARY_PATH",
+        "MLNX_OFED",
         "UCX_TLS",
         "UCX_NET_DEVICES",
         "NO_TAG",
@@ -261,6 +266,12 @@ def found(what: str | int) -> list[tuple[str, str]]:
         ("IBV_SEND_FENCE", "send_flag", "FENCE"),
         ("IBV_WC_WITH_IMM", "wc_flag", "WITH_IMM"),
         ("IBV_EVENT_QP_ACCESS_ERR", "event", "QP_ACCESS_ERR"),
+        ("RDMA_CM_EVENT_REJECTED", "cm_event", "REJECTED"),
+        ("addr_error", "cm_event", "ADDR_ERROR"),
+        ("CONNECT_ERROR", "cm_event", "CONNECT_ERROR"),
+        ("ConnectError", "exception", "ConnectError"),
+        ("modify QP to RTR", "failure", "modify_qp_to_rtr"),
+        ("ibv_poll_cq", "failure", "poll_cq"),
     ],
 )
 def test_name_in_any_spelling_is_found(what: str | int, kind: str, name: str) -> None:
@@ -296,6 +307,8 @@ def test_word_that_resembles_no_name_suggests_nothing() -> None:
         ("ENVAL", "EINVAL"),
         ("RDMA_WRIT", "RDMA_WRITE"),
         ("IBV_WC_REM_ACCES_ERR", "REM_ACCESS_ERR"),
+        ("ConnectErr", "ConnectError"),
+        ("ConnectError: something that nobody knows about it", "ConnectError"),
     ],
 )
 def test_unknown_name_suggests_the_nearest(what: str, near: str) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 from support.cli_runner import run
@@ -28,8 +29,8 @@ LINES = [
     ("ibv_post_send: 12", ["ENOMEM"]),
     ("ibv_post_send() = 12", ["ENOMEM"]),
     ("ibv_post_recv returned error code 22, giving up", ["EINVAL"]),
-    ("ibv_modify_qp to RTR failed (22)", ["EINVAL"]),
-    ("ibv_modify_qp(RTS) failed with 22: giving up", ["EINVAL"]),
+    ("ibv_modify_qp to RTR failed (22)", ["modify_qp_to_rtr", "EINVAL"]),
+    ("ibv_modify_qp(RTS) failed with 22: giving up", ["modify_qp_to_rts", "EINVAL"]),
     ("ibv_modify_qp returned 22", ["EINVAL"]),
     # ibv_rc_pingpong and its relatives
     ("Failed status transport retry counter exceeded (12) for wr_id 2", ["RETRY_EXC_ERR"]),
@@ -99,15 +100,15 @@ LINES = [
         "/sys/class/infiniband_verbs/uverbs0",
         ["NoDeviceError"],
     ),
-    (" Failed to modify QP 0x11 to RTR", ["RTR"]),
-    ("Failed to modify QP to INIT, ret=22", ["EINVAL"]),
+    (" Failed to modify QP 0x11 to RTR", ["modify_qp_to_rtr"]),
+    ("Failed to modify QP to INIT, ret=22", ["modify_qp_to_init", "EINVAL"]),
     ("No IB devices found", ["NoDeviceError"]),
     (" Unable to find the Infiniband/RoCE device", ["NoDeviceError"]),
     ("ib_mlx5_log.c:177  Bad response on mlx5_0:1/RoCE (synd 0x10)", ["BAD_RESP_ERR"]),
     ("ib_mlx5_log.c:177  Local access on mlx5_0:1/RoCE (synd 0x11)", ["LOC_ACCESS_ERR"]),
     ("ib_mlx5_log.c:177  Remote QP on mlx5_0:1/RoCE (synd 0x14)", ["REM_OP_ERR"]),
-    ("cma event RDMA_CM_EVENT_REJECTED, error 28", ["ECONNREFUSED"]),
-    ("cma event RDMA_CM_EVENT_UNREACHABLE, error -110", ["ETIMEDOUT"]),
+    ("cma event RDMA_CM_EVENT_REJECTED, error 28", ["REJECTED"]),
+    ("cma event RDMA_CM_EVENT_UNREACHABLE, error -110", ["UNREACHABLE", "ETIMEDOUT"]),
     ("ucp_ep.c:1 UCX ERROR no remote address: Destination is unreachable", ["ENETUNREACH"]),
     (
         'The InfiniBand retry count between two MPI processes has been exceeded. "Retry count"',
@@ -120,12 +121,92 @@ LINES = [
     ("work request failed, vendor err 129", ["vendor_err"]),
     ("rpcrdma: connection to 10.0.0.1:20049 closed (-103)", ["ECONNABORTED"]),
     ("rdmapost.connect.ConnectTimeout: 10.0.0.1:1 did not answer", ["ConnectTimeout"]),
+    ("ConnectError: 127.0.0.1:1 refused the connection: start 'rdmapost serve'", ["ConnectError"]),
+    ("PingpongError: the other side has ended", ["PingpongError"]),
+    # A move that failed, and not the state it was to reach
+    ("Failed to modify QP to RTR", ["modify_qp_to_rtr"]),
+    ("Failed to modify QP to RTS", ["modify_qp_to_rts"]),
+    ("Failed to modify QP to INIT", ["modify_qp_to_init"]),
+    (" Unable to modify QP 57 to RTR", ["modify_qp_to_rtr"]),
+    (" Failed to modify RC QP to RTS", ["modify_qp_to_rts"]),
+    ("ib0: failed to modify QP to RTR: -110", ["modify_qp_to_rtr", "ETIMEDOUT"]),
+    ("ib0: failed to modify QP to RTR, ret = -22", ["modify_qp_to_rtr", "EINVAL"]),
+    (
+        "[Handshake] Failed to modify QP to RTR, check mtu, gid: Connection timed out [110]",
+        ["modify_qp_to_rtr", "ETIMEDOUT"],
+    ),
+    ("failed to modify QP state to RTR", ["modify_qp_to_rtr"]),
+    ("Could not modify QP to RTR: Invalid argument", ["modify_qp_to_rtr", "EINVAL"]),
+    ("error modifying QP to RTS", ["modify_qp_to_rts"]),
+    ("QP RESET->INIT failed", ["modify_qp_to_init"]),
+    ("RTR failed", ["modify_qp_to_rtr"]),
+    ("error: IBV_QPS_RTS", ["modify_qp_to_rts"]),
+    ("failed to move to RTS", ["modify_qp_to_rts"]),
+    ("isert: Failed to modify QP state to ERR", ["modify_qp"]),
+    ("Unable to post SEND to RTS QP", ["post_send"]),
+    ("failed to post RDMA_READ", ["post_send"]),
+    ("ibv_post_send failed for QP 22", ["post_send"]),
+    # ibv_*_pingpong, perftest
+    ("IB device mlx5_9 not found", ["NoDeviceError"]),
+    ("poll CQ failed -1", ["poll_cq"]),
+    ("ibv_poll_cq failed with error 22", ["poll_cq"]),
+    ("Couldn't get context for mlx5_0", ["open_device"]),
+    ("Couldn't allocate PD", ["alloc_pd"]),
+    ("Couldn't register MR", ["reg_mr"]),
+    ("Couldn't create CQ", ["create_cq"]),
+    ("Couldn't create QP", ["create_qp"]),
+    (" Unable to create QP.", ["create_qp"]),
+    ("Couldn't get local LID", ["get_lid"]),
+    ("can't read sgid of index 3", ["query_gid"]),
+    ("Couldn't post receive (0)", ["post_recv"]),
+    ("Failed to create AH", ["create_ah"]),
+    ("Couldn't connect to 10.0.0.1:18515", ["exchange"]),
+    ("client read: Success", ["exchange"]),
+    ("Couldn't read remote address", ["exchange"]),
+    (" Port number 1 state is Down", ["port-down"]),
+    # libibverbs, whose errno is no hint
+    (
+        "libibverbs: Warning: couldn't load driver 'librxe-rdmav34.so': librxe-rdmav34.so: cannot "
+        "open shared object file: No such file or directory",
+        ["load_driver"],
+    ),
+    # librdmacm and its programs
+    ("cma event RDMA_CM_EVENT_ADDR_ERROR, error -19", ["ADDR_ERROR", "ENODEV"]),
+    ("cma event RDMA_CM_EVENT_ROUTE_ERROR, error -110", ["ROUTE_ERROR", "ETIMEDOUT"]),
+    ("cmatose: event: RDMA_CM_EVENT_CONNECT_ERROR, error: 0", ["CONNECT_ERROR"]),
+    ("udaddy: event: RDMA_CM_EVENT_DISCONNECTED, error: 0", ["DISCONNECTED"]),
+    ("RDMA_CM_EVENT_DEVICE_REMOVAL", ["DEVICE_REMOVAL"]),
+    ("cma_event type RDMA_CM_EVENT_ADDR_RESOLVED cma_id 0x5 (parent)", ["ADDR_RESOLVED"]),
+    ("Event: RDMA_CM_EVENT_REJECTED; error: -111.", ["REJECTED", "ECONNREFUSED"]),
+    ("rdma_resolve_addr: No such device", ["ADDR_ERROR", "ENODEV"]),
+    ("waiting for addr/route resolution state 2", ["ADDR_ERROR"]),
+    ("wait for CONNECTED state 10", ["rdma_connect"]),
+    ("librdmacm: Fatal: no RDMA devices found", ["NoDeviceError"]),
+    ("CMA: unable to open /dev/infiniband/rdma_cm", ["rdma_cm"]),
+    # mlx5, rxe
+    (
+        "mlx5_core 0000:3b:00.0: mlx5_cmd_out_err:808:(pid 12): CREATE_QP(0x500) op_mod(0x0) "
+        "failed, status bad parameter(0x3), syndrome (0x4bb88f), err(-22)",
+        ["EINVAL"],
+    ),
+    (
+        "wait_func:1157:(pid 5): ENABLE_HCA(0x104) timeout. Will cause a leak of a command "
+        "resource",
+        ["ETIMEDOUT"],
+    ),
+    ("device's health compromised - reached miss count", ["DEVICE_FATAL"]),
+    ("cq_err_event_notifier:517:(pid 0): CQ error on CQN 0x48a, syndrome 0x1", ["CQ_ERR"]),
+    ("rdma_rxe: rxe_qp_chk_cap: invalid send wr = 128 > 64", ["create_qp"]),
+    ("rdma_rxe: rxe_cq_chk_attr: cqe(100000) > max_cqe(32767)", ["create_cq"]),
+    ("rdma_rxe: qp#17 non-flush error status = 10", ["REM_ACCESS_ERR"]),
 ]
 
 
 @pytest.mark.parametrize(("line", "names"), LINES, ids=[line[:40] for line, _ in LINES])
 def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None:
-    found = {mention.explanation.name for mention in explain_lines([line])}
+    mentioned = [mention.explanation.name for mention in explain_lines([line])]
+    found = set(mentioned)
+    assert mentioned[0] == names[0]
     assert set(names) <= found
     assert found <= {*names, "EIO"}
     ran = run("explain", line)
@@ -136,6 +217,39 @@ def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None
 def test_unquoted_line_is_explained_like_a_quoted_one() -> None:
     line = "Failed status transport retry counter exceeded (12) for wr_id 2"
     assert run("explain", *line.split()) == run("explain", line)
+
+
+def test_state_in_a_failure_is_not_what_is_explained() -> None:
+    for args in (["RTR failed"], ["RTR", "failed"], ["Failed", "to", "modify", "QP", "to", "RTR"]):
+        ran = run("explain", *args)
+        assert ran.code == 0
+        assert ran.out.startswith("modify_qp_to_rtr: failure")
+        assert "GID index" in ran.out.split("1. ")[1].split("2. ")[0]
+
+
+def test_events_of_every_connection_are_left_out_of_a_log() -> None:
+    log = [
+        "cma_event type RDMA_CM_EVENT_ADDR_RESOLVED",
+        "RDMA_CM_EVENT_DISCONNECTED",
+        "cma event RDMA_CM_EVENT_REJECTED, error 8",
+    ]
+    assert [one.explanation.name for one in explain_lines(log)] == ["REJECTED", "DISCONNECTED"]
+
+
+def test_lines_that_come_again_are_counted_and_cost_little() -> None:
+    line = "NCCL INFO Channel 00/02 : node 0[0] -> 1[0] via P2P/IPC status=12 wr_id 7 " * 20
+    distinct = [f"{line}{number}" for number in range(1500)]
+    started = time.process_time()
+    assert explain_lines(distinct)[0].count == len(distinct)
+    once = time.process_time() - started
+    started = time.process_time()
+    assert explain_lines([line] * len(distinct))[0].count == len(distinct)
+    assert time.process_time() - started < once / 4
+
+
+def test_line_with_letters_that_grow_in_lower_case_is_explained() -> None:
+    line = "\u0130\u0130\u0130 Local Protection Error, then [Errno 12]"
+    assert [one.explanation.name for one in explain_lines([line])] == ["LOC_PROT_ERR", "ENOMEM"]
 
 
 def test_several_lines_and_names_are_explained_in_turn() -> None:
@@ -182,7 +296,17 @@ def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
         "ibv_post_send ok, 2 in flight",
         "ibv_modify_qp: QP 22 to RTS",
         "ibv_query_port 1 says nothing",
-        "ibv_post_send failed for QP 22",
+        "modify QP to RTR",
+        "modify QP 57 to RTS done, no retry",
+        "QP 5: RTR -> RTS",
+        "device rejected, disconnected, connect error",
+        "httpx.ConnectError: [SSL] no luck",
+        "httpx.ConnectError: 10.0.0.1:443 refused",
+        "ConnectError: no luck",
+        "polled CQ 5 times without failures in 12 s",
+        "port number 1 state is Active",
+        "USB device not found",
+        "2026-11-27 error in line 22",
     ],
 )
 def test_line_without_an_error_names_nothing(line: str) -> None:

@@ -1,0 +1,204 @@
+"""Explanations of the RDMA CM's events (rdma_get_cm_event(3)), which librdmacm's programs print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .model import Explanation
+
+
+def _event(name: str, number: int, meaning: str, *look_at: str, **texts: Any) -> Explanation:
+    return Explanation(
+        kind="cm_event",
+        name=name,
+        number=number,
+        constant=f"RDMA_CM_EVENT_{name}",
+        meaning=meaning,
+        look_at=look_at,
+        **{"see": ("rdma_get_cm_event(3), EVENT TYPES",), **texts},
+    )
+
+
+CM_EVENTS: tuple[Explanation, ...] = (
+    _event(
+        "ADDR_RESOLVED",
+        0,
+        "rdma_resolve_addr found the device and the source address for the destination. All is "
+        "well: rdma_resolve_route comes next.",
+    ),
+    _event(
+        "ADDR_ERROR",
+        1,
+        "rdma_resolve_addr failed: no RDMA device of this machine leads to the destination's IP "
+        "address, or its link address does not resolve. Nothing has been sent over RDMA yet.",
+        "The event's status, a negative errno: -19 (no RDMA device), -110 and -113 (neighbour), "
+        "-101 (no route).",
+        "ip route get ADDRESS: the interface; rdma link: whether a device has that netdev.",
+        "ip neigh show ADDRESS, and ping it from the address of that interface.",
+        causes=(
+            "The route to the address leaves by an interface without an RDMA device, such as the "
+            "management network: give the peer's address on the RDMA network.",
+            "The peer does not answer ARP or ND: it is down, or on another VLAN.",
+            "The address is 127.0.0.1, which no device serves, unless Soft-RoCE runs on lo.",
+            "InfiniBand: the IPoIB interface is down or has no address.",
+        ),
+        see=("rdma_resolve_addr(3)",),
+    ),
+    _event(
+        "ROUTE_RESOLVED",
+        2,
+        "rdma_resolve_route found the path to the destination. All is well: rdma_connect comes "
+        "next.",
+    ),
+    _event(
+        "ROUTE_ERROR",
+        3,
+        "rdma_resolve_route failed: the address is resolved, and there is no path record for it.",
+        "The event's status: -110 if the subnet manager did not answer.",
+        "InfiniBand: sminfo, and saquery for the path; RoCE: rdmapost devices, for the GIDs.",
+        causes=(
+            "InfiniBand: the subnet manager is gone or overloaded, or knows no path between the "
+            "two ports (partition, port not active).",
+            "RoCE: no GID of the device has the source address, or the interface's MTU is too "
+            "small for any path MTU.",
+            "The timeout passed to rdma_resolve_route is too short for a large or busy fabric.",
+        ),
+        see=("rdma_resolve_route(3)",),
+    ),
+    _event(
+        "CONNECT_REQUEST",
+        4,
+        "A peer asks the passive side for a connection. All is well: answer by rdma_accept or "
+        "rdma_reject.",
+    ),
+    _event(
+        "CONNECT_RESPONSE",
+        5,
+        "The passive side accepted, and the identifier has no queue pair of the RDMA CM: move your "
+        "own to RTR and RTS, then call rdma_establish.",
+    ),
+    _event(
+        "CONNECT_ERROR",
+        6,
+        "The connection could not be made, after the request had been sent or accepted: this side, "
+        "not the peer's program, gave up.",
+        "The event's status, a negative errno; dmesg, and the event on the other side.",
+        causes=(
+            "The queue pair could not be moved to RTR or RTS: an attribute of rdma_conn_param "
+            "(initiator_depth, responder_resources) is over the device's limit, or the path is "
+            "wrong ('rdmapost explain modify_qp_to_rtr').",
+            "The passive side accepted, and the active side's last message (RTU) never came.",
+            "iWARP: the TCP connection below was reset during the exchange (MPA).",
+        ),
+        see=("rdma_connect(3)", "rdma_accept(3)"),
+    ),
+    _event(
+        "UNREACHABLE",
+        7,
+        "The peer did not answer the connection request: its address resolves, and nothing came "
+        "back from its connection manager.",
+        "The event's status: -110, no answer within the CM's retries.",
+        "On the peer: rdma link, lsmod for rdma_cm, and whether the program waits for events.",
+        "On both sides, rdmapost doctor: firewall, GIDs and MTU.",
+        causes=(
+            "The host answers ARP, and has no RDMA on that interface, or rdma_cm is not loaded.",
+            "A firewall drops UDP port 4791 (RoCE v2); ping does not show that.",
+            "The two sides use RoCE v1 and v2: cma_roce_mode, or default_roce_mode of rdma_cm in "
+            "configfs.",
+            "The server is so busy that it does not take connection requests (rdma_get_cm_event) "
+            "in time.",
+        ),
+        see=("rdma_connect(3)",),
+    ),
+    _event(
+        "REJECTED",
+        8,
+        "The peer's connection manager or its program refused the connection request. RDMA "
+        "packets do get there and back.",
+        "The event's status. On InfiniBand and RoCE the reason in the reject message: 8, no "
+        "listener; 28, the program; 10, stale; 3, no resources; 12, GID. On iWARP -111: no "
+        "listener.",
+        "On the peer: rdma resource show cm_id state LISTEN. ss does not list these ports.",
+        "The peer's own output, if its program refused; private_data may say why.",
+        causes=(
+            "Status 8 or -111: no program listens (rdma_listen) on that address and port there. "
+            "It is a port of the RDMA CM, not of TCP; and RDMA_PS_TCP and RDMA_PS_UDP differ.",
+            "Status 28: the program called rdma_reject, destroyed the identifier without "
+            "accepting, or failed to set up its side (perftest: other options than here, such as "
+            "-c, -q or the version).",
+            "Status 10: the peer still has a connection of the same queue pair number, of an "
+            "earlier run: try again.",
+            "The listener's backlog is full, or the peer is out of queue pairs.",
+        ),
+        see=("rdma_connect(3)", "rdma_reject(3)", "IBA vol. 1, 12.6.7.2 (rejection reason)"),
+    ),
+    _event(
+        "ESTABLISHED",
+        9,
+        "The connection is made: the queue pair is in RTS on this side, and may send.",
+    ),
+    _event(
+        "DISCONNECTED",
+        10,
+        "The connection has ended: a side called rdma_disconnect or ended. Call it on this side, "
+        "too: it moves the queue pair to ERR, and what is posted completes with WR_FLUSH_ERR.",
+        "Which side ended first, and its output; the first completion other than WR_FLUSH_ERR.",
+        causes=(
+            "The peer is done: normal at the end of a run.",
+            "The peer's program failed or was killed: its kernel disconnects for it.",
+            "A work request failed, and a side reacted by rdma_disconnect.",
+        ),
+        see=("rdma_disconnect(3)",),
+    ),
+    _event(
+        "DEVICE_REMOVAL",
+        11,
+        "The device of this identifier has been removed: the identifier and all on the device must "
+        "be destroyed. The removal waits for that, and hangs until it is done.",
+        "dmesg: why the device went away.",
+        "Destroy the queue pair and the identifier; resolve the address again later.",
+        causes=(
+            "A reset of the device, a driver reload, rdma link delete, hot unplug.",
+            "mlx5: a bond of its ports was made or dissolved.",
+        ),
+    ),
+    _event("MULTICAST_JOIN", 12, "rdma_join_multicast is done: the group can be used."),
+    _event(
+        "MULTICAST_ERROR",
+        13,
+        "A multicast group could not be joined, or a joined group is lost.",
+        "The event's status; saquery -g for the groups of an InfiniBand subnet.",
+        causes=(
+            "InfiniBand: the subnet manager refused the join (partition, rate, MTU, no room).",
+            "An event of the port (down, LID or subnet manager changed) ended the membership.",
+        ),
+        see=("rdma_join_multicast(3)",),
+    ),
+    _event(
+        "ADDR_CHANGE",
+        14,
+        "The network device of this connection has another hardware address, as after a failover "
+        "of a bond. The connection may be dead.",
+        "Disconnect, and connect again.",
+        causes=("A bond switched to another member.", "The MAC address was set."),
+    ),
+    _event(
+        "TIMEWAIT_EXIT",
+        15,
+        "The queue pair of an ended connection may be used again: no old packet can reach it. All "
+        "is well.",
+    ),
+)
+
+HARMLESS = frozenset(
+    {
+        "ADDR_RESOLVED",
+        "ROUTE_RESOLVED",
+        "CONNECT_REQUEST",
+        "CONNECT_RESPONSE",
+        "ESTABLISHED",
+        "MULTICAST_JOIN",
+        "TIMEWAIT_EXIT",
+    }
+)
+"""Steps of every connection: no failure to look for in a log."""
