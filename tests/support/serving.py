@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import queue
 import socket
@@ -24,8 +25,15 @@ from rdmapost.tools.connect.protocol_messages import (
     Report,
     encode,
 )
+from rdmapost.tools.connect.server_threads import ServerThread
 from rdmapost.tools.reachability import fabric_of
 from support import LIMIT
+
+
+def server_threads() -> list[ServerThread]:
+    """Return the threads of all servers that exist."""
+    return [one for one in gc.get_objects() if isinstance(one, ServerThread) and one.exists()]
+
 
 ENDPOINT = "qp_num=0x123456 psn=0x1 gid={gid} lid=0x0 mtu=1024"
 

@@ -39,7 +39,7 @@ _MAX_PENDING = 256
 _MAX_QUEUED = 128
 """Queued hellos from one address; few enough that the last is served within HELLO_S."""
 _MAX_ACCEPTS = 32
-_MEMORY_S = 0.01
+MEMORY_S = 0.01
 """How long to wait for memory."""
 _TOO_MANY = "too many pending connections at this server; try again later"
 _TOO_FAST = "this server gets too many wrong tokens; try again later"
@@ -154,7 +154,7 @@ class Acceptor:
         except (MemoryError, SystemError):
             # CPython turns some of the former into the latter.
             self._incomplete = True
-            time.sleep(_MEMORY_S)
+            time.sleep(MEMORY_S)
             return True
 
     def _start_over(self) -> None:

@@ -53,6 +53,12 @@ def _more_access(mr: MR | None) -> Access:
     return mr.access & sum(FLUSH_CAPS) | windows
 
 
+class Place:
+    """One of a server's max_clients places: taken as long as this exists."""
+
+    __slots__ = ("__weakref__",)
+
+
 class ServedClient:
     """A client's queue pair, memory and posted receives; the server creates it.
 
@@ -86,6 +92,8 @@ class ServedClient:
         self._exposure = exposure
         # Of the session, which ends when the owner closes the client; None after that.
         self._wakeup: Wakeup | None = Wakeup()
+        # None after that, too.
+        self._place: Place | None = None
         self._close_called = False
         self.number, self.address = number, address
         self.private_data = hello.private_data

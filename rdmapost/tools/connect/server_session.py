@@ -164,7 +164,10 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release the client's resources, and report it; do nothing a second time."""
+        """Release the client's resources, and report it; do nothing a second time.
+
+        If memory runs out, call it again.
+        """
         self.over = True
         self._release()
         if self._reason:
@@ -283,11 +286,10 @@ class ServerSession:
         return Error(code, text)
 
     def _release(self) -> None:
-        client, self._client, self._look = self._client, None, None
+        client, self._look = self._client, None
         if client is None:
             return
         changed, reason = None, self._reason or "the server closed it"
-        self._reason = ""
         try:
             # Nothing arrives after this, and nothing in the memory changes.
             self._notify_arrivals(client, client.stop())
@@ -297,7 +299,10 @@ class ServerSession:
         finally:
             # Without memory, not even that can be logged.
             reason += self._release_client(client)
-        self._server.notify(Left(client.number, self._address, reason, changed))
+        left = Left(client.number, self._address, reason, changed)
+        # Only now: without memory, all this is done again.
+        self._client, self._reason = None, ""
+        self._server.notify(left)
 
     def _release_client(self, client: ServedClient) -> str:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -21,7 +22,7 @@ from .exposure import Exposure, make_exposure
 from .failures import ConnectError, ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .qp_options import QPOptions, check_given, private_bytes
-from .served_client import ServedClient
+from .served_client import Place, ServedClient
 from .server_events import Event, OnEvent
 
 _log = logging.getLogger("rdmapost.connect")
@@ -75,7 +76,8 @@ class ServerState:
         self._on_connect, self._ask = on_connect, ask
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._admitted = 0
+        # A place that nobody has any longer needs no code, and no memory, to leave this set.
+        self._places: set[weakref.ref[Place]] = set()
         # Held while one piece of a large memory is read, so that any number of looks keep only one
         # core busy.
         self.look_lock = threading.Lock()
@@ -94,25 +96,26 @@ class ServerState:
         if why := why_unreachable(fabric_of(self.context), hello.fabric):
             raise ProtocolError(why, "device")
         with self._lock:
-            if self._admitted >= self.max_clients:
+            if len(self._places) >= self.max_clients:
                 limit = counted(self.max_clients, "client")
                 text = f"this server is full ({limit} at most); try again later"
                 raise ProtocolError(text, "busy")
-            self._admitted += 1
+            place = Place()
+            self._places.add(weakref.ref(place, self._places.discard))
             number = next(self._numbers)
         try:
             client = ServedClient(self.context, self.exposure, self._given, hello, number, address)
-        except BaseException:
-            with self._lock:
-                self._admitted -= 1
-            raise
+            client._place = place
+        finally:
+            # Or a logged traceback would keep it.
+            del place
         try:
             self._ask_owner(client)
+            self.clients[number] = client
         except BaseException:
             with suppress(RdmaError):
                 self.release(client)
             raise
-        self.clients[number] = client
         return client
 
     def _ask_owner(self, client: ServedClient) -> None:
@@ -143,8 +146,7 @@ class ServerState:
         finally:
             # Its session no longer waits for this.
             client._wakeup = None
-            with self._lock:
-                self._admitted -= 1
+            client._place = None
 
     def release_rest(self) -> None:
         """Retry releasing the resources that could not be released when clients left."""

@@ -8,18 +8,19 @@ import logging
 import os
 import select
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from ..._binding import native
 from ...errors import ClosedError, RdmaError, suppress_system_errors
 from ...resources.device import Context
 from ...resources.memory import PD
 from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
-from .acceptor import Acceptor
+from .acceptor import MEMORY_S, Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
 from .server_session import ServerSession
@@ -32,6 +33,8 @@ _MAX_LEAVING = 64
 """Threads for connections beyond max_clients, which are being refused or are leaving."""
 _SHUTDOWN_S = 10.0
 _THREAD_END_S = 1.0
+_LOOK_S = 0.05
+"""Between checks, during a wait for a thread, that it still exists."""
 
 
 class _DeviceHold(PD):
@@ -69,13 +72,74 @@ class _ReentrantEvent:
             while True:
                 self._waiters.pop().release()
 
-    def wait(self, timeout: float) -> bool:
-        """Wait, and return whether it has happened."""
+    def wait(self, timeout: float, may_happen: Callable[[], bool]) -> bool:
+        """Wait while it may still happen, and return whether it has."""
         mine = _thread.allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
+        end = time.monotonic() + timeout
         # After the append: set() does these in the other order.
-        return self._happened or mine.acquire(timeout=timeout)
+        while not self._happened:
+            left = end - time.monotonic()
+            if left <= 0 or not may_happen():
+                break
+            mine.acquire(timeout=min(left, _LOOK_S))
+        return self._happened
+
+
+class ServerThread:
+    """A thread that may die at any point, for lack of memory, before it has said anything.
+
+    threading.Thread.start() waits forever for one that dies before it begins. So others ask whether
+    it exists: whether what it calls is alive, which nothing but the thread keeps.
+    """
+
+    def __init__(self) -> None:
+        self._call: weakref.ref[Any] | None = None
+        self._id = 0
+        self._began, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
+        """Released by the thread, to wake up those who wait. They decide nothing."""
+        self._began.acquire()
+        self._ended.acquire()
+        self.has_begun = False
+
+    def start(self, function: Callable[..., None], *args: object) -> None:
+        """Start it; it calls the function with this object and the arguments."""
+        call = partial(self._run, function, *args)
+        self._call = weakref.ref(call)
+        _thread.start_new_thread(call, ())
+
+    def begin(self) -> None:
+        """Called by the thread: from here on it cleans up after itself."""
+        self.has_begun = True
+        self._began.release()
+
+    def exists(self) -> bool:
+        return self._call is not None and self._call() is not None
+
+    def is_this(self) -> bool:
+        """Whether this is the thread that asks."""
+        return self._id == _thread.get_ident() and self.exists()
+
+    def wait_until_begun(self) -> bool:
+        """Wait, and return whether it has called begin()."""
+        while not self.has_begun and self.exists():
+            self._began.acquire(timeout=_LOOK_S)
+        return self.has_begun
+
+    def join(self, timeout: float = float("inf")) -> None:
+        end = time.monotonic() + timeout
+        while self.exists() and (left := end - time.monotonic()) > 0:
+            if self._ended.acquire(timeout=min(left, _LOOK_S)):
+                self._ended.release()
+                return
+
+    def _run(self, function: Callable[..., None], *args: object) -> None:
+        try:
+            self._id = _thread.get_ident()
+            function(self, *args)
+        finally:
+            self._ended.release()
 
 
 class ServerThreads:
@@ -106,8 +170,9 @@ class ServerThreads:
         self._stop: socket.socket
         self._lifeline: weakref.ref[socket.socket] | None = None
         # Changed only by single C calls, so it needs no lock.
-        self._clients: set[threading.Thread] = set()
-        self._acceptor: threading.Thread | None = None
+        self._clients: set[ServerThread] = set()
+        self._starter, self._acceptor = ServerThread(), ServerThread()
+        self._tried = _ReentrantEvent()
         self._started = False
         # Its holder starts the server, or prevents the start.
         self._start_once = _thread.allocate_lock()
@@ -126,25 +191,23 @@ class ServerThreads:
                 threads end when that is shut down, or when C closes it because the Server is gone,
                 even if a signal handler interrupts the finalizer.
         """
-        # Thread.start() blocks, and a signal handler's exception in it may be lost, so it is called
-        # in another thread.
-        done = _thread.allocate_lock()
-        done.acquire()
+        # In another thread, which no signal handler interrupts.
         try:
-            _thread.start_new_thread(self._start_threads, (done, lifeline))
+            self._starter.start(self._start_threads, lifeline)
         except (RuntimeError, MemoryError) as error:
             self._start_error = error
             self._release()
         else:
-            done.acquire()
+            self._tried.wait(float("inf"), self._starter.exists)
         if not self._started:
-            why = self._start_error
+            # If it could not even say why, it had no memory.
+            why = self._start_error or MemoryError()
             if isinstance(why, OSError):
                 raise from_tcp(cannot_listen(self._name, why)) from why
             text = str(why) or type(why).__name__
             raise RdmaError(f"cannot start a thread for the server: {text}")
 
-    def _start_threads(self, done: _thread.LockType, lifeline: list[socket.socket]) -> None:
+    def _start_threads(self, _: ServerThread, lifeline: list[socket.socket]) -> None:
         acceptor: Acceptor | None = None
         try:
             if not self._start_once.acquire(blocking=False):
@@ -161,10 +224,9 @@ class ServerThreads:
             acceptor = Acceptor(
                 self.server, self._listener, self._stop.fileno(), self._start_client
             )
-            self._acceptor = threading.Thread(
-                target=self.run, args=(acceptor,), name=f"serve {self}", daemon=True
-            )
-            self._acceptor.start()
+            self._acceptor.start(self._accept, acceptor)
+            if not self._acceptor.wait_until_begun():
+                raise MemoryError
             self._started = True
         except Exception as error:
             self._start_error = error
@@ -172,10 +234,11 @@ class ServerThreads:
                 acceptor.close()
             self._release()
         finally:
-            done.release()
+            self._tried.set()
 
-    def run(self, acceptor: Acceptor) -> None:
+    def _accept(self, this: ServerThread, acceptor: Acceptor) -> None:
         try:
+            this.begin()
             try:
                 acceptor.run()
             finally:
@@ -225,7 +288,7 @@ class ServerThreads:
         if self._start_once.acquire(blocking=False):
             self._release()
         elif not native.in_verb():
-            self._finished.wait(_SHUTDOWN_S)
+            self._wait_until_finished(_SHUTDOWN_S)
 
     def close(self) -> None:
         """End the threads, and wait until the clients' resources are released.
@@ -238,46 +301,66 @@ class ServerThreads:
             return
         self._before_end()
         self.end()
-        this, acceptor = threading.current_thread(), self._acceptor
-        if acceptor is None or this is acceptor or this in self._clients or native.in_verb():
+        acceptor, own = self._acceptor, (self._acceptor, *self._clients)
+        if native.in_verb() or any([one.is_this() for one in own]):
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
-        if self._finished.wait(self.server.timeout + _SHUTDOWN_S):
+        if self._wait_until_finished(self.server.timeout + _SHUTDOWN_S):
             # It is about to end; do not keep a signal handler waiting longer.
             acceptor.join(_THREAD_END_S)
+
+    def _wait_until_finished(self, timeout: float) -> bool:
+        """Wait; do what is left if the threads have died before they could."""
+        if self._finished.wait(timeout, self._exists):
+            return True
+        if self._exists():
+            return False
+        self._release()
+        return True
+
+    def _exists(self) -> bool:
+        return self._starter.exists() or self._acceptor.exists()
 
     # ---- a client ---------------------------------------------------------------
 
     def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
-        thread = threading.Thread(
-            target=self._serve_client,
-            args=(sock, session),
-            name=f"serve {self}: a client",
-            daemon=True,
-        )
+        for thread in self._clients.copy():
+            if not thread.exists():
+                # It died before it could do this.
+                self._clients.discard(thread)
         if len(self._clients) >= self.server.max_clients + _MAX_LEAVING:
             return False
+        thread = ServerThread()
         self._clients.add(thread)
         try:
-            thread.start()
+            thread.start(self._serve_client, sock, session)
         except (RuntimeError, MemoryError):
             self._clients.discard(thread)
             return False
-        return True
+        return thread.wait_until_begun()
 
-    def _serve_client(self, sock: socket.socket, session: ServerSession) -> None:
+    def _serve_client(
+        self, this: ServerThread, sock: socket.socket, session: ServerSession
+    ) -> None:
         try:
+            this.begin()
             with sock:
                 prepare(sock)
                 try:
                     self._run_session(sock, session)
                 finally:
-                    session.close()
+                    # Nobody else does it.
+                    while True:
+                        try:
+                            session.close()
+                            break
+                        except (MemoryError, SystemError):
+                            time.sleep(MEMORY_S)
                 drain(sock)
         except Exception:
             _log.exception("a client's thread failed")
         finally:
-            self._clients.discard(threading.current_thread())
+            self._clients.discard(this)
 
     def _run_session(self, sock: socket.socket, session: ServerSession) -> None:
         poller = select.poll()

@@ -15,7 +15,16 @@ from collections.abc import Callable
 
 import pytest
 from support import LIMIT, run_python
-from support.serving import STAGES, Served, answers, hello, one_error, raw_client, servers
+from support.serving import (
+    STAGES,
+    Served,
+    answers,
+    hello,
+    one_error,
+    raw_client,
+    server_threads,
+    servers,
+)
 
 import rdmapost as rp
 from rdmapost import connect
@@ -185,7 +194,7 @@ def test_closing_a_server_releases_its_clients_and_sends_them_an_error(
         connect.ConnectError, match="refused the connection: start 'rdmapost serve'"
     ):
         served.dial()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("serve ")] == []
+    assert server_threads() == []
 
 
 def test_on_event_may_close_its_server_when_a_client_joins(context: rp.Context) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import gc
+import logging
 import queue
 import signal
 import subprocess
@@ -17,11 +19,12 @@ from typing import Any
 
 import pytest
 from support import LIMIT, run_python, until
-from support.serving import Served, both_servers
+from support.serving import Served, both_servers, server_threads
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect.acceptor import Acceptor
+from rdmapost.tools.connect.served_client import ServedClient
 from rdmapost.tools.tcp import name_of
 
 serve = both_servers
@@ -32,10 +35,6 @@ def context() -> Iterator[rp.Context]:
     """The test's own device, which it may close."""
     with rp.open_device("soft0") as opened:
         yield opened
-
-
-def server_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
 
 
 class Interrupted(BaseException):
@@ -759,7 +758,75 @@ def test_server_whose_acceptor_has_failed_is_closed(
     def fail(_: Acceptor) -> bool:
         raise RuntimeError("as a test wants")
 
-    monkeypatch.setattr(threading, "excepthook", lambda error: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
     monkeypatch.setattr(Acceptor, "_poll", fail)
     with connect.serve(context, port=0) as server:
         until(lambda: server.closed)
+
+
+def test_client_whose_thread_dies_before_it_begins_is_refused_and_the_next_one_is_served(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = die_before_they_begin(monkeypatch, "_serve_client", 1)
+    with connect.serve(context, port=0) as server:
+        with pytest.raises(connect.ConnectError):
+            connect.dial(context, *server.address[:2])
+        assert deaths == ["_serve_client"]
+        with connect.dial(context, *server.address[:2]) as peer:
+            assert peer.look(0, 4).length == 4
+
+
+@pytest.mark.parametrize("function", ["_start_threads", "_accept"])
+def test_serve_raises_where_a_thread_dies_before_it_begins(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    deaths = die_before_they_begin(monkeypatch, function, 1)
+    began = time.monotonic()
+    with pytest.raises(rp.RdmaError, match="cannot start a thread for the server"):
+        connect.serve(context, port=0)
+    assert deaths == [function]
+    assert time.monotonic() - began < 5
+    context.close()
+
+
+def die_before_they_begin(monkeypatch: pytest.MonkeyPatch, function: str, count: int) -> list[str]:
+    """Let threads that would call a function die, as those do that have no memory for a frame."""
+    start, deaths = _thread.start_new_thread, []
+
+    def start_or_die(call: Callable[..., None], args: tuple[Any, ...]) -> int:
+        called = getattr(call, "args", [None])[0]
+        if getattr(called, "__name__", "") == function and len(deaths) < count:
+            deaths.append(function)
+            return start(id, (call,))
+        return start(call, args)
+
+    monkeypatch.setattr(_thread, "start_new_thread", start_or_die)
+    return deaths
+
+
+@pytest.mark.parametrize("failing", ["stop", "close"])
+def test_client_that_is_released_without_memory_frees_its_place(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    failures = 0
+    works = getattr(ServedClient, failing)
+
+    def fail_at_first(client: ServedClient) -> Any:
+        nonlocal failures
+        failures += 1
+        if failures < 3:
+            raise MemoryError
+        return works(client)
+
+    def cannot_log(*_: object) -> None:
+        raise MemoryError
+
+    with connect.serve(context, port=0, max_clients=1) as server:
+        peer = connect.dial(context, *server.address[:2])
+        monkeypatch.setattr(ServedClient, failing, fail_at_first)
+        monkeypatch.setattr(logging.getLogger("rdmapost.connect"), "exception", cannot_log)
+        with contextlib.suppress(connect.ConnectError):
+            peer.close()
+        until(lambda: not server.clients and failures >= 3)
+        with connect.dial(context, *server.address[:2]) as peer:
+            assert peer.look(0, 4).length == 4

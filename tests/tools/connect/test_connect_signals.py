@@ -13,17 +13,18 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 from support import LIMIT, until
-from support.serving import Served, servers
+from support.serving import Served, server_threads, servers
 
 import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect import server as server_module
 from rdmapost.tools.connect import server_threads as threads_module
+from rdmapost.tools.connect.server_threads import ServerThread
 
 serve = servers
 SOON = 5.0
@@ -106,10 +107,6 @@ def closes(context: rp.Context) -> bool:
 def is_asking(peer: connect.Connection) -> bool:
     """Whether a request has been sent, and its answer has not come."""
     return peer._session.protocol.answer_pending
-
-
-def server_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("serve ")]
 
 
 def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
@@ -310,9 +307,8 @@ def test_the_finalizer_of_a_server_needs_no_globals(
 def test_serve_raises_where_no_thread_can_be_started(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    class Unstartable(threading.Thread):
-        def start(self) -> None:
-            raise error
+    def cannot_start(*_: object) -> None:
+        raise error
 
     messages: list[str] = []
 
@@ -324,7 +320,7 @@ def test_serve_raises_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
-    monkeypatch.setattr(threads_module, "threading", SimpleNamespace(Thread=Unstartable))
+    monkeypatch.setattr(ServerThread, "start", cannot_start)
     maker = threading.Thread(target=make, daemon=True)
     maker.start()
     maker.join(SOON)
