@@ -14,8 +14,8 @@ struct request {
 	PyObject *refs; /* as in struct rp_entry, once all of it is read */
 	int pinned; /* rp_pin_all() has been called */
 	int exact, num_sge; /* exact: not a subclass, so slots can be read */
-	size_t at; /* of its struct in the post's */
-	size_t owners; /* the index of its first SGE's */
+	size_t at; /* offset of its struct in the post's `structs` */
+	size_t owners; /* index of its first SGE's owner in the post's `owners` */
 	uint64_t flags;
 	uint64_t cookie, tagged, serial; /* as recorded; the last two of a tagged receive */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
