@@ -34,7 +34,7 @@ static struct {
 	{ { "poll_into", rp_poll_into, METH_O, NULL }, "_poller", &rp_poller_slot },
 };
 
-/* add_method(type, name, doc): replace a class's method with the one in C; whether there is one. */
+/* add_method(type, name, doc): replace a class's method with the one in C; False if C has none. */
 static PyObject *add_method(PyObject *self, PyObject *args)
 {
 	const char *name, *doc;

@@ -157,7 +157,7 @@ class PostQueue(native.Queue):
 
         Args:
             owner: the queue pair.
-            wr: what is to be bound; its rkey is ignored, as the device chooses it.
+            wr: the bind; its rkey is ignored, because the device chooses it.
             sure: whether a failed call certainly posted nothing.
 
         Raises:

@@ -534,7 +534,7 @@ static int put_kept_row(char **rows, struct rp_completion *s)
 	return 0;
 }
 
-/* Whether it is a receive whose sender has invalidated a key. */
+/* Whether a completion is of a receive whose sender has invalidated a key. */
 static inline int invalidates(const struct ibv_wc *wc)
 {
 	return wc->status == IBV_WC_SUCCESS && wc->wc_flags & IBV_WC_WITH_INV &&

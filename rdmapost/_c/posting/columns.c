@@ -554,7 +554,7 @@ static void take_back(const struct columns *c, uint64_t first, const uint64_t *c
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
 	const uint64_t *values = col->values + from;
-	int wide = col->field->size == 8; /* read once: the compiler assumes that writes change it */
+	int wide = col->field->size == 8; /* read once: the compiler assumes writes change it */
 
 	to += col->field->at;
 	for (size_t i = 0; wide && i < count; i++, to += step)

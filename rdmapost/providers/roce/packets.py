@@ -202,7 +202,7 @@ ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
 
 
 class Form(NamedTuple):
-    """The packets of which a work request's message consists."""
+    """The packets that make up a work request's message."""
 
     first: PacketRow
     middle: PacketRow

@@ -73,7 +73,7 @@ class Recording:
         taken: bytes that the thread has taken from the queue, in all.
         state: how far it is; the thread sets it.
         error: why it ended early; if it did not begin, whatever was raised.
-        is_stopping: whether nothing more is to be queued.
+        is_stopping: whether the device must queue nothing more.
         is_awaited: whether somebody waits for the end, who reports the error.
         user: the user's object. When that is dropped, this puts itself into the queue: no signal
             handler runs in the middle.
