@@ -479,7 +479,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	return found;
 }
 
-/* enroll(queues, invalidated): let rp_find_queue() find this queue; count the keys it invalidates. */
+/* enroll(queues, invalidated): let rp_find_queue() find the queue; count keys it invalidates. */
 static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
