@@ -121,7 +121,7 @@ def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> None:
-    """Execute a UC request; a message counts only if all of its packets arrive."""
+    """Execute a packet of a UC request; a lost packet ends its message."""
     if packet.psn != qp.epsn or not _continues(qp.incoming, packet):
         _drop_incoming(qp)
         if not packet.row.begins:
