@@ -65,7 +65,7 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     try:
         return int(operator.index(given))
     except TypeError as error:
-        # numpy's arrays have the method, and most refuse.
+        # numpy's arrays have __index__, and most of them raise TypeError.
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}") from error
 
 
@@ -109,7 +109,7 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
 
     Raises:
         TypeError: it is not an integer.
-        ValueError: it is the number of no member.
+        ValueError: no member has this number.
     """
     if type(given) is enum:
         return given

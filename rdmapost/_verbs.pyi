@@ -261,7 +261,7 @@ class Buffer:
 
 # _c/posting/tag_handle.c.
 class TagHandle:
-    """Names an entry of one SRQ's matching list; a TagAdd's post makes it."""
+    """Names an entry of one SRQ's matching list; posting a TagAdd creates it."""
 
 # _c/posting/wr_types.c: the classes that work requests refer to; and a row of fields.py: the name,
 # offset, size and kind of each field.  Returns the number of the class.

@@ -200,8 +200,8 @@ class SendFlags(_Flags):
     FENCE = 1 << 0
     """Wait for earlier RDMA reads and atomics of the queue to finish (RC, XRC).
 
-    What sends or changes the data that they read needs it: without it, a read that is retransmitted
-    may return what a later write of the queue has put there.
+    A work request that sends or changes the data that they read needs this flag: otherwise a
+    retransmitted read may return data that a later write of the queue has put there.
     """
     SIGNALED = 1 << 1
     """Generate a completion; matters only where sq_sig_all is 0."""
@@ -353,9 +353,9 @@ class Access(_Flags):
     HUGETLB = 1 << 7
     """The memory is backed by huge pages (with ON_DEMAND)."""
     FLUSH_GLOBAL = 1 << 8
-    """A peer may flush what it wrote here, to be visible."""
+    """A peer may make what it wrote here visible, with a FLUSH."""
     FLUSH_PERSISTENT = 1 << 9
-    """A peer may flush what it wrote here, to be persistent."""
+    """A peer may make what it wrote here persistent, with a FLUSH."""
     RELAXED_ORDERING = 1 << 20
     """The device may reorder its accesses on the bus."""
 
@@ -383,7 +383,7 @@ class AdviseMRFlags(_Flags):
     """How advice is taken: ``enum ib_uverbs_advise_mr_flag``, ibv_advise_mr(3)."""
 
     FLUSH = 1 << 0
-    """Return when it has been followed; without this, that happens in the background."""
+    """Return once the advice has been followed; otherwise that happens in the background."""
 
 
 class QueryQPDataInOrderFlags(_Flags):
@@ -452,7 +452,7 @@ class WCStatus(_Reported):
     LOC_PROT_ERR = 4
     """A local buffer lies outside its memory region, or the lkey is wrong."""
     WR_FLUSH_ERR = 5
-    """The queue pair was, or went, into the error state before this one ran."""
+    """The queue pair was in the error state, or entered it, before this work request ran."""
     MW_BIND_ERR = 6
     """Binding a memory window failed."""
     BAD_RESP_ERR = 7
@@ -857,7 +857,7 @@ class RawPacketCap(_Flags):
 
 
 class TMCap(_Flags):
-    """What has tag matching: ``enum ibv_tm_cap_flags``, ibv_query_device_ex(3)."""
+    """Which transports have tag matching: ``enum ibv_tm_cap_flags``, ibv_query_device_ex(3)."""
 
     RC = 1 << 0
     """RC queue pairs."""

@@ -1,10 +1,10 @@
 /*
- * The offsets of attributes stored in __slots__, to read them as memory.
+ * The offsets of attributes stored in __slots__, which C reads directly from memory.
  *
- * Looking one up by name costs ten times as much as reading memory, and a post
- * reads ten. A slot's offset is found by experiment: a value is set the usual way,
- * and searched for in the object. If Python stores it elsewhere, the attribute is
- * looked up by name. The items of new tuples are written in the same way, or with PyTuple_SetItem.
+ * Looking an attribute up by name takes ten times as long as reading memory, and a post reads ten
+ * attributes. A slot's offset is found by experiment: assign a value the usual way, then search the
+ * object for it. If it is not found there, the attribute is looked up by name. The items of new
+ * tuples are written in the same way, or with PyTuple_SetItem.
  */
 #include "attribute_offsets.h"
 
@@ -62,7 +62,7 @@ int rp_find_tuple_items(void)
 	Py_ssize_t at = size ? PyLong_AsSsize_t(size) : 0;
 	PyObject *tuple = size ? PyTuple_Pack(1, size) : NULL;
 
-	/* From 3.14 on its hash comes first. */
+	/* From Python 3.14 on, a tuple's hash comes before its items. */
 	if (tuple && at >= (Py_ssize_t)sizeof(PyVarObject) && holds(tuple, at, size))
 		rp_tuple_items = at;
 	Py_XDECREF(tuple);
@@ -77,7 +77,7 @@ PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count
 
 	for (Py_ssize_t i = 0; i < count; i++)
 		whole = whole && items[i];
-	/* Nothing else runs, the collector included, from here until it is complete. */
+	/* Nothing else runs, the collector included, from here until the tuple is complete. */
 	tuple = whole ? PyType_GenericAlloc((PyTypeObject *)type, count) : NULL;
 	if (!tuple) {
 		for (Py_ssize_t i = 0; i < count; i++)

@@ -19,18 +19,18 @@ static inline PyObject **rp_slot_at(PyObject *object, const struct rp_slot *slot
 		       (PyObject **)(void *)((char *)object + slot->offset) : NULL;
 }
 
-/* Where a tuple has its items; 0 if unknown. */
+/* The offset of a tuple's items; 0 if unknown. */
 RP_SHARED Py_ssize_t rp_tuple_items;
 int rp_find_tuple_items(void); /* 0, or -1 with an exception */
 
-/* PyTuple_GetItem() of an item that is there. */
+/* PyTuple_GetItem() for an index in range. */
 static inline PyObject *rp_item(PyObject *tuple, Py_ssize_t i)
 {
 	return rp_tuple_items ? ((PyObject **)(void *)((char *)tuple + rp_tuple_items))[i] :
 				PyTuple_GetItem(tuple, i);
 }
 
-/* Make an instance of a tuple subclass without attributes; steals the items; NULL if one is. */
+/* Create an instance of a tuple subclass; steals the items; returns NULL if any of them is NULL. */
 PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count);
 
 #endif

@@ -10,15 +10,15 @@
 
 #include "libibverbs/shim.h"
 
-/* Declares another file's variable, which is then read without the detour that exported ones take. */
+/* Declares a variable of another file; hidden visibility lets code read it without the GOT. */
 #define RP_SHARED extern __attribute__((visibility("hidden")))
 
 /*
  * Without a GIL, RP_BEGIN and RP_END delimit a critical section on an object, and operations on
- * words are atomic. With a GIL, every thread that touches any of these holds it.
+ * words are atomic. With a GIL, every thread that touches these objects or words holds the GIL.
  */
 #ifdef Py_GIL_DISABLED
-#define RP_READS_SLOTS 0 /* another thread may be writing to one */
+#define RP_READS_SLOTS 0 /* another thread may be writing to a slot */
 #define RP_BEGIN(object) Py_BEGIN_CRITICAL_SECTION((PyObject *)(object))
 #define RP_END() Py_END_CRITICAL_SECTION()
 #define RP_LOAD(at) __atomic_load_n(at, __ATOMIC_SEQ_CST)

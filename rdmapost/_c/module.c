@@ -18,8 +18,8 @@
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, NULL }
 static struct {
 	PyMethodDef method;
-	const char *attribute; /* which it reads, */
-	struct rp_slot *slot; /* from there */
+	const char *attribute; /* that the method reads */
+	struct rp_slot *slot; /* where that attribute is */
 } methods[] = {
 	{ { "post_send", rp_post_send, METH_O, NULL }, "_send", &rp_queue_slots[0] },
 	{ { "post_recv", rp_post_recv, METH_O, NULL }, "_recv", &rp_queue_slots[1] },
@@ -34,7 +34,7 @@ static struct {
 	{ { "poll_into", rp_poll_into, METH_O, NULL }, "_poller", &rp_poller_slot },
 };
 
-/* add_method(type, name, doc): replace a class's method by C's; whether C has it. */
+/* add_method(type, name, doc): replace a class's method with the one in C; False if C has none. */
 static PyObject *add_method(PyObject *self, PyObject *args)
 {
 	const char *name, *doc;

@@ -1,4 +1,4 @@
-/* What module.c makes a module of. */
+/* The parts that module.c assembles into the module. */
 #ifndef RDMAPOST_PARTS_H
 #define RDMAPOST_PARTS_H
 

@@ -33,7 +33,7 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
 }
 """What is posted with each verb, and the attributes that set the queue's size."""
 _ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY}
-"""Those of rules that a later post may pass; other rules have EINVAL."""
+"""The errnos of rules that a later post may pass; other rules have EINVAL."""
 
 
 class Reasons(NamedTuple):
@@ -157,7 +157,7 @@ class PostQueue(native.Queue):
 
         Args:
             owner: the queue pair.
-            wr: what is to be bound; its rkey is ignored, as the device chooses it.
+            wr: the bind; its rkey is ignored, because the device chooses it.
             sure: whether a failed call certainly posted nothing.
 
         Raises:
@@ -208,7 +208,7 @@ class PostQueue(native.Queue):
         """Say why a work request, or with ``posted`` -1 a prepared one's new field, was refused."""
         code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
-            # No state would help.
+            # No state of the queue pair accepts this opcode.
             rule = "wrong_opcode"
         if rule == "not_ready":
             reason = self._reasons.not_ready(owner)
@@ -238,7 +238,7 @@ class PostQueue(native.Queue):
         return opcode in QP_TYPES_BY_OPCODE and opcode not in self.limits.flags
 
     def _whole(self, name: str, value: Any, least: int) -> int:
-        """Return an integer that C does not read as one of 64 bits."""
+        """Check an argument that C could not read as a 64-bit integer, and return it as an int."""
         return within(name, value, least, _UNLIMITED)
 
     def _row_refused(

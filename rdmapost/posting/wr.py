@@ -4,7 +4,7 @@ A class has exactly the fields that its opcode uses, by the man pages' names
 (ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)) and accepts no
 others.  All integers are in host byte order.
 
-Work requests are checked when they are posted, not when they are made: they may
+Work requests are checked when they are posted, not when they are created: they may
 change between posts, and wrong ones are useful for testing devices.
 """
 
@@ -52,8 +52,8 @@ __all__ = [
 class SGE(NamedTuple):
     """A scatter/gather element: a range of local memory (``struct ibv_sge``).
 
-    ``mr[64:128]`` makes one; ``SGE.from_buffer`` makes one for inline data. One made from numbers
-    is passed on unchanged. Of a subclass, the tuple's items are read, not its properties.
+    ``mr[64:128]`` creates one; ``SGE.from_buffer`` creates one for inline data. One created from
+    numbers is passed on unchanged. Of a subclass, the tuple's items are read, not its properties.
 
     Attributes:
         addr: address of the first byte, 0..2^64-1.
@@ -88,7 +88,7 @@ class SGE(NamedTuple):
         return cls(owner.addr, owner.length, 0, owner)
 
     def __repr__(self) -> str:
-        # Shown in errors about SGEs, which may be made of anything.
+        # Shown in errors about SGEs, whose fields may be any objects.
         addr, lkey = [f"{n:#x}" if isinstance(n, int) else f"{n!r}" for n in (self.addr, self.lkey)]
         return f"SGE(addr={addr}, length={self.length!r}, lkey={lkey})"
 
@@ -473,7 +473,7 @@ class TagDel(OpsWR):
     """Remove a tagged receive from the matching list.
 
     Attributes:
-        handle: what the TagAdd's post set.
+        handle: the handle that posting the TagAdd has set.
         wr_id: comes back in the completion, 0..2^64-1.
         flags: OpsFlags; default: SIGNALED.
         unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.

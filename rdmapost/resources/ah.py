@@ -34,7 +34,7 @@ _OF_WC = {
 _NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
 """The errnos of a path that the device cannot use."""
 _GIDS = "'rdmapost devices -v' lists those of this machine"
-"""Where the source GIDs are; ah_to() takes that of its queue pair, and AH any."""
+"""How to find a source GID; ah_to() takes its queue pair's, and AH takes any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class AHAttr:
             object.__setattr__(self, "dgid", gid_argument("dgid", self.dgid))
 
 
-# help() shows what it takes.
+# For help(): the types that the argument may have.
 AHAttr.__init__.__annotations__["dgid"] = "GIDLike | None"
 
 
@@ -188,7 +188,7 @@ def why_no_path(context: Context, attr: AHAttr, code: int | None, what_to_do: st
     Args:
         context: an open device.
         attr: the path; its source GID is in the port's table.
-        code: what the device said.
+        code: the device's errno.
         what_to_do: how the caller chooses another source GID.
     """
     if attr.dgid is None or code not in _NO_PATH:

@@ -7,7 +7,7 @@ again, and only then sleeps; code that takes an event requests the next one and
 polls again before any task sleeps on.  So no event is missed.
 
 Completions stay in the CQ until a task takes all that it asked for in one call, during which it
-cannot be cancelled. So cancelling loses none.
+cannot be cancelled. So cancelling a task loses no completion.
 
 Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
@@ -455,7 +455,7 @@ class _WaitList:
         except Exception as error:
             self.fail(error)
         except BaseException:
-            # It usually ends the loop; if not, the tasks check again.
+            # The exception usually ends the loop; if not, the tasks check again.
             self.wake()
             raise
 

@@ -103,7 +103,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
     async def cq_event(self, timeout: float | None = 5.0) -> CQ | None:
         """Wait in an asyncio task for the next event: get_cq_event for asyncio.
 
-        Events of a CQ whose completions a task waits for are that task's.
+        If a task waits for a CQ's completions, that task gets the CQ's events.
 
         Args:
             timeout: seconds to wait; None for no limit.

@@ -563,8 +563,8 @@ def refuse_beyond(
 ) -> None:
     """Refuse an index that is not in a table of a port.
 
-    An index in the table may have no entry, and the first is the device's matter: a port may have
-    no table.
+    An index in the table may have no entry. Index 0 is left to the device: a port may have no
+    table.
 
     Args:
         name: the index's name.
@@ -575,7 +575,7 @@ def refuse_beyond(
         port_num: the port.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the index is not in the table.
     """
     if not 0 <= number < max(length, 1):
         raise ValueError(not_in_table(name, number, length, what, context, port_num))

@@ -143,8 +143,8 @@ class TMCaps:
 class DeviceAttr:
     """Attributes of a device (ibv_query_device_ex(3)); the names are the man page's.
 
-    Where the library or the driver has no extended query, the attributes that
-    only this has (those from device_cap_flags_ex on) are 0.
+    If the library or the driver has no extended query, the attributes that only
+    that query returns (those from device_cap_flags_ex on) are 0.
 
     Attributes:
         fw_ver: version of the firmware.

@@ -787,7 +787,7 @@ def allocate(size: int) -> mmap.mmap:
     if size < 1:
         raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
     try:
-        # Private: the child of a fork has a copy, as of all other memory.
+        # Private: the child of a fork gets a copy of it, like all other memory.
         return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if not is_from_system(error):

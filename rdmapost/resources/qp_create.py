@@ -39,7 +39,7 @@ def _ops_in(flags: SendOps) -> list[SendOps]:
 
 
 _SEND_OPS_SINCE = {SendOps.ATOMIC_WRITE: 44, SendOps.FLUSH: 45}
-"""The libibverbs that has an operation first."""
+"""The first release of libibverbs that has an operation."""
 
 
 def device_of(

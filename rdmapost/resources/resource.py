@@ -324,7 +324,7 @@ def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[A
 
 
 def _close_one(handle: Any, interrupts: list[Exception]) -> None:
-    """Close a resource; put what does not keep it open, such as a signal handler's, into the list.
+    """Close a resource; put exceptions that do not keep it open (a signal handler's) in the list.
 
     Raises:
         RdmaError: it could not be closed, or its class's close() raised twice.

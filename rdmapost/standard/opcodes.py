@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..enums import Opcode, QPType, SendOps
 
 MAX_MSG_SIZE = 1 << 31
-"""Bytes in one message, at most."""
+"""The most bytes in one message."""
 
 MULTICAST_QPN = 0xFFFFFF
 """The remote_qpn of a message to a multicast group."""

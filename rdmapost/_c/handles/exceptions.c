@@ -27,7 +27,7 @@ void rp_raise(PyObject *exception)
 {
 	PyObject *before = rp_take_exception();
 
-	/* This makes the exception being handled its context; `before`, if any, replaces that. */
+	/* This sets the context to the exception being handled; `before`, if any, replaces it. */
 	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
 	if (before)
 		PyException_SetContext(exception, before);
@@ -55,7 +55,7 @@ void rp_raise_nested(void)
 
 /* ---- signal handlers' exceptions ----------------------------------------- */
 
-/* Remove and return the first; NULL if there is none, or if there is no memory to shrink the list. */
+/* Remove and return the first item; NULL if there is none, or no memory to shrink the list. */
 static PyObject *shift(PyObject *list)
 {
 	PyObject *first = NULL;
@@ -63,7 +63,7 @@ static PyObject *shift(PyObject *list)
 	rp_data_lock();
 	if (PyList_Size(list) > 0) {
 		first = Py_NewRef(PyList_GetItem(list, 0));
-		/* To shrink a list can take memory; it is left as it was. */
+		/* Shrinking a list can take memory; on failure the list is unchanged. */
 		if (PyList_SetSlice(list, 0, 1, NULL)) {
 			PyErr_Clear();
 			Py_CLEAR(first);

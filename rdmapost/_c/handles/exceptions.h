@@ -11,7 +11,7 @@ RP_SHARED struct rp_errors {
 	PyObject *in_use; /* InUseError */
 } rp_errors;
 
-/* How many times to try what must complete even if a signal handler raises in it. */
+/* How many times to try a call that must complete even if a signal handler raises during it. */
 enum { MAX_INTERRUPTS = 16 };
 
 /* Raise ClosedError after a fork in the middle of a verb. */
@@ -37,7 +37,7 @@ void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
-/* rp_deliver_soon() for a caller that can raise: in the main thread, the first one, or NULL. */
+/* rp_deliver_soon() for a caller that can raise: in the main thread, return the first, or NULL. */
 PyObject *rp_deliver(void);
 
 #endif

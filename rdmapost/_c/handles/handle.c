@@ -17,8 +17,8 @@ enum {
 	MAX_ARGS = 8,
 	LONGEST_PAUSE_US = 1000,
 	WAIT_AT_EXIT_US = 1000000,
-	RETRIES_NS = 500000000, /* of a close handed to the main thread */
-	HELD_NS = 500000000,
+	RETRIES_NS = 500000000, /* how long a close handed to the main thread is retried */
+	HELD_NS = 500000000, /* how long a queue pair waits for its windows; see hold_back() */
 };
 
 /* Who deferred a close. */
@@ -113,7 +113,7 @@ static void unlist(struct rp_handle *h)
 }
 
 /*
- * List an unreachable handle for close_dropped(): the collector has cleared the weak reference.
+ * List an unreachable handle for close_dropped(): the collector has cleared its weak reference.
  * Returns whether it is listed.
  */
 static int list_again(struct rp_handle *h)
@@ -259,8 +259,8 @@ uint64_t rp_count_bind(void)
  * `keeps` has these counts for each low byte of its keys; a window of type 1 has none.
  */
 struct key_counts {
-	uint64_t word; /* the binds posted; in the low half, the invalidations seen, never more */
-	const void *binder; /* that of the last bind, or SEVERAL */
+	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more */
+	const void *binder; /* the last bind's, or SEVERAL */
 };
 
 enum { KEYS = 256 };
@@ -300,7 +300,7 @@ void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 {
 	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
 
-	/* If another has been posted since, the window counts as bound for longer than it is. */
+	/* If another bind was posted since, the window counts as bound for longer than it is. */
 	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
 	       !rp_swap_word(word, &old, old - (1ull << 32)))
 		;
@@ -380,8 +380,8 @@ static int hold_back(struct rp_handle *h)
 }
 
 /*
- * Close those that need wait no longer; may run any Python code. One that is being closed stays
- * listed, because that close may be interrupted.
+ * Close the queue pairs that need not wait any longer; may run any Python code. A queue pair stays
+ * listed while it is being closed, because the close may be interrupted.
  */
 static void close_held_back(void)
 {
@@ -518,7 +518,7 @@ static void raise_failed(PyObject *function, long code)
 	Py_XDECREF(number);
 }
 
-/* Whether a call succeeded that returns 0, an errno, its negative, or -1 with errno set. */
+/* Whether a call succeeded, by its result: 0, an errno, a negative errno, or -1 with errno set. */
 static int succeeded(PyObject *function, PyObject *result)
 {
 	long code;
@@ -583,7 +583,7 @@ static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct
 		struct rp_handle *h = rp_is_handle(arg) ? (struct rp_handle *)arg : NULL;
 
 		if (h && rp_begin_use(h, &uses[*used])) {
-			/* This may run any Python code, to which the collector shows every tuple. */
+			/* May run any Python code, which can reach tuples through the collector. */
 			rp_raise_closed(h);
 			break;
 		}
@@ -637,7 +637,7 @@ static void give_up(struct rp_handle *h)
 	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
 }
 
-/* Read a memory region's keys; they are kept here because to make ints of them takes memory. */
+/* Keep a memory region's keys as C numbers, because creating Python ints takes memory. */
 static void read_keys(struct rp_handle *h)
 {
 	const struct ibv_mr *mr = h->form ? h->address : NULL;
@@ -649,8 +649,8 @@ static void read_keys(struct rp_handle *h)
 }
 
 /*
- * Take ownership of a new struct; 0, or -1 with an exception. What comes after that may fail for
- * lack of memory: then the handle is open, and can only be closed.
+ * Take ownership of a new struct; 0, or -1 with an exception. A later step may fail for lack of
+ * memory: then the handle is open, and can only be closed.
  */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
@@ -686,8 +686,8 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 }
 
 /*
- * Release every reference that a handle holds, except what _forget() needs while it is DESTROYED;
- * but remain its parents' child.
+ * Release every reference that a handle holds, except what _forget() needs while it is DESTROYED.
+ * The handle stays a child of its parents.
  */
 static void drop_held(struct rp_handle *h, char state)
 {
@@ -717,8 +717,8 @@ static void drop_held(struct rp_handle *h, char state)
 }
 
 /*
- * Call `create` and own the struct it returns. Returns a new reference to its cdata, or NULL; says
- * in any case whether the handle has become the owner.
+ * Call `create` and take ownership of the struct it returns. Returns a new reference to its cdata,
+ * or NULL; in both cases *owner says whether the handle owns the struct.
  */
 static PyObject *make(struct rp_handle *h, PyObject *create, PyObject *args, int *owner)
 {
@@ -935,7 +935,7 @@ static PyObject *get_making(PyObject *self, void *unused)
 			       state_of((struct rp_handle *)self) == NEW);
 }
 
-/* A new reference to what a member of a handle is now, or NULL (no exception). */
+/* Return a new reference to a handle member's current value, or NULL (no exception). */
 static PyObject *get_now(PyObject *self, PyObject *const *member)
 {
 	PyObject *value;
@@ -955,7 +955,7 @@ static PyObject *get_parents(PyObject *self, void *unused)
 	return parents ? parents : PyTuple_New(0);
 }
 
-/* A memory region's key, which it also has once it is closed; `at` is where. */
+/* A memory region's key, which stays readable after a close; `at` is the member's offset. */
 static PyObject *get_key(PyObject *self, void *at)
 {
 	const uint32_t *key = (const void *)((const char *)self + (size_t)at);
@@ -1068,7 +1068,7 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	return stopped;
 }
 
-/* Let those that wait to close a handle do so: a thread in a loop would claim it before they look. */
+/* Let waiting threads claim a handle: one that closes in a loop would claim it before they wake. */
 static void yield_claim(const struct rp_handle *h)
 {
 	struct timespec time = { 0, 2000L * LONGEST_PAUSE_US };
@@ -1080,7 +1080,7 @@ static void yield_claim(const struct rp_handle *h)
 	Py_END_ALLOW_THREADS
 }
 
-/* Count a child in each parent, as one that is about to leave, or as one that has left. */
+/* Count a child in each parent's `destroyed` or `finished`, which `counter` is the offset of. */
 static void count_ended(PyObject *parents, size_t counter)
 {
 	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
@@ -1088,9 +1088,9 @@ static void count_ended(PyObject *parents, size_t counter)
 }
 
 /*
- * Raise InUseError for a handle's children, or close those that nothing refers to. Children that
- * nobody can name may be closed, but not done with in another thread: wait for them. Returns 0 if
- * their number may have changed since `destroyed` was read; 1 if time is up; -1 with an exception.
+ * Raise InUseError for a handle's children, or close those that nothing refers to. If none is
+ * listed, another thread may be finishing their closes: wait for it. Returns 0 if their number may
+ * have changed since `destroyed` was read; 1 if time is up; -1 with an exception.
  */
 static int refuse_children(struct rp_handle *h, struct pause *pause, unsigned int destroyed)
 {
@@ -1144,7 +1144,7 @@ again:
 /* Do everything that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
-	/* A thread that waits on the handle is in the middle of a verb. */
+	/* Threads that wait on the handle are in the middle of a verb, which must end first. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
@@ -1413,7 +1413,7 @@ void rp_close_put_off(void)
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
 		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
-			/* A handle that this thread is closing may use it; the end of that close continues. */
+			/* A handle that this thread is closing may use it: retry after that. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
 			put_off(h, BY_CALLER);
@@ -1422,7 +1422,7 @@ void rp_close_put_off(void)
 		}
 		Py_DECREF((PyObject *)h);
 	}
-	/* Their windows may have been among those. */
+	/* These closes may have included windows that queue pairs held back are waiting for. */
 	if (RP_LOAD(&rp_held_back))
 		close_held_back();
 	me->draining = 0;
@@ -1462,9 +1462,9 @@ struct form {
 enum { UNCHANGED, CHANGED, SPOILED };
 
 /*
- * What a call of ibv_rereg_mr has left; `code` is the errno unless CHANGED, or 0 with an exception
- * set. The region is spoiled unless the call says otherwise: a device that does not have the verb
- * has not begun.
+ * The state in which ibv_rereg_mr has left a region; `code` is the errno, or 0 if CHANGED or if an
+ * exception is set. A failed call has spoiled the region unless its result says otherwise, or the
+ * device does not have the verb.
  */
 static int outcome(PyObject *result, long *code)
 {
@@ -1503,7 +1503,7 @@ static int check_attributes(PyObject *attributes)
 	return 0;
 }
 
-/* Set them, which takes no memory and runs no Python code: what they were before is also in a form. */
+/* Set the attributes; takes no memory and runs no Python code: a form also holds the old values. */
 static void set_attributes(PyObject *attributes)
 {
 	descrsetfunc set = (descrsetfunc)PyType_GetSlot(&PyMemberDescr_Type, Py_tp_descr_set);
@@ -1512,13 +1512,13 @@ static void set_attributes(PyObject *attributes)
 		PyObject *each = PyTuple_GetItem(attributes, i);
 
 		if (set(PyTuple_GetItem(each, 0), PyTuple_GetItem(each, 1), PyTuple_GetItem(each, 2)))
-			PyErr_Clear(); /* it is not that object's */
+			PyErr_Clear(); /* the object has no such attribute */
 	}
 }
 
 /*
- * Have Python release the memory of the form that was replaced; that is tried again before the next
- * change, and when the region is closed. Returns what insist() does.
+ * Have Python release the memory of the replaced form. If that fails, it is tried again before the
+ * next change, and when the region is closed. Returns the first exception, or none.
  */
 static struct error settle(struct rp_handle *h)
 {
@@ -1536,8 +1536,8 @@ static struct error settle(struct rp_handle *h)
 }
 
 /*
- * Call the verb, once nothing uses the region. Release what the old region was made of only if the
- * device has the new one; if it may have either, keep both. 0, or -1 with an exception.
+ * Call the verb, once nothing uses the region. Release the old parents and memory only if the
+ * device has the new ones; if it may have either, keep both. 0, or -1 with an exception.
  */
 static int change(struct rp_handle *h, PyObject *function, PyObject *args, const struct form *new)
 {
@@ -1600,8 +1600,8 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 }
 
 /*
- * Wait for running verbs, and refuse to close a handle that work in flight uses; returns what
- * sleep_on() does.
+ * Wait for running verbs, and refuse to change a region that work in flight or a window uses.
+ * Returns 0, -1 with an exception, or 1 to stop.
  */
 static int wait_until_unused(struct rp_handle *h, struct pause *pause)
 {
@@ -1627,8 +1627,8 @@ static int wait_until_unused(struct rp_handle *h, struct pause *pause)
  * _remake(function, args, before, parents, keeps, access, start, unreadable, form, attributes):
  * register a memory region again, by calling function with the struct and args, and make it a child
  * of the new parents. This waits until other threads' verbs on the region end, and refuses new ones;
- * it raises if work in flight or a window uses the region. At the moment the region has changed, it
- * has the new form and attributes, whatever is raised after that; then _settle() is called.
+ * it raises if work in flight or a window uses the region. Once the device has changed the region,
+ * the handle has the new form and attributes, whatever is raised later; then _settle() is called.
  * Returns False, without calling function, if the parents are no longer the tuple
  * `before`, because another thread has changed the region meanwhile.
  */
@@ -1733,7 +1733,7 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	if (hold_back(h))
 		return;
-	/* Another thread may have to close it before this one's verb ends, or its last user leaves. */
+	/* Before this thread's verb ends or the last user leaves, others may need to close it. */
 	if (state_of(h) == OPEN && (rp_thread()->top || is_busy(h)))
 		list_again(h);
 	close_abandoned(h);
@@ -1811,7 +1811,7 @@ static PyMemberDef handle_members[] = {
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
 	/* It can only be closed. */
 	{ "_spoiled", T_BOOL, offsetof(struct rp_handle, spoiled), READONLY, NULL },
-	/* Not there until own_queues() has been called. */
+	/* Missing until own_queues() has been called. */
 	{ "_in_flight", T_OBJECT_EX, offsetof(struct rp_handle, queues), READONLY, NULL },
 	{ NULL, 0, 0, 0, NULL },
 };
@@ -1893,7 +1893,7 @@ static PyObject *finalizing_new(PyTypeObject *type, PyObject *args, PyObject *kw
 
 static PyObject *finalizing_call(PyObject *self, PyObject *args, PyObject *kwargs)
 {
-	/* The collector may clear it during the call. */
+	/* The collector may clear the member during the call. */
 	PyObject *finalizer = Py_XNewRef(((struct finalizing *)self)->finalizer);
 	PyObject *result = finalizer ? PyObject_Call(finalizer, args, kwargs) : Py_NewRef(Py_None);
 	PyObject *resource = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;

@@ -18,7 +18,7 @@
 
 struct rp_handle {
 	PyObject_HEAD
-	uint64_t serial; /* no other handle has the same, nor gets it later */
+	uint64_t serial; /* unique, and never reused */
 	/* SHUT, the number of children, and the number of verbs in progress. */
 	uint64_t word;
 	uint64_t posted; /* references from work requests in flight */
@@ -31,18 +31,18 @@ struct rp_handle {
 	void (*forget)(PyObject *queues); /* drops those records; may run any Python code */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
-	struct rp_handle *behind; /* in the list of those held back */
+	struct rp_handle *behind; /* in the list of queue pairs held back */
 	int64_t held_since; /* when it was held back, or 0 */
 	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
-	unsigned int destroyed, finished; /* children that are to leave, and those that have left */
+	unsigned int destroyed, finished; /* children that are leaving; those that have left */
 	unsigned int claimants; /* threads that wait to close it, or to register it again */
-	unsigned int windows; /* bound to it */
+	unsigned int windows; /* number of windows bound to it */
 	unsigned int process; /* generation of the process that created it */
-	int pid; /* that process's */
+	int pid; /* of that process */
 	unsigned int access; /* a memory region's flags */
 	uint64_t start; /* a memory region's first address, as SGEs give it */
 	uint32_t lkey, rkey; /* a memory region's */
@@ -56,7 +56,7 @@ struct rp_handle {
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
-	char kept; /* so it is kept until the process ends */
+	char kept; /* refused at a close without a caller: kept until the process ends */
 	char put_off; /* its close is deferred to the end of a verb, but waits on it end now */
 };
 
@@ -172,15 +172,15 @@ static inline void rp_pin(struct rp_handle *handle)
 }
 
 /*
- * Undo rp_pin(). The caller still holds a reference. May run any Python code, as
- * releasing the last reference may.
+ * Undo rp_pin(). The caller still holds a reference. May run any Python code, like dropping the
+ * last reference.
  */
 void rp_unpin(struct rp_handle *handle);
 
 /* Return the next number: each post of a bind, and each completion of one, takes a number. */
 uint64_t rp_count_bind(void);
 
-/* Counts the windows bound through a send queue. It can outlive the queue: it has no pointer to it. */
+/* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
 struct rp_binder {
 	uint64_t users;
 	int64_t windows; /* bound */
@@ -194,7 +194,7 @@ void rp_drop_binder(struct rp_binder *binder);
 
 /* A bind that has been posted. */
 struct rp_bind {
-	struct rp_binder *binder; /* through which */
+	struct rp_binder *binder; /* of its send queue */
 	uint64_t serial; /* rp_count_bind() */
 	uint32_t number; /* rp_number_bind() */
 	unsigned char key; /* the low byte of the window's new key */
@@ -208,10 +208,10 @@ struct rp_bind {
  */
 void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind);
 
-/* A bind is about to be posted: return its number among those under that key; 0 for type 1. */
+/* Count a bind that is about to be posted; return its number under that key, or 0 for type 1. */
 uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder);
 
-/* That bind was not posted, or has failed. */
+/* Take back a bind that was not posted, or has failed. */
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
 
 /* A key has been invalidated; `counts` are its window's, or NULL. Runs no Python code. */

@@ -48,8 +48,8 @@ int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 /* ---- posting/build_wr.c: work requests that only ibv_wr_*() posts ------------------ */
 
 /*
- * A FLUSH or ATOMIC_WRITE as struct ibv_send_wr, which has no members for them. Those that it has
- * in common with an RDMA write are in the same place.
+ * A FLUSH or ATOMIC_WRITE, for which struct ibv_send_wr has no members. The members that an RDMA
+ * write also uses are at the same offsets as in struct ibv_send_wr.
  */
 struct rp_built_wr {
 	uint64_t wr_id;
@@ -90,8 +90,8 @@ struct rp_wc_ex {
 };
 
 /*
- * The same for an extended CQ; `more` is as long as `wc`. What the CQ does not report
- * is set to 0; that is always the case for pkey_index.
+ * The same for an extended CQ; `more` is as long as `wc`. Fields that the CQ does not
+ * report are set to 0; pkey_index always is.
  */
 int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
 		  struct rp_wc_ex *more, int max, int min, int64_t spin_ns);

@@ -45,7 +45,7 @@ static PyObject *numbers(const int64_t *at, int count)
 	PyObject *list = PyList_New(0), *tuple;
 	int failed = !list;
 
-	/* No tuple is shown while it is incomplete. */
+	/* Built as a list, because code could see an incomplete tuple through the collector. */
 	for (int i = 0; !failed && i < count; i++)
 		failed = rp_append_new(list, PyLong_FromLongLong(at[i]));
 	tuple = failed ? NULL : PyList_AsTuple(list);
@@ -133,8 +133,8 @@ static const struct tensor *tensor_of(PyObject *keeper, int *read_only)
  * read_dlpack(capsule): (keeper, address, shape, strides or None, code, bits, lanes, device type,
  * whether the tensor is read-only)
  *
- * Creating objects may run any Python code, which could consume the capsule and free the tensor:
- * the keeper comes first.
+ * Creating objects may run any Python code, which could consume the capsule and free the tensor, so
+ * the keeper is created first.
  */
 static PyObject *read_dlpack(PyObject *self, PyObject *capsule)
 {

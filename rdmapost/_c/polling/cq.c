@@ -57,7 +57,7 @@ struct poller {
 	unsigned int cancels; /* number of cancel() calls */
 	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
 	unsigned int claims;  /* number of successful claim() calls */
-	PyObject *tasks; /* has the leading event loop poll; or NULL */
+	PyObject *tasks; /* called to have the leading event loop poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
 	PyObject *invalidated; /* see rp_note_invalidated() */
 	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
@@ -417,8 +417,8 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 }
 
 /*
- * unclaim(tasks, claims): end an event loop's lead, unless it was claimed again since there were so
- * many claims; return whether it does not lead any more.
+ * unclaim(tasks, claims): end an event loop's lead, unless the number of claims is no longer
+ * `claims`; return whether the loop does not lead now.
  */
 METHOD(unclaim)
 {
@@ -489,7 +489,7 @@ static struct rp_completion *take_first(struct poller *p, uint64_t count)
 /* A completion in the caller's buffer (WC_DTYPE), which may be at any address. */
 typedef struct ibv_wc row_wc __attribute__((aligned(1)));
 
-/* Copy what is valid of a completion into a row. */
+/* Copy a completion's valid fields into a row. */
 static inline void put_row(char **rows, const struct ibv_wc *wc, uint64_t wr_id)
 {
 	row_wc *row = (void *)*rows;
@@ -534,7 +534,7 @@ static int put_kept_row(char **rows, struct rp_completion *s)
 	return 0;
 }
 
-/* Whether it is a receive whose sender has invalidated a key. */
+/* Whether a completion is of a receive whose sender has invalidated a key. */
 static inline int invalidates(const struct ibv_wc *wc)
 {
 	return wc->status == IBV_WC_SUCCESS && wc->wc_flags & IBV_WC_WITH_INV &&
@@ -549,7 +549,7 @@ static inline int invalidates(const struct ibv_wc *wc)
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {
 	const struct rp_entry *entry = &q->entries[q->first & (q->size - 1)];
-	/* In registers: what a row writes to memory, the next one would wait for. */
+	/* In registers: in memory, each row would wait for the writes of the row before. */
 	uint64_t done = q->done, begun = q->begun, last, number = wc->wr_id >> 32;
 	const uint64_t *wr_ids;
 	char *at = *rows;
@@ -644,7 +644,7 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 
 /*
  * Poll for up to `max` completions, with the lock held, spinning up to `spin_ns` until there are
- * that many. What was delivered last can still be put back after that. Returns how many were
+ * that many. The completions delivered last can still be put back afterwards. Returns how many were
  * polled, or a negative errno.
  */
 static int poll_batch(struct poller *p, const struct rp_handle *handle, int max, int64_t spin_ns,
@@ -754,9 +754,9 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 }
 
 /*
- * Turn a delivered list into spares, as many as it takes to put back without memory all `lent`
- * completions that the caller has now, and those lent before, which another thread may have; free the
- * excess.
+ * Turn a delivered list into spares, and free the excess. There are then enough spares to put back,
+ * without allocating memory, the `lent` completions that the caller has now and those lent before,
+ * which another thread may have.
  */
 static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {
@@ -814,7 +814,7 @@ static void put_back(struct poller *p, struct rp_completion *list)
 	announce_to_tasks(p);
 }
 
-/* Raise what polling has failed with, which may be ours: always NULL. */
+/* Raise the error of a poll, which may be our own ENOMEM: always NULL. */
 static PyObject *raise_polling(int error)
 {
 	return error == ENOMEM ? PyErr_NoMemory() : rp_raise_verbs("ibv_poll_cq", error);
@@ -1089,7 +1089,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	leads = p->leader == me;
 	unlock_poller(p);
 	if (leads) {
-		/* Then poll again: what arrived before this raises no event. */
+		/* Then poll again: completions that arrived before this raise no event. */
 		if (ask_for_event(handle, 0))
 			return -1;
 		if (gather(p, handle, &order, NULL))
@@ -1274,7 +1274,7 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 		PyObject *wc = PyList_GetItem(wcs, i);
 		struct rp_completion *s;
 
-		/* Code that has found the list by gc.get_objects() may have changed it. */
+		/* Code that has found the list with gc.get_objects() may have changed it. */
 		if (!wc || !rp_is_wc(wc)) {
 			PyErr_Clear();
 			continue;
@@ -1291,7 +1291,7 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/* Whether a WC says so; runs no Python code, which its status may have if the caller made it. */
+/* Whether a WC has an error status; runs no Python code, even if the status is the caller's. */
 static int has_failed(PyObject *wc)
 {
 	PyObject *status = PyTuple_GetItem(wc, 1);

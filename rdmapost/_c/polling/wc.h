@@ -9,7 +9,7 @@ struct rp_completion {
 	struct rp_completion *next;
 	struct ibv_wc wc;
 	struct rp_wc_ex more;
-	unsigned int has; /* what of `more` is valid, by enum ibv_create_cq_wc_flags */
+	unsigned int has; /* which fields of `more` are valid: enum ibv_create_cq_wc_flags */
 	PyObject *wr_id; /* the caller's, or NULL for the number in `wc` */
 	PyObject *made; /* the WC, once created, else NULL */
 };
@@ -17,7 +17,7 @@ struct rp_completion {
 /* Return a new WC, or NULL with an exception. */
 PyObject *rp_make_wc(const struct rp_completion *completion);
 
-/* Whether an object is a WC with all its fields, whatever these are. */
+/* Whether an object is a WC with all its fields, whatever their values. */
 int rp_is_wc(PyObject *object);
 
 /* Raise VerbsError; returns NULL. */

@@ -1,5 +1,5 @@
 /*
- * Posting what ibv_post_send() cannot carry, FLUSH and ATOMIC_WRITE: by ibv_wr_start() and so on.
+ * Posting FLUSH and ATOMIC_WRITE, which ibv_post_send() cannot carry, by ibv_wr_start() and so on.
  */
 #include "posting/build_wr.h"
 

@@ -18,8 +18,8 @@
 #include "posting/sge.h"
 
 /*
- * Reading runs the caller's code, which may post again: keep posting's arrays off that stack. The
- * loops over rows take a tenth longer where a change elsewhere moves them within a cache line.
+ * Reading runs the caller's code, which may post again: keep posting's arrays off that stack.
+ * Aligned, because the loops over rows take a tenth longer at some offsets within a cache line.
  */
 #define NOINLINE __attribute__((noinline, aligned(64)))
 
@@ -260,7 +260,7 @@ static int note_refusal(struct columns *c, int read)
 	return read < 0 ? -1 : 0;
 }
 
-/* Read a number that belongs to no field, and its minimum; 0, or -1 with an exception. */
+/* Read a number of at least `least` that belongs to no field; 0, or -1 with an exception. */
 static int read_one(const struct columns *c, PyObject *name, PyObject *given, int least,
 		    uint64_t *number)
 {
@@ -532,7 +532,7 @@ static inline uint64_t cookie_at(uint64_t first, size_t row)
 	return (first & ~(uint64_t)UINT32_MAX) | ((first + row) & UINT32_MAX);
 }
 
-/* Undo the records of the rows from `from` on. The request also holds what they refer to. */
+/* Undo the records of the rows from `from` on. The request has references to their objects too. */
 static void take_back(const struct columns *c, uint64_t first, const uint64_t *cookies,
 		      size_t from, size_t count)
 {
@@ -554,7 +554,7 @@ static void take_back(const struct columns *c, uint64_t first, const uint64_t *c
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
 	const uint64_t *values = col->values + from;
-	int wide = col->field->size == 8; /* read once: C assumes that the writes may change it */
+	int wide = col->field->size == 8; /* read once: the compiler assumes writes change it */
 
 	to += col->field->at;
 	for (size_t i = 0; wide && i < count; i++, to += step)
@@ -715,7 +715,7 @@ static PyObject *post(PyObject *self, int verb, PyObject *const *args, Py_ssize_
 		c.free = SMALL;
 		rp_begin_read(&c.post, Py_None);
 		r = rp_open_request(c.q, &c.post, NULL, c.type);
-		/* A class's only other default than 0: FlushType.GLOBAL. */
+		/* The only default that is not 0: FlushType.GLOBAL. */
 		if (r && c.type->opcode == RP_WR_FLUSH && c.q->verb == SEND)
 			((struct rp_built_wr *)(void *)(c.post.structs + r->at))->type = 1;
 		if (r && !read_all(&c, r, args + nargs, kwnames))

@@ -163,7 +163,7 @@ static PyObject *find_wr_id(const struct rp_entry *entry, uint64_t index, uint64
 	return Py_NewRef(wr_id);
 }
 
-/* Return it as a new reference; NULL with an exception. */
+/* Return a work request's wr_id as a new reference; NULL with an exception. */
 static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 {
 	uint64_t number;
@@ -334,7 +334,7 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 	if (entry->state >= RP_BIND) {
 		PyObject *mr = PyTuple_GetItem(entry->refs, 1);
 
-		/* If the outcome is unknown, keep what was bound before and hold both. */
+		/* If the outcome is unknown, the regions bound before stay held, as does mr. */
 		if (entry->state != RP_UNBIND)
 			rp_note_bound((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
 				      entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,
@@ -354,7 +354,7 @@ void rp_drop_all_done(struct rp_in_flight *q)
 	struct rp_entry entry;
 
 	while (take_done(q, &entry))
-		/* It may recurse, so keep no state across it. */
+		/* release_entry() may recurse, so keep no state across it. */
 		release_entry(q, &entry);
 	if (q->tagged)
 		rp_drop_done(q->tagged);
@@ -388,7 +388,7 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 }
 
 /*
- * Forget what was posted while `posted` was at most this: the queue has been destroyed or reset. A
+ * Forget the first `posted` work requests ever posted: the queue has been destroyed or reset. A
  * queue that completes in any order is only ever destroyed, and forgets everything.
  */
 static void clear(struct rp_in_flight *q, uint64_t posted)
@@ -415,9 +415,9 @@ static void clear(struct rp_in_flight *q, uint64_t posted)
 /* ---- finding a queue by its number -------------------------------------- */
 
 /*
- * A queue's value in the dict is a capsule of its address; its dealloc first makes that invalid, in
- * the same call, so the address of one that has no references is never found. Without a GIL another
- * thread could find it in between: there the value is the queue.
+ * In the dict, a queue's value is a capsule with its address. The queue's dealloc first invalidates
+ * the capsule, so the address of a queue without references is never found. Without a GIL, another
+ * thread could find it before that: there the value is the queue itself.
  */
 #ifndef Py_GIL_DISABLED
 static const char CAPSULE[] = "rdmapost._verbs.InFlight";
@@ -441,7 +441,7 @@ static void invalidate(PyObject *value)
 #endif
 }
 
-/* The queue with the cookie, borrowed; NULL if it is another: code may have changed the dict. */
+/* The cookie's queue, borrowed; NULL if the value is another: code may have changed the dict. */
 static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
 {
 	struct rp_in_flight *q = NULL;
@@ -479,7 +479,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	return found;
 }
 
-/* enroll(queues, invalidated): let rp_find_queue() find it; note there which keys it invalidates. */
+/* enroll(queues, invalidated): let rp_find_queue() find the queue; count keys it invalidates. */
 static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
@@ -537,7 +537,7 @@ static void forget(PyObject *queues)
 	}
 }
 
-/* own_queues(handle, *queues): closing it drops their records, whatever fails in Python. */
+/* own_queues(handle, *queues): closing the handle drops their records, whatever fails in Python. */
 static PyObject *own_queues(PyObject *module, PyObject *args)
 {
 	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
@@ -590,7 +590,7 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	}
 	if (tagged != Py_None)
 		q->tagged = (struct rp_in_flight *)Py_NewRef(tagged);
-	/* No two queues of a process share one. */
+	/* No two queues of a process share a base. */
 	q->base = __atomic_add_fetch(&number, 1, __ATOMIC_RELAXED) << 32;
 	return (PyObject *)q;
 }

@@ -67,14 +67,15 @@ RP_SHARED PyObject *rp_in_flight_type;
 
 /*
  * Return a new reference to a cookie's queue, or NULL without an exception.
- * `queues` is a dict by number (Context._queues) of what are not references, because a record may
- * hold memory whose owner refers to the queue pair: the collector would find none of them.
+ * `queues` (Context._queues) maps a queue's number to a value that does not own the queue: a record
+ * may hold memory whose owner refers to the queue pair, and the collector would never free such a
+ * cycle.
  */
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
 
 /*
- * The key of a window, or of something else, has been invalidated. `invalidated` is the dict of the
- * device for it (Context._invalidated): a window's counts, by the index of its keys.
+ * A key, of a window or of anything else, has been invalidated. `invalidated` is the device's dict
+ * (Context._invalidated) from the index in a window's keys to the window's counts.
  */
 void rp_note_invalidated(PyObject *invalidated, uint32_t rkey);
 

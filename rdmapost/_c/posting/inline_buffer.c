@@ -9,7 +9,7 @@
 struct buffer {
 	PyObject_HEAD
 	Py_buffer view;
-	int exported; /* whether the view is to be released */
+	int exported; /* whether the view must be released */
 };
 
 PyObject *rp_make_buffer(PyObject *of)

@@ -222,7 +222,7 @@ static struct outcome bind(struct rp_handle *owner, const struct post *post)
 /* Undo the records of what the driver did not accept, latest first. */
 static void take_back_each(struct work_queue *q, struct post *post, size_t count, int64_t posted)
 {
-	/* If that is unknown, all count as posted, so that their memory stays. */
+	/* If `posted` is unknown, all count as posted, so that their memory stays. */
 	while (posted >= 0 && count-- > (size_t)posted)
 		take_back(q, &post->requests[count]);
 }
@@ -438,8 +438,9 @@ PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct pos
 }
 
 /*
- * Raise a failure to set handles as the context of the PostError that is set, which says what was
- * posted; but a KeyboardInterrupt or the like has the PostError as its context.
+ * Setting handles has raised `exception`. Make it the context of the PostError that is set, which
+ * says what was posted; but if it is a KeyboardInterrupt or the like, raise it, with the PostError
+ * as its context.
  */
 static void raise_not_taken(PyObject *exception)
 {

@@ -28,7 +28,7 @@ struct prepared {
 	struct rp_handle *owner;
 	uint64_t state;
 	struct rp_sent *sent; /* NULL once it is closed */
-	PyObject **sg_lists; /* for each an SGE, a tuple of them, or NULL */
+	PyObject **sg_lists; /* for each work request: an SGE, a tuple of SGEs, or NULL */
 	struct post post;
 };
 
@@ -43,7 +43,7 @@ static PyObject *swap(PyObject **at, PyObject *object)
 	return old;
 }
 
-/* Whether it is; if not, an exception is set. */
+/* Whether the list is whole; if not, an exception is set. */
 static int is_whole(struct prepared *p)
 {
 	if (RP_LOAD(&p->state) == WHOLE)
@@ -271,7 +271,7 @@ static int release_held(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	/* The collector shows a list that is being made to any code, which may call this. */
+	/* Any code can find a list that is being prepared through the collector, and call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
 		release_held(self);
 }
@@ -415,7 +415,7 @@ static PyMethodDef prepared_methods[] = {
 	  "    PostError: a work request was refused, here or by the device.\n"
 	  "    ClosedError: the list or its queue pair is closed." },
 	{ "close", prepared_close, METH_NOARGS,
-	  "close($self, /)\n--\n\nLet go of what the list names; what is outstanding stays so." },
+	  "close($self, /)\n--\n\nRelease what the list names; outstanding posts still hold it." },
 	{ "_prepare", prepared_prepare, METH_VARARGS, NULL },
 	{ "_type_of", prepared_type_of, METH_O, NULL },
 	{ "_names", prepared_names, METH_O, NULL },
@@ -775,7 +775,7 @@ static PyGetSetDef item_getset[] = {
 	{ "wr_id", item_wr_id, item_set_wr_id,
 	  "Comes back in the completion, 0..2^64-1.", NULL },
 	{ "sg_list", item_sg_list, item_set_sg_list,
-	  "Local buffers; as many can be put there as there were.", NULL },
+	  "Local buffers; a new list must have as many SGEs as the old one.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 

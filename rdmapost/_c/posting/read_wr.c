@@ -1,9 +1,8 @@
 /*
  * Reading work requests: the caller's objects, each once, into struct ibv_send_wr and the like.
  *
- * This is the only part of a post in which the caller's code can run, and what
- * that changes afterwards has no effect: what is checked and posted is what was
- * read here.
+ * This is the only part of a post in which the caller's code can run. Changes to
+ * an object that has been read have no effect: what was read is checked and posted.
  */
 #include "posting/read_wr.h"
 
@@ -37,7 +36,7 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 	return 0;
 }
 
-/* Make a refusal of what a field of the wrong type may raise; -1 for any other exception. */
+/* Turn an exception that a value of the wrong type may raise into a refusal; -1 for any other. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *error, *text;
@@ -221,8 +220,8 @@ static int seal(struct post *post, struct request *r)
 /* ---- SGEs ---------------------------------------------------------------- */
 
 /*
- * Whether it is an SGE. A subclass may show other fields, but its items are those of a tuple, and
- * these are read. tuple.__new__() makes some that lack items.
+ * Whether an object is an SGE. A subclass may show other fields, but the tuple's items are read.
+ * tuple.__new__() can create SGEs that lack items.
  */
 static int is_sge(PyObject *object)
 {
@@ -485,7 +484,7 @@ int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 	return 1;
 }
 
-/* Read the next one; 1, 0 if it is refused, or -1 with an exception. */
+/* Read the next work request; 1, 0 if it is refused, or -1 with an exception. */
 static int read_next(struct work_queue *q, struct post *post, PyObject *wr,
 		     const struct wr_type *type)
 {

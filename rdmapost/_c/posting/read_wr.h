@@ -14,8 +14,8 @@ struct request {
 	PyObject *refs; /* as in struct rp_entry, once all of it is read */
 	int pinned; /* rp_pin_all() has been called */
 	int exact, num_sge; /* exact: not a subclass, so slots can be read */
-	size_t at; /* of its struct in the post's */
-	size_t owners; /* the index of its first SGE's */
+	size_t at; /* offset of its struct in the post's `structs` */
+	size_t owners; /* index of its first SGE's owner in the post's `owners` */
 	uint64_t flags;
 	uint64_t cookie, tagged, serial; /* as recorded; the last two of a tagged receive */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
@@ -78,7 +78,7 @@ int rp_read(struct work_queue *q, PyObject *wrs, struct post *post);
 /* Release all that was read; may run any Python code. */
 void rp_free_post(struct post *post);
 
-/* Read an int that fits, running no Python code; whether it was one. An exception may be set. */
+/* Read an int that fits, running no Python code; 0, perhaps with an exception, if it is not one. */
 static inline int rp_read_int(PyObject *value, uint64_t max, uint64_t *number)
 {
 	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
@@ -112,7 +112,7 @@ int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 /* Read a new sg_list for one of a post's work requests into another post; returns as rp_read. */
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
-/* Read an SGE of a region whose numbers fit; whether it is one. Runs no Python code. */
+/* Read an SGE of a region whose numbers fit; 0 if it is not one. Runs no Python code. */
 int rp_read_exact_sge(PyObject *from, struct ibv_sge *sge);
 
 /* A request's SGEs: in the device's struct, and as a Python tuple. */

@@ -6,8 +6,8 @@
 #include "posting/read_wr.h"
 
 /*
- * Pin what a work request refers to, and check it; needs the queue's lock. Whether it may be
- * posted.
+ * Pin what a work request refers to, and check it; needs the queue's lock. Returns whether the
+ * work request may be posted.
  */
 int rp_check(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 	     struct request *r);

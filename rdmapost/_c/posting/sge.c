@@ -17,7 +17,7 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *
 	return rp_make_tuple(rp_known.sge, items, 4);
 }
 
-/* A slice's bounds are where its members are defined, in every version; checked when loaded. */
+/* The layout of a slice, the same in every version of CPython; checked when loaded. */
 struct slice {
 	PyObject_HEAD
 	PyObject *start, *stop, *step;

@@ -40,7 +40,7 @@ static PyObject *tag_repr(PyObject *self)
 }
 
 static PyType_Slot tag_slots[] = {
-	{ Py_tp_doc, "Names an entry of one SRQ's matching list; a TagAdd's post makes it." },
+	{ Py_tp_doc, "Names an entry of one SRQ's matching list; posting a TagAdd creates it." },
 	{ Py_tp_repr, tag_repr },
 	{ Py_tp_dealloc, tag_dealloc },
 	{ Py_tp_traverse, tag_traverse },

@@ -9,7 +9,7 @@
 #define POLYNOMIAL 0xedb88320u /* bit-reversed: bit 31 is x^0 */
 #define ONE 0x80000000u
 
-static uint32_t table[16][256]; /* what a byte contributes, with so many after it */
+static uint32_t table[16][256]; /* a byte's contribution, by the number of bytes after it */
 static uint32_t inverse[16]; /* x^(-8 * 2^i) */
 
 static uint32_t times_x(uint32_t a)
@@ -104,7 +104,7 @@ uint32_t rp_icrc(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size, P
 }
 
 /*
- * A UDP socket does not show the identification, but CRCs are linear: two that differ in it differ
+ * A UDP socket does not show IP's identification, but CRCs are linear: two that differ in it differ
  * by (id1 xor id2) times a power of x, which depends on the size. Divide by that power: if more than
  * 16 bits result, something else is wrong.
  */

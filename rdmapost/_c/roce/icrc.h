@@ -10,7 +10,7 @@ enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8 }; /* bytes *
 struct rp_flow {
 	uint8_t bytes[ONES + IPV6 + UDP + BTH]; /* what the ICRC covers, to the end of the BTH */
 	int is_ipv4;
-	Py_ssize_t ip, longest; /* the size of the IP header, and of a packet at most */
+	Py_ssize_t ip, longest; /* the size of the IP header, and of the largest packet */
 };
 
 void rp_init_icrc(void);

@@ -1,6 +1,6 @@
 /*
- * RoCEv2 over a UDP socket: what is done per byte. What to do is decided in Python
- * (rdmapost/providers/roce/).
+ * RoCEv2 over a UDP socket: the work whose cost grows with the bytes. Python
+ * (rdmapost/providers/roce/) decides what to do.
  *
  * These functions never wait and keep the GIL (module.c says why). None of them trusts a packet.
  */
@@ -12,7 +12,7 @@
 
 #include "parts.h"
 
-enum { MAX_SEGMENTS = 64, /* in one message, for any kernel */
+enum { MAX_SEGMENTS = 64, /* in one message; every kernel accepts as many */
        SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
 
 static int refuse(const char *why)
@@ -35,7 +35,7 @@ static PyObject *finish(Py_buffer *first, Py_buffer *second, Py_ssize_t result)
 /* A tuple of buffers, read from front to back. */
 struct source {
 	PyObject *buffers;
-	Py_ssize_t next, at; /* of the buffers, and in the view of the one before */
+	Py_ssize_t next, at; /* index of the next buffer; offset in `view`, of the one before */
 	Py_buffer view;
 };
 
@@ -61,7 +61,7 @@ static Py_ssize_t read_some(struct source *from, uint8_t *to, Py_ssize_t room)
 	return done;
 }
 
-/* Whether nothing is left to read; if something is, or it cannot be read, with an exception. */
+/* Whether nothing is left to read; if something is, or reading fails, an exception is set. */
 static int is_used_up(struct source *from)
 {
 	uint8_t more;

@@ -27,7 +27,7 @@ struct wqe {
 	unsigned int opcode, flags; /* for a send or an operation */
 	PyObject *sges; /* a tuple of (addr, length, lkey) */
 	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
-	PyObject *ah, *window, *region; /* the objects with its handles at that time, or NULL */
+	PyObject *ah, *window, *region; /* the objects that had its handles then, or NULL */
 	PyObject *owner; /* receives the status, if the device itself posted it */
 };
 

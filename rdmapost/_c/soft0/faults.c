@@ -63,8 +63,7 @@ static int reserve(struct post_faults *f)
 
 /*
  * add(after, errno): fail the send that follows `after` others, or the next one that does not fail
- * already. The caller has checked that
- * `after` is in 0..2^63-1 and errno in 1..4095.
+ * already. The caller has checked that `after` is in 0..2^63-1 and errno in 1..4095.
  */
 static PyObject *faults_add(PyObject *self, PyObject *args)
 {

@@ -55,7 +55,7 @@ void rp_journal_forget(void);
 int rp_is_journaled(void);
 /*
  * Journal, before a change is made, that callable(argument) undoes it; 0, or -1 with an exception.
- * The second says that the last change journaled so was not made.
+ * rp_note_unchanged(): the last change that was journaled in this way was not made.
  */
 int rp_note_undo(PyObject *callable, PyObject *argument);
 void rp_note_unchanged(void);
@@ -69,7 +69,7 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
 /* ---- soft0/mapped_memory.c ------------------------------------------------ */
 
-/* Copy from an address that may not be mapped, or in a file that was truncated; 0 or EFAULT. */
+/* Copy from memory that may be unmapped, or part of a truncated file; 0 or EFAULT. */
 int rp_soft_read(char *to, uint64_t addr, uint64_t length);
 
 /* ---- soft0/faults.c ------------------------------------------------------- */

@@ -37,7 +37,7 @@ PyObject *rp_call(PyObject *call)
 	return result;
 }
 
-/* Whether a call that must succeed lacked memory, and is to be made again with the reserve. */
+/* Whether to repeat a call that must succeed but lacked memory; frees the reserve for it. */
 static int try_again(int *tries)
 {
 	if (!PyErr_ExceptionMatches(PyExc_MemoryError) || ++*tries >= MAX_INTERRUPTS)
@@ -107,7 +107,7 @@ int rp_note_undo(PyObject *callable, PyObject *argument)
 	return rp_is_journaled() ? note(undo, callable, PyTuple_Pack(1, argument)) : 0;
 }
 
-/* Record a call whose argument set_argument() gives; 0, or -1 with an exception. */
+/* Record a call whose argument set_argument() sets later; 0, or -1 with an exception. */
 static int note_undo_of_result(PyObject *callable)
 {
 	PyObject *args;

@@ -15,9 +15,9 @@ static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 i
 static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
-static int64_t late; /* when the verb in progress leaves work to later ones; 0 before it does any */
+static int64_t late; /* from when on the verb in progress leaves work to later verbs, or 0 */
 static int executing; /* 1 while a READY object's work runs; others need not wait for it */
-static int gc_paused; /* by run_elsewhere(), having been enabled */
+static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 
 /* ---- transactions -------------------------------------------------------- */
 
@@ -135,7 +135,7 @@ long rp_soft_transact(PyObject *call)
 /* How long a verb does pending work that can wait, while others wait for the lock. */
 enum { SHARE_NS = 2000000 };
 
-/* It does some in any case: the time counts from the first call on. */
+/* Whether this verb has had its share. The first call starts the time, so a verb does some work. */
 static int is_late(void)
 {
 	int64_t now = rp_now_ns();
@@ -146,8 +146,8 @@ static int is_late(void)
 }
 
 /*
- * Do one part of an object's pending work; whether there is more, or -1 if it waits for a later verb,
- * for lack of memory or because this verb is late and the work can wait.
+ * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, or -1 if the work
+ * waits for a later verb: for lack of memory, or because this verb is late and the work can wait.
  */
 static long work(PyObject *object, int this_is_late)
 {
@@ -213,7 +213,7 @@ static Py_ssize_t carry_on(void)
 	return at;
 }
 
-/* Have the devices on a network look for packets. One without memory is looked at by a later verb. */
+/* Have the devices on a network look for packets; if memory runs out, a later verb does it. */
 static void look_at_wires(void)
 {
 	PyObject *wires = rp_soft_given(WIRES), *ready = rp_soft_given(READY), *wire;

@@ -80,7 +80,7 @@ def candidates(place: str) -> list[LocalAddress]:
         try:
             raw = socket.inet_pton(family, host)
         except OSError as error:
-            # This one has no errno; a signal handler's is of a subclass.
+            # inet_pton() raises a plain OSError; a signal handler raises a subclass.
             if type(error) is not OSError:
                 raise
             continue
@@ -99,7 +99,7 @@ def _addresses() -> list[LocalAddress]:
     # Not a generator: one that is dropped without memory reports that it could not be closed.
     found = []
     for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
-        # Of a second address, "eth0:1".
+        # A second address has a label such as "eth0:1".
         name = label.rstrip(b"\0").decode().partition(":")[0]
         found.append(LocalAddress(socket.inet_ntoa(sockaddr_in[4:8]), name, socket.AF_INET))
     with suppress_system_errors, open("/proc/net/if_inet6", encoding="ascii") as lines:

@@ -1,8 +1,8 @@
 """Captures: what a device sends and receives, in a file.
 
-A step of the device makes the blocks of its packets, and queues them when it is committed. A thread
-writes them (recording.py), so that a slow file delays no step; what it does not keep up with is
-dropped and counted.
+A step of the device creates the blocks of its packets, and queues them when it is committed. A
+thread writes them (recording.py), so that a slow file delays no step; packets that it cannot keep
+up with are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .recording import Recording
 __all__ = ["Recording", "RoceCapture", "end_all", "in_progress", "put"]
 
 _MAX_QUEUED = 1 << 26
-"""Bytes that wait for the thread at most."""
+"""The most bytes that wait for the thread."""
 _AT_CLOSE = 30.0
-"""Seconds that closing waits for the file at most."""
+"""The longest that closing waits for the file, in seconds."""
 
 
 class RoceCapture(Capture):

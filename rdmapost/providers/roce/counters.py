@@ -7,7 +7,7 @@ from ..base import Counters
 
 
 class Counted(native.Record):
-    """Counters, which a step that is undone leaves as they were.
+    """Counters; a step that is rolled back does not change them.
 
     Attributes:
         sent, received: packets, and their bytes: each pair is changed at once, for every packet.
@@ -22,7 +22,7 @@ class Counted(native.Record):
         self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
 
     def now(self) -> Counters:
-        """Return them."""
+        """Return the counters."""
         others = dict(vars(self))
         both = {direction: others.pop(direction) for direction in ("sent", "received")}
         return Counters(

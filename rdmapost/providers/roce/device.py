@@ -62,7 +62,7 @@ class RoceDevice(Device):
         self.address: LocalAddress | None = None
         self.socket: Any = None
         self._stop: Any = None
-        """Tells the thread to end. The other end is the thread's: no number is shared."""
+        """A socket that ends the thread. The thread has the other end: no descriptor is shared."""
         self.now = 0.0
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
@@ -136,7 +136,7 @@ class RoceDevice(Device):
         """
         covered = flow(self.gids[0], path.dgid, ROCE_V2_PORT)
         if covered is None:
-            # Between IPv4 and IPv6 there is no way.
+            # An IPv4 address cannot reach an IPv6 address.
             self.counters.send_errors += len(headers)
             return
         if len(headers) == 1 or (self.sender.may_join and self.outgoing.is_straight):

@@ -1,11 +1,11 @@
 """The thread that processes a device's packets while no other thread does.
 
-A verb that begins, and so each poll, receives what has come and has the engine process it. So does
-a thread that waits for a completion, because the socket is among the descriptors that it waits for.
-While nobody does, the device's own thread looks. It sleeps first whenever somebody else may be
-quicker, because two threads that take turns with the GIL are slower than one. It does not where
-another thread runs Python code all the time: each return to the GIL costs 5 ms (the interpreter's
-switch interval).
+Every verb, and so every poll, first receives the packets that have come and has the engine process
+them. So does a thread that waits for a completion, because the socket is among the descriptors that
+it waits for. While no thread does either, the device's own thread looks for packets. It sleeps
+first if another thread may be quicker, because two threads that take turns with the GIL are slower
+than one. It does not sleep if another thread runs Python code all the time: then each return to the
+GIL costs 5 ms (the interpreter's switch interval).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .udp_socket import share
 _log = logging.getLogger("rdmapost.roce")
 
 _SHORTEST, _LONGEST = 0.0002, 0.002
-"""Seconds that the thread leaves to others."""
+"""The shortest and the longest sleep in which other threads may be quicker, in seconds."""
 _CONTENDED = 0.001
 """Seconds that a return to the GIL takes only if another thread runs Python code."""
 _ROUNDS_UNTIMED = 15
-"""Rounds without that measurement, which is such a return itself, once it has taken so long."""
+"""Rounds in which a return is not timed, after one took so long: timing one costs one more."""
 _AFTER_ERROR = 0.1
 """Seconds before it tries again."""
 _AT_EXIT = 1.0
-"""Seconds that the exit of the process waits for threads at most."""
+"""The longest that the exit of the process waits for threads, in seconds."""
 
 _threads: dict[Any, Any] = {}
 """The socket of each device's thread, and a lock that is held until the thread ends."""
@@ -101,7 +101,7 @@ def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
     try:
         goes_on = True
         while goes_on:
-            # Nothing but the device's end ends the thread, and least of all a lack of memory.
+            # Only the end of the device ends the thread; a lack of memory does not.
             try:
                 if error is not None:
                     _recover(error)
@@ -123,18 +123,18 @@ def _recover(error: Exception) -> None:
 
 
 class _Pauses:
-    """How long the thread leaves what comes to others."""
+    """How long the thread leaves packets to other threads."""
 
     def __init__(self) -> None:
         self.length = 0.0
         self._untimed = 0
 
     def after_others(self) -> None:
-        """Another thread was quicker, and probably will be again."""
+        """Sleep longer: another thread was quicker, and probably will be again."""
         self.length = min(2 * self.length, _LONGEST)
 
     def after_work(self, epoll: select.epoll) -> None:
-        """No other thread came first, so look again soon."""
+        """Sleep briefly or not at all: no other thread was quicker."""
         if self._untimed:
             self._untimed -= 1
             return
@@ -146,7 +146,7 @@ class _Pauses:
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
-    """Wait until there is something to do, and do it unless somebody else does in the pause.
+    """Wait until there is something to do, and do it unless another thread does in the pause.
 
     Returns:
         Whether the device is still open.

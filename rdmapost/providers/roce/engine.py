@@ -1,8 +1,8 @@
 """The engine: what the device calls, and nothing else.
 
-It has no sockets and no clock. A packet, a post or a time goes in; packets go out, by the device's
-``send``, and completions. Each call is one step and one transaction, so that a request sees
-in memory what earlier ones have written.
+It has no sockets and no clock. Packets, posts and times go in; completions come out, and packets
+through the device's ``send``. Each call is one step and one transaction, so that a request sees in
+memory what earlier ones have written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def on_timer(qp: RoceQueuePair) -> None:
 
 
 def give_up(qp: RoceQueuePair) -> bool:
-    """Fail the oldest work request, or else the queue pair, as execute_next could not go on;
+    """Fail the oldest work request, or else the queue pair: execute_next could not continue;
     return whether to call again."""
     if qp.state < _SQE:
         if qp.sq.pending:

@@ -17,7 +17,7 @@ from ..software.faults import PacketFaults
 _OVERTAKEN_SECONDS = 0.002
 """How long a packet waits for another one to overtake it."""
 _HELD = 1024
-"""Packets that wait at most; others pass."""
+"""The most packets that wait; others pass."""
 
 _MASK = (1 << 64) - 1
 _DRAWS = 8
@@ -28,7 +28,7 @@ class Fate(NamedTuple):
     """What happens to a packet.
 
     Attributes:
-        drop, duplicate, delay, reorder: whether it does.
+        drop, duplicate, delay, reorder: whether this happens to it.
         damage: a number that chooses the bit to flip, or -1.
     """
 
@@ -163,10 +163,10 @@ class Direction(native.Record):
 
 
 def damage(packet: bytes, covered: bytes, number: int) -> bytes:
-    """Return a packet with a bit flipped, of those that make its ICRC wrong.
+    """Return a packet with a bit flipped that makes its ICRC wrong.
 
-    Some do not: of a field that the ICRC does not cover, and those that are taken for another
-    IPv4 identification.
+    Some bits do not: those of a field that the ICRC does not cover, and those whose change looks
+    like another IPv4 identification.
 
     Args:
         packet: the packet, from its BTH to its ICRC.

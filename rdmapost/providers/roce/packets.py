@@ -56,7 +56,7 @@ SOLICITED_EVENT, MIG_REQ, TVER = 0x80, 0x40, 0x0F
 DEFAULT_PKEY = 0xFFFF
 _PKEY_BASE = 0x7FFF
 ACK_REQ = 1 << 31
-"""In the word that ends with the PSN."""
+"""The AckReq bit of the BTH, in the word that ends with the PSN."""
 
 # The types of AETH syndromes, and the codes of NAKs.
 ACK, RNR_NAK, NAK = 0, 1, 3
@@ -168,7 +168,7 @@ _ACKS = (
     (0x12, "ATOMIC_ACKNOWLEDGE", -1, ONLY, "AETH AtomicAckETH"),
 )
 _UC, _UD = 0x20, 0x60
-"""What the opcodes of these services begin with."""
+"""The high bits of the opcodes of these services."""
 
 
 def _row(
@@ -202,7 +202,7 @@ ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
 
 
 class Form(NamedTuple):
-    """The packets of which a work request's message consists."""
+    """The packets that make up a work request's message."""
 
     first: PacketRow
     middle: PacketRow
@@ -247,7 +247,7 @@ FORMS: dict[QPType, dict[int, Form]] = {
 class Packet(Request):
     """A packet that was received, or a run of MIDDLE packets with consecutive PSNs.
 
-    As a request, it is what the functions that all devices share execute.
+    It is a Request, so the functions that all devices share can execute it.
 
     Attributes:
         row: the table's row; the fields of its headers are attributes of these names.
@@ -255,8 +255,8 @@ class Packet(Request):
         psn: the PSN of the first.
         ack_req: whether one of them asks for an acknowledgement.
         source: the sender's GID.
-        length: bytes of payload; for a request without one, those that it is about.
-        data: the payload. Use `copy_to`: of a run it is made only when needed.
+        length: bytes of payload; for a request without a payload, the length that it names.
+        data: the payload. Prefer `copy_to`: the payload of a run is assembled only when needed.
         run: where a run is: the arguments of native.roce_gather after the target.
     """
 
@@ -338,7 +338,7 @@ def parse(
     source: bytes = b"",
     make_grh: Callable[[], bytes] | None = None,
 ) -> Packet | None:
-    """Decode a packet, or a run of them; return None for what is not one.
+    """Decode a packet, or a run of them; return None if it is not a valid packet.
 
     Args:
         buffer: where it is.
@@ -386,7 +386,7 @@ def parse(
 def _decode_extensions(
     packet: Packet, row: PacketRow, make_grh: Callable[[], bytes] | None
 ) -> None:
-    """Set what a Request has in another form."""
+    """Set the fields that a Request has in another form."""
     headers = row.headers
     if "ImmDt" in headers:
         # A work request holds it in network order.

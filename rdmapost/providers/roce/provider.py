@@ -54,7 +54,7 @@ class RoceProvider(SoftwareProvider):
 
         Raises:
             NoDeviceError: this machine has no such network device or address.
-            VerbsError: that could not be found out, for lack of descriptors.
+            VerbsError: the addresses cannot be listed, for lack of descriptors.
         """
         try:
             candidates(name.removeprefix(ROCE))

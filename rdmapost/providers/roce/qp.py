@@ -1,7 +1,8 @@
 """The protocol's state of one queue pair, on both sides.
 
-The requester counts PSNs from its first one on without bound, which leaves no doubt which of two is
-earlier; only a packet's are cut to 24 bits. The responder compares PSNs as the specification does.
+The requester counts PSNs from its first one on without bound, so that it is clear which of two is
+earlier; only the PSNs in packets are cut to 24 bits. The responder compares PSNs as the
+specification does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ..software.transport_messages import Segments
 
     class WireDevice(Device):
-        """What the engine needs of a device, besides what all have.
+        """What the engine needs of a device, besides what all devices have.
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
             mtu: int,
             again: int = 0,
         ) -> None:
-            """Send a queue pair's packets, of one size, but the last; each takes up to mtu bytes
+            """Send a queue pair's packets, all but the last of one size; each takes up to mtu bytes
             of payload, and the first `again` have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 HELD = 64
-"""Packets held at most, on each side, until those before them arrive."""
+"""The most packets held on each side until those before them arrive."""
 HOLD_SECONDS = 0.02
 """How long they are held before the missing ones are asked for."""
 
@@ -76,7 +77,7 @@ class SendRequest:
         psn, end: the PSNs psn..end-1 are the request's own; for a READ, its responses'.
         offset, size: which of the work request's bytes it moves.
         counts: whether it counts as an outstanding READ or atomic.
-        last: whether the work request is done with it.
+        last: whether it is the last request of the work request.
     """
 
     __slots__ = ("counts", "end", "form", "last", "offset", "path", "psn", "size", "wqe")
@@ -180,7 +181,7 @@ class RoceQueuePair(QueuePair):
         self.requests: deque[SendRequest] = deque()
         """Those that are not acknowledged."""
         self.started = 0
-        """Work requests of the send queue that are among them, with their last request."""
+        """Work requests of the send queue whose last request is among them."""
         self.read_offset = 0
         """Bytes of the next work request, a READ, for which requests exist."""
         self.reads = 0
@@ -191,14 +192,14 @@ class RoceQueuePair(QueuePair):
         self.rnr_until = 0.0
         """When to go on after an RNR NAK, or 0."""
         self.nak_psn = -1
-        """The PSN of the last sequence error NAK: repeated, it says nothing new."""
+        """The PSN of the last sequence error NAK; a repeated NAK says nothing new."""
         self.missing_until = 0.0
         """How long to wait for responses that are missing, or 0."""
         self.missing_psn = -1
         """The PSN of the last response that was asked for again before the timeout: the peer may
         be slow."""
         self.acked = 0
-        """What an ACK acknowledges that came before responses."""
+        """What was acknowledged by an ACK that came before responses."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 
@@ -241,7 +242,7 @@ class RoceQueuePair(QueuePair):
         self._check_drained()
 
     def _check_drained(self) -> None:
-        """Report it if the send queue has drained and somebody wants to know."""
+        """Report that the send queue has drained, if it has and the event was requested."""
         if self.draining and self.state is _SQD and not self.requests and not self.read_offset:
             self.draining = False
             super().drain()
@@ -249,14 +250,14 @@ class RoceQueuePair(QueuePair):
     # ---- completing -----------------------------------------------------------
 
     def end_first_send(self, status: WCStatus, byte_len: int = 0) -> None:
-        """Complete the first work request of the send queue, however far it is.
+        """Complete the first work request of the send queue, however far it has got.
 
         Its requests have ended before.
         """
         if self.started:
             self.started -= 1
         else:
-            # It may be a READ in progress: what follows begins at its start.
+            # It may be a READ in progress: the next one begins at its first byte.
             self.read_offset = 0
         self.complete_send(self.sq.take(), status, byte_len)
         if self.draining:

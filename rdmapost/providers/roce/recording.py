@@ -1,8 +1,9 @@
 """The life of a capture: a thread that opens the file, writes what is queued, and ends.
 
 Only the thread changes the recording's state, and it needs no lock that another thread may hold:
-neither the device's nor the user's. So a wait for it, at any point, cannot deadlock. Functions and
-generators are not made at run time: CPython 3.12 and 3.13 crash if there is no memory for one.
+neither the device's nor the user's. So waiting for the thread, at any point, cannot deadlock.
+Functions and generators are not created at run time: CPython 3.12 and 3.13 crash if there is no
+memory for one.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ _LOOK = 0.05
 _FOR_ANOTHER = 1.0
 """Seconds that a capture waits for another one of the same file, which is about to end."""
 _AT_EXIT = 2.0
-"""Seconds that the exit of the process waits for the files at most."""
+"""The longest that the exit of the process waits for the files, in seconds."""
 
 
 class RecordingState(enum.IntEnum):
-    """How far a capture is."""
+    """How far a capture has got."""
 
     OPENING = 0
-    """The file is not open, or has no beginning."""
+    """The file is not open, or its first blocks are not written."""
     OPEN = 1
     FAILED = 2
     ENDED = 3
 
 
 class Tally(native.Record):
-    """What the device has given to a capture; a step that is undone leaves it as it was.
+    """What the device has given to a capture; a step that is rolled back does not change it.
 
     Attributes:
         queued: bytes, in all.
@@ -72,7 +73,7 @@ class Recording:
         taken: bytes that the thread has taken from the queue, in all.
         state: how far it is; the thread sets it.
         error: why it ended early; if it did not begin, whatever was raised.
-        is_stopping: whether nothing more is to be queued.
+        is_stopping: whether the device must queue nothing more.
         is_awaited: whether somebody waits for the end, who reports the error.
         user: the user's object. When that is dropped, this puts itself into the queue: no signal
             handler runs in the middle.
@@ -119,8 +120,8 @@ class Recording:
         self._thread: weakref.ref[Any] | None = None
         """What the thread calls: it lives as long as the thread."""
         self._began, self._ended = _held_lock(), _held_lock()
-        """The thread releases them when it has begun and ended, to wake up those who wait. They
-        decide nothing."""
+        """The thread releases them when it has begun and ended, to wake waiting threads, which
+        then check its state."""
 
     # ---- for those who wait ------------------------------------------------------
 
@@ -132,7 +133,7 @@ class Recording:
             ClosedError: this is the child of a fork now.
             BaseException: what the thread has raised.
         """
-        # Before there is a thread. It is forgotten when nothing refers to it, the thread least.
+        # Before the thread starts. The reference is removed when nothing refers to the capture.
         _known.append(weakref.ref(self, _known.remove))
         run = self._run
         self._thread = weakref.ref(run)
@@ -165,7 +166,7 @@ class Recording:
         # In this order: the thread says how it ended before it is gone.
         is_gone = self._thread is not None and self._thread() is None
         if is_gone and self.state < RecordingState.FAILED:
-            # It had no memory even for that.
+            # The thread had no memory even to set its state.
             self._become(RecordingState.FAILED, _out_of_memory())
         return self.state >= RecordingState.FAILED
 
@@ -247,9 +248,9 @@ class Recording:
         status = os.fstat(descriptor)
         mode = status.st_mode
         if stat.S_ISCHR(mode):
-            # What is written to /dev/null does not mix.
+            # A character device, such as /dev/null: several captures may write to it.
             return
-        # One that was dropped, or closed in the middle of something, ends soon.
+        # A capture that was dropped, or closed in the middle of a step, ends soon.
         deadline = time.monotonic() + _FOR_ANOTHER
         while not _lock(descriptor):
             if time.monotonic() >= deadline:
@@ -277,13 +278,13 @@ class Recording:
         if error is None:
             self._become(RecordingState.ENDED, None)
         else:
-            # Its frames would keep what they refer to.
+            # The traceback's frames would keep objects alive.
             error = error.with_traceback(None)
             self._become(RecordingState.FAILED, _as_os_error(error) if has_begun else error)
         if not has_begun:
             self._began.release()
         elif error is not None and not self.is_awaited:
-            # Who waits may have interrupted a handler of the log, and reports the error.
+            # A thread that waits reports the error itself; it may hold a lock of the log.
             _log.error("%s", self.failure())
         self._ended.release()
         self._take()
@@ -352,7 +353,7 @@ def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        # EACCES is how SMB says it.
+        # SMB reports a lock that is held with EACCES.
         return False
     except OSError:
         # A file system without locks.

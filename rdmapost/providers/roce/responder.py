@@ -31,7 +31,7 @@ _REMOTE_WRITE, _REMOTE_READ = int(Access.REMOTE_WRITE), int(Access.REMOTE_READ)
 _READ = int(Opcode.RDMA_READ)
 _ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
-"""What a READ response without data answers."""
+"""The operations that a READ response without data answers."""
 _WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
 _ACK, _RNR_NAK = AckType.ACK, AckType.RNR_NAK
 _SUCCESS = WCStatus.SUCCESS
@@ -99,7 +99,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
     if taken is None:
         return True
     if not fits:
-        # Others share the queue: a receive that is too small for them, too, is not to stay first.
+        # Queue pairs share the queue: a receive that is too small for all must not stay first.
         qp.end_receive(taken, WCStatus.REM_INV_REQ_ERR)
         return True
     assert packet.make_grh is not None
@@ -121,7 +121,7 @@ def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> None:
-    """Execute a request of UC: of a message, all packets must arrive."""
+    """Execute a packet of a UC request; a lost packet ends its message."""
     if packet.psn != qp.epsn or not _continues(qp.incoming, packet):
         _drop_incoming(qp)
         if not packet.row.begins:
@@ -207,7 +207,7 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     elif packet.ack_req or qp.state is _ERR:
-        # Broken, it will not process the packet that asks.
+        # A queue pair in ERR will not process the packet that asks for it.
         _send_ack(qp)
 
 
@@ -232,8 +232,8 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     else:
-        # Also if it does not ask: of a burst that overflows the socket's buffer, the end that asks
-        # may be lost each time.
+        # Even if the packet does not ask: when a burst overflows the socket's buffer, the packet at
+        # its end, which asks, may be lost each time.
         _send_ack(qp)
 
 

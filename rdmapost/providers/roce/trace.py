@@ -161,7 +161,7 @@ def _put(
         return
     count = -(-size // each) if size else 0
     try:
-        # To slice a bytearray without memory, Python says that it had exported buffers.
+        # If slicing a bytearray lacks memory, Python reports that it had exported buffers.
         packets = memoryview(data)
         blocks = b"".join(
             [

@@ -14,7 +14,7 @@ from ...standard.wire import ROCE_V2_PORT
 from .addresses import LocalAddress, candidates
 
 _SOCKET_BUFFER = 1 << 22
-"""What is asked of the kernel, which may grant less (net.core.rmem_max)."""
+"""The buffer size to request; the kernel may grant less (net.core.rmem_max)."""
 
 # Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
@@ -80,7 +80,7 @@ def bind(place: str) -> tuple[LocalAddress, Any]:
         place: a network device or an address.
 
     Raises:
-        OSError: none is.
+        OSError: no address is free.
         LookupError: this machine has no such address.
     """
     error: OSError | None = None

@@ -113,7 +113,7 @@ class SoftDevice(Device):
             self.start(qp)
 
     def put_off(self) -> bool:
-        # Nobody would begin it, and a poll shows all that was posted before.
+        # No thread would continue the work, and a poll must show all that was posted before.
         return False
 
     def execute_next(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:

@@ -27,7 +27,7 @@ it frees; how many; whether it was solicited; and its ``struct ibv_wc_tm_info``.
 tm_info = Struct("@QI0Q").pack
 """The tag and application context in a tag-matching message's entry."""
 NO_TAG = tm_info(0, 0)
-"""That of any other entry."""
+"""The tm_info of any other entry."""
 _timestamps = Struct("@QQ").pack
 clock = time.monotonic_ns
 """The device's clock."""
@@ -109,8 +109,8 @@ class CompletionQueue(native.DeviceQueue):
         self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
         self.events = events
-        """Those of the context that created it; with XRC, queue pairs of others complete here
-        too."""
+        """The events of the context that created it; with XRC, queue pairs of other contexts
+        complete here too."""
         self.handle: Any = None
         self.users = 0
         self.has_timestamps = False

@@ -25,7 +25,7 @@ _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
 
 
 ready: list[QueuePair | SharedReceiveQueue] = []
-"""What has work requests to execute after the verb; C empties it."""
+"""The objects with work requests to execute after the verb; C empties the list."""
 wires: list[Device] = []
 """The open devices on a network, which look for packets in every verb."""
 open_devices: dict[str, Device] = JournaledDict()
@@ -48,7 +48,7 @@ def _schedule() -> None:
 
 
 def _unknown(cookie: int) -> None:
-    """Return the caller's wr_id: not known."""
+    """Return None, because the caller's wr_id is not known."""
 
 
 class OpenDevice(native.Record):
@@ -81,7 +81,7 @@ class Device(native.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
-        numbers: those of both.
+        numbers: the numbers of both.
         timer_fd: expires when the device is due; -1 while it is not open.
         times_open: how many open contexts it has.
         due: when something must be done, by the monotonic clock; negative if never.

@@ -94,7 +94,7 @@ class FaultPlan:
     def fail_post(self, errno: int, *, after: int = 0) -> None:
         """Refuse a send work request with an errno.
 
-        If that one is to be refused already, the next one is.
+        If another fault already refuses that work request, the next one that none refuses fails.
 
         Args:
             errno: what the post returns, 1..4095.
@@ -111,8 +111,8 @@ class FaultPlan:
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
         """Make a send work request complete with a status, without being executed.
 
-        Planned several times for a wr_id, the statuses go to that many work requests, in order.
-        SUCCESS makes one that is lost without a trace.
+        Several statuses planned for one wr_id go to as many work requests, in order.  With
+        SUCCESS, the work request is lost without a trace.
 
         Args:
             wr_id: its wr_id, as posted.
@@ -153,7 +153,7 @@ class FaultPlan:
         sent: bool = True,
         received: bool = True,
     ) -> None:
-        """Make a bad network of the device's packets, from now on (roce devices only).
+        """Treat the device's packets as a bad network does, from now on (roce devices only).
 
         Each rate is the probability, 0..1, with which something happens to a packet, whatever else
         happens to it.  What happens to the nth packet depends only on the seed and the rates.  The

@@ -380,7 +380,7 @@ _ALL = slice(None)
 
 
 def contents(target: Any) -> Any:
-    """Return the bytes of memory that is to be written.
+    """Return the bytes in memory that a request will write.
 
     Raises:
         RemoteAccessError: it is no longer mapped.

@@ -1,4 +1,4 @@
-"""Numbers for a device's objects: queue pairs, keys, handles. One in use is not given again."""
+"""Numbers for a device's objects (queue pairs, keys, handles), unique among those in use."""
 
 from __future__ import annotations
 
