@@ -86,7 +86,7 @@ class Handshake:
     """What one side receives, in order, without I/O.
 
     A wrong byte is refused as it arrives, not when the message is complete. The client sends
-    first, and receives no "done".
+    its address first, and receives no "done".
 
     Attributes:
         peer: the peer's address, once received.
