@@ -9,7 +9,7 @@ import sys
 
 from .exit_codes import INTERRUPTED
 
-# Like typing.TYPE_CHECKING, but importing typing takes time, in which Ctrl-C has a traceback.
+# Do not import typing for this: it takes time, and until main() runs Ctrl-C prints a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     try:
-        # It is ignored in the background job of a script.
+        # In a script's background jobs SIGINT is ignored, and stays ignored.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
@@ -32,27 +32,27 @@ def main() -> None:
 
         app()
     except KeyboardInterrupt:
-        # Before the command starts; a running command handles Ctrl-C itself.
+        # Ctrl-C came before the command started; a running command handles it itself.
         sys.exit(INTERRUPTED)
     finally:
-        # The exit code is decided; an interrupt of the interpreter's exit would change it.
+        # The exit code is decided; Ctrl-C while the interpreter exits must not change it.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Interrupt the command; on the next Ctrl-C do not wait for its end."""
+    """Interrupt the command; on the next Ctrl-C, exit at once."""
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
     raise KeyboardInterrupt
 
 
 def _unwritable(fd: int) -> TextIO:
-    """Fill a closed descriptor, so that nothing else gets it, and writing fails as if closed."""
+    """Occupy a closed descriptor, so that no other file gets it and writes fail with EBADF."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), fd)
     return open(fd, "w", closefd=False)
 
 
 def _unraisable(unraisable: sys.UnraisableHookArgs) -> None:
-    """End the process if an interrupt came in a finalizer, where it would be lost."""
+    """End the process if Ctrl-C came in a finalizer, where KeyboardInterrupt would be lost."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         os._exit(INTERRUPTED)
     sys.__unraisablehook__(unraisable)

@@ -46,7 +46,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
     infos = list_devices()
     names = [info.name for info in infos] if target.device is None else [target.device]
     if target.device is None and all(info.kind == "soft" for info in infos):
-        # The error of opening one says why there is none.
+        # Try to open one: the error says why there is none.
         try:
             open_device().close()
         except (NoRdmaError, NoDeviceError) as error:
@@ -67,7 +67,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
     if len(failures) == len(names):
         raise failures[0][1]
     for name, why in failures:
-        # Still show the others.
+        # One that cannot be opened does not hide the others.
         echo(f"rdmapost devices: {why}", err=True)
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]
@@ -175,7 +175,7 @@ def _text(found: list[dict[str, Any]]) -> str:
 
 
 def _place(device: dict[str, Any]) -> list[str]:
-    """Say where a device is in the machine, if the kernel does."""
+    """Show a device's PCI address and NUMA node, if the kernel reports them."""
     address, node = device["pci_address"], device["numa_node"]
     where = [] if address is None else [f"PCI {address}"]
     where += [] if node is None else [f"NUMA node {node}"]

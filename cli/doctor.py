@@ -47,7 +47,7 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     try:
         with open_target(out, target) as (context, port_num):
             if not _about(found, context.name):
-                # It was not asked for: there is no other.
+                # open_target() chose soft0, so the findings above are not about it.
                 its = diagnose_machine(context.name, port_num=port_num, gid_index=target.gid_index)
                 found += _about(its, context.name)
             found += _try(context, port_num, target.gid_index, timeout)
@@ -89,7 +89,8 @@ def _try(context: Context, port_num: int, gid_index: int | None, timeout: float)
         here, there = pair.local, pair.remote
         size = len(_MESSAGE)
         here.mr.buffer[:size] = _MESSAGE
-        # One for the message, and one left over.
+        # A receive for the message, and one that stays posted: diagnose() reports a queue pair
+        # without any.
         pair.receive(size, 2)
         here.qp.post_recv(RecvWR(here.mr[size : 2 * size]))
         here.qp.post_send(Send(here.mr[:size]))

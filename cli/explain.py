@@ -107,7 +107,7 @@ def _log(name: tuple[str, ...]) -> Iterator[str] | None:
         return None
     if not name:
         mode = os.fstat(0).st_mode
-        # Not a terminal, and not /dev/null.
+        # Standard input is a terminal or /dev/null.
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
             return None
     lines = io.TextIOWrapper(sys.stdin.buffer, errors="replace")
@@ -136,7 +136,7 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
 
 
 def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Explanation]:
-    """Explain words: together one name, a name each, or text that a program printed.
+    """Explain words, which are one name together, one name each, or text that a program printed.
 
     Args:
         words: the words.
@@ -148,7 +148,7 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
     from rdmapost.tools.explain.failed_calls import is_failure
 
     if len(words) > 1 and any(" " in word for word in words):
-        # Quoted: each is a name or a message.
+        # A word with spaces was quoted, so each word is a name or a message.
         found = [one for word in words for one in _look_up((word,), unknown)]
         return list({(one.kind, one.name): one for one in found}.values())
     text = " ".join(words)

@@ -13,7 +13,7 @@ from .exit_codes import FAILED, INTERRUPTED, NO_DEVICE, USAGE
 from .output import Output, echo
 
 _UNWRITABLE = (errno.ENOSPC, errno.EBADF, errno.EDQUOT, errno.EFBIG)
-"""Only writing to standard output fails with these here."""
+"""The errnos of a failed write to standard output; nothing else in a command fails with them."""
 
 
 def report(error: Exception, out: Output) -> int:
@@ -76,7 +76,7 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
     if isinstance(error, CompletionError):
         from rdmapost.explain import explain
 
-        # The name of a status that is not known is its number.
+        # An unknown status has its number as its name.
         if error.wc.status.name.isdecimal():
             return FAILED, [text, "this version of rdmapost does not know this status"]
         [status] = explain(error.wc.status)

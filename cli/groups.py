@@ -62,7 +62,7 @@ def group_options(function: Callable[[], None]) -> Callable[..., None]:
     def group(**options: Any) -> None:
         ctx = click.get_current_context()
         need_command(ctx)
-        # Not by their truth: 0 is a GID.
+        # Keep 0, which is a GID index.
         options = {name: x for name, x in options.items() if x is not None and x is not False}
         assert isinstance(ctx.command, click.Group)
         ctx.default_map = dict.fromkeys(ctx.command.commands, options)

@@ -33,5 +33,5 @@ def help(ctx: click.Context, command: tuple[str, ...]) -> None:
     'rdmapost help send' is 'rdmapost send --help'.
     """
     root = ctx.find_root()
-    # The command's own --help, and its own error for a name that does not exist.
+    # Run COMMAND --help, which also reports a name that does not exist.
     root.command.main([*command, "--help"], root.info_name)

@@ -152,7 +152,7 @@ _TCP_PORT_OF = {"tcp_port": "--tcp-port", "server": "HOST:PORT"}
 
 
 def _device_port(value: str | int) -> int:
-    """Parse a device port; if it must be a TCP port, name the option for that."""
+    """Parse a device port; for a number that can only be a TCP port, name the right option."""
     try:
         return _PORT(value)
     except click.BadParameter as error:
@@ -232,7 +232,7 @@ pcap_option = click.option(
     metavar="FILE",
     help="Write the packets to a file for Wireshark (roce devices).",
 )
-"""For commands with device_options, which gives it to them in ``target``."""
+"""--pcap, for commands with device_options, which get the file's name in ``target``."""
 
 
 def timeout_option(function: Command) -> Command:
@@ -248,10 +248,10 @@ def timeout_option(function: Command) -> Command:
 
 
 class _TokenOption(click.Option):
-    """An option whose variable may be set to the empty string, which is not the same as unset."""
+    """An option that distinguishes an empty environment variable from an unset one."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        # click ignores an empty one, and a server would then accept everyone.
+        # click ignores an empty variable; a server would then require no token.
         return os.environ.get(str(self.envvar))
 
 
@@ -404,7 +404,7 @@ read_options = post_options_for("rc", "xrc", count=True)
 
 
 class _DataFile(click.File):
-    """A file, or standard input, which may be closed."""
+    """A file or standard input; a usage error if standard input is closed."""
 
     name = "filename"
 
@@ -421,7 +421,7 @@ def payload_options_for(
 
     Args:
         size_unless_given: default size of the generated data; None for a short text.
-        whole: the command needs the bytes, instead of a Payload.
+        whole: pass bytes to the command, instead of a Payload.
     """
     text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"
     size_default = f"  [default: {size_unless_given}]" if size_unless_given else ""
@@ -470,7 +470,7 @@ def payload_of(data: str | None, data_file: IO[bytes] | None, size: int | None) 
     if data_file is None:
         return Payload(os.fsencode(_DEFAULT_DATA if data is None else data))
     content = bytearray()
-    # In pieces, because read() allocates all that it may return.
+    # Read in pieces, because read(n) allocates n bytes even for a short file.
     while piece := data_file.read(1 << 20):
         content += piece
         if len(content) > _MAX_MESSAGE:

@@ -48,7 +48,7 @@ class Output:
         verbose: print notes.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
-        failure: what makes the command fail though it has a result, which is printed first.
+        failure: the error to report after the result, if the command failed but has one.
     """
 
     json: bool = False
@@ -63,7 +63,7 @@ class Output:
             echo(text, err=True)
 
     def raise_failure(self) -> None:
-        """Raise what makes the command fail though it has a result."""
+        """Raise ``failure``, if it is set."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -73,7 +73,7 @@ class Output:
         import json
 
         if self.json and self.failure is not None:
-            # The document has the error, and is printed with it.
+            # report() adds the error to the document, and prints it.
             return
         click.echo(json.dumps(self.doc, indent=None if self.one_line else 2) if self.json else text)
 
@@ -109,7 +109,7 @@ def fields(pairs: Sequence[tuple[str, object]]) -> str:
 
 
 def wrapped(text: str, first: str) -> str:
-    """Wrap a paragraph, but not at hyphens; all lines but the first are indented by its start."""
+    """Wrap a paragraph after ``first``, but not at hyphens; indent later lines by its length."""
     rest = " " * len(first)
     return textwrap.fill(
         text, width(), initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
@@ -117,7 +117,7 @@ def wrapped(text: str, first: str) -> str:
 
 
 def echo(text: str, *, err: bool = False, red: str = "") -> None:
-    """Print text on stdout or stderr; on a terminal wrapped at its width, and its start in red.
+    """Print text on stdout or stderr; on a terminal, wrap it, and print its start ``red`` in red.
 
     Words and commands in single quotes stay whole, so that they can be copied.
     """
@@ -130,7 +130,7 @@ def echo(text: str, *, err: bool = False, red: str = "") -> None:
 
 
 def _for_terminal(line: str, stream: TextIO) -> str:
-    # textwrap breaks at spaces only, and a no-break space is not one to it.
+    # textwrap does not break at a no-break space.
     kept = _QUOTED.sub(lambda quoted: quoted[0].replace(" ", _NO_BREAK), line)
     filled = textwrap.fill(
         kept, width(stream), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -144,7 +144,7 @@ def usage_error(text: str) -> NoReturn:
 
 
 def need_command(ctx: click.Context) -> None:
-    """End a group called without a command with its help, or an error in JSON, as a usage error."""
+    """Without a command, end a group with its help or, with --json, an error; exit with 2."""
     if ctx.invoked_subcommand is None:
         out = ctx.find_object(Output)
         if out is not None and out.json:

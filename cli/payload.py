@@ -1,4 +1,4 @@
-"""The data of a post: generated as it is needed, so that a large one is held only once."""
+"""The data of a post, generated in pieces, so that large data is in memory only once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Payload:
         self._repeated = length is not None
         self._length = len(data) if length is None else length
         if self._repeated:
-            # One piece begins where the pattern does, and the next one, too.
+            # A whole number of patterns, so that every piece begins with the pattern's first byte.
             self._data = data * max(1, min(_PIECE, self._length + len(data)) // len(data))
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Payload:
 
 
 class Progress:
-    """A progress bar on stderr, from one second on, if that is a terminal; a context manager.
+    """A progress bar that appears after a second, if stderr is a terminal; a context manager.
 
     Args:
         total: how many bytes there are to write and to verify.

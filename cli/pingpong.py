@@ -222,7 +222,7 @@ def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Re
 def _progress(out: Output, side: Pingpong) -> Iterator[Callable[[int], None] | None]:
     """Make the progress callback: a bar on a terminal, and a note of the peer if verbose.
 
-    Otherwise None, so that nothing slows the run down.
+    Otherwise yield None, so that no callback slows the run down.
     """
     if not sys.stderr.isatty():
         yield (lambda done: None if done else _note_peer(out, side)) if out.verbose else None

@@ -102,7 +102,7 @@ def _why_refused(
 ) -> str | None:
     """Say why the server refused a work request, if its offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
-    # The server's queue pair permits what the region does, and refuses the rest first.
+    # The server's queue pair has its region's access flags, and refuses before the region does.
     lacks_access = _NEEDS.get(opcode, Access(0)) & ~offer.access
     if shown.status is WCStatus.REM_ACCESS_ERR or (
         lacks_access and shown.status is WCStatus.REM_INV_REQ_ERR
@@ -259,7 +259,7 @@ def _places(out: Output, connection: Connection, peer: Peer, length: int, count:
     """Return the offset of each of several writes, one after the other in the server's memory."""
     size = connection.offer.size
     places = [peer.offset + index * length for index in range(count)]
-    # A write that only ends beyond the memory is left to the device, to refuse.
+    # A write that begins in the memory and ends beyond it is left to the device to refuse.
     for index, place in enumerate(places):
         if index and place >= size:
             usage_error(
@@ -281,7 +281,7 @@ def _settled(connection: Connection, place: int, length: int, digest: str) -> Se
         try:
             seen = connection.look(place, length)
         except ValueError as error:
-            # An unacknowledged write may go outside, and is dropped there.
+            # On UC a write outside the memory is dropped, and no error completion reports it.
             raise RdmaError(f"the write went outside the exposed memory: {error}") from None
         if not seen.sha256:
             return None

@@ -125,7 +125,7 @@ def as_text(data: bytes) -> tuple[str, str]:
 
 def _as_text(data: Shown) -> tuple[str, str]:
     try:
-        # Leave out a character that is cut in two.
+        # Leave out a last character of which only some bytes are shown.
         text, _ = codecs.utf_8_decode(data.head, "strict", data.length <= _SHOWN)
     except UnicodeDecodeError:
         return data.head.hex(), "hex"

@@ -131,7 +131,7 @@ def send(
 def _access(invalidate: bool) -> dict[str, Any]:
     from rdmapost.tools.check.memory_windows import WINDOW_REGION
 
-    # Windows are bound to the other side's memory.
+    # The other side's memory must permit windows to be bound to it.
     return {"access": WINDOW_REGION} if invalidate else {}
 
 
@@ -143,10 +143,10 @@ def _keys(pair: Loopback, count: int) -> list[int]:
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:
-        # The post will report it.
+        # The post will be refused with the reason.
         return [0] * count
     if qp_type is QPType.XRC_SEND:
-        # Its target has no send queue that could bind a window.
+        # An XRC target has no send queue, so it cannot bind a window.
         access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
         return [pair.region(1, access).rkey for _ in range(count)]
     binds = [bind_wr(pair, pair.window(), 0, 1) for _ in range(count)]

@@ -242,7 +242,7 @@ def _log_to_stderr() -> Iterator[None]:
 
 @contextmanager
 def _signals(printer: _Printer) -> Iterator[None]:
-    """End the printer on SIGINT and SIGTERM; a second one has its usual effect."""
+    """End the printer on SIGINT and SIGTERM; a second signal has its usual effect."""
     before: dict[signal.Signals, Any] = {}
 
     def end(number: int, frame: object) -> None:
@@ -296,7 +296,7 @@ class _Printer:
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe wakes it as well.
+        # If the pipe is full, it wakes run() as well.
         with suppress(BlockingIOError):
             os.write(self.wake_fd, b"\0")
 

@@ -118,7 +118,7 @@ def _tags(
 ) -> Iterator[Loopback]:
     """Make a pair whose remote side matches tags, with receives for unexpected messages.
 
-    Their memory follows the tagged buffer's.
+    The memory of these receives follows the tagged buffer.
     """
     from rdmapost import RecvWR, SRQType
     from rdmapost.frames import TMH_BYTES
@@ -181,10 +181,10 @@ def _send(out: Output, pair: Loopback, payload: bytes, tag: int) -> dict[str, An
     pair.sent()[0].check()
     first, last = wait_for_message(pair)
     matched = bool(last.check().wc_flags & WCFlags.TM_DATA_VALID)
-    # If nothing matched, only the header has the tag.
+    # The completion has the tag only if the message matched.
     if matched and first.check().tm_tag != tag:
         raise RdmaError(f"the completion has tag {first.tm_tag}, not {tag}")
-    # Without a match the header is kept; wr_id is the buffer's offset.
+    # An unmatched message keeps its header; wr_id is the offset of its buffer.
     found = bytes(pair.remote.mr.buffer[last.wr_id : last.wr_id + last.byte_len])
     received = found if matched else found[TMH_BYTES:]
     verify(received, payload, 0, 1)

@@ -81,7 +81,7 @@ def _capture(out: Output, context: Context, target: Target) -> Iterator[None]:
         yield
         return
     log, silent = logging.getLogger("rdmapost.roce.capture"), logging.NullHandler()
-    # The command reports the error.
+    # Keep the capture's error out of the log: the command reports it.
     log.addHandler(silent)
     is_done = False
     try:
@@ -135,7 +135,7 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
         if device_is_required():
             raise
         if isinstance(error, NoRdmaError):
-            # There may well be a device.
+            # Without libibverbs, whether there is a device is unknown.
             echo(f"using {SOFT}, the software device of this process: {error}", err=True)
             return open_device(SOFT), "because libibverbs cannot be loaded"
         lacking = "no RDMA device"

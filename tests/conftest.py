@@ -75,9 +75,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_only_what_is_new() -> None:
-    """Hide what pytest and earlier modules keep from the garbage collector.
+    """Hide objects that pytest and earlier modules keep from the garbage collector.
 
-    Some tests run it thousands of times, and with all of that one run takes a third of a second.
+    Some tests run it thousands of times, and a run over all objects takes a third of a second.
     """
     gc.collect()
     gc.freeze()
@@ -121,7 +121,7 @@ def context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
     scope="session", params=[pytest.param(open_verbs, id="verbs", marks=pytest.mark.rdma)]
 )
 def verbs_context(request: pytest.FixtureRequest) -> Iterator[rp.Context]:
-    """An open real device, for what only such a device can show."""
+    """An open real device, for tests that soft0 cannot run."""
     with request.param() as opened:
         yield opened
 
@@ -173,5 +173,5 @@ def soft() -> str:
 
 @pytest.fixture
 def real(verbs_context: rp.Context) -> str:
-    """The name of a real device, for what soft0 has a separate test of."""
+    """The name of a real device; soft0 has a separate test of the same."""
     return verbs_context.name

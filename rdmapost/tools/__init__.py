@@ -1,4 +1,4 @@
-"""Programs built on the library, which never imports them; and the public names of modules."""
+"""Programs built on the library, which never imports them, and helpers for their public modules."""
 
 import inspect
 import sys
@@ -29,7 +29,8 @@ def alias(module: str, implementation: ModuleType) -> None:
     """
     for thing in map(vars(implementation).get, implementation.__all__):
         if isinstance(thing, type) and thing.__module__.startswith(__name__):
-            # typing.get_type_hints would look them up in the public module, which lacks them.
+            # Evaluate annotations now: typing.get_type_hints would look for their names in the
+            # public module, which lacks them.
             thing.__annotations__ = inspect.get_annotations(thing, eval_str=True)
     export(module, vars(implementation))
     sys.modules[module] = implementation

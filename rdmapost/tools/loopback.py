@@ -153,7 +153,7 @@ class Loopback(ResourceHolder):
                     ),
                 )
             ]
-            # A window may be bound to any region, and a work request may name it.
+            # Close regions after the windows bound to them and the queue pairs that use them.
             self._regions = stack.add(ResourceStack())
             remote_type, remote_options = qp_type, options
             if srq_type is SRQType.XRC:
@@ -246,7 +246,7 @@ class Loopback(ResourceHolder):
             TypeError: offset is not an integer.
         """
         mr = self.remote.mr
-        # Not in the width of a numpy integer.
+        # Convert to int, because a numpy integer could overflow.
         address = mr.addr + index("offset", offset)
         fields = {"remote_addr": address, "rkey": mr.rkey if rkey is None else rkey}
         if self.local.qp.qp_type is QPType.XRC_SEND:
@@ -350,7 +350,7 @@ class Loopback(ResourceHolder):
     def settled(self, expected: bytes, offset: int = 0) -> bool:
         """Wait until the remote memory holds these bytes; return whether it does.
 
-        Nothing else shows an unacknowledged write (UC).
+        On UC nothing else shows that a write has arrived.
 
         Args:
             expected: the bytes.
@@ -393,7 +393,8 @@ def _require(
 ) -> None:
     """Raise UnsupportedError if the device reports that it lacks a feature.
 
-    Drivers are less clear: some ignore what they do not know.
+    Do not leave this to drivers: their errors are less clear, and some ignore what they do not
+    know.
     """
     attr = context.attr
     if srq_type is SRQType.XRC and not attr.device_cap_flags & DeviceCap.XRC:

@@ -102,7 +102,7 @@ def _granted(pd: PD, qp_type: QPType, send_cq: CQ, options: _QPOptions, size: in
         if not size or error.errno not in _TOO_MUCH:
             raise
         return None
-    # Not "with", which calls Python: here no interrupt can come before the close.
+    # Not a with statement, which runs Python code: an interrupt could come before the close.
     granted = qp.max_inline_data
     try:
         qp.close()

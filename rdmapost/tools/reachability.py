@@ -13,14 +13,14 @@ _RANDOM = secrets.token_hex(8)
 
 
 def fabric_of(context: Context) -> str:
-    """Name what a device can reach.
+    """Return a name for what a device can reach; devices with the same name reach each other.
 
-    Devices on a network are assumed to reach each other. soft0 exists in its process, and reaches
-    nothing outside it.
+    Devices on a network are assumed to reach each other. soft0 reaches nothing outside its
+    process.
     """
     if context.kind in _ON_A_NETWORK:
         return _VERBS
-    # A child process has a copy of the device, and of the random number.
+    # The PID distinguishes a forked child, which has copies of the device and of the number.
     return f"{context.kind}:{context.name}:{os.getpid()}-{_RANDOM}"
 
 
@@ -30,7 +30,7 @@ def why_confined(context: Context) -> str | None:
 
 
 def why_unreachable(server: str, client: str) -> str | None:
-    """Say why devices, as fabric_of names them, cannot reach each other, or None if they may."""
+    """Say why devices, named by fabric_of, cannot reach each other, or None if they may."""
     if server == client:
         return None
     for who, fabric in (("server", server), ("client", client)):

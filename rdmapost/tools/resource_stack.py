@@ -47,13 +47,13 @@ class ResourceStack:
         self._held.append(SimpleNamespace(close=function))
 
     def _drop_closed(self) -> None:
-        """Drop what other code has closed: it may keep memory.
+        """Drop resources that other code has closed, because they may keep memory.
 
-        That takes a while, so up to as many closed resources as open ones may stay.
+        This is slow, so as many closed resources as open ones may stay.
         """
         for resource in tuple(self._held):
             if getattr(resource, "closed", False):
-                # Another thread may do the same.
+                # Another thread may have removed it.
                 with suppress(ValueError):
                     self._held.remove(resource)
         self._enough = max(1, 2 * len(self._held))
@@ -78,9 +78,10 @@ class ResourceStack:
             del failed  # or the exception and this frame refer to each other
 
     def close_with_all_on(self, pd: PD | None) -> None:
-        """Close what was created on a PD of the stack, by other code too, then the stack.
+        """Close what was created on a PD of the stack, even by other code, then the stack.
 
-        What is still open, its parent's close() names; on None there is nothing.
+        If anything stays open, closing its parent raises an error that names it. Without a PD
+        (None), only close the stack.
         """
         with CloseAfterwards(self.close):
             if pd is not None:
@@ -116,7 +117,7 @@ class _ClosedOnError:
 class CloseAfterwards:
     """A context manager that calls a function at the end.
 
-    If the block raises, an RdmaError of that function does not replace what it raised.
+    If the block raises, its exception is not replaced by an RdmaError from the function.
     """
 
     __slots__ = ("_close",)
@@ -141,9 +142,9 @@ class CloseAfterwards:
 
 
 def drop_outstanding(qp: QP) -> None:
-    """Reset a queue pair if necessary.
+    """Reset a queue pair that has outstanding work requests.
 
-    Nothing that an outstanding work request names can be closed.
+    Otherwise the resources that these name cannot be closed.
     """
     with suppress(RdmaError):
         if any(qp.outstanding):
@@ -161,7 +162,7 @@ def refuse_inherited(what: str, pid: int) -> None:
 
 
 class NotCopied:
-    """What can be neither copied nor pickled: dropping the copy would close the original."""
+    """A base class that refuses copy and pickle: dropping a copy would close the original."""
 
     __reduce_ex__ = Resource.__reduce_ex__
 
@@ -169,7 +170,7 @@ class NotCopied:
 class AsyncClosesOnExit:
     """An asynchronous context manager that closes itself."""
 
-    # Of a subclass, as in ClosesOnExit.
+    # Defined by subclasses, as in ClosesOnExit.
     _refuse_inherited: Callable[[], None]
     close: Callable[[], Awaitable[None]]
 
@@ -198,7 +199,7 @@ class ResourceHolder(ClosesOnExit):
         self._stack = ResourceStack()
 
     def close(self) -> None:
-        """Close everything, the latest first; do nothing if that has been done.
+        """Close everything, the latest first; do nothing if it is already closed.
 
         If it was interrupted or failed, call it again: it closes what is still open.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Here, not at the first getaddrinfo(): without memory, Python 3.12 and 3.13 crash in an import.
+# Not at the first getaddrinfo(): Python 3.12 and 3.13 crash in an import that lacks memory.
 import encodings.idna  # noqa: F401
 import errno
 import os
@@ -25,7 +25,7 @@ _REMEDIES = {
     errno.EADDRINUSE: "; give another port, or 0 for a free one",
     errno.EADDRNOTAVAIL: "; give an address of this machine ('ip -br addr')",
 }
-"""What to try where an address cannot be listened on."""
+"""The remedies for addresses that cannot be listened on, by errno."""
 _KEEPALIVE = (
     ("TCP_KEEPIDLE", 15),
     ("TCP_KEEPINTVL", 5),
@@ -87,7 +87,7 @@ def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
         return found[0]
     error = found[0]
     if isinstance(error, socket.gaierror):
-        # The resolver does not say if it had no file descriptors.
+        # The resolver does not report that it lacked file descriptors; creating a socket does.
         try:
             socket.socket().close()
         except OSError as cause:
@@ -234,8 +234,8 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
 def drain(sock: socket.socket) -> None:
     """Shut down sending, and read on for a moment.
 
-    A socket closed with unread bytes discards what it has not yet delivered, and with it the error
-    that its peer should see.
+    Closing a socket with unread bytes discards data that it has not yet delivered, such as the
+    error that the peer should see.
     """
     deadline, left = time.monotonic() + LINGER_S, LINGER_BYTES
     poller = select.poll()

@@ -27,7 +27,7 @@ def test_post_from_within_a_post_goes_first(watched):
 
 
 def in_another_thread(call: Callable[[], Any]) -> None:
-    """Call, and fail if that does not end: an earlier call has kept a lock."""
+    """Call in another thread; fail if the call blocks on a lock that an earlier call has kept."""
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(20)
@@ -57,7 +57,7 @@ def test_post_waits_for_that_of_another_thread(watched):
     entered, leave = threading.Event(), threading.Event()
 
     class Slow(list[Any]):
-        """Keeps the device's call, and so the queue, busy."""
+        """Blocks in the device's call, so that the queue stays busy."""
 
         def append(self, item: Any) -> None:
             super().append(item)

@@ -39,7 +39,7 @@ def test_access_that_the_queue_pair_did_not_grant_ends_with_an_error_completion(
 
 @pytest.mark.parametrize("kind", [rp.Send, rp.RdmaWrite, rp.RdmaRead])
 def test_wrong_lkey_is_a_local_error(connect, kind):
-    """Numbers are passed on, and the device detects it."""
+    """An lkey given as a number is passed on, and the device detects that it is wrong."""
     pair = connect()
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
     pair.a.post_send(pair.wr(kind, rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5), wr_id=1))

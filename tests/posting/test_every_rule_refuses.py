@@ -1,7 +1,7 @@
 """Every rule that refuses a post, provoked on soft0.
 
-Each with its text and with the nearest values that fit: alone, in a list, and prepared, with the
-library's checks and without them.
+Each is provoked alone, in a list, and prepared, with checks and without; its text is checked, and
+the nearest valid values are accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Case(NamedTuple):
         to: what it is posted to: a type of queue pair, or "recv", "srq" or "ops".
         make: makes it.
         says: the text, or a function that makes it from the work request.
-        fits: makes the nearest ones that the checks accept.
+        fits: makes the nearest work requests that the checks accept.
         where: whether it is refused with checks, without, or both.
         alone: whether it is also refused when posted by itself, not in a list.
     """
@@ -502,7 +502,7 @@ CASES = [
         UD,
         lambda s: rp.Send([s.mr[:4096], s.mr[:1]], **s.ud),
         "4097 bytes, but a message on this UD QP holds at most 4096",
-        # The whole of a TSO may be longer: its segments are the messages.
+        # A TSO may be longer than a message: each segment is a message.
         lambda s: [
             rp.Send([s.mr[:4095], s.mr[:1]], **s.ud),
             s.tso(sg_list=[s.mr[:4096], s.mr[:1]], mss=1000),
@@ -922,7 +922,7 @@ def refuses_to_prepare(soft: Soft, case: Case) -> None:
     bad = case.make(soft)
     text = case.text(soft, bad)
     if isinstance(bad, rp.BindMW) and case.rule != "not_a_resource":
-        # If it can be read, it is not prepared at all.
+        # prepare() refuses every BIND_MW that can be read, for this reason.
         text = "a BIND_MW changes the window's key, so it cannot be posted again"
     with pytest.raises(rp.PostError) as caught:
         preparer(soft, case.to)([good, bad, good])
@@ -962,7 +962,7 @@ BY_SGES = {
 
 @each(lambda case: case.where != "unchecked" and can_be_prepared(case) and case.rule in BY_SGES)
 def test_rule_about_sges_refuses_those_of_a_prepared_work_request(soft, case):
-    """With the same text; the list keeps what it had."""
+    """The text is the same; the list keeps its SGEs."""
     bad = case.make(soft)
     wrong, good, count = bad.sg_list, soft.mr[:8], 1
     text = case.text(soft, bad)
@@ -1047,7 +1047,7 @@ _UNSIGNALED = "; if none of them is SIGNALED, no slot is ever freed"
 @provokes("full")
 @pytest.mark.parametrize("to", [RC, "recv", "srq", "ops"])
 def test_full_queue_takes_no_more(soft, to):
-    """ENOMEM, as the man pages have it, and no other refusal has that errno."""
+    """The errno is ENOMEM, as in the man pages, and no other refusal has it."""
     post, outstanding, good = poster(soft, to)
     name = {RC: "max_send_wr", "recv": "max_recv_wr", "srq": "max_wr", "ops": "max_ops"}[to]
     if to == "ops":
@@ -1255,7 +1255,7 @@ def test_prepared_tso_keeps_a_maximum_segment_size(soft):
 
 
 def refused_bind(soft: Soft, mw: Any, mr: Any, *more: Any, **fields: Any) -> str:
-    """Try to bind a type 1 window; return why it cannot be."""
+    """Try to bind a type 1 window; return why the bind is refused."""
     qp = soft.qp(fields.pop("to", RC))
     key = mw.rkey if isinstance(mw, rp.MW) else None
     with pytest.raises(rp.PostError) as caught:
@@ -1305,7 +1305,7 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
 
 
 def test_length_of_0_unbinds_a_window_of_type_1(soft):
-    """The region need only be given: it need not permit the binding."""
+    """A region must be given, but need not permit the binding."""
     mw, plain = soft.window(MWType.TYPE_1), soft.region(64)
     said = f"{plain} was registered without MW_BIND"
     assert refused_bind(soft, mw, plain, plain.addr, 1) == said

@@ -18,7 +18,7 @@ watched = watching.watched
 @pytest.mark.parametrize("error", [Mine("x"), KeyError("x"), MemoryError(), KeyboardInterrupt()])
 @pytest.mark.parametrize("at", ["number", "sge", "property", "iterator", "sg_list"])
 def test_exception_of_the_callers_code_comes_out_unchanged(watched, error, at):
-    """And nothing was posted, whatever precedes it in the list."""
+    """Nothing is posted, whatever precedes it in the list."""
 
     class Odd(rp.RdmaWrite):
         rkey = property(lambda self: raises(error)(), lambda self, value: None)
@@ -121,7 +121,7 @@ def test_type_error_of_an_iterator_propagates(watched):
 
 
 def test_tag_handle_that_cannot_be_set_is_the_callers_error(watched):
-    """By then the receive is on the list, and counted."""
+    """The receive is already on the matching list, and counted as outstanding."""
 
     def refuse(self: Any, value: Any) -> None:
         if value is not None:

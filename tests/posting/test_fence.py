@@ -15,7 +15,7 @@ FENCE = SendFlags.FENCE | SendFlags.SIGNALED
 
 @pytest.fixture
 def patient(connect) -> Pair:
-    """A pair that sends nothing again within a test: rxe loses a fenced request that it does."""
+    """A pair that never retransmits during a test: rxe loses fenced requests that it resends."""
     pair = connect(to=rp.QPState.RESET)
     pair.a.connect(pair.b.endpoint(), timeout=21)
     pair.b.connect(pair.a.endpoint())
@@ -23,7 +23,7 @@ def patient(connect) -> Pair:
 
 
 def test_fence_waits_for_the_reads_before_it(patient):
-    """What was read is what the fenced message carries."""
+    """The fenced message carries the bytes that were read."""
     size, pair = 4096, patient
     for value in range(1, 9):
         pair.theirs.buffer[:size] = bytes([value]) * size

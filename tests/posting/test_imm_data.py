@@ -34,7 +34,7 @@ def test_immediate_data_is_a_number_of_the_host_at_both_ends(connect, qp_type, w
 
 @pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
 def test_completion_without_immediate_data_or_key_has_none(rc, wr_type):
-    """None and not 0, which could have been sent."""
+    """They are None instead of 0, which could have been sent."""
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8], wr_id=7))
     rc.a.post_send(rc.wr(wr_type, rc.mine[:8], wr_id=9))
     done = rc.wait(1 if is_write(wr_type) else 2)

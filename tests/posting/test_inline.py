@@ -72,7 +72,7 @@ def test_inline_ignores_the_lkey(connect, context):
 
 @pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
 def test_inline_longer_than_granted_is_refused(connect, wr_type):
-    """Counted over all SGEs; unchecked the device counts."""
+    """The limit is on the sum of all SGEs; unchecked, the device enforces it."""
     for checked, words in ((True, "bytes inline, but"), (False, "refused")):
         pair = connect(max_inline_data=32, checked=checked)
         most = pair.a.max_inline_data
@@ -102,7 +102,7 @@ def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
         flags = SendFlags.INLINE | SendFlags.SIGNALED
         pair.a.post_send(pair.wr(kind, rp.SGE.from_buffer(data), send_flags=flags))
         data[:] = b"overwritten"
-        data.clear()  # nothing holds it any more
+        data.clear()  # no work request holds it any more
         if kind is rp.RdmaWrite:
             # A message after it shows when a UC write has arrived.
             pair.a.post_send(rp.Send())
@@ -190,7 +190,7 @@ def test_inline_buffer_at_an_illegal_address_is_refused(connect, checked):
 
 
 def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
-    """That of the others in the list is not."""
+    """Memory of the other work requests in the list is not."""
     pair = connect(max_inline_data=64)
     inline, plain = rp.MR(pd, 64), rp.MR(pd, 64)
     wrs = [write_from(pair, inline, 1), write_from(pair, plain, 2), write_from(pair, inline, 3)]

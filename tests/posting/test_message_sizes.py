@@ -27,7 +27,7 @@ def sge_or_none(mr: rp.MR, size: int) -> rp.SGE | tuple[()]:
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @pytest.mark.parametrize("qp_type", CONNECTED)
 def test_message_of_any_number_of_packets_arrives_whole(connect, context, qp_type, packets, more):
-    """And of a byte less, and of one more."""
+    """So does one of a byte less, and one of a byte more."""
     size = max(0, packets * context.query_port(1).active_mtu.bytes + more)
     pair = connect(qp_type, size=size + 1)
     data = pattern(size)
@@ -117,7 +117,7 @@ def test_message_of_2_to_the_31_bytes_arrives(connect, largest, qp_type):
 @pytest.mark.parametrize("kind", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
 @pytest.mark.parametrize("qp_type", CONNECTED)
 def test_more_than_2_to_the_31_bytes_is_refused_by_name(connect, qp_type, kind):
-    """The sum over the SGEs counts; each of these alone would do."""
+    """The sum over the SGEs counts; each of them alone would be valid."""
     pair = connect(qp_type)
     lkey, addr = pair.mine.lkey, pair.mine.addr
     half = rp.SGE(addr, MAX_MSG_SIZE // 2, lkey)

@@ -109,7 +109,7 @@ def straying(stack) -> Any:
 
 @pytest.mark.parametrize("stray", [1, 2, 3, 4, 100, 1 << 31, (1 << 32) - 3, (1 << 32) - 2])
 def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, stray):
-    """After what was posted, and before what is done: a send queue is in order."""
+    """The cookie is of one not posted yet, or of one already done: a send queue is in order."""
     pd = stack.enter_context(rp.PD(straying.context))
     cq = stack.enter_context(rp.CQ(straying.context))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
@@ -260,7 +260,7 @@ def test_queue_is_initialised_once():
 
 
 def test_queue_takes_posts_of_its_owner_only(pair):
-    """Before the first and after."""
+    """Both before and after its owner's first post."""
     wr, unmade = rp.Send(), rp.QP.__new__(rp.QP)
     for _ in range(2):
         for wrong in ((), (pair.a,), (pair.a, wr, wr), (wr, wr), (None, wr)):

@@ -41,7 +41,7 @@ class Entry:
     tag: int = 0
     seen: bool = False
     beside: list[Entry] = field(default_factory=list)
-    """What else its post of a prepared list holds: that is one, until the last of it is done."""
+    """The rest of its prepared list: a post of it holds all regions until the last is done."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -213,7 +213,7 @@ class InOrder(Machine):
         ]
 
     def refused_whole(self, batch: rp.Batch) -> tuple[Any, ...]:
-        # What pytest.raises() gives would keep the work request, and with it the region.
+        # The object from pytest.raises() would keep the work request, and with it the region.
         try:
             batch.post()
         except rp.PostError as error:
@@ -245,7 +245,7 @@ class InOrder(Machine):
 
     @rule()
     def reset(self) -> None:
-        """What has completed by then is reported; nothing else is outstanding."""
+        """Completions that came before the reset are reported; nothing else is outstanding."""
         self.completed += [entry.wr_id for entry in self.model if entry.signaled]
         self.qp.to_reset()
         self.qp.connect(self.qp.endpoint())

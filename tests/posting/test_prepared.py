@@ -531,7 +531,7 @@ def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monk
     rc.a.post_send(write(rc, wr_id=3))
     assert [wc.wr_id for wc in rc.wait()] == [3]
     with rp.PD(context):
-        # What had to wait is closed with the next resource.
+        # Resources whose close was deferred are closed with the next resource.
         rc.mine.close()
 
 
@@ -793,7 +793,7 @@ def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, st
 
 
 class Finder:
-    """A number that finds the list that reads it, and does something with it."""
+    """A number that finds the list that is reading it, and calls a function with that list."""
 
     def __init__(self, act: Callable[[rp.Batch], object]) -> None:
         self.act = act

@@ -1,4 +1,4 @@
-"""retry_cnt and rnr_retry: when a request that is not answered is given up."""
+"""retry_cnt and rnr_retry: when the sender gives up an unanswered request."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_work_requests_may_have_max_sge_sges(connect):
 
 
 def test_sge_of_length_0_is_refused_wherever_it_stands(connect):
-    """Some devices take it as 2^31 bytes; the error says so, and what to do instead."""
+    """Some devices interpret it as 2^31 bytes; the error says so, and what to do instead."""
     pair = connect()
     words = r"an SGE of length 0 means 2\^31 bytes to some devices; give an empty sg_list"
     empty = pair.mine[8:8]

@@ -77,7 +77,7 @@ SAMPLES: dict[str, Any] = {
 
 
 def sample(error_type: type[BaseException]) -> BaseException:
-    """Make one, as the package does, and add what anyone may add to an exception."""
+    """Create an exception, as the package does, and add attributes and notes, as any code may."""
     if not inspect.isfunction(error_type.__init__):
         made = error_type("what happened")
     else:

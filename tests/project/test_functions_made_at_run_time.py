@@ -1,4 +1,4 @@
-"""What the code that verbs and their devices run may not do."""
+"""Code that verbs and their devices run creates no functions, and in some folders no generators."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def goes_through_enum(node: ast.AST) -> bool:
 
 
 class Finder(ast.NodeVisitor):
-    """Finds what makes a function, and generators if they are forbidden too."""
+    """Finds code that creates a function, or a generator if these are forbidden too."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,7 +80,7 @@ class Finder(ast.NodeVisitor):
 def test_no_function_is_made_at_run_time(path: pathlib.Path) -> None:
     """CPython 3.12 and 3.13 crash if there is no memory for one: use lists, and methods.
 
-    Calls of generator and coroutine functions make none, and raise MemoryError.
+    Calling a generator or coroutine function creates none, and raises MemoryError.
     """
     finder = Finder(path.relative_to(PACKAGE).as_posix())
     finder.visit(ast.parse(path.read_text()))

@@ -27,7 +27,7 @@ def test_address_handle_needs_a_port_and_a_gid(pd, context):
 
 
 def test_source_gid_that_the_port_lacks_is_named(pd, context):
-    """Beyond the table's end with the table's length, or else with the valid indices."""
+    """Beyond the table the error has the table's length, otherwise the valid indices."""
     gid, length = context.choose_gid().gid, context.query_port(1).gid_tbl_len
     words = (
         f"^sgid_index=200 is not in 0..{length - 1}, the GID table of {context.name} port 1$"
@@ -161,7 +161,7 @@ SRC, DST = rp.GID("fe80::1"), rp.GID("fe80::2")
 
 
 def test_address_handle_cannot_be_altered(connect):
-    """Posted or not, it goes where it was made for; another path needs another handle."""
+    """Its path cannot change, posted or not; another path needs another handle."""
     ah = connect(QPType.UD).ah
     for name, value in (("sl", 1), ("dgid", SRC), ("port_num", 2)):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -24,7 +24,7 @@ class Server:
         self.qp.post_recv(self.receive)
 
     def request(self, data: bytes) -> tuple[rp.WC, rp.Datagram]:
-        """Have a send to b; return the completion of b's receive, and what it received."""
+        """Send from a to b; return the completion of b's receive, and the received bytes."""
         pair = self.pair
         pair.mine.buffer[: len(data)] = data
         pair.a.post_send(pair.send(pair.mine[: len(data)], wr_id=6))
@@ -50,7 +50,7 @@ def server(connect: Connect) -> Server:
 
 
 def test_answer_reaches_the_sender(server: Server) -> None:
-    """The program of a server that knows nothing but what arrived."""
+    """The server knows nothing but what arrived."""
     wc, datagram = server.request(b"question")
     assert datagram.payload == b"question"
     with rp.AH.from_wc(server.pair.pd, wc, datagram.grh) as ah:

@@ -325,7 +325,7 @@ def test_descriptor_reused_by_another_cq_is_watched_again(rc, context):
 
 
 def test_event_that_no_task_waits_for_wakes_the_loop_once(rc):
-    """It would else find the descriptor readable again and again."""
+    """Otherwise it would find the descriptor readable again and again."""
 
     async def main():
         turns = 0
@@ -489,7 +489,7 @@ def test_a_receive_that_is_posted_late_is_used(connect):
 
 
 def test_close_while_a_task_begins_to_wait_is_a_closed_error(context: rp.Context) -> None:
-    """Also between its look at the descriptor and the event loop's."""
+    """Also between the task's check of the descriptor and the event loop's."""
 
     async def consume(cq: rp.CQ) -> None:
         while True:

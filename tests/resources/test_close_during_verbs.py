@@ -53,7 +53,7 @@ def _switch_often() -> Iterator[None]:
 
 
 def made(context: rp.Context) -> dict[str, Any]:
-    """What the verbs below are called on, besides the resource being closed."""
+    """The objects that the verbs below use, besides the resource being closed."""
     pd, cq = rp.PD(context), rp.CQ(context)
     ud = rp.QP(pd, QPType.UD, cq)
     return {"pd": pd, "cq": cq, "ud": ud, "way": ud.path_to(ud.endpoint())}
@@ -147,7 +147,7 @@ def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
             try:
                 thing.close()
             except rp.InUseError:
-                # They keep making children on it: it is closed once they stop.
+                # Other threads keep creating children on it, so it is closed once they stop.
                 refused[0] = thing
                 assert time.monotonic() < end, f"not closed in round {number}"
     with turn:
@@ -242,7 +242,7 @@ def test_verb_while_another_thread_closes_raises_closed_error_at_once(context, k
 
 
 def test_close_that_waits_can_be_interrupted():
-    """The resource is open again then."""
+    """After the interrupt the resource is open again."""
     thing = Thing("pd")
     inside, go = threading.Event(), threading.Event()
 

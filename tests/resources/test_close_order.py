@@ -318,7 +318,7 @@ def test_garbage_that_the_device_keeps_raises_no_error():
 
 
 class Fails:
-    """Fails so often, each time with the next number, and not again."""
+    """Fails a number of times, each time with the next number."""
 
     def __init__(self, error: Callable[[int], BaseException], times: int) -> None:
         self.error, self.times, self.calls = error, times, 0
@@ -345,7 +345,7 @@ def test_what_is_gone_is_closed_whatever_is_raised_while_it_is_forgotten(times):
     assert thing.closed
     assert forget.calls == times + 1 if times < 100 else 10 < forget.calls < 30
     parent.close()
-    # Only what is not forgotten yet is left to the next close().
+    # The next close() handles only what is not forgotten yet.
     while forget.calls <= times:
         with pytest.raises(LookupError):
             thing.close()
@@ -363,7 +363,7 @@ def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
     gc.collect()
     assert refuses.calls == 2
     assert alive() is not None
-    # Its next user closes it in vain again, which is not reported again.
+    # Its next user's close fails again, which is not reported again.
     refuses.times = 4
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

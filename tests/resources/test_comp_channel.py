@@ -37,7 +37,7 @@ def test_an_event_names_the_cq_that_has_completions(context, pd, channel, cq, mr
     near.post_send(rp.Send(mr[0:8]))
     assert channel.get_cq_event(5) is busy
     assert [wc.wr_id for wc in busy.poll()] == [3]
-    # One event for one request; nothing was asked for again.
+    # One event for one request; no other was requested.
     assert channel.get_cq_event(0) is None
 
 
@@ -63,7 +63,7 @@ def test_solicited_only_wakes_for_solicited_messages_alone(context, pd, channel,
     near.post_send(rp.Send(mr[0:8], send_flags=SendFlags.SIGNALED | SendFlags.SOLICITED))
     assert channel.get_cq_event(5) is far_cq
     assert [wc.wr_id for wc in far_cq.poll()] == [0, 1]
-    # It was asked for one event.
+    # One event was requested.
     far.post_recv(rp.RecvWR(mr[64:128]))
     near.post_send(rp.Send(mr[0:8], send_flags=SendFlags.SIGNALED | SendFlags.SOLICITED))
     cq.wait(2)

@@ -142,7 +142,7 @@ def test_region_that_was_posted_before_it_was_made_can_be_closed(rc, pd):
 def _no_such_vector(context: rp.Context) -> None:
     struct = context._open_struct()
     with pytest.MonkeyPatch.context() as patch:
-        # Else it is refused before the device is asked.
+        # Otherwise it is refused before the device is called.
         patch.setattr(struct, "num_comp_vectors", (1 << 20) + 1)
         rp.CQ(context, comp_vector=1 << 20)
 
@@ -176,7 +176,7 @@ def test_interrupt_of_a_constructor_leaves_nothing_open_however_long_it_is_kept(
 
 
 def test_public_attributes_of_a_resource_cannot_be_set(made):
-    """What closes it relies on them."""
+    """close() relies on them."""
     thing, _ = made
     public = [name for name in _slots(type(thing)) if not name.startswith("_")]
     assert public or type(thing) is rp.XRCD

@@ -35,7 +35,7 @@ def at_once(attempt: Callable[[], float]) -> bool:
 
 
 def idle(attempt: Callable[[], object]) -> bool:
-    """Return whether something takes next to nothing of what it could have of a processor."""
+    """Return whether a call uses almost no CPU time."""
     for _ in range(TRIES):
         began, used = time.monotonic(), time.process_time()
         attempt()
@@ -106,7 +106,7 @@ WAITS = {
 
 @pytest.fixture(params=WAITS)
 def source(request, context, stack) -> Iterator[tuple[Any, Callable[[Any, float | None], Any]]]:
-    """What makes something to wait for, and how that is waited for."""
+    """How to cause an event, and how to wait for it."""
     make, wait = WAITS[request.param]
     return lambda: stack.enter_context(make(context)), wait
 
@@ -153,7 +153,7 @@ def test_thread_that_waits_sleeps(source):
 
 
 def test_event_that_wakes_a_wait_is_taken_off_the_channel(rc):
-    """Else no other wait would sleep."""
+    """Otherwise no other wait would sleep."""
 
     def attempt() -> bool:
         waiter = Waiter(lambda: rc.cq.wait(1, LIMIT))
@@ -552,7 +552,7 @@ def test_completions_that_are_put_back_wake_their_waiters(rc, vain):
         for _ in range(vain):
             rc.cq._poller.put_back(found)
             found = rc.cq.poll()
-            if not found:  # It was faster.
+            if not found:  # The other thread was faster.
                 assert len(waiter.end()) == 1
                 return AT_ONCE
             time.sleep(0.02)

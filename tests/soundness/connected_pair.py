@@ -1,4 +1,4 @@
-"""What the tests here act on: a device with two connected queue pairs, new ones for each."""
+"""A device with two connected queue pairs, created for each test."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def open_files() -> set[str]:
 
 
 def left_on_soft0() -> int:
-    """Return how many objects the soft device has, which refuses no close for their sake."""
+    """Return how many objects soft0 has: it closes even if some are left."""
     return len(objects)
 
 
 class Memory(bytearray):
-    """A bytearray whose end can be seen with a weakref."""
+    """A bytearray that a weakref can observe."""
 
     __slots__ = ("__weakref__",)
 
@@ -43,11 +43,11 @@ class Rig:
     """A device, a domain, a CQ, a region, and two RC queue pairs connected to each other.
 
     Attributes:
-        context, pd, cq, mr, a, b: they; both queue pairs complete on ``cq``.
-        memory: what the region is of.
-        more: what a test has made besides; closed first, the latest first.
-        found: completions that a test has taken.
-        rows: where a test takes them as rows; no completion has the bytes that are there at first.
+        context, pd, cq, mr, a, b: the resources; both queue pairs complete on ``cq``.
+        memory: the region's memory.
+        more: other resources that a test created; closed first, the latest first.
+        found: completions that a test has polled.
+        rows: the buffer for completions polled as rows; its initial bytes match no completion.
     """
 
     def __init__(self, device: str = "soft0", **options: Any) -> None:
@@ -88,7 +88,7 @@ class Rig:
         return rp.RecvWR(self.mr[3072:3080], wr_id=number)
 
     def drain(self) -> None:
-        """Take what completes of what is outstanding in a's send queue; all of it must."""
+        """Poll until everything outstanding in a's send queue has completed."""
         deadline = time.monotonic() + LIMIT
         while True:
             self.found += self.cq.poll()
@@ -101,7 +101,7 @@ class Rig:
         self.found += self.cq.poll()
 
     def drain_receives(self) -> None:
-        """Take what is outstanding in b's receive queue with messages; all of it must complete."""
+        """Send messages until all of b's outstanding receives have completed."""
         left = self.b.outstanding.recv
         for _ in range(left):
             self.a.post_send(rp.Send(self.mr[:8], wr_id=900))
@@ -130,7 +130,7 @@ class Rig:
         assert self.mr.buffer[1000] == 1, "a fresh write has not arrived"
 
     def close(self) -> None:
-        """Close everything; raise where something cannot be closed, or has left a descriptor."""
+        """Close everything; fail if something cannot be closed or leaves a descriptor open."""
         for thing in self.more[::-1]:
             thing.close()
         self.more.clear()
@@ -139,7 +139,7 @@ class Rig:
             assert qp.outstanding == (0, 0), f"{qp.outstanding} after a reset"
             qp.close()
         self.mr.close()
-        # No view of it is left.
+        # A bytearray can be resized only if no view of it is left.
         self.memory += b"resized"
         gc.collect()
         self.cq.close()
@@ -169,7 +169,7 @@ def thread(target: Callable[[], object]) -> Iterator[list[BaseException]]:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Wait until something is so."""
+    """Wait until a condition is true."""
     deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {LIMIT:g} s"

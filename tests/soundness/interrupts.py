@@ -26,11 +26,11 @@ ENOUGH = 4
 
 
 class Interrupted(Exception):
-    """What a handler raises that is no KeyboardInterrupt; no OSError, no error of the library's."""
+    """A handler's exception: not a KeyboardInterrupt, an OSError or an error of the library."""
 
 
 class TooLong(BaseException):
-    """What a moment needs is not done in time."""
+    """A moment took longer than its time limit."""
 
 
 class Moment:
@@ -111,9 +111,9 @@ def interrupt_at_each_moment(
     """Act once for each moment of it, with a signal that comes there; check each time.
 
     Args:
-        make: makes what is acted on, once for each moment.
+        make: creates what is acted on, once for each moment.
         act: what is interrupted.
-        check: raises where something is wrong afterwards; it has to close what make made.
+        check: raises if something is wrong afterwards; it must close what make returned.
         handler: what the signal's handler raises; or a function that it calls and that raises
             nothing.
         max_moments: how many moments to try: all, or so many of them at equal distances.
@@ -141,7 +141,7 @@ def interrupt_at_each_moment(
         signal.SIGALRM: signal.signal(signal.SIGALRM, overdue),
     }
     collects = gc.isenabled()
-    gc.disable()  # So that the moments are the same in each run.
+    gc.disable()  # The moments must be the same in each run.
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     failures: list[str] = []
     tried = 0
@@ -151,7 +151,7 @@ def interrupt_at_each_moment(
         check(things, Moment())
         del things
         step = max(1, -(-count // max_moments))
-        # Where they are not all tried, the first and the last are.
+        # If not all are tried, try the first and the last.
         for at in sorted({*range(1, count + 1, step), count}):
             things = make()
             current[:] = [things]

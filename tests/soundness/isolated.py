@@ -50,7 +50,7 @@ def isolated(
     Args:
         timeout: seconds; the process ends by then, with the stacks of its threads.
         warnings: what Python is to do with warnings (-W).
-        silent: nothing may be written to standard error.
+        silent: fail if anything is written to standard error.
         env: variables of its environment.
     """
 
@@ -83,7 +83,7 @@ def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tup
         The exit status, negative for a signal; standard output; standard error.
     """
     with subprocess.Popen(
-        # -P: what is installed is tested, whatever the current directory holds.
+        # -P: test the installed package, not one in the current directory.
         [sys.executable, "-P", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

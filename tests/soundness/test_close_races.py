@@ -36,7 +36,7 @@ def _ud(rig: Rig) -> rp.QP:
 
 
 def _made(make: Callable[[], Any]) -> None:
-    """Make a resource and give it back; what has been made may be used until then."""
+    """Create a resource and close it; another thread may use it meanwhile."""
     make().close()
 
 
@@ -143,7 +143,7 @@ def _tolerant(post: Callable[[], object]) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
 def test_verb_racing_a_close_raises_closed_error(verb, device):
-    """In an ordinary thread; close goes through, or says what is in the way."""
+    """The close succeeds, or its error names what uses the resource."""
     sys.setswitchinterval(1e-6)
     rig = Rig(device)
     if verb == "bind_mw" and not rig.context.attr.device_cap_flags & rp.DeviceCap.MEM_WINDOW:
@@ -188,7 +188,7 @@ def test_verb_racing_a_close_raises_closed_error(verb, device):
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
 def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
-    """It waits for the verb or comes before it; the verb goes through or says that it is closed."""
+    """The close waits for the verb or precedes it; the verb succeeds or raises ClosedError."""
     make_one, use_of = VERBS[verb]
 
     def make() -> Rig:
@@ -212,7 +212,7 @@ def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
 
         rig.closers.append(threading.Thread(target=run, daemon=True))
         rig.closers[0].start()
-        # It may have to wait until the verb returns.
+        # The close may wait until the verb returns.
         rig.closers[0].join(0.02)
 
     def act(rig: Any) -> None:
@@ -242,7 +242,7 @@ def test_close_at_any_moment_of_another_threads_verb_waits_or_wins(verb, soft):
 def test_field_that_closes_the_address_handle_of_its_post_causes_no_post_of_a_destroyed_one(
     field, device
 ):
-    """Whenever it is read; the work request before it names the handle too."""
+    """Whichever read of the field closes it; the work request before it names the handle too."""
     rig = Rig(device)
     sender, receiver = _ud(rig), _ud(rig)
     for turn in range(1, 7):
@@ -332,7 +332,7 @@ def test_copying_a_resource_is_refused_and_names_its_type(type_name, device):
 
 @isolated(silent=True, timeout=60)
 def test_prepare_racing_a_close_of_its_resources_leaves_no_list_open(device):
-    """A refusal names the lists that there are; a closed queue pair leaves none of them open."""
+    """A refused close names the open lists; closing the queue pair closes them."""
     end = time.monotonic() + SECONDS
     for _ in range(ROUNDS):
         rig = Rig(device)
@@ -501,7 +501,7 @@ def test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return(count, 
 
 @isolated(silent=True, timeout=20)
 def test_close_within_another_waits_for_a_thread_that_closes_the_same_resource(device):
-    """That thread waits for no close, so it comes to its end."""
+    """The other thread waits for no close, so its close ends."""
     rig = Rig(device)
     inside, go = threading.Event(), threading.Event()
     inner, outer = _nested(rig), _nested(rig)

@@ -1,6 +1,6 @@
-"""What gc.get_objects() and frames show of the library's inside may be read and spoiled.
+"""Code may read and alter internals of the library that gc.get_objects() and frames expose.
 
-The library may then lose completions or raise anything, but the process goes on.
+The library may then lose completions or raise any exception, but must not crash.
 """
 
 from __future__ import annotations

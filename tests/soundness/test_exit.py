@@ -154,7 +154,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
                 self.rig.mr.close()
                 self.rig.cq.poll()
             except Exception as error:
-                # What is closed by then says so.
+                # A resource that is already closed, or still in use, raises these.
                 if type(error).__name__ not in ("ClosedError", "InUseError"):
                     exit(3)  # type: ignore[operator]
 
@@ -163,7 +163,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
 
 @pytest.mark.parametrize("others", ["wait", "post"])
 def test_finalizer_at_exit_does_not_retry_a_close_that_the_device_refused(others):
-    """Threads are gone by then, in the middle of waits and posts, and with their locks."""
+    """Threads were stopped in the middle of waits and posts, and still hold their locks."""
     program = OPEN + KEPT_BUSY + OTHERS[others] + "time.sleep(0.3)"
     status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, HERE, HERE.parent], 60, {})
     assert (status, out) == (0, "nothing happened\n")

@@ -26,7 +26,7 @@ from rdmapost.resources.resource import open_handles
 
 
 def _victims(rig: Rig) -> dict[str, Any]:
-    """Make what a finalizer may close: nothing of it is in the way of the rest."""
+    """Create resources that a finalizer may close; none of them depends on another."""
     qp = rig.queue_pair()
     qp.to_init()
     qp.post_recv([rig.receive(1), rig.receive(2)])
@@ -40,7 +40,7 @@ def _victims(rig: Rig) -> dict[str, Any]:
 
 
 class Nested:
-    """What is done in the middle of a verb, and what of it is still to complete."""
+    """An action in the middle of a verb, and the completions still expected from it."""
 
     def __init__(self, rig: Rig, does: str) -> None:
         self.rig, self.does = rig, does
@@ -88,7 +88,7 @@ def _finish(rig: Rig, nested: Nested, wr_ids: list[int]) -> None:
 @pytest.mark.parametrize("name", ["mr", "cq", "qp", "srq"])
 @isolated(silent=True, timeout=30)
 def test_resource_dropped_near_the_recursion_limit_is_closed_later(name, soft):
-    """Closing it takes frames that there are none left for: it comes later."""
+    """There are no frames left for closing it, so the close is deferred."""
     rig = Rig(soft)
     for room in range(1, 40):
         box = [_victims(rig)[name]]
@@ -115,7 +115,7 @@ def _deep(frames: int, call: Callable[[], object]) -> object:
 
 @isolated(warnings="ignore", timeout=60)
 def test_dropping_all_resources_near_the_recursion_limit_does_not_hang(soft):
-    """Nothing is tried again forever where no frame goes."""
+    """No close is retried forever when there is no frame left for it."""
     sys.unraisablehook = lambda _: None
     sys.setrecursionlimit(220)
     for depth in range(140, 219):
@@ -132,7 +132,7 @@ def test_dropping_all_resources_near_the_recursion_limit_does_not_hang(soft):
 
 @isolated(warnings="ignore", timeout=60)
 def test_poll_near_the_recursion_limit_keeps_pending_retries(soft):
-    """The device tries again what a receive was lacking for, on a thread with frames left."""
+    """A thread with frames left makes the device retry a send that found no receive."""
     logging.disable(logging.CRITICAL)
     with rp.open_device(soft) as context:
         for room in range(1, 25):
@@ -153,7 +153,7 @@ def test_poll_near_the_recursion_limit_keeps_pending_retries(soft):
 
 @isolated(silent=True, timeout=15)
 def test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait(soft):
-    """Also one without a timeout; then it is closed."""
+    """Even a wait without a timeout; then the resource is closed."""
     rig = Rig(soft)
     cq, channel = rp.CQ(rig.context), rp.CompChannel(rig.context)
     for thing, wait in (
@@ -365,7 +365,7 @@ class Cycle:
 @pytest.mark.parametrize("verb", ["poll", "post", "inline", "wait", "prepared", "recv", "make"])
 @isolated(silent=True, timeout=30)
 def test_garbage_collector_within_a_verb_may_close_post_and_poll(verb, device):
-    """At every allocation: what is garbage has queue pairs, regions and finalizers."""
+    """The collector runs at every allocation, and finds queue pairs, regions and finalizers."""
     rig = Rig(device, max_send_wr=512, max_recv_wr=512)
     wrs = [rig.write(number) for number in range(4)]
     inline = [rig.write(number, send_flags=INLINE) for number in range(4)]
@@ -437,7 +437,7 @@ def test_what_the_collector_finds_in_a_waiting_thread_can_be_closed_by_another(s
 
     drop()
     gc.set_threshold(1, 1, 1)
-    # The first of the two that the thread waits for; it collects as it wakes.
+    # The thread waits for two completions; the first wakes it, and it collects garbage.
     waiting.a.post_send(waiting.write())
     gc.enable()
     end = time.monotonic() + 0.3
@@ -519,7 +519,7 @@ def test_collector_may_finalize_in_the_middle_of_the_first_use_of_a_verb(
 
 @pytest.mark.parametrize("kind", ["CompChannel", "CQ", "QP"])
 def test_constructor_that_another_thread_closes_says_so(context: rp.Context, kind: str) -> None:
-    """It reads nothing of a struct that is gone."""
+    """It reads no struct that has been destroyed."""
     before, latest, ended = sys.getswitchinterval(), list[Any](), threading.Event()
 
     def close() -> None:

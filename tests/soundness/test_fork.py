@@ -38,12 +38,12 @@ def ended(pid: int, seconds: float = LIMIT) -> int:
 
 
 def finish(status: int = 0) -> NoReturn:
-    """End the child as a program ends, with all that Python does then."""
+    """End the child as a program ends, with the interpreter's own clean-up."""
     sys.exit(status)
 
 
 def everything(rig: Rig) -> dict[str, Callable[[], object]]:
-    """Return each use that there is of what a rig has."""
+    """Return every operation on the resources of a rig."""
     rp_, to = rp, {"remote_addr": rig.mr.addr, "rkey": rig.mr.rkey}
     srq = rp.SRQ(rig.pd)
     channel = rp.CompChannel(rig.context)
@@ -145,7 +145,7 @@ def test_use_in_a_forked_child_names_the_owner_and_the_remedy(device):
     with os.fdopen(read) as said:
         wrong = said.read()
     status = ended(child)
-    # The parent has it all.
+    # The parent still has everything.
     done = rig.cq.wait(3, 2)
     assert [wc.check().wr_id for wc in done] == [1, 2, 3]
     assert not wrong, f"in the child:\n{wrong}"
@@ -272,7 +272,7 @@ def test_forked_child_exits_promptly_whatever_other_threads_were_doing(ending, d
                 finish()
             elif ending == "close":
                 for thing in (batch, other, rig.a, rig.b, rig.mr, rig.cq, rig.pd, rig.context):
-                    # Nothing to be given back here; or it is said that it is another's.
+                    # Closing is a no-op, or raises an error that names the parent.
                     try:
                         thing.close()
                     except rp.RdmaError:
@@ -369,7 +369,7 @@ def test_pool_of_forked_processes_can_open_its_own_devices(soft):
         pool.close()
         pool.join()
     rig.works()
-    # The pool's pipes go with it, sometime.
+    # The pool's pipes may be closed later.
     rig.files |= open_files()
     rig.close()
 
@@ -426,7 +426,7 @@ def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb
         rig: Any = Rig(soft)
         rig.more.append(rig.queue_pair())
         rig.a.post_send(rp.Send(rig.mr[:8], wr_id=5))
-        # There is no receive: by then the device is to try again, which the next verb does.
+        # The peer has no receive: after this time the next verb makes the device retry the send.
         time.sleep(0.002)
         return rig
 
@@ -471,7 +471,7 @@ class Slow(rp.PD):
 @pytest.mark.parametrize("busy", ["in a verb", "closing"])
 @isolated(silent=True, timeout=20)
 def test_waiting_close_returns_in_the_child_of_a_forking_handler(busy, device):
-    """The thread is not there; and the child gives back nothing of its parent's."""
+    """The child lacks the thread that the close waits for, and destroys nothing of its parent's."""
     parent = os.getpid()
     rig = Rig(device)
     pd = Slow(rig.context)
@@ -507,7 +507,7 @@ def test_waiting_close_returns_in_the_child_of_a_forking_handler(busy, device):
 
 @isolated(silent=True, timeout=20)
 def test_child_forked_before_a_destroy_leaves_it_to_the_parent():
-    """A driver would carry out that of the child too."""
+    """A driver would execute the child's destroy too."""
     parent = os.getpid()
     destroyed: list[int] = []
 
@@ -558,7 +558,7 @@ thread.join(20)
 
 def test_child_forked_while_a_thread_opens_the_first_device_can_open_one() -> None:
     done = subprocess.run(
-        # -P: what is installed is tested, whatever the current directory holds.
+        # -P: test the installed package, not one in the current directory.
         [sys.executable, "-P", "-W", "ignore", "-c", LOADING],
         capture_output=True,
         text=True,

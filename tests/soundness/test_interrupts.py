@@ -209,7 +209,7 @@ def test_interrupted_close_of_several_resources_can_be_repeated(what, soft):
 
     def check(things: tuple[Any, contextlib.ExitStack], _: Moment) -> None:
         things[0].close()
-        # A context refuses to be closed before what is open on it.
+        # A context cannot be closed while anything on it is open.
         things[1].close()
         assert not open_files() - files
 
@@ -219,7 +219,7 @@ def test_interrupted_close_of_several_resources_can_be_repeated(what, soft):
 @pytest.mark.parametrize("verb", ["prepare", "prepare_recv"])
 @isolated(silent=True)
 def test_handler_that_closes_a_queue_pair_during_prepare_may_close_the_region_too(verb, soft):
-    """So it may at any moment of it; the list ends with a ClosedError, or has been closed."""
+    """At any moment of prepare(), which then raises ClosedError or returns a closed list."""
 
     def make() -> Rig:
         rig = Rig(soft)
@@ -478,7 +478,7 @@ def _post_rig(how: str, device: str) -> Any:
 @pytest.mark.parametrize("how", POSTS)
 @isolated(silent=True)
 def test_interrupted_post_counts_as_outstanding_what_the_device_has(how, raises, soft):
-    """And all of that completes."""
+    """All of it completes."""
     interrupt_at_each_moment(
         lambda: _post_rig(how, soft),
         lambda rig: rig.post(),
@@ -595,7 +595,7 @@ class Shared(Rig):
         return [wc.wr_id for wc in self.found if wc.qp_num == self.to.qp_num]
 
     def drain_shared(self) -> None:
-        """Take what completes of the messages that were sent; all receives of the SRQ must."""
+        """Poll until all receives of the SRQ have completed."""
         deadline = time.monotonic() + LIMIT
         while True:
             self.found += self.cq.poll()
@@ -643,7 +643,7 @@ def test_interrupted_post_to_an_srq_counts_as_outstanding_what_the_device_has(
 
 @isolated(silent=True)
 def test_interrupted_post_of_tag_operations_counts_as_outstanding_what_the_device_has(soft):
-    """Operations that went in complete, and their entries can be removed."""
+    """Accepted operations complete, and their entries can be removed."""
 
     def make() -> Rig:
         rig = Rig(soft)
@@ -702,7 +702,7 @@ TAKES = {
 @pytest.mark.parametrize("how", TAKES)
 @isolated(silent=True)
 def test_interrupted_poll_or_wait_loses_no_completion(how, raises, soft):
-    """Each comes once: from the poll that was interrupted, or from the next."""
+    """Each is returned once: by the interrupted poll, or by the next one."""
 
     def make() -> Rig:
         rig = Rig(soft)
@@ -736,7 +736,7 @@ def test_interrupted_poll_or_wait_loses_no_completion(how, raises, soft):
 @pytest.mark.parametrize("raises", RAISES)
 @isolated(silent=True)
 def test_interrupted_poll_of_shared_receives_loses_no_completion(raises, soft):
-    """All of a batch of 64 come, whenever the interrupt came."""
+    """All of a batch of 64 are returned, whenever the interrupt arrives."""
 
     def make() -> Shared:
         rig = Shared(soft)
@@ -754,7 +754,7 @@ def test_interrupted_poll_of_shared_receives_loses_no_completion(raises, soft):
 
 @isolated(silent=True)
 def test_polls_interrupted_at_random_lose_no_shared_receive(soft):
-    """The timer's come in between, too, while one batch after another is polled."""
+    """The timer's interrupts also arrive between the moments tried above, in batch after batch."""
     rig = Shared(soft)
     sent = 0
 
@@ -862,12 +862,12 @@ def test_signal_handler_may_poll_and_post_within_any_verb(verb, nested, soft):
 
     def act(rig: Rig) -> None:
         with contextlib.suppress(rp.WaitTimeout):
-            # Or the handler has polled them.
+            # The handler may have polled them.
             VERBS[verb](rig)
 
     def handle(rig: Rig) -> None:
         if verb == "modify":
-            # In ERR a post is taken or refused.
+            # In ERR a post may be accepted or refused.
             with contextlib.suppress(rp.PostError):
                 NESTED[nested](rig)
         else:
@@ -881,7 +881,7 @@ def test_signal_handler_may_poll_and_post_within_any_verb(verb, nested, soft):
 @pytest.mark.parametrize("verb", VERBS)
 @isolated(silent=True, timeout=30)
 def test_signal_handler_may_close_within_any_verb(verb, soft):
-    """Then or later, the verb goes through or says that it is closed, and all can be closed."""
+    """The close happens then or later; the verb succeeds or raises ClosedError."""
 
     def act(rig: Rig) -> None:
         try:
@@ -903,7 +903,7 @@ def test_signal_handler_may_close_within_any_verb(verb, soft):
 
 
 def _ordered_rig(device: str, waits: str) -> Rig:
-    """Make one with a list that is prepared, and a device that has something else to look at."""
+    """Create a rig with a prepared list, on a device that has other work pending."""
     rig = Rig(device)
     rig.mr.buffer[16:24] = b"original"
     rig.other = rp.MR(rig.pd, bytearray(b"another."), ALL)  # type: ignore[attr-defined]
@@ -912,14 +912,14 @@ def _ordered_rig(device: str, waits: str) -> Rig:
     )
     rig.posts = []  # type: ignore[attr-defined]
     if waits == "fault":
-        # It never comes.
+        # The fault never happens.
         rig.context.faults.fail_post(5, after=1 << 40)
     else:
         qps = rig.queue_pair(), rig.queue_pair()
         rig.more += qps
         for qp, peer in (qps, qps[::-1]):
             qp.connect(peer.endpoint(), rnr_retry=7)
-        # There is no receive: it is tried again and again.
+        # The peer has no receive, so the device keeps retrying the send.
         qps[0].post_send(rp.Send(rig.mr[:8], wr_id=77))
     return rig
 
@@ -949,7 +949,7 @@ IN_THE_MIDDLE = {"changes-list": _change_and_post_list, "posts": _post_another}
 @pytest.mark.parametrize("outer", ["list", "plain"])
 @isolated(silent=True, timeout=60)
 def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, waits, soft):
-    """What it changes and posts comes after what was being posted, which is as it was."""
+    """The interrupted post is unchanged; what the handler posts follows it."""
     tried = []
 
     def act(rig: Any) -> None:
@@ -1085,7 +1085,7 @@ def test_ctrl_c_ends_a_polling_program_as_interrupted(verb):
         ) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "polls\n"
-            time.sleep(0.001 * number)  # So that they come at other moments.
+            time.sleep(0.001 * number)  # Interrupt each time at another moment.
             process.send_signal(signal.SIGINT)
             try:
                 _, err = process.communicate(timeout=30)

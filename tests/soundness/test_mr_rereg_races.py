@@ -23,7 +23,7 @@ SECONDS = 0.8 * TIMES
 
 
 def _can(mr: rp.MR) -> bool:
-    """Whether the device has it; then the region has moved."""
+    """Return whether the device supports rereg; if so, the region has moved."""
     with contextlib.suppress(rp.UnsupportedError):
         mr.rereg(memory=mr.length)
         return True
@@ -57,14 +57,14 @@ def test_posts_race_with_a_region_that_moves(device):
                     texts.add(str(error))
                 done = rig.cq.wait() if rig.a.outstanding.send else ()
                 if any(wc.status is not rp.WCStatus.SUCCESS for wc in done):
-                    # The slice was of before, and the post of after.
+                    # The region moved between the slice and the post.
                     for qp in (rig.a, rig.b):
                         qp.to_reset()
                     rig.a.connect(rig.b.endpoint(), rnr_retry=1)
                     rig.b.connect(rig.a.endpoint(), rnr_retry=1)
         assert moved
         assert posted
-        # Nothing else is refused.
+        # No other error may be raised.
         allowed = ("another thread is re-registering", "lies outside")
         assert all(any(words in text for words in allowed) for text in texts), texts
     rig.cq.poll()
@@ -141,7 +141,7 @@ def test_close_races_with_a_region_that_moves(device):
 
 @isolated()
 def test_close_all_races_with_regions_that_are_registered_again():
-    """It closes the region too, whatever the moment."""
+    """close_all() closes the region too, at any moment of rereg."""
     for _ in range(15):
         context = rp.open_device("soft0")
         mr = rp.MR(rp.PD(context), 4096)
@@ -166,7 +166,7 @@ def test_close_all_races_with_regions_that_are_registered_again():
 
 @isolated(silent=True)
 def test_interrupted_rereg_has_happened_or_not(soft):
-    """Whatever moment an exception comes at, the region is whole: one of the two."""
+    """At whatever moment an exception comes, the region is entirely the old or the new one."""
     import signal
 
     class Stop(Exception):

@@ -1,4 +1,4 @@
-"""Memory stays with whom a key leads to: under windows, and where deregistering fails."""
+"""Memory behind a valid key is kept: under windows, and if deregistering fails."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_queue_pair_that_waits_for_its_window_survives_an_interrupted_close_of_i
         qp.post_recv(rp.RecvWR(mr[:8]))
         bind_start(qp, cq, mw, mr)
         del qp
-        # Longer than it waits, without a verb that would close it.
+        # Wait longer than the queue pair does, without a verb that would close it.
         time.sleep(0.51)
         with contextlib.suppress(Interrupted):
             signal.setitimer(signal.ITIMER_REAL, delay)
@@ -471,7 +471,7 @@ def test_window_whose_bind_fails_holds_its_previous_region(device):
     assert status is not rp.WCStatus.SUCCESS
     gc.collect()
     assert ref() is not None, "the window is bound to it still"
-    # Soft-RoCE flushes it, which does not say whether it was carried out: both are held.
+    # Soft-RoCE flushes the bind, which may have been executed or not, so both regions are held.
     assert (other() is None) is (status is not rp.WCStatus.WR_FLUSH_ERR)
     mw.close()
     gc.collect()
@@ -537,7 +537,7 @@ def test_region_under_an_invalidated_window_can_be_closed(device):
 @pytest.mark.parametrize("mw_type", TYPES)
 @isolated(silent=True)
 def test_closing_a_region_with_a_bound_window_is_refused(mw_type, device):
-    """It stays whole; after the window it closes."""
+    """The region stays usable, and can be closed after the window."""
     rig = Rig(device)
     mw = rp.MW(rig.pd, MWType[mw_type])
     bind(rig, mw, rig.mr)
@@ -663,7 +663,7 @@ class Stubborn(rp.QP):
 @isolated(silent=True)
 @pytest.mark.parametrize("fails", ["the CQ's size", "_forget"])
 def test_destroyed_queue_pair_has_no_records_whatever_fails(fails):
-    """Or its last reference would bind a window through a queue that is gone."""
+    """Otherwise dropping its last reference would bind a window through a destroyed queue."""
     rig = Rig("soft0")
     qp_class, cq_class = (Stubborn, rp.CQ) if fails == "_forget" else (rp.QP, HidesSize)
     rig.a.close()

@@ -26,7 +26,7 @@ def nested(depth: int, act: Callable[[], object]) -> object:
 
 
 def depths() -> range:
-    """Return what to nest, from where there is room to where there is none."""
+    """Return recursion depths, from one with room for the call to one without."""
     own, frame = 0, sys._getframe()
     while frame.f_back is not None:
         own, frame = own + 1, frame.f_back
@@ -137,7 +137,7 @@ def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(
 )
 @isolated(silent=True, timeout=30)
 def test_interrupt_of_a_post_reports_how_many_were_posted(soft, count, note):
-    """While the device carries them out."""
+    """The interrupt arrives while the device executes them."""
     notes: list[object] = []
     wrong: list[object] = []
 

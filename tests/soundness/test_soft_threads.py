@@ -22,7 +22,7 @@ LATE = 10.0 * TIMES
 
 
 def _rounds(least: int = 20) -> Callable[[], bool]:
-    """Return what says whether a race goes on."""
+    """Return a function that says whether the race goes on."""
     end, left = time.monotonic() + SECONDS, [least]
 
     def more() -> bool:

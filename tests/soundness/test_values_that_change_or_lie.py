@@ -63,7 +63,7 @@ def test_sge_of_numpy_integers_cannot_reach_outside_its_region(inline, soft):
 
 
 class TwoFaced:
-    """A number that is one in checks and another where it is converted."""
+    """A number whose __index__ and __int__ differ."""
 
     def __init__(self, index: int, integer: int) -> None:
         self.index, self.integer = index, integer
@@ -235,7 +235,7 @@ def test_bounds_of_a_region_cannot_be_set(name, soft):
 
 @isolated(silent=True)
 def test_changed_region_attributes_do_not_widen_its_bounds(soft):
-    """Whatever is written to its attributes, the bounds that were registered count."""
+    """Posts are checked against the registered bounds, whatever is written to its attributes."""
     rig = Rig(soft)
     memory = bytearray(b"\xaa" * 64 + bytes(64) + b"\xbb" * 64)
     mr = rp.MR(rig.pd, memoryview(memory)[64:128])
@@ -304,7 +304,7 @@ def test_object_with_a_false_class_is_not_read_as_a_struct(soft):
                 if access is None or not hasattr(type(access), "__set__"):
                     continue
                 foreign = Foreign()
-                # What it holds is read as the struct, and written: something long.
+                # Its contents would be read and written as the struct, so make them long.
                 foreign.a = foreign.b = foreign.c = foreign.d = bytes(4096)
                 Foreign.claims = type(item)
                 fields += 1
@@ -328,7 +328,7 @@ def test_negative_number_of_completions_is_refused_by_name(verb, device):
         with pytest.raises(ValueError, match=name):
             getattr(rig.cq, verb)(wrong)
     assert getattr(rig.cq, verb)(0) == []
-    # Nothing has been lost by it.
+    # No completion has been lost.
     assert [wc.wr_id for wc in rig.cq.wait(2)] == [1, 2]
     rig.close()
 
@@ -401,7 +401,7 @@ def test_garbage_collector_stays_as_the_caller_set_it(wanted, soft):
 
 @pytest.mark.parametrize("name", ["closed", "outstanding", "recv_cq", "send_cq", "srq"])
 def test_attribute_of_a_subclass_that_raises_keeps_nothing_open(name):
-    """Closing relies on what the class itself knows."""
+    """Closing uses none of the subclass's attributes."""
 
     class Raised(Exception):
         pass
@@ -416,7 +416,7 @@ def test_attribute_of_a_subclass_that_raises_keeps_nothing_open(name):
         try:
             qp = cls(pd, rp.QPType.RC, cq, srq=srq)
         except Raised:
-            # It has been closed.
+            # The resource has been closed.
             pass
         else:
             with pytest.raises(rp.InUseError, match=r": RC QP 0x.* still open; close it first"):

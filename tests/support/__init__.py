@@ -40,7 +40,7 @@ LIMIT = 120.0
 """Seconds to wait for something that must happen."""
 
 MOMENT = 0.2
-"""Seconds after which what has not completed is not about to."""
+"""Seconds after which a pending work request is assumed not to complete."""
 
 TYPES = [QPType.RC, QPType.UC, QPType.UD]
 CONNECTED = [QPType.RC, QPType.UC]
@@ -58,7 +58,7 @@ def resident() -> int:
 
 
 def until(holds: Callable[[], object]) -> None:
-    """Poll until something is true that another thread does without reporting it."""
+    """Poll until a condition is true that another thread causes without reporting it."""
     end = time.monotonic() + LIMIT
     while not holds():
         assert time.monotonic() < end
@@ -88,7 +88,7 @@ class Pair:
     Attributes:
         a, b: the queue pairs; both complete on ``cq``.
         mine, theirs: a memory region for each side, all accesses allowed.
-        ah: the way from a to b, on UD.
+        ah: the address handle from a to b, on UD.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def _no_automatic_gc() -> Iterator[None]:
-    """Let no collection start: its callbacks, and those of weak references, lose interrupts."""
+    """Disable automatic collection, whose callbacks, and those of weakrefs, lose interrupts."""
     gc.disable()
     try:
         yield

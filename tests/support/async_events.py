@@ -1,4 +1,4 @@
-"""Asynchronous events: taking them, and what earlier tests have left."""
+"""Asynchronous events: reading them, and discarding those of earlier tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rdmapost import EventType
 
 @pytest.fixture
 def no_old_events(context: rp.Context) -> None:
-    """Take what earlier tests have left."""
+    """Discard events that earlier tests have left."""
     events(context)
 
 

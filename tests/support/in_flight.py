@@ -1,4 +1,4 @@
-"""A pair whose work requests hold memory, and whether they still do."""
+"""A pair whose work requests hold memory, and checks of whether they still do."""
 
 from __future__ import annotations
 

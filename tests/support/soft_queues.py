@@ -31,7 +31,7 @@ class Soft:
     """
 
     def __init__(self, stack: contextlib.ExitStack, *, checked: bool = True) -> None:
-        # Queues are closed before what their work requests name, whenever that was made.
+        # Close queues before the resources that their work requests name, whichever came first.
         self.stack = stack.enter_context(contextlib.ExitStack())
         self.queues = stack.enter_context(contextlib.ExitStack())
         self.checked = checked

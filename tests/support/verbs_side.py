@@ -51,7 +51,7 @@ class Side:
         return self._gid_index
 
     def make(self, qp_type: str, *, checked: bool = True) -> dict[str, Any]:
-        """Replace the queue pair and all that it uses; return what the peer needs to know."""
+        """Replace the queue pair and its resources; return what the peer needs to connect."""
         self._stack.close()
         enter = self._stack.enter_context
         self._pd = enter(rp.PD(self._context))

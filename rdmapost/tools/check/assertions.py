@@ -24,7 +24,7 @@ def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
     )
     completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=7)
     length = pair.local.mr.length
-    # Only an acknowledged write has arrived when it completes.
+    # A UC write completes without an acknowledgement, so wait for its data.
     if pair.local.qp.qp_type is not QPType.UC or not pair.settled(
         bytes(pair.local.mr.buffer), offset
     ):

@@ -195,8 +195,8 @@ def _managed(
     """Check the completion of an operation on keys."""
     (wc,) = wcs = list(wcs)
     if pair.local.qp.qp_type is QPType.UC and wc.status in _UNKNOWN_OPCODE:
-        # The man page lists it for UC; InfiniBand makes it optional there, and has
-        # no packet for a send with invalidate.
+        # ibv_post_send(3) allows these on UC; the InfiniBand specification makes them optional
+        # there, and has no UC packet for SEND_WITH_INV.
         device = pair.local.cq.context.name
         raise Unsupported(f"{device} refuses {opcode.name} on UC ({wc.status.name})")
     completed(wcs, expected, wr_id=wr_id)
@@ -240,10 +240,10 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
 
 
 def _wait_behind(pair: Loopback, before: bytes) -> bytes:
-    """Wait until posts on UC are done, and return the memory without the tested write.
+    """Wait until the write under test on UC is done; return the memory as it is if it was refused.
 
-    UC acknowledges nothing, so a permitted write is posted, and when its data has arrived the
-    earlier writes are done.
+    UC acknowledges nothing, so post a permitted write after it: when that one's data has arrived,
+    the write under test is done.
     """
     if _broken(pair):
         return before
@@ -260,5 +260,5 @@ def _wait_behind(pair: Loopback, before: bytes) -> bytes:
 
 
 def _broken(pair: Loopback) -> bool:
-    # A device may do this on a violation that it cannot NAK.
+    # A device may put the queue pair into ERR on a violation that it cannot NAK.
     return pair.remote.qp.state is QPState.ERR

@@ -32,7 +32,7 @@ def _scattered(trial: Trial, srq_type: SRQType | None) -> str:
     rest = _MESSAGE - _FIRST
     with trial.loopback(
         local_size=_MESSAGE,
-        # The first buffer of each, its second, and a margin behind either.
+        # For each receive: its first buffer, a margin, its second buffer, a margin.
         remote_size=_COUNT * (_MESSAGE + 2 * MARGIN),
         max_recv_sge=2,
         srq_type=srq_type,

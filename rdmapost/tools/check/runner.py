@@ -54,7 +54,7 @@ def run_checks(
     timeout = time_limit(timeout)
     if gid_index is not None:
         gid_index = context.choose_gid(port_num, gid_index).gid_index
-    # Here, so that the caller gets what is raised now, and not with the first result.
+    # A separate generator, so that the checks above raise at once, not with the first result.
     return _results({t: Trial(context, t, port_num, gid_index, timeout) for t in QP_TYPES})
 
 

@@ -23,7 +23,7 @@ def _tso(trial: Trial) -> str:
     with trial.loopback(
         local_size=_PAYLOAD, remote_size=(count + 1) * room, max_tso_header=len(hdr)
     ) as pair:
-        # One more than should arrive.
+        # One more receive than segments, to notice a surplus segment.
         pair.receive(room, count + 1)
         payload = bytes(pair.local.mr.buffer)
         pair.local.qp.post_send(

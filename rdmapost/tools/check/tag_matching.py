@@ -32,7 +32,7 @@ _UNEXPECTED = (_SLOTS - 1) * _ROOM
 @check(ROWS, OpsOpcode.TAG_ADD, QPType.RC)
 def _tag_add(trial: Trial) -> str:
     with _tags(trial) as pair:
-        # The second matches by its mask, all but the low byte.
+        # The second entry's mask ignores the low byte of the tag.
         for index, (tag, mask) in enumerate(((_OTHER, (1 << 64) - 1), (_TAG & ~0xFF, ~0xFF))):
             _operate(pair, _add(pair, index, tag, mask & (1 << 64) - 1), WCOpcode.TM_ADD)
         _matches(pair, _TAG, 1)
@@ -130,7 +130,7 @@ def _arrives(pair: Loopback, tag: int, *, wr_id: int) -> WC:
     first, last = wait_for_message(pair)
     for wc in (first, last):
         completed([wc], WCOpcode.TM_RECV, wr_id=wr_id)
-    # If nothing matched, only the header has the tag.
+    # The completion has the tag only if the message matched.
     if first.wc_flags & WCFlags.TM_MATCH:
         same("tag in the completion", first.tm_tag, tag)
         same("tm_priv", first.tm_priv, _CONTEXT)

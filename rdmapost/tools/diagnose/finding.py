@@ -43,7 +43,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def attribute(findings: Iterable[Finding], about: str) -> list[Finding]:
-    """Return findings; those that name no object are about this one."""
+    """Return findings, with ``about`` set in those that name no object."""
     return [finding if finding.about else replace(finding, about=about) for finding in findings]
 
 

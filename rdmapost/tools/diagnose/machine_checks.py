@@ -49,8 +49,8 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first
-            active one.  "soft0" and "roce:..." need none of this: for them nothing missing is a
-            problem.
+            active one.  "soft0" and "roce:..." need none of this: if any of it is missing, that is
+            no problem for them.
         port_num: its port; default: the first active one.
         gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.
@@ -105,7 +105,7 @@ def diagnose_machine(
         try:
             findings += check()
         except FAILURES as error:
-            # /sys and /proc differ between kernels.
+            # A kernel may lay out /sys or /proc differently.
             findings.append(Finding("not-checked", "info", str(error)))
     if chosen is not None:
         findings += _check_device(system, chosen, port_num, gid_index)

@@ -85,7 +85,7 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
             "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}", remedy
         )
     gid_type = "" if entry.gid_type is None else entry.gid_type.name
-    # The reason may begin with the type.
+    # Do not repeat the type if the reason begins with it.
     gid_type = "" if not gid_type or chosen.reason.startswith(gid_type) else f", {gid_type}"
     where = f" of {entry.ndev}" if entry.ndev else ""
     evidence = f"{name}{where}{gid_type}: {chosen.reason}"

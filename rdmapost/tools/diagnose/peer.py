@@ -41,7 +41,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_of_this_process(snap: Snapshot) -> bool:
-    """Whether no other process can have the peer: none has the address of a software device."""
+    """Whether only this process can have the peer: no other one has a software device's address."""
     is_software = snap.qp.context.kind in ("soft", "roce")
     return is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
 
@@ -64,7 +64,7 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     if attr.path_mtu is not None and attr.path_mtu > peer.mtu:
         wrong.append(("mtu-mismatch", f"path_mtu {attr.path_mtu.bytes}", f"{peer.mtu.bytes}"))
     expected = settings(snap.qp).get("rq_psn")
-    # Another queue pair has another PSN.
+    # If the endpoint is another queue pair's, its PSN differs anyway.
     if not wrong and snap.qp.qp_type is QPType.RC and expected not in (None, peer.psn):
         wrong.append(("psn-mismatch", f"rq_psn={expected:#x}", f"psn={peer.psn:#x}"))
     for name, here, there in wrong:
@@ -74,7 +74,7 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
         yield Finding("peer", "ok", f"connected to {peer}")
     largest = min(snap.port.active_mtu, peer.mtu)
     if attr.path_mtu is not None and attr.path_mtu < largest:
-        # An endpoint has the port's MTU.
+        # An endpoint has the MTU of its port, not its queue pair's path MTU.
         yield Finding(
             "path-mtu",
             "info",
@@ -128,13 +128,13 @@ def _how_to_receive(snap: Snapshot, peer: QP, state: QPState) -> str:
 
 
 def _has_qkey(attr: QPAttr) -> bool:
-    """Whether its qkey is valid: the transition to INIT sets it, and ERR may come earlier."""
+    """Whether its qkey is valid: the transition to INIT sets it, but ERR may come before that."""
     return attr.qp_state is QPState.INIT or attr.qp_state in RECEIVES
 
 
 def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
     """Check whether a send waits for a receive that the peer has not posted."""
-    # On UD every opcode consumes one, and a message that finds none is dropped.
+    # On UD every opcode consumes a receive, and a message that finds none is dropped.
     datagram = snap.qp.qp_type is QPType.UD
     sends = snap.qp.outstanding.send if datagram else waiting_sends(snap)
     if sends == 0:
@@ -152,7 +152,7 @@ def _check_no_receive(snap: Snapshot, peer: QP) -> Iterable[Finding]:
 
 
 def _check_crossing(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
-    """Check that each names the other."""
+    """Check that each queue pair is connected to the other."""
     qp, here = snap.qp, snap.attr
     crossed = True
     for side, attr, other in ((qp, here, peer), (peer, there, qp)):
@@ -189,7 +189,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         (qp, peer, f"{qp} sends"),
         (peer, qp, f"its peer {peer} sends"),
     ):
-        # As they were set: some devices report the current PSN, some the first.
+        # Compare the PSNs as they were set: some devices report the current PSN, some the first.
         sent, expected = settings(sender).get("sq_psn"), settings(expecting).get("rq_psn")
         if qp.qp_type is QPType.UC or None in (sent, expected):
             # UC accepts any PSN.

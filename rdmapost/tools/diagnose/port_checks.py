@@ -39,7 +39,7 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
     if not uses_gids(qp.context, snap.port) or qp.qp_type is QPType.RAW_PACKET:
         return
     if not snap.connected:
-        # The GID that it would use.
+        # Check the GID that connect() would use.
         yield from _chosen(snap)
         return
     if path.dgid is None:

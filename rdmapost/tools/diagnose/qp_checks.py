@@ -46,7 +46,7 @@ _UNKNOWN: tuple[Severity, str] = ("warning", "this version of rdmapost does not 
 
 
 def check_process(qp: QP) -> Iterable[Finding]:
-    """Check that this process created it; no other process can read it."""
+    """Check that this process created the queue pair; no other process can read it."""
     maker = creator(qp)
     if maker != os.getpid():
         yield Finding(
@@ -131,7 +131,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_short(snap: Snapshot, total: float) -> bool:
-    """Whether a peer may take longer to answer."""
+    """Whether the time is short for the peer of a roce device, a process that may be busy."""
     return snap.qp.context.kind == "roce" and total < _SHORT_S
 
 
@@ -140,7 +140,7 @@ def _default_timeout(snap: Snapshot) -> int:
 
 
 def _better_timers(snap: Snapshot) -> str:
-    """Name the options of connect() after which check_retries() finds nothing."""
+    """Name the options of connect() with which check_retries() finds nothing."""
     timeout, retry_cnt = snap.attr.timeout, snap.attr.retry_cnt
     total = until_retry_exc(timeout, _RETRY_CNT)
     better = []
@@ -309,7 +309,7 @@ def check_completions(snap: Snapshot) -> Iterable[Finding]:
     """Check that the completion queues can hold all that may complete there."""
     qp = snap.qp
     if qp.qp_type is QPType.XRC_RECV:
-        # It uses the CQs of the SRQs.
+        # An XRC_RECV queue pair uses the CQs of the SRQs.
         return
     for cq in _cqs(qp):
         yield _check_cq(cq, snap)
@@ -322,7 +322,7 @@ def _cqs(qp: QP) -> list[CQ]:
 
 
 def _overrun(qp: QP) -> list[CQ]:
-    """Return its CQs that have lost completions."""
+    """Return the queue pair's CQs that have lost completions."""
     return [cq for cq in _cqs(qp) if has_overrun(cq)]
 
 
@@ -394,7 +394,7 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
 
 
 def access_refused(qp_type: QPType) -> str:
-    """Say how work requests end that the peer's qp_access_flags do not allow."""
+    """Say what happens to work requests that the peer's qp_access_flags do not allow."""
     return "are dropped" if qp_type is QPType.UC else "end with REM_INV_REQ_ERR"
 
 
@@ -409,7 +409,7 @@ def waiting_sends(snap: Snapshot) -> int | None:
 def has_receive(qp: QP) -> bool:
     """Whether this process has posted a receive for a message to a queue pair."""
     if qp.qp_type in _NO_RECEIVES:
-        # It uses the SRQ that the message names.
+        # On XRC each message takes a receive from the SRQ that it names.
         return True
     if qp.srq is not None:
         return bool(qp.srq.outstanding + qp.srq.outstanding_tags)

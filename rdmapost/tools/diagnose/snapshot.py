@@ -16,12 +16,12 @@ from ...resources.resource import open_handles
 from .sysfs import System
 
 FAILURES = (RdmaError, OSError, ValueError)
-"""What reading an object may raise: it is gone, or the device does not respond."""
+"""The errors of reading an object that is gone, or of a device that does not respond."""
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 _NOT_TERMS = frozenset({"qp_state", "cur_qp_state", "path_mig_state"})
-"""What modify sets that is not a setting to compare."""
+"""The attributes of modify that are states, not settings to compare."""
 _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEND}
 
 
@@ -31,11 +31,11 @@ class Snapshot:
 
     Attributes:
         qp: the queue pair.
-        attr: its attributes; in ERR, those that it worked with.
+        attr: its attributes; in ERR, those from before it failed.
         port: its port.
         table: the GIDs of its port.
         peer: the other side: a queue pair in this process, or its endpoint.
-        peer_attr: its attributes, if it is in this process; in ERR, those that it worked with.
+        peer_attr: the peer's attributes, if it is in this process; in ERR, as in ``attr``.
         given: the caller named the peer; otherwise it was found by its number.
         system: the machine's files.
     """
@@ -51,12 +51,12 @@ class Snapshot:
 
     @property
     def connected(self) -> bool:
-        """Whether it has a peer: those attributes are set in the transition to RTR."""
+        """Whether it is connected to a peer, which the transition to RTR does."""
         return self.qp.qp_type in CONNECTED and worked_in(self.qp, self.attr) in RECEIVES
 
     @property
     def requests(self) -> bool:
-        """Whether its requester attributes are valid: they are set in the transition to RTS."""
+        """Whether its requester attributes are valid: the transition to RTS sets them."""
         state = worked_in(self.qp, self.attr)
         return state in RECEIVES and state is not QPState.RTR
 
@@ -112,16 +112,17 @@ def is_queue_pair(thing: object) -> TypeGuard[QP]:
 
 
 def worked_in(qp: QP, attr: QPAttr) -> QPState:
-    """Return the state of a queue pair, or the one that it failed in."""
+    """Return the state of a queue pair; in ERR, the state in which it failed."""
     if attr.qp_state is not QPState.ERR:
         return attr.qp_state
     return QPState(settings(qp).get("qp_state", QPState.RESET))
 
 
 def _attributes(qp: QP) -> QPAttr:
-    """Return the attributes of a queue pair; in ERR, those that it worked with.
+    """Return the attributes of a queue pair; in ERR, those from before it failed.
 
-    In ERR most are invalid (ibv_query_qp(3)), and they are why it has failed.
+    In ERR a query returns mostly invalid ones (ibv_query_qp(3)), and the earlier ones may be why
+    it failed.
     """
     attr = qp.query()
     if attr.qp_state is not QPState.ERR:
@@ -145,7 +146,7 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
     if not here:
         return None
     for each in open_handles():
-        # The device may be open more than once; its numbers are the same everywhere.
+        # Another Context may have opened the device; queue pair numbers are the same in both.
         if (
             is_queue_pair(each)
             and each.qp_num == attr.dest_qp_num

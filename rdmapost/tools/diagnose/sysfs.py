@@ -128,7 +128,7 @@ class System:
         for index in self.names(*ndevs)[:16]:
             if name := self.read(*ndevs, index):
                 return name
-        # Soft-RoCE and siw name theirs; a PCI function has it as a sibling.
+        # Soft-RoCE and siw name it in ``parent``; a PCI function lists it in ``device/net``.
         if name := self.read(*where, "parent"):
             return name
         siblings = self.names(*where, "device", "net")

@@ -5,7 +5,7 @@ answers with its own; the client connects its own and says "done", and the conne
 is closed.  If both sides are rdmapost, they compare their settings first (``settings``).
 
 ``Address`` and ``Handshake`` are the messages and their order, without a socket;
-``HandshakeConnection`` carries them over one, with a time limit for each.
+``HandshakeConnection`` carries the messages over TCP, with a time limit for each.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Handshake:
     """What one side receives, in order, without I/O.
 
     A wrong byte is refused as it arrives, not when the message is complete. The client sends
-    first, and receives no "done".
+    its address first, and receives no "done".
 
     Attributes:
         peer: the peer's address, once received.
@@ -236,7 +236,7 @@ class HandshakeConnection(ClosesOnExit):
 
     def peer(self) -> Address:
         """Wait for the peer's address, and return it."""
-        # "done" is not to be read before the answer has gone out.
+        # Leave "done" unread until the answer has been sent.
         self._read(0 if self._is_client else len(DONE))
         assert self._handshake.peer is not None
         return self._handshake.peer
@@ -278,7 +278,7 @@ class HandshakeConnection(ClosesOnExit):
             self._sock.sendall(settings.encode())
 
     def _line(self) -> bytes:
-        """Receive one line, or what comes of it."""
+        """Receive one line, or the part of it that arrives in time."""
         line = b""
         end = time.monotonic() + min(self._timeout, _SETTINGS_S)
         with suppress(OSError):

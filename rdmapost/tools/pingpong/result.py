@@ -55,7 +55,7 @@ class Result:
         iters: messages each way.
         round_trips: how many were measured.
         seconds: how long those took, including the time between messages.
-        latency: how long each of them took; None where there are none.
+        latency: how long each of them took; None if there are none.
         validated: whether the data was compared, and correct.
     """
 

@@ -49,7 +49,7 @@ class Settings:
     def differences(self, theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
         """Return what differs from a peer's fields, by name: this side's value and the peer's.
 
-        What only one side has is not compared.
+        Fields that only one side has are not compared.
         """
         return {
             name: (mine, theirs[name])
@@ -59,7 +59,7 @@ class Settings:
 
 
 def decode(line: bytes) -> dict[str, str] | None:
-    """Return the fields of a peer's line, also unknown ones; None if it is not such a line."""
+    """Return the fields of a peer's line, even unknown ones; None if it is not a settings line."""
     if (match := _LINE.fullmatch(line)) is None:
         return None
     pairs = (field.partition("=") for field in match[1].decode().split())

@@ -216,7 +216,7 @@ class Pingpong(ResourceHolder):
         with accept(listener, self.timeout, seconds(timeout)) as line:
             self._peer = line.who
             remote = line.peer()
-            # Before the client gets the answer, after which it may send.
+            # Connect first: once the client has the answer, it may send.
             self._connect(remote)
             line.send(self.local.encode())
             line.done()
@@ -248,7 +248,7 @@ class Pingpong(ResourceHolder):
 
     def _connect(self, remote: Address) -> None:
         qp, self.remote = self._qp, remote
-        # In one process the two numbers differ.
+        # Two queue pairs of one process never have the same number.
         if remote.qp_num == qp.qp_num and (why := why_confined(qp.context)):
             raise PingpongError(f"{self._peer} is in another process, but {why}")
         by_gid = any(remote.gid[8:])
@@ -321,7 +321,7 @@ class Pingpong(ResourceHolder):
         clock, qp, message, iters = time.perf_counter_ns, self._qp, self._message, self.iters
         next_completions = self._sleep if self._events else self._spin
         expected = self._headroom + self.size
-        # Posted while a message is under way, where it takes no time.
+        # Post receives in batches while a message is under way, when that adds no latency.
         batch = max(1, min(_RECEIVES_AT_ONCE, self._rx_depth // 2))
         receives, posted_receives = [self._receive] * batch, self._rx_depth
         times = array("Q")
@@ -372,7 +372,7 @@ class Pingpong(ResourceHolder):
         while not (found := poll(2)):
             if clock() > end:
                 raise self._timeout_error(received)
-            # A peer in another thread of this process gets its turn.
+            # Let the peer run: it may be another thread of this process.
             os.sched_yield()
         return found
 

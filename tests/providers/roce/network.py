@@ -94,7 +94,7 @@ class Counters(native.Record):
 
 
 class Buffer:
-    """Registered memory, which may have been another buffer's."""
+    """Registered memory; its address may have been another buffer's."""
 
     def __init__(
         self, device: Device, size: int, access: int = ALL_ACCESS, old: Buffer | None = None
@@ -109,7 +109,7 @@ class Buffer:
 
 
 class Device:
-    """What the engine sees of a device."""
+    """The parts of a device that the engine uses."""
 
     def __init__(self, network: Network, gid: bytes) -> None:
         self.network = network
@@ -329,7 +329,7 @@ class Network:
         heapq.heappush(self._events, (when, next(self._count), device, what))
 
     def carry(self, source: bytes, target: bytes, made: list[bytes]) -> None:
-        """Take packets on their way."""
+        """Send packets on their way."""
         weather, draw = self.weather, self.random.random
         device = self.devices.get(target)
         arrival = self.now + weather.delay + draw() * weather.jitter

@@ -169,7 +169,7 @@ def test_message_of_1_gib_arrives_whole(pd, stack, connect, wr_type):
 
 
 def available() -> int:
-    """Return the bytes of memory that can be had."""
+    """Return the bytes of memory that are available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (line,) = [one for one in lines if one.startswith("MemAvailable")]
     return int(line.split()[1]) << 10

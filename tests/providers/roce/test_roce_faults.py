@@ -229,7 +229,7 @@ def datagrams(context: rp.Context, pair: Pair, **plan: Any) -> list[int]:
     pair.b.post_recv([rp.RecvWR(pair.theirs[64 * n : 64 * n + 64]) for n in range(count * 2)])
     context.faults.packets(received=False, **plan)
     for number in range(count):
-        # 0 is a receive that got nothing.
+        # 0 means that the receive got no message.
         pair.mine.buffer[0] = number + 1
         pair.a.post_send(pair.send(pair.mine[:1], wr_id=1))
         found = pair.cq.wait(1, LIMIT)

@@ -1,4 +1,4 @@
-"""What a send queue puts on the wire, and what it makes of the answers."""
+"""The packets that a send queue sends, and how it handles the answers."""
 
 from __future__ import annotations
 

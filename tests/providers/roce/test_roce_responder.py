@@ -1,4 +1,4 @@
-"""What a queue pair makes of the requests of its peer, and of anybody else's packets."""
+"""How a queue pair answers its peer's requests, and how it treats strangers' packets."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def post_recv(alone: Alone, wr_id: int, size: int, offset: int = 0) -> None:
 
 
 def answers(alone: Alone) -> list[tuple[str, int, int, int]]:
-    """What the peer has got: the name, the PSN, the type of the syndrome and its value."""
+    """The packets that the peer has received: name, PSN, and type and value of the syndrome."""
     return [
         (
             packet.row.name.removeprefix("RC_"),
@@ -748,7 +748,7 @@ def test_what_an_unreliable_service_cannot_execute_is_dropped():
 
 
 def garbage(alone: Alone, rng: random.Random) -> bytes:
-    """Make a packet that a parser accepts, and little else about it is right."""
+    """Make a packet that a parser accepts, but whose fields are mostly wrong."""
     row = rng.choice(list(packets.ROWS.values()))
     values: dict[str, Any] = {
         "remote_addr": alone.memory.addr + rng.choice([0, 8, -8, 1 << 62]),
