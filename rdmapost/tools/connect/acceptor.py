@@ -117,8 +117,9 @@ class Acceptor:
             self._max_pending = max(16, min(_MAX_PENDING, soft // 4))
         self._selector = selectors.DefaultSelector()
         self._warned_at = 0.0
-        # Memory has run out: what is recorded of the connections may be incomplete.
-        self._incomplete = False
+        # At first, or after memory has run out: what is recorded of the connections, or
+        # registered, may be incomplete.
+        self._incomplete = True
 
     def close(self) -> None:
         """Release the selector, if run(), which does that at its end, was never called."""
@@ -126,8 +127,6 @@ class Acceptor:
 
     def run(self) -> None:
         """Accept until the server ends."""
-        self._selector.register(self._stop_fd, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
         try:
             while self._go_on():
                 pass

@@ -150,10 +150,10 @@ class ServerState:
 
     def release_rest(self) -> None:
         """Retry releasing the resources that could not be released when clients left."""
-        unreleased, self._unreleased = self._unreleased, []
-        for client in unreleased:
+        while self._unreleased:
             with suppress(RdmaError):
-                client.close()
+                self._unreleased[-1].close()
+            self._unreleased.pop()
 
     def notify(self, event: Event) -> None:
         """Call on_event; its failures do not affect the client."""

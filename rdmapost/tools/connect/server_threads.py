@@ -107,7 +107,12 @@ class ServerThread:
         """Start it; it calls the function with this object and the arguments."""
         call = partial(self._run, function, *args)
         self._call = weakref.ref(call)
-        _thread.start_new_thread(call, ())
+        try:
+            _thread.start_new_thread(call, ())
+        except BaseException:
+            # The traceback keeps it.
+            self._call = None
+            raise
 
     def begin(self) -> None:
         """Called by the thread: from here on it cleans up after itself."""
@@ -230,9 +235,13 @@ class ServerThreads:
             self._started = True
         except Exception as error:
             self._start_error = error
-            if acceptor is not None:
-                acceptor.close()
-            self._release()
+            if self._acceptor.exists():
+                # That thread uses the descriptors, and closes them when it ends.
+                self.end()
+            else:
+                if acceptor is not None:
+                    acceptor.close()
+                self._release()
         finally:
             self._tried.set()
 
@@ -249,25 +258,29 @@ class ServerThreads:
                 for thread in self._clients.copy():
                     thread.join()
         finally:
-            self._release()
+            # No other thread does it. Here, and not in a function: a call may lack memory itself.
+            while True:
+                try:
+                    self._release()
+                    break
+                except (MemoryError, SystemError):
+                    time.sleep(MEMORY_S)
 
     def _release(self) -> None:
         # Even if the acceptor has failed.
         self.ended = True
-        try:
-            _running.discard(self)
-            stop_listening(self._listener)
-            if hasattr(self, "_stop"):
-                self._stop.close()
-            # The collector may finalize it before the Server, and it would warn.
-            if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
-                with suppress(OSError):
-                    lifeline.close()
-            self.server.release_rest()
-            with suppress(RdmaError):
-                self._device_hold.close()
-        finally:
-            self._finished.set()
+        _running.discard(self)
+        stop_listening(self._listener)
+        if hasattr(self, "_stop"):
+            self._stop.close()
+        # The collector may finalize it before the Server, and it would warn.
+        if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
+            with suppress(OSError):
+                lifeline.close()
+        self.server.release_rest()
+        with suppress(RdmaError):
+            self._device_hold.close()
+        self._finished.set()
 
     def end(self) -> None:
         """Signal the threads to end, without waiting; callable from a finalizer.
@@ -349,7 +362,7 @@ class ServerThreads:
                 try:
                     self._run_session(sock, session)
                 finally:
-                    # Nobody else does it.
+                    # As in _accept.
                     while True:
                         try:
                             session.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -24,7 +26,6 @@ import rdmapost as rp
 from rdmapost import connect
 from rdmapost.tools.connect import server as server_module
 from rdmapost.tools.connect import server_threads as threads_module
-from rdmapost.tools.connect.server_threads import ServerThread
 
 serve = servers
 SOON = 5.0
@@ -303,12 +304,17 @@ def test_the_finalizer_of_a_server_needs_no_globals(
     until(lambda: not server_threads())
 
 
+@pytest.mark.parametrize("started", [0, 1])
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
-def test_serve_raises_where_no_thread_can_be_started(
-    context: rp.Context, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_serve_raises_at_once_where_no_more_threads_can_be_started(
+    context: rp.Context, monkeypatch: pytest.MonkeyPatch, error: Exception, started: int
 ) -> None:
-    def cannot_start(*_: object) -> None:
-        raise error
+    start, numbers = _thread.start_new_thread, itertools.count()
+
+    def may_start(*args: Any) -> object:
+        if next(numbers) >= started:
+            raise error
+        return start(*args)
 
     messages: list[str] = []
 
@@ -320,7 +326,7 @@ def test_serve_raises_where_no_thread_can_be_started(
 
     monkeypatch.setattr(threading, "excepthook", lambda error: None)
     monkeypatch.setattr(sys, "unraisablehook", lambda error: None)
-    monkeypatch.setattr(ServerThread, "start", cannot_start)
+    monkeypatch.setattr(_thread, "start_new_thread", may_start)
     maker = threading.Thread(target=make, daemon=True)
     maker.start()
     maker.join(SOON)
