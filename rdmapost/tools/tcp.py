@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+import weakref
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +33,29 @@ _KEEPALIVE = (
     ("TCP_KEEPCNT", 3),
     ("TCP_USER_TIMEOUT", 30_000),
 )
+
+
+_unshared: set[weakref.ref[socket.socket]] = set()
+"""The sockets that the child of a fork closes at once."""
+
+
+def unshare(sock: socket.socket) -> None:
+    """Have the child of a fork close its copy at once.
+
+    A signal handler may fork in the middle of a request. If the child returns to it, it must not
+    read the parent's answers, or shut the connection down as it unwinds.
+    """
+    _unshared.add(weakref.ref(sock, _unshared.discard))
+
+
+def _close_unshared() -> None:
+    for reference in _unshared.copy():
+        if (sock := reference()) is not None:
+            with suppress(OSError):
+                sock.close()
+
+
+os.register_at_fork(after_in_child=_close_unshared)
 
 
 class TCPError(RdmaError, OSError):
@@ -121,6 +145,7 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
             last = error
             continue
         try:
+            unshare(sock)
             wrong = _connect(sock, address, deadline)
             if wrong is None:
                 prepare(sock)
@@ -173,6 +198,7 @@ def listen(host: str | None, port: int, backlog: int) -> socket.socket:
 def _listen_on(family: int, address: tuple[Any, ...], backlog: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        unshare(listener)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6 and address[0] == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -204,7 +230,7 @@ def prepare(sock: socket.socket) -> None:
 def stop_listening(listener: socket.socket) -> None:
     """Close a listening socket, and let others have its port.
 
-    close() alone leaves it listening as long as the child of a fork has a copy of it.
+    close() alone leaves it listening as long as another process has a copy of it.
     """
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 
-from ..tcp import LINGER_BYTES, LINGER_S, name_of, reason, stop_listening
+from ..tcp import LINGER_BYTES, LINGER_S, name_of, reason, stop_listening, unshare
 from .protocol_messages import MAX_LINE, Error, encode
 from .server_session import HELLO_S, ServerSession
 from .server_state import ServerState
@@ -219,6 +219,7 @@ class Acceptor:
             except OSError as error:
                 self._free_descriptor(error)
                 return
+            unshare(sock)
             sock.setblocking(False)
             if len(self._pending) >= self._max_pending:
                 self._evict()

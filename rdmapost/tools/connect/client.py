@@ -118,6 +118,11 @@ def dial(
     )
 
 
+_OF_CLOSED_SOCKETS = (OSError, ValueError)
+"""What requests raise, ConnectError included, if a signal handler forks: in the child the sockets
+are closed."""
+
+
 def _from_system(error: OSError) -> OSError:
     if not is_from_system(error):
         raise error
@@ -198,10 +203,12 @@ class Connection(BaseConnection, ClosesOnExit):
             except OSError as error:
                 raise not_reached(where, error, self.timeout) from error
             self._drive(self._socket, self._handshake(token))
-        except BaseException:
+        except BaseException as error:
             self._abandon()
             with suppress(RdmaError):
                 self._stack.close()
+            if isinstance(error, _OF_CLOSED_SOCKETS):
+                self._refuse_inherited()
             raise
         self._where = where
 
@@ -219,6 +226,8 @@ class Connection(BaseConnection, ClosesOnExit):
             try:
                 return self._drive(sock, self._session.ask(message, more_time), leaving)
             except BaseException as error:
+                if isinstance(error, _OF_CLOSED_SOCKETS):
+                    self._refuse_inherited()
                 self._note_failure(error, leaving)
                 raise
         finally:

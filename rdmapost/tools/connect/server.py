@@ -185,6 +185,7 @@ class BaseServer(native.Finalizer, NotCopied):
     ) -> None:
         self._server = server
         self._lifeline: list[socket.socket] = []
+        pid = os.getpid()
         try:
             self.address: tuple[Any, ...] = listener.getsockname()
             self._name = name_of(self.address)
@@ -192,8 +193,11 @@ class BaseServer(native.Finalizer, NotCopied):
             if self.warning is not None:
                 _log.warning("%s", self.warning)
             self._threads = ServerThreads(server, listener, before_end)
-        except BaseException:
+        except BaseException as error:
             stop_listening(listener)
+            if isinstance(error, (OSError, ValueError)):
+                # A signal handler may have forked: in the child the listener is closed.
+                refuse_inherited("the server", pid)
             raise
         try:
             self._threads.start(self._lifeline)

@@ -19,7 +19,7 @@ from ..._binding import native
 from ...errors import ClosedError, RdmaError, suppress_system_errors
 from ...resources.device import Context
 from ...resources.memory import PD
-from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening
+from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening, unshare
 from .acceptor import MEMORY_S, Acceptor
 from .failures import from_tcp
 from .protocol_messages import MAX_LINE
@@ -96,7 +96,7 @@ class ServerThread:
 
     def __init__(self) -> None:
         self._call: weakref.ref[Any] | None = None
-        self._id = 0
+        self._id = self._pid = 0
         self._began, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
         """Released by the thread, to wake up those who wait. They decide nothing."""
         self._began.acquire()
@@ -105,6 +105,7 @@ class ServerThread:
 
     def start(self, function: Callable[..., None], *args: object) -> None:
         """Start it; it calls the function with this object and the arguments."""
+        self._pid = os.getpid()
         call = partial(self._run, function, *args)
         self._call = weakref.ref(call)
         try:
@@ -120,7 +121,9 @@ class ServerThread:
         self._began.release()
 
     def exists(self) -> bool:
-        return self._call is not None and self._call() is not None
+        # A forked child lacks the thread, and still has what it calls.
+        here = self._pid == os.getpid()
+        return here and self._call is not None and self._call() is not None
 
     def is_this(self) -> bool:
         """Whether this is the thread that asks."""
@@ -218,6 +221,8 @@ class ServerThreads:
             if not self._start_once.acquire(blocking=False):
                 return
             self._stop, end = socket.socketpair()
+            unshare(self._stop)
+            unshare(end)
             self._lifeline = weakref.ref(end)
             lifeline.append(end)
             del end

@@ -186,6 +186,7 @@ def accept(
         listener.settimeout(wait)
         name = name_of(listener.getsockname())
         sock, address = listener.accept()
+        tcp.unshare(sock)
     except TimeoutError:
         raise PingpongError(f"no client connected to {name} within {wait:g} s") from None
     except OSError as error:

@@ -388,6 +388,82 @@ def test_a_child_cannot_use_its_parents_connection(what: str) -> None:
     assert " was opened by process " in in_a_child("assert peer.closed\n" + what)
 
 
+FORK_IN_HANDLER = """
+import logging, os, signal, sys, threading, time
+import rdmapost as rp
+from rdmapost import connect
+
+ending, what = sys.argv[1:]
+children = []
+
+def fork(*_):
+    children.append(os.fork())
+    if not children[-1]:
+        signal.alarm(20)
+        if ending == "exits":
+            sys.exit(0)
+
+signal.signal(signal.SIGUSR1, fork)
+main = threading.get_ident()
+
+def handle(*_):
+    if not children:
+        signal.pthread_kill(main, signal.SIGUSR1)
+    while not children:
+        time.sleep(0.001)
+
+class Listening(logging.Filter):
+    def filter(self, record):
+        # serve() warns of an address that others reach when it listens.
+        signal.raise_signal(signal.SIGUSR1)
+        return False
+
+context, other = rp.open_device("soft0"), rp.open_device("soft0")
+if what == "serve":
+    logging.getLogger("rdmapost.connect").addFilter(Listening())
+host = "0.0.0.0" if what == "serve" else "127.0.0.1"
+answer = None
+try:
+    if what == "serve":
+        server = connect.serve(context, host, 0)
+    else:
+        on_connect = handle if what == "dial" else None
+        server = connect.serve(context, host, 0, on_connect=on_connect)
+        peer = connect.dial(other, "127.0.0.1", server.address[1])
+    if what == "report":
+        threading.Timer(0.2, handle).start()
+        answer = peer.report(1, 1.0)
+except rp.ClosedError as error:
+    assert children[-1] == 0
+    print(error, flush=True)
+    os._exit(0)
+assert children[-1] > 0, "the child went on with what is its parent's"
+assert os.waitstatus_to_exitcode(os.waitpid(children[-1], 0)[1]) == 0
+assert answer is None
+if what != "serve":
+    assert peer.look(0, 4).data == bytes(4)
+    peer.close()
+connect.dial(other, "127.0.0.1", server.address[1]).close()
+server.close()
+"""
+
+
+@pytest.mark.parametrize("what", ["serve", "dial", "report"])
+@pytest.mark.parametrize("ending", ["goes on", "exits"])
+def test_child_forked_by_a_signal_handler_leaves_the_parents_connections_alone(
+    ending: str, what: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-W", "ignore", "-c", FORK_IN_HANDLER, ending, what],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("was opened by process" in done.stdout) == (ending == "goes on")
+
+
 # ---- interrupted requests -------------------------------------------------------------
 
 
