@@ -65,7 +65,7 @@ def _connected(
     where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
-        usage_error("with HOST, --qp-type is rc, uc or ud")
+        usage_error("with HOST, --qp-type cannot be xrc")
     with open_target(out, target) as (context, port_num):
         check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
         with dial(

@@ -315,7 +315,8 @@ class BindMW(SendWR):
     Attributes:
         mw: the window.
         rkey: its new rkey: ``mw.rkey`` with other low 8 bits; ``mw.next_rkey()`` gives one.
-        mr: the region, registered with Access.MW_BIND.
+        mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
+            if the peer may write or do atomics; otherwise the bind ends with MW_BIND_ERR.
         addr: address of the first byte of the range.
         length: bytes, not 0: a LocalInv unbinds the window.
         mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and
@@ -340,9 +341,10 @@ class TSO(_WithBuffers):
 
     Attributes:
         sg_list: the payload, an SGE or a sequence of them.
-        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header.  On RAW_PACKET
-            an Ethernet, IP and TCP (or UDP) header, such as rdmapost.frames.tcp makes; one that
-            the device cannot parse ends with LOC_QP_OP_ERR.
+        hdr: the header, at most 65535 bytes and at most the QP's max_tso_header: on RAW_PACKET an
+            Ethernet, IP and TCP (or UDP) header, on UD an IP over InfiniBand one (RFC 4391), as
+            rdmapost.frames.tcp makes them.  One that the device cannot parse ends with
+            LOC_QP_OP_ERR.
         mss: payload bytes in each frame, 1..65535.
         ah: the path to the peer, on UD; ignored elsewhere.
         remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.

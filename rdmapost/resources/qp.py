@@ -1289,7 +1289,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Args:
             mw: the window; post a BindMW to bind one of type 2.
             mr: the region, registered with Access.MW_BIND and open until the
-                window is unbound; also needed to unbind.
+                window is unbound; also needed to unbind.  If it is ZERO_BASED, or lacks LOCAL_WRITE
+                where the peer may write or do atomics, the bind ends with MW_BIND_ERR.
             addr: address of the first byte.
             length: bytes; 0 unbinds the window.
             mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE
