@@ -206,6 +206,9 @@ class Run(Stage):
         # What was refused here, and not there, does not complete.
         refused = number in self.transcript.refused and number not in expected.refused
         wanted = 0 if refused else expected.counts[number]
+        if number in expected.refused and number not in self.transcript.refused:
+            # And what was refused only there completes here.
+            wanted += 1
         deadline = time.monotonic() + self._patience
         while self._count < wanted and time.monotonic() < deadline:
             with contextlib.suppress(rp.WaitTimeout):
