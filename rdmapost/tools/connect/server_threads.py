@@ -98,7 +98,7 @@ class ServerThread:
         self._call: weakref.ref[Any] | None = None
         self._id = self._pid = 0
         self._began, self._ended = _thread.allocate_lock(), _thread.allocate_lock()
-        """Released by the thread, to wake up those who wait. They decide nothing."""
+        """The thread releases them to wake waiters, which then check has_begun or exists()."""
         self._began.acquire()
         self._ended.acquire()
         self.has_begun = False

@@ -140,8 +140,9 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "DISCONNECTED",
         10,
-        "The connection has ended: a side called rdma_disconnect or ended. Call it on this side, "
-        "too: it moves the queue pair to ERR, and what is posted completes with WR_FLUSH_ERR.",
+        "The connection has ended: a side called rdma_disconnect or ended. Call rdma_disconnect on "
+        "this side too: it moves the queue pair to ERR, and posted work requests complete with "
+        "WR_FLUSH_ERR.",
         "Which side ended first, and its output; the first completion other than WR_FLUSH_ERR.",
         causes=(
             "The peer is done: normal at the end of a run.",

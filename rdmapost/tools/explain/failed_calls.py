@@ -1,6 +1,6 @@
 """The lines by which programs say that a call failed, and what they mean.
 
-A line that says so must be explained by the failure, and not by a state or an opcode in it.
+Such a line is about the failure, not about a state or an opcode that it names.
 """
 
 from __future__ import annotations
@@ -107,20 +107,25 @@ _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
 )
 _ROW = re.compile("|".join(f"(?P<r{at}>{pattern})" for at, (pattern, _, _) in enumerate(_ROWS)))
 _HINTS = (
-    *("fail", "error", "unable", "could", "can't", "cannot", "can not"),
-    *(
-        "not found",
-        "state is",
-        "wait",
-        "event",
-        "rdma",
-        "rxe_",
-        "requested sq",
-        "did not",
-        "client ",
-        "server ",
-    ),
+    "fail",
+    "error",
+    "unable",
+    "could",
+    "can't",
+    "cannot",
+    "can not",
+    "not found",
+    "state is",
+    "wait",
+    "event",
+    "rdma",
+    "rxe_",
+    "requested sq",
+    "did not",
+    "client ",
+    "server ",
 )
+"""One of these is in every line that a row or a move matches."""
 
 
 def is_failure(text: str) -> bool:
