@@ -29,7 +29,7 @@ def report(error: Exception, out: Output) -> int:
     name = "rdmapost"
     if isinstance(error, click.UsageError):
         # The parser's errors do not name the command.
-        name = error.ctx.command_path if error.ctx is not None else name
+        name = error.ctx.command_path if error.ctx is not None else out.command
         lines.append(f"Try '{name} --help'.")
     echo(f"{name}: " + "\n".join(lines), red=f"{name}:", err=True)
     _finish(out)

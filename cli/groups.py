@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from .options import common_options, given
-from .output import need_command
+from .output import Output, need_command
 
 
 class LazyCommand(click.Command):
@@ -42,7 +42,10 @@ class Group(click.Group):
             near = difflib.get_close_matches(args[0], self.commands, n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if (out := ctx.find_object(Output)) is not None:
+            out.command = f"{ctx.command_path} {name}"
+        return name, command, rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Complete the name of a command; click would cut its description short."""

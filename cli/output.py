@@ -46,6 +46,7 @@ class Output:
         json: print the document instead of text.
         one_line: print the document on one line, as one of several.
         verbose: print notes.
+        command: the command that the arguments name, as in help, for errors in its arguments.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
         failure: the error to report after the result, if the command failed but has one.
@@ -54,6 +55,7 @@ class Output:
     json: bool = False
     one_line: bool = False
     verbose: bool = False
+    command: str = "rdmapost"
     doc: dict[str, Any] = field(default_factory=dict)
     failure: Exception | None = None
 

@@ -134,6 +134,25 @@ def test_usage_error_exits_with_2_and_points_to_the_help(args: list[str], says: 
     assert hint.startswith("Try 'rdmapost")
 
 
+@pytest.mark.parametrize(
+    ("args", "command"),
+    [
+        (["-d"], "rdmapost"),
+        (["send", "--size"], "rdmapost send"),
+        (["atomic", "cas", "--compare"], "rdmapost atomic cas"),
+        (["atomic", "--nope"], "rdmapost atomic"),
+    ],
+)
+def test_error_in_the_arguments_points_to_the_help_of_that_command(
+    args: list[str], command: str
+) -> None:
+    ran = run(*args)
+    assert ran.code == 2
+    what, hint = ran.err.splitlines()
+    assert what.startswith(f"{command}: ")
+    assert hint == f"Try '{command} --help'."
+
+
 def test_usage_error_with_json_is_one_document() -> None:
     ran = run("send", "--count", "0", "--json")
     assert ran.code == 2

@@ -18,6 +18,7 @@ from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
 from .failures import FAILURES
 from .findings import FINDINGS
+from .link_states import MIGRATION_STATES, PORT_STATES
 from .model import ENUMERATIONS, KINDS, Explanation
 from .opcodes import OPCODES
 from .qp_types import QP_STATES, QP_TYPES, SEND_FLAGS
@@ -33,6 +34,8 @@ _ALL = sorted(
         *WC_OPCODES,
         *QP_TYPES,
         *QP_STATES,
+        *PORT_STATES,
+        *MIGRATION_STATES,
         *SEND_FLAGS,
         *OPS_FLAGS,
         *ACCESS_FLAGS,
@@ -126,18 +129,26 @@ def of_member(member: WCStatus | EventType) -> list[Explanation]:
     return [one for one in ones if one.number == member and one.kind != "wc_flag"]
 
 
+def _spellings(one: Explanation) -> list[str]:
+    """Return the names of one explanation, in Python, in C and in what programs print."""
+    of = ENUMERATIONS.get(one.kind, one.kind)
+    spellings = [one.name, one.constant, f"{of}.{one.name}"]
+    if one.kind == "errno":
+        spellings.append(os.strerror(one.number))
+        spellings += [alias for alias, name in ALIASES.items() if name == one.name]
+    if one.kind == "port_state":
+        # ibv_port_state_str()
+        spellings.append(f"PORT_{one.name}")
+    return spellings
+
+
 def _index() -> dict[str, list[Explanation]]:
     found: dict[str, list[Explanation]] = {}
     for one in _ALL:
         if one.kind == "finding":
             # Without its hyphens, rnr-retry would be another name of RNR_RETRY_EXC_ERR.
             continue
-        of = ENUMERATIONS.get(one.kind, one.kind)
-        spellings = [one.name, one.constant, f"{of}.{one.name}"]
-        if one.kind == "errno":
-            spellings.append(os.strerror(one.number))
-            spellings += [alias for alias, name in ALIASES.items() if name == one.name]
-        for key in {_key(spelling) for spelling in spellings}:
+        for key in {_key(spelling) for spelling in _spellings(one)}:
             found.setdefault(key, []).append(one)
     for text, member in PHRASES.items():
         known = found.setdefault(_key(text), [])
@@ -187,7 +198,9 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         found = [finding, *found]
     if found:
         # CONNECT_ERROR is an event, and ConnectError an exception.
-        return tuple(one for one in found if text in (one.name, one.constant)) or tuple(found)
+        exact = [one for one in found if text in _spellings(one)]
+        # PORT_ACTIVE is the name of an event, and a spelling of a state.
+        return tuple(sorted(exact, key=lambda one: one.name != text)) or tuple(found)
     if VENDOR_ERR_NUMBER.fullmatch(text):
         return (VENDOR_ERR,)
     number = getattr(errno, text.upper(), None)

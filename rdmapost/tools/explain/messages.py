@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...enums import EventType, WCStatus
+from ...enums import EventType, PortState, WCStatus
 from .cm_events import CM_EVENTS, HARMLESS
 from .errnos import ERRNOS, undocumented
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
 from .failed_calls import Rank, failed_call
+from .link_states import PORT_STATES
 from .lookup import PHRASES, of_member
 from .model import UNNUMBERED, Explanation
 from .statuses import STATUSES
@@ -115,6 +116,10 @@ _ERRNO_NUMBER = re.compile(
     r"\bmodify QP\b.* to (?:init|rtr|rts)\b[ :,(]*-?(\d{1,3})\b(?![.:]\d)",
     re.IGNORECASE,
 )
+_PORT_STATE = re.compile(
+    # ibv_devinfo's "state: PORT_DOWN (1)"; iproute2's "link rxe0/1 state DOWN".
+    r"\bstate:\s*PORT_([A-Z_]+)|^\s*link \S+/\d+ state ([A-Z_]+)\b"
+)
 _STATUS_HINTS = ("status", "prov_err", "completion", "wc err")
 _ERRNO_HINTS = ("errno", "ibv_", "modify qp")
 _VENDOR_HINTS = ("vendor", "syndrom")
@@ -178,6 +183,7 @@ def _any_of(phrases: Iterable[str]) -> re.Pattern[str]:
 
 _BY_PHRASE = _phrases()
 _BY_NAME = _names()
+_BY_PORT_STATE = {one.name: one for one in PORT_STATES}
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
 _OURS = {one.name for one in EXCEPTIONS if one.constant == f"rdmapost.{one.name}"} - {"RdmaError"}
@@ -224,9 +230,8 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
 
 
 def _is_harmless(one: Explanation) -> bool:
-    return (one.kind, one.number) == ("status", WCStatus.SUCCESS) or (
-        one.kind == "cm_event" and one.name in HARMLESS
-    )
+    harmless = (("status", WCStatus.SUCCESS), ("port_state", PortState.ACTIVE))
+    return (one.kind, one.number) in harmless or (one.kind == "cm_event" and one.name in HARMLESS)
 
 
 def _follows(mention: Mention) -> bool:
@@ -241,6 +246,9 @@ def _follows(mention: Mention) -> bool:
 @lru_cache(maxsize=1024)
 def _in_line(line: str) -> tuple[Explanation, ...]:
     """Explain the names in a line, each once, in the order of their first occurrence."""
+    if (port := _PORT_STATE.search(line)) and (state := _BY_PORT_STATE.get(port[1] or port[2])):
+        # PORT_ACTIVE alone is an event.
+        return (state,)
     lower = line.lower()
     if len(lower) != len(line):
         # A letter outside ASCII has become two: leave these alone, so that places stay the same.

@@ -10,9 +10,11 @@ from typing import Any
 from ...enums import (
     Access,
     EventType,
+    MigState,
     Opcode,
     OpsFlags,
     OpsOpcode,
+    PortState,
     QPState,
     QPType,
     SendFlags,
@@ -29,6 +31,8 @@ KINDS = {
     "wc_opcode": "completion opcode",
     "qp_type": "QP type",
     "qp_state": "QP state",
+    "port_state": "port state",
+    "mig_state": "path migration state",
     "send_flag": "send flag",
     "ops_flag": "tag-matching flag",
     "access": "access flag",
@@ -53,6 +57,8 @@ _MEMBERS: dict[type[Enum], tuple[str, str]] = {
     WCOpcode: ("wc_opcode", "IBV_WC_"),
     QPType: ("qp_type", "IBV_QPT_"),
     QPState: ("qp_state", "IBV_QPS_"),
+    PortState: ("port_state", "IBV_PORT_"),
+    MigState: ("mig_state", "IBV_MIG_"),
     SendFlags: ("send_flag", "IBV_SEND_"),
     OpsFlags: ("ops_flag", "IBV_OPS_"),
     Access: ("access", "IBV_ACCESS_"),
@@ -71,8 +77,8 @@ class Explanation:
 
     Attributes:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
-            "qp_state", "send_flag", "ops_flag", "access", "wc_flag", "event", "cm_event",
-            "failure", "exception", "finding" or "term".
+            "qp_state", "port_state", "mig_state", "send_flag", "ops_flag", "access",
+            "wc_flag", "event", "cm_event", "failure", "exception", "finding" or "term".
         name: as in the enumerations of this package, or of errno(3); an exception's class; a
             Finding's name; a failed call without its prefix.
         number: its value; 0 for a failure, an exception, a finding or a term.

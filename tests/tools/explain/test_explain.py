@@ -49,6 +49,8 @@ MEMBERS: list[enum.Enum] = [
         rp.Access,
         rp.WCFlags,
         rp.EventType,
+        rp.PortState,
+        rp.MigState,
     )
     for member in enumeration
 ]
@@ -263,6 +265,9 @@ def found(what: str | int) -> list[tuple[str, str]]:
         (128, "wc_opcode", "RECV"),
         ("IBV_QPT_RC", "qp_type", "RC"),
         ("IBV_QPS_SQD", "qp_state", "SQD"),
+        ("IBV_PORT_ACTIVE", "port_state", "ACTIVE"),
+        ("PORT_DOWN", "port_state", "DOWN"),
+        ("IBV_MIG_REARM", "mig_state", "REARM"),
         ("IBV_SEND_FENCE", "send_flag", "FENCE"),
         ("IBV_WC_WITH_IMM", "wc_flag", "WITH_IMM"),
         ("IBV_EVENT_QP_ACCESS_ERR", "event", "QP_ACCESS_ERR"),
@@ -287,6 +292,12 @@ def test_opcode_is_explained_for_work_requests_and_completions() -> None:
     assert found("SEND") == [("opcode", "SEND"), ("wc_opcode", "SEND")]
 
 
+def test_name_of_several_states_is_explained_as_each() -> None:
+    assert found("INIT") == [("qp_state", "INIT"), ("port_state", "INIT")]
+    assert found("ARMED") == [("port_state", "ARMED"), ("mig_state", "ARMED")]
+    assert found("PORT_ACTIVE") == [("event", "PORT_ACTIVE"), ("port_state", "ACTIVE")]
+
+
 @pytest.mark.parametrize("status", WCStatus)
 def test_every_status_is_found_by_number(status: WCStatus) -> None:
     assert ("status", status.name) in found(int(status))
@@ -295,7 +306,7 @@ def test_every_status_is_found_by_number(status: WCStatus) -> None:
 
 def test_word_that_resembles_no_name_suggests_nothing() -> None:
     with pytest.raises(UnknownNameError, match=r"state, flag or event$") as caught:
-        explain("nope")
+        explain("frobnicate")
     assert caught.value.nearest == ()
 
 

@@ -199,6 +199,10 @@ LINES = [
     ("rdma_rxe: rxe_qp_chk_cap: invalid send wr = 128 > 64", ["create_qp"]),
     ("rdma_rxe: rxe_cq_chk_attr: cqe(100000) > max_cqe(32767)", ["create_cq"]),
     ("rdma_rxe: qp#17 non-flush error status = 10", ["REM_ACCESS_ERR"]),
+    # ibv_devinfo, rdma link
+    ("\t\t\tstate:\t\t\tPORT_DOWN (1)", ["DOWN"]),
+    ("\t\t\tstate:\t\t\tPORT_ACTIVE (4)", ["ACTIVE"]),
+    ("link mlx5_0/1 state INIT physical_state LINK_UP netdev eth2", ["INIT"]),
 ]
 
 
