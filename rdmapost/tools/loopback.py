@@ -178,7 +178,7 @@ class Loopback(ResourceHolder):
                     (remote_type, remote_cq, remote_mr, remote_options),
                 )
             ]
-            # Close windows and address handles before the queue pairs: rxe needs 25 s
+            # Close windows and address handles before the queue pairs: rxe needs 50 s
             # to destroy a queue pair with a window bound to it.
             self._used = stack.add(ResourceStack())
             for side in (self.remote, self.local):

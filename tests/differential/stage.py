@@ -78,7 +78,7 @@ class Stage:
             for name in self._windows_used():
                 self._windows[name] = rp.MW(self.bench.pds[WINDOWS[name]])
                 self._rkeys[name] = [self._windows[name].rkey]
-            # The windows go first: rxe takes 25 s to destroy a queue pair that has one.
+            # The windows go first: rxe takes 50 s to destroy a queue pair that has one.
             stack.callback(self._close_windows)
             self._stack = stack.pop_all()
         self.bench.fill()
