@@ -116,8 +116,10 @@ class Counters(NamedTuple):
         naks_sent, naks_received: NAKs, other than RNR NAKs.
         rnr_naks_sent, rnr_naks_received: RNR NAKs: no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
-        dropped: packets that were dropped, those with ICRC errors included: there is no such queue
-            pair, they come from another peer, or they do not fit its state.
+        dropped: packets that the device dropped, those with ICRC errors included: there is no such
+            queue pair, they come from another peer, or they do not fit its state.
+        rcvbuf_errors: packets that the kernel dropped before the device could read them: the
+            socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
             IPv4 address and the other an IPv6 address.
         faults: packets to which the fault plan has done something.
@@ -134,6 +136,7 @@ class Counters(NamedTuple):
     rnr_naks_received: int
     icrc_errors: int
     dropped: int
+    rcvbuf_errors: int
     send_errors: int
     faults: int
 

@@ -21,12 +21,13 @@ class Counted(native.Record):
         self.naks_sent = self.naks_received = self.rnr_naks_sent = self.rnr_naks_received = 0
         self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
 
-    def now(self) -> Counters:
-        """Return the counters."""
+    def now(self, rcvbuf_errors: int) -> Counters:
+        """Return the counters, with the one that the kernel keeps."""
         others = dict(vars(self))
         both = {direction: others.pop(direction) for direction in ("sent", "received")}
         return Counters(
             **{f"packets_{direction}": packets for direction, (packets, _) in both.items()},
             **{f"bytes_{direction}": size for direction, (_, size) in both.items()},
             **others,
+            rcvbuf_errors=rcvbuf_errors,
         )

@@ -14,6 +14,7 @@ from ..software import queue_verbs
 from ..software.device import open_devices
 from ..software.provider import SoftwareProvider, open_context
 from ..software.state import context_of, verb
+from . import udp_socket
 from .addresses import LocalAddress, candidates
 from .capture import RoceCapture
 from .device import RoceDevice, guid_of
@@ -91,7 +92,7 @@ class RoceProvider(SoftwareProvider):
     def counters(context: Any) -> Counters:
         device: Any = context_of(context, "Context.counters").device
         device.sender.note_errors(device)
-        counted: Counters = device.counters.now()
+        counted: Counters = device.counters.now(udp_socket.dropped(device.socket))
         return counted
 
     @verb

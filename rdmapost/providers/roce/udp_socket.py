@@ -6,6 +6,7 @@ import _socket
 import errno
 import os
 import socket
+import struct
 from typing import Any
 
 from ..._binding import native
@@ -14,13 +15,19 @@ from ...standard.wire import ROCE_V2_PORT
 from .addresses import LocalAddress, candidates
 
 _SOCKET_BUFFER = 1 << 22
-"""The buffer size to request; the kernel may grant less (net.core.rmem_max)."""
+"""The buffer size to request. Without CAP_NET_ADMIN the kernel may grant less
+(net.core.rmem_max)."""
 
 # Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _UDP_GRO = 104
 _UDP_NO_CHECK6_RX = 102
 _IPV6_DONTFRAG = 62
+_BUFFERS = ((32, socket.SO_SNDBUF), (33, socket.SO_RCVBUF))
+"""SO_SNDBUFFORCE and SO_RCVBUFFORCE (asm-generic/socket.h), and what they are without the right."""
+_SO_MEMINFO = 55
+_MEMINFO = struct.Struct("=9I")
+"""The counters of linux/sock_diag.h; the last one is SK_MEMINFO_DROPS."""
 _OPTIONS = {
     socket.AF_INET: (
         (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE),
@@ -109,6 +116,13 @@ def hop_limit(made: Any, address: LocalAddress) -> int:
     return limit
 
 
+def dropped(made: Any) -> int:
+    """Return how many packets the kernel has dropped because the receive buffer was full."""
+    info = made.getsockopt(socket.SOL_SOCKET, _SO_MEMINFO, _MEMINFO.size)
+    counted: int = _MEMINFO.unpack(info)[-1]
+    return counted
+
+
 def _prepare(made: Any, address: LocalAddress) -> None:
     """Set a socket's options, and bind it."""
     for level, option, value in _OPTIONS[address.family]:
@@ -116,7 +130,10 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     with suppress_system_errors:
         # Linux 5.0; without it each packet comes by itself.
         made.setsockopt(socket.SOL_UDP, _UDP_GRO, 1)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER)
+    for forced, limited in _BUFFERS:
+        try:
+            made.setsockopt(socket.SOL_SOCKET, forced, _SOCKET_BUFFER)
+        except PermissionError:
+            made.setsockopt(socket.SOL_SOCKET, limited, _SOCKET_BUFFER)
     scope = (0, address.scope) if address.family is socket.AF_INET6 else ()
     made.bind((address.host, ROCE_V2_PORT, *scope))

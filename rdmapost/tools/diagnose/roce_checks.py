@@ -29,14 +29,18 @@ def _check_buffer(port: PortAttr, system: System) -> Iterable[Finding]:
         return
     limit, mtu = int(text), port.active_mtu.bytes
     # The kernel doubles the limit, and counts about twice the bytes of a packet.
-    evidence = f"net.core.rmem_max={limit}: the socket holds about {limit // mtu} packets of {mtu}"
+    evidence = (
+        f"net.core.rmem_max={limit}: without CAP_NET_ADMIN the socket holds about {limit // mtu} "
+        f"packets of {mtu}"
+    )
     if limit >= _ENOUGH:
         yield Finding("rmem-max", "ok", evidence)
         return
     yield Finding(
         "rmem-max",
         "info",
-        f"{evidence}; longer bursts lose packets, which the sender retransmits",
+        f"{evidence}; longer bursts lose packets (counters: rcvbuf_errors), which the sender "
+        "retransmits",
         "sysctl -w net.core.rmem_max=4194304, for bandwidth",
     )
 

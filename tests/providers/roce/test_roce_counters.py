@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from support import LIMIT, Pair, until
@@ -14,6 +20,12 @@ import rdmapost as rp
 from rdmapost import WCStatus
 
 DEVICE = "roce:lo"
+CAP_NET_ADMIN = 12
+CAN_EXCEED = bool(
+    int(re.search(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[1], 16)
+    >> CAP_NET_ADMIN
+    & 1
+)
 
 
 @pytest.fixture
@@ -62,6 +74,67 @@ def test_damaged_packets_are_counted_as_icrc_errors_and_dropped(context):
     until(lambda: context.counters().packets_received == 3)
     now = context.counters()
     assert (now.icrc_errors, now.dropped, now.bytes_received) == (3, 3, 192)
+
+
+STOPPED = """
+import os, signal, sys
+import rdmapost as rp
+with rp.open_device(sys.argv[1]) as context:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in sys.stdin:
+        print(*context.counters(), flush=True)
+"""
+
+
+def flood(host: str, packets: int) -> rp.Counters:
+    """Send packets to a device that cannot read them; return its counters after it has."""
+    name = f"roce:{host}"
+    open_roce(name).close()
+    with (
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", STOPPED, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as device,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger,
+    ):
+        assert device.stdin is not None
+        assert device.stdout is not None
+        try:
+            stopped = os.waitid(os.P_PID, device.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert stopped is not None
+            assert stopped.si_code == os.CLD_STOPPED
+            for _ in range(packets):
+                stranger.sendto(bytes(1024), (host, 4791))
+            device.send_signal(signal.SIGCONT)
+
+            def counters() -> rp.Counters:
+                device.stdin.write("\n")
+                device.stdin.flush()
+                return rp.Counters(*map(int, device.stdout.readline().split()))
+
+            until(lambda: received(counters()) == packets)
+            return counters()
+        finally:
+            device.kill()
+
+
+def received(now: rp.Counters) -> int:
+    """How many packets have come to the socket."""
+    return now.packets_received + now.rcvbuf_errors
+
+
+def test_packets_that_the_receive_buffer_cannot_hold_are_counted():
+    now = flood("127.0.0.114", 20_000)
+    assert received(now) == 20_000
+    assert now.rcvbuf_errors > 0
+    assert now.dropped == now.packets_received
+
+
+@pytest.mark.skipif(not CAN_EXCEED, reason="needs CAP_NET_ADMIN")
+def test_receive_buffer_exceeds_the_limit_where_the_process_may():
+    assert flood("127.0.0.115", 1500).rcvbuf_errors == 0
 
 
 def test_closed_device_has_none(context):
