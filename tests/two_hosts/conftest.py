@@ -27,7 +27,7 @@ def peer() -> str:
     return address
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def device(peer: str) -> Iterator[rp.Context]:
     """This machine's device on the network of the two."""
     with rp.open_device(DEVICE) as context:

@@ -1,6 +1,6 @@
-"""The peer of test_operations: receives everything and checks every byte.
+"""The peer of near_side: receives everything and checks every byte.
 
-    python -m two_hosts.far_side COUNT
+    python -m two_hosts.far_side DEVICE COUNT
 
 It prints its endpoint, reads its peer's, and exits with 0 when every operation has arrived in
 order, with the right counter and data.
@@ -27,9 +27,9 @@ def content(counter: int) -> bytes:
     return b"%08x" % (counter * 2654435761 % 2**32) * (SIZE // 8)
 
 
-def main(count: int) -> None:
+def main(device: str, count: int) -> None:
     with (
-        rp.open_device("rxe0") as context,
+        rp.open_device(device) as context,
         rp.PD(context) as pd,
         rp.CQ(context, 2 * DEPTH) as cq,
         rp.MR(
@@ -63,4 +63,4 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))

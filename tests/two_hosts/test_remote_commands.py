@@ -8,8 +8,7 @@ import queue
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,54 +18,12 @@ import rdmapost as rp
 from rdmapost import connect
 
 from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said, wait_for_no_link
+from .serving import Serve, Serving, servers
 
 pytestmark = pytest.mark.two_hosts
 
 PATIENCE = "4"
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
-
-
-class Serving:
-    """``rdmapost serve`` on the other machine."""
-
-    def __init__(self, remote: Remote, port: int, peer: str) -> None:
-        self.remote, self.port = remote, port
-        self.where = f"{peer}:{port}"
-
-    def event(self, name: str) -> dict[str, Any]:
-        """Wait for an event that it reports, after those waited for before."""
-        document: dict[str, Any] = json.loads(self.remote.until("out", f'"event": "{name}"'))
-        return document
-
-
-Serve = Callable[..., Serving]
-
-
-@contextmanager
-def servers(peer: str) -> Iterator[Serve]:
-    """Start servers on the other machine, which are killed afterwards."""
-    with ExitStack() as stack:
-
-        def start(*args: str) -> Serving:
-            remote = stack.enter_context(
-                Remote(
-                    "rdmapost",
-                    "serve",
-                    "--json",
-                    "-d",
-                    DEVICE,
-                    "--bind",
-                    peer,
-                    "--tcp-port",
-                    "0",
-                    *args,
-                )
-            )
-            serving = json.loads(remote.until("out", '"event": "serving"'))
-            assert serving["host"] == peer
-            return Serving(remote, serving["port"], peer)
-
-        yield start
 
 
 @pytest.fixture
