@@ -109,7 +109,7 @@ def test_path_migration_state_can_only_be_migrated(rc, value, fits):
 
 
 def test_reset_drops_receives_and_completions(rc):
-    """The device drops them, not the library."""
+    """The device drops them; QP.to_reset() would take the completions from the CQ first."""
     depth = rc.b.max_recv_wr
     rc.b.post_recv([rp.RecvWR(rc.theirs[1024:1032], wr_id=i) for i in range(depth)])
     rc.a.post_send(rp.Send(rc.mine[:8]))
