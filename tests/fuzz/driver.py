@@ -191,7 +191,7 @@ def _top_of_stack(said: str) -> str:
 
 
 def hunt(options: Any) -> int:
-    """Run programs; print what is found; return the exit status."""
+    """Run programs; print the findings; return the exit status."""
     started = time.monotonic()
     done, program = 0, options.first
     seen: dict[str, list[Any]] = {}

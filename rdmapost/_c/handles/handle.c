@@ -462,8 +462,8 @@ void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct 
 }
 
 /*
- * _unbind_invalidated(): release the regions that a window let go of when its key was invalidated.
- * Returns whether there were any.
+ * _unbind_invalidated(): release the regions from which an invalidation of its key has unbound a
+ * window. Returns whether there were any.
  */
 static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 {

@@ -95,7 +95,7 @@ class SessionState(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare what was received with the token in constant time; accept anything if it is None."""
+    """Compare a received token with the server's in constant time; accept any if that is None."""
     if token is None:
         return True
     # An argument or environment variable need not be Unicode.

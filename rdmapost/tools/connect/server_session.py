@@ -86,7 +86,7 @@ class ServerSession:
         timeout = self._server.timeout
         return min(timeout, HELLO_S) if self._protocol.state is SessionState.HELLO else timeout
 
-    # ---- what comes -----------------------------------------------------------
+    # ---- input ----------------------------------------------------------------
 
     def receive(self, data: bytes) -> bool:
         """Take bytes of the hello; return whether ``authenticate`` can be called."""
@@ -174,7 +174,7 @@ class ServerSession:
             self._server.notify(Refused(self._address, self.code, self._reason))
             self._reason = ""
 
-    # ---- what is done -----------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------
 
     def _encode(self, messages: Iterator[Message]) -> bytes:
         data = b""

@@ -101,7 +101,7 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
             context.close()
 
 
-# ---- that a check sees what is wrong ----------------------------------------------
+# ---- checks detect faults ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("opcode", "qp_type"), sorted(EXPECTED), ids=str)
