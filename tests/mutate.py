@@ -53,7 +53,7 @@ PROFILE, EXAMPLES = "mutants", 20
 """Hypothesis examples; a mutant that only more examples catch, by chance, needs its own test."""
 
 MOMENTS = "6"
-"""Of each verb, at which test_soft_interrupts_at_every_bytecode.py interrupts it."""
+"""How many bytecodes of each verb test_soft_interrupts_at_every_bytecode.py interrupts."""
 
 POSTS = (
     "posting/test_send.py",
@@ -70,7 +70,7 @@ POSTS = (
     "posting/test_wr_id.py",
     "resources/test_ah.py",
 )
-"""What each opcode and flag does."""
+"""Tests of each opcode and flag."""
 
 CHECKS = (
     "posting/test_every_rule_refuses.py",
@@ -86,7 +86,7 @@ CHECKS = (
     "resources/test_qp_states.py",
     "resources/test_mw_type_2_bind_and_invalidate.py",
 )
-"""What a post is checked for."""
+"""Tests of the checks of a post."""
 
 READS = (
     "posting/test_wr_read_once.py",
@@ -99,7 +99,7 @@ READS = (
     "posting/test_tso_header.py",
     "resources/test_resident_memory.py",
 )
-"""How work requests are read."""
+"""Tests of how work requests are read."""
 
 IN_FLIGHT = (
     "posting/test_outstanding.py",
@@ -110,7 +110,7 @@ IN_FLIGHT = (
     "resources/test_mw_type_2_bind_and_invalidate.py",
     "resources/test_srq.py",
 )
-"""What is outstanding, and what it keeps."""
+"""Tests of outstanding work requests, and of the memory that they keep."""
 
 QPS = (
     "resources/test_qp_states.py",
@@ -120,7 +120,7 @@ QPS = (
     "resources/test_gid.py",
     "resources/test_device.py",
 )
-"""Queue pairs, before they post."""
+"""Tests of queue pairs, without posts."""
 
 MEMORY = (
     "resources/test_mr.py",
@@ -131,7 +131,7 @@ MEMORY = (
     "resources/test_srq.py",
     "resources/test_pd.py",
 )
-"""Regions and windows, and queues that share receives."""
+"""Tests of regions, windows and SRQs."""
 
 EVENTS = (
     "resources/test_comp_channel.py",
@@ -164,7 +164,7 @@ RESPONDER = (
     *FRAMES,
     "providers/soft0/test_soft_retry_cnt_and_rnr_retry.py",
 )
-"""Both halves of a responder."""
+"""Tests of both halves of a responder."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
@@ -805,8 +805,8 @@ def be_quiet() -> None:
 
 
 def arguments(tests: tuple[str, ...]) -> list[str]:
-    """Return those of pytest."""
-    # Only whether they fail matters: do not explain failures or shrink examples.
+    """Return pytest's arguments."""
+    # Only whether the tests fail matters: do not explain failures or shrink examples.
     return [
         "-x",
         "-q",
@@ -890,8 +890,8 @@ class Selecting:
         library: the module that contains all mutants.
         numbers: the mutants' numbers, each with the index of its function.
         jobs: the number of children at a time.
-        report: is called with what came of each: its number, and "noticed", "late", "survived"
-            or, where no test calls the function, "not called".
+        report: called with the number of each mutant and its result: "noticed", "late",
+            "survived" or, if no test calls the function, "not called".
     """
 
     KILLERS = 30
@@ -921,7 +921,7 @@ class Selecting:
         self._measure()
         # A child writes here which test failed.
         self.noticed = mmap.mmap(-1, 4 * (max(self.numbers) + 1))
-        # And its deadline: a test may have changed the timers that limit() set.
+        # A child writes its deadline here: a test may have changed the timers that limit() set.
         self.ends = mmap.mmap(-1, 8 * (max(self.numbers) + 1))
         killers: list[int] = []
         waiting, running = [*self.numbers][::-1], dict[int, int]()
@@ -1045,8 +1045,8 @@ def noticed_in_forks(
     """Test a C file's mutants that are all in one module.
 
     Returns:
-        What came of each: "noticed", "late", "survived", or "" if it does not compile.  What no
-        test calls is not among them: it may run when the module is imported.
+        The result of each: "noticed", "late", "survived", or "" if it does not compile.  Mutants
+        of code that no test calls are left out: the code may run when the module is imported.
     """
     source = (ROOT / module).read_text()
     file = mutants_c.Selectable(source, [*mutants_c.File(source).edits()])

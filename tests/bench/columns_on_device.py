@@ -28,7 +28,7 @@ BLOCK = 8
 
 
 class OfC:
-    """The program in C, which runs when it is asked to."""
+    """The program in C, which runs once for each run()."""
 
     def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -48,7 +48,7 @@ class OfC:
 
 
 class OfPython:
-    """The same by columns."""
+    """The same lists, posted with post_columns."""
 
     def __init__(self, context: rp.Context, stack: contextlib.ExitStack, rows: int) -> None:
         enter = stack.enter_context

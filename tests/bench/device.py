@@ -29,7 +29,7 @@ LIST = 32
 
 
 class Bench:
-    """Two connected queue pairs, and what is posted on them.
+    """Two connected queue pairs, and the work requests for them.
 
     Args:
         context: the device.
@@ -59,7 +59,7 @@ class Bench:
                 count -= 1
 
     def posted(self, wrs: Callable[[], Any], each: int) -> tuple[float, float]:
-        """Post what ``wrs`` makes, and poll until it completes; return both times, each."""
+        """Post the work requests of ``wrs()``, and poll all; return both times per work request."""
         start = time.perf_counter()
         self.near.post_send(wrs())
         posted = time.perf_counter()
@@ -67,7 +67,7 @@ class Bench:
         return (posted - start) / each, (time.perf_counter() - start) / each
 
     def sent(self, each: int) -> tuple[float, float]:
-        """Post receives and sends into them; return as ``posted``, without the receives' post."""
+        """Post receives, then time sends to them as ``posted`` does."""
         target, out = self.mr[2 * MIB : 2 * MIB + 8], self.mr[0:8]
         self.far.post_recv([rp.RecvWR(target) for _ in range(each)])
         start = time.perf_counter()

@@ -62,8 +62,8 @@ COLUMNS: tuple[tuple[int, float, float, str], ...] = (
     (256, 0.5, 6, "build/RDMA_WRITE/256/1"),
     (4096, 0.35, 4, "build/RDMA_WRITE/256/1"),
 )
-"""Rows, the target ratio, the target in ns, and what the ratio is to: rdmapost's own post of
-objects, or C's loop that builds its list."""
+"""Rows, the target ratio, the target in ns, and the denominator of the ratio: rdmapost's own post
+of objects, or C's loop that builds its list."""
 ROWS = ((16, 7), (256, 5))
 """Completions polled as rows, and the target in ns."""
 
@@ -81,7 +81,7 @@ FORMS = (
     ("prepared", "prepared/{}"),
 )
 PLAIN_GOAL = 1.3
-"""The target ratio of each of these to a plain write of the same form."""
+"""The target ratio of each of these cases to a plain write of the same form."""
 
 SAME = 0.05
 """The relative difference up to which two commits count as equal in a row."""

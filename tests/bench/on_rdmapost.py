@@ -45,7 +45,7 @@ BUILD = {
     "SEND (UD)": "Send({sges}, wr_id=7, ah=ah, remote_qpn=3, remote_qkey=4)",
     "TSO (UD)": "TSO({sges}, wr_id=7, hdr=hdr, mss=64, ah=ah, remote_qpn=3, remote_qkey=4)",
     "RDMA_WRITE (INLINE)": "RdmaWrite({sges}, wr_id=7, send_flags=inline, " + REMOTE + ")",
-    # The window's next key is computed beforehand, as a plain write's key is.
+    # The window's next key is computed in advance, like the key of a plain write.
     "BIND_MW (key kept)": "BindMW(wr_id=7, mw=mw, rkey=key, mr=mr, addr=addr, length=64)",
 }
 FORMS = ("RDMA_WRITE", "RDMA_WRITE (INLINE)", "BIND_MW (key kept)", "TSO (UD)")
@@ -197,7 +197,7 @@ class Bench:
             yield Case(f"poll_into/{length}", "poll_into(rows)", length, names, rows_before)
 
     def columns(self, qp: rp.QP) -> Iterator[Case]:
-        """Lists by columns, in arrays as numpy has them: memory of 8-byte integers."""
+        """Lists posted with post_columns, from arrays of 8-byte integers, as in numpy."""
         posted = qp._send.in_flight
         for length in COLUMNS:
             names = {
@@ -224,7 +224,7 @@ class Bench:
                 )
 
     def lives(self, qp: rp.QP) -> Iterator[Case]:
-        """From creating a work request to polling its completion, which includes deferred work."""
+        """Cases from creating a work request to polling its completion, including deferred work."""
         for name, one, post in (
             ("RDMA_WRITE", build("RDMA_WRITE"), qp.post_send),
             ("RECV", "RecvWR(mr[0:8], wr_id=7)", qp.post_recv),

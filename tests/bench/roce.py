@@ -9,7 +9,7 @@ exchange a line for each case on its standard input and output.
 - The busy target runs a Python loop, which its device's thread has to interrupt.
 - Many queue pairs on one device each complete a write.
 
-The goals are those of the project; a figure that misses its goal is marked.
+A figure that misses the project's goal is marked.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def say(stream: Any, answer: Any) -> None:
 
 
 def far() -> None:
-    """Do what each line of standard input says."""
+    """Run the case that each line of standard input names."""
     for line in sys.stdin:
         case = json.loads(line)
         with ExitStack() as stack:
@@ -199,7 +199,7 @@ def bandwidth(peer: Peer, mtu: int, count: int) -> float:
 
 
 def busy_target(peer: Peer, seconds: float) -> list[float]:
-    """Return the seconds that each write to a process takes that runs a Python loop."""
+    """Return the seconds for each write to a process that runs a Python loop."""
     times = []
     with peer.connected("busy", seconds=seconds) as (side, target):
         write = rp.RdmaWrite(side.mr[:SIZE], **target)

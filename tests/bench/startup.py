@@ -27,7 +27,7 @@ IMPORT = "import rdmapost"
 USE = "import rdmapost; rdmapost.QP"
 CLICK = "import click"
 HELP = "import sys; sys.argv = ['rdmapost', '--help']; from rdmapost.cli import main; main()"
-# What to time, what to compare it with, and the target ratio, if any.
+# The statement to time, the statement to compare it with, and the target ratio, if any.
 GOALS: tuple[tuple[str, str, str, str, float | None], ...] = (
     ("import rdmapost", IMPORT, "bare interpreter", BARE, 2.5),
     ("rdmapost --help", HELP, "import click", CLICK, 1.3),
@@ -36,7 +36,7 @@ GOALS: tuple[tuple[str, str, str, str, float | None], ...] = (
 
 
 def install(directory: pathlib.Path) -> str:
-    """Make an environment with rdmapost, cffi's module and click; return its Python."""
+    """Create an environment with rdmapost, cffi's module and click; return its Python."""
     venv.create(directory, symlinks=True)
     (place,) = directory.glob("lib/python*/site-packages")
     package = pathlib.Path(rdmapost.__file__).parent

@@ -6,9 +6,9 @@ the device.  With a busy thread, each release costs that thread's switch interva
 (sys.getswitchinterval, 5 ms), which dominates the figure; so the number of switches
 is printed too.  On a build without a GIL there are none.
 
-In asyncio it is CPU time that counts: that of a task that waits for a write posted
-after it has gone to sleep, and that of a task that waits for a plain eventfd instead,
-whose reader stays registered.  Between the two is the least that a wait for a write
+In asyncio the figures are CPU time: for a task that waits for a write posted after
+the task has gone to sleep, and for a task that instead waits for a plain eventfd,
+whose reader stays registered.  A third figure is the least that a wait for a write
 can cost: the write is posted and polled, and the event loop has a timer, but the task
 waits for the eventfd.  All are measured on the null device (null.c) too, where the
 device itself costs nothing.  Every figure is the best of several runs: disturbances
@@ -83,8 +83,8 @@ async def cpu_time_of_an_eventfd(
     """Return the CPU time of writing to an eventfd, and of the task that waits for it.
 
     Args:
-        count: how often.
-        before: called before each write to it; with it, the loop has a timer.
+        count: how many writes.
+        before: called before each write to the eventfd; if given, the loop has a timer.
         after: called by the task when it has been woken.
     """
     loop = asyncio.get_running_loop()

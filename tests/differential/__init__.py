@@ -1,7 +1,7 @@
-"""Random programs of work requests, run on two devices whose answers are compared.
+"""Random programs of work requests, run on two devices whose results are compared.
 
-``model`` is what a program is, ``generate`` makes random ones, ``run`` carries
-one out on a device and writes down what happened, ``transcript`` compares two
-such records, and ``deviations`` is the table of where a real device is known
-to answer otherwise than the soft one.
+``model`` defines programs, ``generate`` draws random ones, ``run`` runs a program
+on a device and records what happens, ``transcript`` compares two such records,
+and ``deviations`` is the table of known differences between a real device and
+the soft one.
 """

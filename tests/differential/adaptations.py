@@ -1,6 +1,6 @@
-"""How a program and what becomes of it are fitted to a device that answers otherwise.
+"""Adapting programs and their completions to a device that deviates from the soft one.
 
-The functions are for the entries of deviations.py, which say what they are about.
+The functions are for the entries of deviations.py, which describe the deviations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_ON = {
 
 
 def only(keep: Callable[[Run, int, W], bool]) -> Callable[[Run, Step], list[Step]]:
-    """Make a ``fit`` that leaves out work requests."""
+    """Return a ``fit`` that keeps only the work requests for which keep() is true."""
 
     def fit(run: Run, step: Step) -> list[Step]:
         if not isinstance(step, Post):
@@ -46,7 +46,7 @@ def flush_local(run: Run, qp: int, wr: W | R, done: Done) -> Done:
     if not isinstance(wr, W) or done.status not in _LOCAL_STATUSES:
         return done
     if wr.op in WRITES_LOCALLY and wr.op not in _NOT_ON[run.program.type_of(qp)]:
-        # It fails when the answer comes back, and that is reported.
+        # It fails only when the response arrives, and the device reports that failure.
         return done
     return replace(done, status="WR_FLUSH_ERR")
 
@@ -68,7 +68,7 @@ def apart(run: Run, step: Step) -> list[Step]:
 
 
 def _by_key(sge: Sge) -> bool:
-    """Whether a buffer fails because of its key, and not of its range."""
+    """Whether a buffer fails because of its key, and not because of its range."""
     return sge.region == "alien" or (bool(sge.key) and sge.key not in ("a", "b"))
 
 
@@ -114,7 +114,7 @@ def datagrams_that_fit(run: Run, step: Step) -> list[Step]:
 
 
 def in_order(run: Run, qp: int, wr: W) -> bool:
-    """Whether it does not matter if the receive or the remote address is looked at first."""
+    """Whether it makes no difference which the device checks first: receive or remote address."""
     at = wr.at
     if wr.op != "RDMA_WRITE_WITH_IMM" or at is None or not 0 < wr.size <= MTU:
         return True
@@ -194,7 +194,7 @@ def beyond_window(run: Run, qp: int, wr: W) -> bool:
 
 
 def invalidates_unbound(run: Run, step: Step) -> list[Step]:
-    """Leave out what would invalidate a window that is not bound, or bound elsewhere."""
+    """Leave out work requests that would invalidate a window not bound on their queue pair."""
     if not isinstance(step, Post):
         return [step]
     bound = dict(run.bound)

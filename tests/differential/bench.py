@@ -1,4 +1,4 @@
-"""What programs run on: a device, and the memory that every program finds."""
+"""The device on which programs run, and the memory regions of every program."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Bench"]
 
 def _pattern(name: str, size: int) -> bytes:
     if name == "counter":
-        # Small numbers, so that a comparison can be right.
+        # Small numbers, so that a compare-and-swap can succeed.
         return b"".join(struct.pack("=Q", index % 4) for index in range(size // 8))
     return random.Random(name).randbytes(size)
 
 
 class Bench:
-    """What programs run on: a device, and the memory that every program finds.
+    """A device, and the memory regions of every program.
 
     Args:
         context: an open device.
@@ -64,21 +64,21 @@ class Bench:
         device.port_mtu = self._port_mtu
 
     def fill(self) -> None:
-        """Give every region its first content."""
+        """Give every region its initial contents."""
         for name, content in self._contents.items():
             self.regions[name].buffer[:] = content
 
     def memory(self) -> dict[str, bytes]:
-        """Return the content of every region."""
+        """Return the contents of every region."""
         return {name: bytes(region.buffer) for name, region in self.regions.items()}
 
     def state_of(self, qp: rp.QP) -> str:
-        """Return a queue pair's state; asking for that alone is a third of the work."""
+        """Query only a queue pair's state, which costs a third of a whole query."""
         self.context._provider.query_qp(
             qp._handle, self._attr, int(rp.QPAttrMask.STATE), self._init_attr
         )
         return QPState(self._attr.qp_state).name
 
     def busy(self) -> bool:
-        """Whether the soft device is going to try something again."""
+        """Whether the soft device will retry a request."""
         return bool(device.parked)

@@ -1,12 +1,12 @@
-"""Where a real device is known to answer otherwise than the soft one.
+"""Known differences between a real device and the soft one.
 
-Each entry says what differs and why, shows it with its own program, and holds
-the differences that this program has on each kernel where it was seen.  A test
-runs that program: an entry that is no longer true fails it.
+Each entry says what differs and why, and has a program that shows the difference,
+with the lines of the transcript that differ on each kernel.  A test runs the
+program, and fails if the entry is no longer true.
 
-For random programs an entry also says what the soft device must be made to answer,
-or which work requests to leave out where what follows differs too much, or where
-the device would be harmed.
+For random programs an entry also says how to change the soft device's results, or
+which work requests to leave out: those whose consequences differ too much, or that
+would harm the device.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Deviation:
 
     Attributes:
         name: a few words.
-        why: what Soft-RoCE does, what is right, and where that is from.
-        program: shows it.
-        seen: by kernel, how the program's transcript differs: how the lines begin.
-        fit: returns a step as the steps to run instead.
-        refuses: returns the errno's name of a post that is refused, or None.
-        completes: returns a completion as this device has it.
-        after: does to the soft device what this one does to itself after a step.
+        why: what Soft-RoCE does, what is right, and the source for that.
+        program: shows the difference.
+        seen: by kernel, the beginnings of the lines that differ in the program's transcript.
+        fit: returns the steps to run instead of a step.
+        refuses: returns the name of the errno with which this device refuses a work request, or
+            None.
+        completes: returns this device's completion for the soft device's.
+        after: called after each step; makes the soft device change its state as this device does.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Deviation:
 
 
 def kernel_of(release: str) -> str:
-    """Return which kernel of the table a release is nearest to."""
+    """Return the table's latest kernel that is not newer than a release, or else its oldest."""
     version = tuple(int(part) for part in release.split(".")[:2])
     known = [tuple(int(part) for part in kernel.split(".")) for kernel in KERNELS]
     nearest = max((k for k in known if k <= version), default=known[0])
@@ -62,7 +63,7 @@ def kernel_of(release: str) -> str:
 
 
 def for_kernel(release: str) -> list[Deviation]:
-    """Return what holds on a kernel."""
+    """Return the entries that apply to a kernel."""
     kernel = kernel_of(release)
     return [*HARMFUL, *(entry for entry in DEVIATIONS if kernel in entry.seen)]
 
@@ -90,7 +91,7 @@ HARMFUL = (
         fit=adaptations.invalidates_unbound,
     ),
 )
-"""What is never run on Soft-RoCE, because it would not survive."""
+"""What no program may do on Soft-RoCE, because the kernel would crash."""
 
 
 DEVIATIONS = (
@@ -135,8 +136,8 @@ DEVIATIONS = (
     ),
     Deviation(
         "a LOCAL_INV that fails",
-        "rxe reports LOC_QP_OP_ERR; it is a memory management operation (MW_BIND_ERR), as it is "
-        "for a bind that fails.",
+        "rxe reports LOC_QP_OP_ERR; right is MW_BIND_ERR, the status of failed memory management "
+        "operations, as for a bind.",
         Program(_RC, (Post(0, (W("LOCAL_INV", key="gone"),)),)),
         {"6.1": ("qp0.send 0: MW_BIND_ERR -> LOC_QP_OP_ERR",)},
         completes=adaptations.bad_invalidate,
@@ -191,9 +192,9 @@ DEVIATIONS = (
     ),
     Deviation(
         "a write with immediate data to where it may not write",
-        "A write that is refused takes no receive. rxe takes one before it looks at the remote "
-        "address, if the write is a single packet: without one it answers that it is not ready, "
-        "and with one it ends that too.",
+        "A refused write consumes no receive. For a write of a single packet, rxe takes a receive "
+        "before it checks the remote address: without a receive it sends an RNR NAK, and otherwise "
+        "the receive fails, too.",
         Program(
             (Pair("RC"), Pair("RC")),
             (
@@ -212,7 +213,7 @@ DEVIATIONS = (
     Deviation(
         "the flag of an invalidated key",
         "The kernel's IB_WC_WITH_INVALIDATE is the library's IBV_WC_IP_CSUM_OK, and rxe hands "
-        "the kernel's number to the process: the completion does not tell of the key.",
+        "the kernel's number to the process: the completion does not name the key.",
         Program(
             _RC,
             (
@@ -226,7 +227,7 @@ DEVIATIONS = (
     ),
     Deviation(
         "invalidation on UC",
-        "ibv_post_send(3) has LOCAL_INV and SEND_WITH_INV on UC; rxe has not.",
+        "ibv_post_send(3) allows LOCAL_INV and SEND_WITH_INV on UC; rxe does not.",
         Program(
             (Pair("UC"), Pair("UC")),
             (
@@ -286,33 +287,34 @@ DEVIATIONS = (
     ),
     Deviation(
         "the length of an atomic",
-        "An atomic brings 8 bytes, and the completion says how many came (ibv_poll_cq(3)); rxe "
-        "says how many there was room for.",
+        "An atomic returns 8 bytes, and byte_len is the number of bytes transferred "
+        "(ibv_poll_cq(3)); rxe reports the size of the buffers.",
         Program(_RC, (Post(0, (W("ATOMIC_FETCH_AND_ADD", (Sge("a", 0, 16),), At("b", 0)),)),)),
         _on_both("qp0.send 0: FETCH_ADD, 8 bytes -> FETCH_ADD, 16 bytes"),
         completes=adaptations.length_of_room,
     ),
     Deviation(
         "a send posted before RTS",
-        "rxe refuses with EINVAL and names no work request, which is in its queue all the same "
-        "and is carried out when the queue pair comes to RTS.",
+        "rxe refuses with EINVAL and without naming a work request. The work request stays in the "
+        "queue, and is carried out when the queue pair reaches RTS.",
         Program((Pair("RC", End(state="RTR")),), (Post(0, (W("RDMA_WRITE", _SOME, At("b", 0)),)),)),
         _on_both("step 0: EINVAL at index 0 -> EINVAL at index None"),
         fit=adaptations.not_yet,
     ),
     Deviation(
         "a receive posted in ERR",
-        "It must be flushed (ibv_post_recv(3)); rxe's library puts it into the queue and tells "
-        "nobody, so nothing flushes it until something else happens to the queue pair.",
-        # The first receive tells when the flush is over.
+        "It must be flushed (ibv_post_recv(3)); rxe's library puts it into the queue without "
+        "notifying the kernel, so nothing flushes it until something else happens to the queue "
+        "pair.",
+        # The completion of the first receive shows that the flush is over.
         Program(_RC, (Recv(0, (R(_SOME),)), Move(0, "ERR"), Recv(0, (R(_SOME),)))),
         _on_both("qp0.recv 200: WR_FLUSH_ERR -> nothing"),
         fit=adaptations.no_receives_in_error,
     ),
     Deviation(
         "a fenced work request that is sent again",
-        "rxe asks before each attempt whether reads are outstanding, and since the first attempt "
-        "some may be that come later, or the work request itself: it never completes.",
+        "rxe checks before each attempt whether reads are outstanding. Before a second attempt "
+        "these may be later reads, or the work request itself: it never completes.",
         Program(_RC, (Move(1, "ERR"), Post(0, (W("RDMA_READ", _SOME, At("b", 0), ("FENCE",)),)))),
         _on_both("qp0.send 100: RETRY_EXC_ERR -> nothing", "qp0 ends in ERR -> RTS"),
         fit=adaptations.unfenced,
@@ -320,7 +322,7 @@ DEVIATIONS = (
     Deviation(
         "slots of unsignaled work requests",
         "A slot of the send queue is free when a completion of it or of a later one has been "
-        "polled (ibv_post_send(3)), and hardware's drivers count so; rxe frees it when the work "
+        "polled (ibv_post_send(3)), as in the drivers of hardware; rxe frees it when the work "
         "request is done.",
         Program(
             (Pair("RC", End(depth=3)),),
@@ -349,7 +351,7 @@ DEVIATIONS = (
     Deviation(
         "a region that is invalidated",
         "LOCAL_INV invalidates any key of the process; rxe only those of fast registrations, "
-        "which a process has no way to make.",
+        "which user-space programs cannot create.",
         Program(_RC, (Post(0, (W("LOCAL_INV", key="readable"),)),)),
         {
             "6.1": ("qp0.send 0: LOCAL_INV -> LOC_QP_OP_ERR", "qp0 ends in RTS -> ERR"),
@@ -382,8 +384,8 @@ DEVIATIONS = (
     Deviation(
         "a datagram that does not fit into its receive",
         "The receive ends with LOC_LEN_ERR on hardware. rxe of 6.1 takes it for malformed; rxe "
-        "of 6.12 drops the datagram and leaves the receive where it is, but for one of an SRQ, "
-        "which it ends with REM_INV_REQ_ERR.",
+        "of 6.12 drops the datagram and keeps the receive, or, if it is from an SRQ, ends it with "
+        "REM_INV_REQ_ERR.",
         Program(
             (Pair("UD"), Pair("UD", b=End(srq=True))),
             (

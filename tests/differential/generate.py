@@ -1,9 +1,9 @@
 """Random programs, one for every seed.
 
-Most of a program is such that it can succeed, because a queue pair that has
-failed only flushes: what is wrong is in one step, and not in every program.
-(Hypothesis would make and shrink them too, but takes longer to draw a program
-than an emulated machine takes to run it.)
+Most of a program can succeed, because a queue pair that has failed only
+flushes: mistakes are in one step, and not in every program.  (Hypothesis
+could draw and shrink programs, too, but takes longer to draw one than an
+emulated machine takes to run it.)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .model import GRH, REGIONS, At, End, Move, Pair, Post, Program, R, Recv, Sg
 __all__ = ["program_of"]
 
 _MAX_UD = 1024
-"""Bytes of a datagram; nearly every receive of one has room for so many."""
+"""The most bytes of a datagram; nearly every receive for a datagram has room for them."""
 
 _SIZES = (1, 2, 3, 4, 7, 8, 9, 16, 31, 32, 33, 64, 65, 100, 255, 1000, 1024)
 _LONG = (1025, 1500, 2048, 2049, 3000, 4096)
@@ -48,10 +48,10 @@ class _Step:
     """Draws the parts of one step.
 
     Args:
-        random: where to draw from.
+        random: the source of random numbers.
         pair: the pair of queue pairs.
-        end: the one that sends.
-        risk: out of a hundred, how often each thing is wrong that can be.
+        end: the queue pair that sends.
+        risk: the percentage with which each choice is wrong.
     """
 
     def __init__(self, random: Random, pair: Pair, end: End, risk: int) -> None:
@@ -75,7 +75,7 @@ class _Step:
     # ---- memory -------------------------------------------------------------
 
     def sge(self, region: str, size: int) -> Sge:
-        """Draw a buffer of so many bytes."""
+        """Draw a buffer of this many bytes."""
         room = REGIONS[region].size - size
         sge = Sge(region, 0 if self._chance(30) else self._number(room), size)
         if not self._wrong():
@@ -102,7 +102,7 @@ class _Step:
         return tuple(found)
 
     def at(self, op: str, size: int) -> At:
-        """Draw remote memory that can be used for an operation, or cannot."""
+        """Draw remote memory for an operation, right or wrong."""
         atomic = op.startswith("ATOMIC")
         right = "counter" if atomic else "readable" if op == "RDMA_READ" else "writable"
         region = self._one_of("b", "b", "b", "a" if atomic else "b", right)
@@ -168,7 +168,7 @@ class _Step:
     # ---- windows ------------------------------------------------------------
 
     def bind(self, window: str) -> W:
-        """Draw a work request that binds a window to the first 4096 bytes of b, or cannot."""
+        """Draw a BIND_MW of a window to the first 4096 bytes of b, or a wrong one."""
         at, length, access = At("b", 0), 4096, self._access()
         if self._wrong():
             at = At(self._one_of("b", "readable", "writable", "alien"), self._one_of(0, 64, 8000))
@@ -197,7 +197,7 @@ class _Step:
     # ---- receives -----------------------------------------------------------
 
     def receive(self, size: int) -> R:
-        """Draw a receive with room for so many bytes, or without."""
+        """Draw a receive with room for this many bytes, or a wrong one."""
         if self._type == "UD":
             if self._wrong():
                 return R((self.sge("inbox", GRH + size - 1),))
@@ -226,7 +226,7 @@ class _Step:
     # ---- whole steps --------------------------------------------------------
 
     def steps(self, qp: int) -> list[Step]:
-        """Draw what one queue pair does, and what its peer must do for that."""
+        """Draw the posts of one queue pair, and the receives and binds that its peer needs."""
         if self._type != "UD" and self._chance(20):
             return self._window_steps(qp)
         if self._chance(8):

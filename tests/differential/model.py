@@ -1,4 +1,4 @@
-"""Programs of work requests, as values that print as the Python that makes them.
+"""Programs of work requests, as values whose repr is the Python code that creates them.
 
 Everything in a program is symbolic, so that it means the same on every device:
 memory is a region's name and an offset, a key is the name of what it belongs
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 GRH = 40
-"""Bytes of the header that a datagram begins with in its receive."""
+"""Bytes of the header with which a datagram begins in its receive."""
 
 
 class RegionSpec(NamedTuple):
-    """A region that every program finds.
+    """A region of every program.
 
     Attributes:
         size: bytes.
@@ -73,7 +73,7 @@ WINDOWS = {"w0": 0, "w1": 0, "v": 1}
 
 
 class _Shown:
-    """Prints as a call of the constructor, without the arguments that are the default's."""
+    """Its repr is a call of the constructor, without arguments that have the default value."""
 
     def __repr__(self) -> str:
         shown = []
@@ -92,10 +92,10 @@ class Sge(_Shown):
     """A scatter/gather element.
 
     Attributes:
-        region: whose memory.
+        region: the region's name.
         offset: bytes from its start.
         length: bytes.
-        key: whose lkey, where that is not the region's own.
+        key: the name of the lkey, if it is not the region's own.
     """
 
     region: str
@@ -106,7 +106,7 @@ class Sge(_Shown):
 
 @dataclass(frozen=True, repr=False)
 class At(_Shown):
-    """Remote memory: a region's name and an offset, and whose rkey where not the region's."""
+    """Remote memory: a region's name, an offset, and the rkey's name if not the region's own."""
 
     region: str
     offset: int
@@ -123,7 +123,7 @@ class W(_Shown):
         at: remote memory; for BIND_MW the start of the window.
         flags: names: SOLICITED, FENCE, INLINE, UNSIGNALED, and on UD BAD_QKEY.
         imm, compare, swap: as in the work request.
-        key: whose key is invalidated.
+        key: the name of the key to invalidate.
         mw, length, access: for BIND_MW: the window, its length, and letters out of
             R, W and A for remote reads, writes and atomics.
     """
@@ -195,7 +195,7 @@ class End(_Shown):
         srq: it takes its receives from a shared receive queue of its own.
         depth: max_send_wr, max_recv_wr and the SRQ's max_wr; one less than a power of
             two, because devices round up to that.
-        state: how far it is brought: RTS, RTR or INIT.
+        state: the state to which it is moved: RTS, RTR or INIT.
     """
 
     sq_sig_all: bool = False
@@ -224,9 +224,9 @@ class Pair(_Shown):
 
 @dataclass(frozen=True, repr=False)
 class Program:
-    """A program: its queue pairs, and what is done one after the other.
+    """A program: its queue pairs, and its steps in order.
 
-    After every step the run waits until all that it set off is over.
+    After every step the run waits until everything that the step has started is over.
     """
 
     pairs: tuple[Pair, ...]

@@ -1,8 +1,8 @@
-"""Keeping a step free of races: what two devices may rightly do differently is not compared.
+"""Keeping steps free of races, so that only results which the specification fixes are compared.
 
-A list of work requests goes to the device in one call, so its parts overlap in
-time.  Where that leaves open what happens, by the specification, the list is cut
-into several steps, each of which waits for the one before.
+A list of work requests goes to the device in one call, so they may overlap in
+time.  Where the specification does not define the result, the list is cut into
+several steps, each of which waits for the one before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["MTU", "WRITES_LOCALLY", "faulty", "faulty_sges", "header_of", "split", "without_races"]
 
 MTU = 1024
-"""No message is one packet on one device and two on the other: none has a smaller path MTU."""
+"""No device has a smaller path MTU, so a message of this size is one packet on both devices."""
 
 WRITES_LOCALLY = frozenset({"RDMA_READ", "ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD"})
 _TO_RECEIVES = frozenset({"SEND", "SEND_WITH_IMM", "SEND_WITH_INV"})
@@ -32,7 +32,7 @@ def faulty(sge: Sge, *, write: bool = False) -> bool:
     """Whether a device must refuse to use a local buffer."""
     spec = REGIONS[sge.region]
     if sge.key and sge.key != sge.region:
-        # The key of some other region does not cover it either.
+        # Another region's key does not cover this one, either.
         return True
     if spec.pd != 0 or sge.offset + sge.length > spec.size:
         return True
@@ -47,7 +47,7 @@ def faulty_sges(wr: W) -> bool:
 
 
 def header_of(sges: tuple[Sge, ...]) -> list[Sge]:
-    """Return the parts of a receive's buffers that the header of a datagram goes to."""
+    """Return the parts of a receive's buffers into which the header of a datagram goes."""
     found: list[Sge] = []
     left = GRH
     for sge in sges:
@@ -68,7 +68,7 @@ def split(step: Post, begins: set[int]) -> list[Step]:
 
 
 def without_races(run: Run, step: Step) -> list[Step]:
-    """Return a step as steps that leave nothing open."""
+    """Cut a step into steps whose results are all defined."""
     if isinstance(step, Recv):
         return [step] if step.wrs else []
     if not isinstance(step, Post):
@@ -86,33 +86,33 @@ def without_races(run: Run, step: Step) -> list[Step]:
 
 
 def _tidy(run: Run, qp: int, wr: W) -> W | None:
-    """Return a work request, or None for one that says nothing certain by itself."""
+    """Return a work request, or None if its own result is undefined."""
     if "INLINE" in wr.flags and any(
         sge.offset + sge.length > REGIONS[sge.region].size for sge in wr.sges
     ):
-        # The copy is made in this process.
+        # This process copies inline data itself, and would read beyond the region.
         return None
     if faulty_sges(wr) and wr.size > MTU:
-        # Some packets of it may go out before the buffer is met that cannot be used.
+        # Some packets may go out before the device reaches the faulty buffer.
         return None
     unreceived = wr.op == "RDMA_WRITE_WITH_IMM" and len(run.receives[qp ^ 1]) == 0
     if unreceived and wr.size > MTU and run.program.type_of(qp) == "UC":
-        # All but the last packet of it may be written before the receive is missed.
+        # All packets but the last may be written before the device finds that it has no receive.
         return None
     return wr
 
 
 def _races(run: Run, qp: int, one: W, other: W) -> bool:
-    """Whether it is open what happens when a work request follows another in a list."""
+    """Whether the result is undefined if `other` follows `one` in a list."""
     if one.op in WRITES_LOCALLY and faulty_sges(one):
-        # It fails when the answer comes back; what follows may have been carried out by then.
+        # It fails when the response arrives; later work requests may have been executed by then.
         return True
     if one.op == other.op == "BIND_MW" and one.mw == other.mw:
-        # The window's struct must hold the key that the first one gives it.
+        # The second bind needs the key that the first one puts into the window's struct.
         return True
     to_receives = one.op in _TO_RECEIVES and other.op in _TO_RECEIVES
     if to_receives and run.program.type_of(qp) == "UD" and _headers_overlap(run, qp):
-        # The header is blanked when its completion is taken: before what comes next, or after.
+        # run.py blanks the header when it polls the completion: before or after the next datagram.
         return True
     fenced = "FENCE" in other.flags and one.op in WRITES_LOCALLY
     if fenced and run.program.type_of(qp) == "RC":
@@ -122,7 +122,7 @@ def _races(run: Run, qp: int, one: W, other: W) -> bool:
     if _overlap(reads, other_writes):
         return True
     if _is_remote_write(one):
-        # The peer carries out in order what comes to it; this side's own memory is another matter.
+        # The peer executes requests in order, but the device uses `other`'s buffers at any time.
         return _overlap(writes, _ranges(other.sges))
     return _overlap(writes, other_reads) or _overlap(writes, other_writes)
 
@@ -136,7 +136,7 @@ def _ranges(sges: Iterable[Sge]) -> list[_Range]:
 
 
 def _touched(run: Run, qp: int, wr: W) -> tuple[list[_Range], list[_Range]]:
-    """Return what memory a work request reads, and what it writes."""
+    """Return the memory that a work request reads, and the memory that it writes."""
     local = _ranges(wr.sges)
     if wr.op in _TO_RECEIVES:
         return local, _ranges(sge for _, receive in run.receives[qp ^ 1] for sge in receive.sges)
@@ -151,7 +151,7 @@ def _touched(run: Run, qp: int, wr: W) -> tuple[list[_Range], list[_Range]]:
 
 
 def _headers_overlap(run: Run, qp: int) -> bool:
-    """Return whether a datagram's header lies where another datagram goes."""
+    """Return whether the header of one datagram overlaps the buffers of another."""
     receives = [receive.sges for _, receive in run.receives[qp ^ 1]]
     return any(
         _overlap(_ranges(header_of(sges)), _ranges(others))

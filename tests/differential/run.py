@@ -1,8 +1,8 @@
-"""Carrying out a program on a device.
+"""Running a program on a device.
 
-A run waits after every step until all that the step set off is over, so that
-programs are free of races.  On the soft device it can see that; on another one
-it waits for as much as the soft device did.
+After every step the run waits until everything that the step has started is over,
+so that programs are free of races.  The soft device shows when that is; on another
+device the run waits for as many completions as the soft device had.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SILENT_S = 0.5
 _DROP_S = 0.02
 _POLL_INTERVAL_S = 0.0003
 
-# What a receive work request of the peer's answers.
+# Opcodes that consume a receive of the peer.
 _CONSUMING = frozenset({"SEND", "SEND_WITH_IMM", "SEND_WITH_INV", "RDMA_WRITE_WITH_IMM"})
 _COUNTED = frozenset({rp.WCOpcode.RDMA_READ, rp.WCOpcode.COMP_SWAP, rp.WCOpcode.FETCH_ADD})
 
@@ -48,15 +48,15 @@ def run(
     expected: Transcript | None = None,
     patience: float = PATIENCE_S,
 ) -> Transcript:
-    """Carry out a program.
+    """Run a program.
 
     Args:
         program: the program.
-        bench: where.
-        deviations: make the program fit for a device that deviates so, and answer as
-            it does; without them the program runs as it is.  Either way the
-            transcript holds the program that was run.
-        expected: what the soft device did; needed on any other.
+        bench: the device and its regions.
+        deviations: change the program and its completions to suit a device with these
+            deviations; None runs the program as it is.  Either way the transcript
+            holds the program that was run.
+        expected: the soft device's transcript; needed on any other device.
         patience: how many seconds an expected completion may take.
     """
     with Run(program, bench, deviations, expected, patience) as under_way:
@@ -92,7 +92,7 @@ class Run(Stage):
     # ---- steps --------------------------------------------------------------
 
     def carry_out(self) -> Transcript:
-        """Carry out the steps; return what happened."""
+        """Run the steps; return the transcript."""
         waiting = deque(self.program.steps)
         while waiting:
             step = waiting.popleft()
@@ -114,22 +114,22 @@ class Run(Stage):
         transcript = self.transcript
         if self._expected is not None:
             if transcript.refused != self._expected.refused:
-                # More was posted than there, and takes a while.
+                # This device has accepted more, which may take a while.
                 time.sleep(_DROP_S)
             self._take(self.bench.cq.poll())
         transcript.program = Program(self.program.pairs, tuple(self.steps))
         transcript.memory = self.bench.memory()
         if not transcript.states:
-            # On a device that is compared only the last states are asked for.
+            # Of the device under comparison, only the last states are recorded.
             transcript.states.append(self._states())
         return transcript
 
     def _fit(self, step: Step) -> list[Step]:
-        """Return the step as one or more that are free of races, and fit for the device."""
+        """Return the step as steps that suit the device and are free of races."""
         steps = [step]
         for deviation in self._deviations:
             steps = [piece for one in steps for piece in deviation.fit(self, one)]
-        # Last, because what a device cannot do may have kept two work requests in order.
+        # Last, because a work request that a deviation removes may have kept two others in order.
         return [piece for one in steps for piece in without_races(self, one)]
 
     def _do(self, number: int, step: Step) -> None:
@@ -184,7 +184,7 @@ class Run(Stage):
             srq.post_srq_recv(wrs)
 
     def _forget(self, number: int, step: Post | Recv, index: int) -> None:
-        """Take back what was noted about work requests that were not posted."""
+        """Remove the records of work requests that were not posted."""
         for at in range(index, len(step.wrs)):
             wr_id = wr_id_of(number, at)
             if wr_id not in self._wrs:
@@ -203,11 +203,11 @@ class Run(Stage):
             self._settle_soft()
             return
         expected = self._expected
-        # What was refused here, and not there, does not complete.
+        # If only this device refused the post, nothing completes.
         refused = number in self.transcript.refused and number not in expected.refused
         wanted = 0 if refused else expected.counts[number]
         if number in expected.refused and number not in self.transcript.refused:
-            # And what was refused only there completes here.
+            # If only the soft device refused it, it completes here.
             wanted += 1
         deadline = time.monotonic() + self._patience
         while self._count < wanted and time.monotonic() < deadline:
@@ -236,7 +236,7 @@ class Run(Stage):
             time.sleep(_POLL_INTERVAL_S)
 
     def _unacknowledged(self, step: Step) -> TypeGuard[Post]:
-        """Whether a step's sends say nothing, or nothing about their arrival."""
+        """Whether a step's sends have no completion, or one that does not prove their arrival."""
         if not isinstance(step, Post):
             return False
         if self.program.type_of(step.qp) != "RC":
@@ -256,14 +256,14 @@ class Run(Stage):
             self._take(self.bench.cq.poll())
 
     def _may_go_on(self, number: int, step: Post) -> bool:
-        """Whether nothing tells that the last of a step's sends is over, or was dropped."""
+        """Whether the completions do not show that all of a step's sends are over."""
         if self.program.type_of(step.qp) == "RC":
             return True
         expected = self._expected
         assert expected is not None
         if any(wr.op not in _CONSUMING for wr in step.wrs):
             return True
-        # Each send has a completion here, where it is signaled, and one there.
+        # Each send has a completion at the receiver and, if it is signaled, one at the sender.
         before = expected.counts[number - 1] if number else 0
         silent = (
             0
@@ -334,7 +334,7 @@ class Run(Stage):
         )
 
     def _watch_silent_windows(self, number: int, step: Step) -> None:
-        """Note what unsignaled work requests did; of one that fails there is a completion."""
+        """Note the effect of unsignaled work requests on windows; failed ones have a completion."""
         if not isinstance(step, Post) or number in self.transcript.refused:
             return
         for index, wr in enumerate(step.wrs):
@@ -343,7 +343,7 @@ class Run(Stage):
                 self._watch_windows(step.qp, wr, "SUCCESS")
 
     def _blank_grh(self, wr: R) -> None:
-        """Blank the GRH: it holds the addresses, which are the device's own."""
+        """Blank the GRH: its addresses differ from device to device."""
         for sge in header_of(wr.sges):
             view = self.bench.regions[sge.region].buffer
             view[sge.offset : sge.offset + sge.length] = bytes(sge.length)

@@ -1,4 +1,4 @@
-"""Making a program that fails smaller, as long as it fails."""
+"""Shrinking a failing program for as long as it still fails."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def shrink(program: Program, fails: Callable[[Program], bool], *, seconds: float
     """Return a program that fails, and that passes without any one of its parts.
 
     Args:
-        program: one that fails.
-        fails: whether another one does.
-        seconds: when to stop, because a program that hangs takes its time.
+        program: a program that fails.
+        fails: tells whether a smaller program fails.
+        seconds: when to stop, because programs that hang take long.
     """
     deadline = time.monotonic() + seconds
     smaller = True
@@ -35,7 +35,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], *, seconds: float
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Make the programs that lack one thing, the largest things first."""
+    """Yield the programs that lack one part, the largest parts first."""
     steps, pairs = program.steps, program.pairs
     for size in (len(steps) // 2, 1):
         for at in range(0, len(steps), size or 1):

@@ -1,4 +1,4 @@
-"""What a program runs on: connected queue pairs, windows, and the keys of both."""
+"""The queue pairs and windows of a program, and the keys that its work requests name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ __all__ = ["MAX_INLINE", "MAX_SGE", "Stage"]
 
 MAX_SGE = 4
 MAX_INLINE = 16 * MAX_SGE
-"""Soft-RoCE keeps inline data where the SGEs would be, and grants as much of one as of both."""
+"""Soft-RoCE keeps inline data in the place of the SGEs, and grants the same space for both."""
 
 QKEY = 0x1111_1111
 
 _TIMEOUT = 15
-"""134 ms. Soft-RoCE counts the NAK of what follows a message that found no receive as a retry, so
-a timer that also expires while it waits to send that again ends it with the wrong error."""
+"""134 ms. When a message has found no receive, Soft-RoCE counts the NAK of the next message as a
+retry. If this timer also expires before it resends, the message ends with the wrong error."""
 _SHORTEST = 1
-"""Of either timer: for the soft device, which loses nothing; and no receive comes to the rescue."""
+"""The shortest value of both timers: the soft device loses nothing, and no receive is posted during
+a wait."""
 
 _LETTERS = {"R": Access.REMOTE_READ, "W": Access.REMOTE_WRITE, "A": Access.REMOTE_ATOMIC}
 _WR = {cls.opcode.name: cls for cls in SEND_CLASSES}
@@ -43,8 +44,8 @@ class Stage:
     """A program's queue pairs and windows.
 
     Attributes:
-        program: what is run.
-        bench: where.
+        program: the program.
+        bench: the device and its regions.
         qps: the queue pairs.
         receives: by queue pair, the receives that are posted and not completed.
         bound: by window, the queue pair that it is bound on, or None.
@@ -78,7 +79,7 @@ class Stage:
             for name in self._windows_used():
                 self._windows[name] = rp.MW(self.bench.pds[WINDOWS[name]])
                 self._rkeys[name] = [self._windows[name].rkey]
-            # The windows go first: rxe takes 50 s to destroy a queue pair that has one.
+            # Close windows first: rxe takes 50 s to destroy a queue pair that has one.
             stack.callback(self._close_windows)
             self._stack = stack.pop_all()
         self.bench.fill()
@@ -115,7 +116,7 @@ class Stage:
         self.silent.append(0)
 
     def _connect(self) -> None:
-        # By hand and not with connect(), which asks the device for the same GID each time.
+        # With modify(), because connect() would query the same GID each time.
         for index, qp in enumerate(self.qps):
             end, pair = self.program.end(index), self.program.pairs[index // 2]
             peer = self.qps[index ^ 1]
@@ -159,7 +160,7 @@ class Stage:
         if not self._windows:
             return
         for qp in self.qps:
-            # What is outstanding may name one.
+            # Outstanding work requests may refer to a window.
             qp.to_reset()
         for window in self._windows.values():
             window.close()
@@ -226,7 +227,7 @@ class Stage:
         window, rkeys = self._windows[wr.mw], self._rkeys[wr.mw]
         region = self.bench.regions[(wr.at or At("b", 0)).region]
         rkey = rkeys[-1] & ~0xFF | (rkeys[-1] + 1) & 0xFF
-        # The struct holds what the window's key is now, and drivers send that along.
+        # Drivers read the window's current key from the struct.
         window._handle.rkey = rkeys[-1]
         rkeys.append(rkey)
         return rp.BindMW(
@@ -240,7 +241,7 @@ class Stage:
         )
 
     def _unbind(self, wr: W) -> None:
-        """Take back the key of a bind that failed."""
+        """Drop the key of a bind that failed."""
         self._rkeys[wr.mw].pop()
 
     # ---- windows ------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a device did with a program, and where two devices differ."""
+"""The record of a program's run on a device, and the differences between two records."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Done", "Transcript", "differences", "wr_id_of"]
 
 
 def wr_id_of(step: int, index: int) -> int:
-    """Return the wr_id of a work request: which step it is in, and where in its list."""
+    """Return the wr_id of a work request: its step, and its place in the list."""
     return 100 * step + index
 
 
@@ -18,8 +18,8 @@ def wr_id_of(step: int, index: int) -> int:
 class Done:
     """The parts of a completion that mean the same on every device.
 
-    Of an error completion that is the wr_id and the status.  The length of a send
-    means nothing, and of the flags those that tell what a receive carries.
+    In an error completion, these are the wr_id and the status.  The length of a send
+    has no meaning; of the flags, only those that describe a receive are kept.
     """
 
     wr_id: int
@@ -48,10 +48,10 @@ class Done:
 
 @dataclass
 class Transcript:
-    """What a device did with a program.
+    """The record of a program's run on a device.
 
     Attributes:
-        program: what was run.
+        program: the program that was run.
         queues: completions in order, by queue: ``qp0.send``, ``qp0.recv``, ...
         refused: posts that were refused, by step: the errno's name and the index.
         states: the states of the queue pairs after each step.
@@ -69,7 +69,7 @@ class Transcript:
     memories: dict[int, dict[str, bytes]] = field(default_factory=dict)
 
     def status_of(self, wr_id: int) -> str:
-        """Return how a work request ended, or "" where there is no completion of it."""
+        """Return a work request's status, or "" if it has no completion."""
         for queue in self.queues.values():
             for done in queue:
                 if done.wr_id == wr_id:
@@ -100,7 +100,7 @@ class Transcript:
 
 
 def differences(expected: Transcript, found: Transcript) -> list[str]:
-    """Say in lines where two transcripts of a program differ; none where they agree."""
+    """Return a line for each difference between two transcripts of a program."""
     lines = []
     for step in sorted(expected.refused.keys() | found.refused.keys()):
         one, other = expected.refused.get(step), found.refused.get(step)
@@ -131,7 +131,7 @@ def _queue(name: str, one: list[Done], other: list[Done]) -> list[str]:
         if here != there:
             lines.append(f"{name} {wr_id}: {here or 'nothing'} -> {there or 'nothing'}")
     order, other_order = ([done.wr_id for done in dones] for dones in (one, other))
-    # A line that only one of them has is already reported.
+    # Completions that only one of them has are already reported.
     if [i for i in order if i in others] != [i for i in other_order if i in ones]:
         lines.append(f"{name} completes in the order {order} -> {other_order}")
     elif len(order) != len(ones) or len(other_order) != len(others):

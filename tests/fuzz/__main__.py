@@ -1,7 +1,7 @@
 """Random programs on soft0 from hostile callers: ``python tests/fuzz --ops 1000000``.
 
-A worker process runs program after program; when one of them is found to be
-wrong, or the worker crashes or hangs, it is replaced.  Under AddressSanitizer:
+A worker process runs program after program; when a program fails, or the
+worker crashes or hangs, a new worker replaces it.  Under AddressSanitizer:
 ``.ci/sanitize --run tests/fuzz --ops 1000000``.
 """
 
@@ -31,7 +31,7 @@ def main() -> int:
         return work(options)
     code = hunt(options) if options.program is None else replay(options)
     sys.stdout.flush()
-    # What this process, which only starts others, has not freed is of no interest.
+    # Leaks of this process do not matter: it only starts others.
     os._exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Resources, numbers and memory of all kinds, as operations want them."""
+"""Create the resources, numbers and memory that operations use."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 NEVER = 31
-"""A timeout of hours, for an acknowledgement."""
+"""timeout=31: a missing acknowledgement is noticed only after hours."""
 
 ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 FLUSHED = ALL | Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
 
 
 def acting(world: World, draw: Draw) -> Callable[[], Any]:
-    """Return something to be done from the inside of a call."""
+    """Return a function that runs an operation from within another call."""
     seed = draw.bits()
     return lambda: world.act(seed)
 
@@ -46,11 +46,11 @@ def num(
     """Return a number, or now and then a hostile object in its place.
 
     Args:
-        world, draw: as everywhere.
+        world, draw: the program's world, and the source of choices.
         value: the number.
-        other: what the object may tell instead.
-        often: once in how many times.
-        near: what the object may close when it is asked for its value.
+        other: the number that the object may return instead.
+        often: a hostile object takes its place once in this many times.
+        near: a resource that the object may close when it is asked for its value.
     """
     if not draw.one_in(often):
         return value
@@ -61,7 +61,7 @@ def num(
 
 
 def closing(world: World, thing: Any) -> Callable[[], Any]:
-    """Return what closes something from the inside of a call, and overwrites its memory."""
+    """Return a function that closes a resource from within a call, and overwrites its memory."""
 
     def act() -> None:
         if hasattr(thing, "close"):
@@ -72,7 +72,7 @@ def closing(world: World, thing: Any) -> Callable[[], Any]:
 
 
 def wr_id(world: World, draw: Draw) -> Any:
-    """Return a wr_id, also at the edges of the range."""
+    """Return a wr_id, sometimes at the edges of the range."""
     return num(
         world, draw, draw.among(draw.below(1000), 0, (1 << 64) - 1, 1 << 63, (1 << 63) - 1), 1, 30
     )
@@ -95,7 +95,7 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
             ALL | Access.ON_DEMAND,
         )
     if draw.one_in(4):
-        # Nobody else holds it: it is freed with its region.
+        # Only the region refers to this memory, which is freed with it.
         size = draw.among(64, 256, 4096)
         loose = draw.among(bytearray(filled(size)), mmap.mmap(-1, size), size, size)
         region = world.keep("MR", world.call(rp.MR, pd, loose, int(access)), draw)
@@ -110,7 +110,7 @@ def make_mr(world: World, draw: Draw, pd: Any, access: Any = None) -> None:
         memory.abandoned()
         return
     memory.registered(region, not int(region.access) & Access.LOCAL_WRITE)
-    # It outlives the region: its key must not.
+    # The memory outlives the region, but the key must not be valid any longer.
     world.keep("targets", (region.addr, memory.size, region.rkey), draw)
     world.keep("MR", region, draw)
 
@@ -160,7 +160,7 @@ def join(world: World, draw: Draw, a: Any, b: Any) -> None:
     ends = [world.call(qp.endpoint) for qp in (a, b)]
     if None in ends:
         return
-    # Nothing that depends on time, where the seed alone is to replay it.
+    # In one thread nothing may depend on time, so that the seed alone replays the program.
     more = {"rnr_retry": 0, "retry_cnt": 0, "timeout": NEVER if world.serial else 1}
     if not world.serial and draw.one_in(2):
         more = {"rnr_retry": 1, "min_rnr_timer": 1, "retry_cnt": 1, "timeout": 1}

@@ -1,4 +1,4 @@
-"""Choices, all made from one number, so that the number replays them."""
+"""Random choices, all derived from one number, so that the number replays them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting workers, telling what they found, and shrinking it."""
+"""Start workers, report their findings, and shrink the programs that failed."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from typing import Any
 __all__ = ["Finding", "hunt", "replay", "work"]
 
 _STATUS = struct.Struct("QQ")
-"""Which program a worker is at, and how many calls it has made."""
+"""The number of the worker's current program, and how many calls it has made."""
 _FOUND = 70
-"""Exit status of a worker that has found something."""
+"""Exit status of a worker that has a finding."""
 _SHRINKING_S = 60.0
 _WARM_SEED, _WARMING = 12345, 20
-"""Programs that each worker begins with, so that what Python keeps is there."""
+"""Programs that each worker runs first, so that imports and caches are in place."""
 
 
 class Finding(dict[str, Any]):
-    """What was found: program, kind, signature and text."""
+    """A failure of a program: program, kind, signature and text."""
 
 
 # ---- the worker --------------------------------------------------------------
 
 
 def _quiet_leaks() -> None:
-    """Do not take for leaks what cffi and numpy keep when they are imported."""
+    """Exclude from leak detection what cffi and numpy allocate when they are imported."""
     import contextlib
     import ctypes
 
@@ -67,7 +67,7 @@ def work(options: Any) -> int:
     if options.keep is not None:
         keep = frozenset(int(place) for place in options.keep.split(",") if place)
     log = print if options.program is not None else None
-    # What runs first imports and caches: not in a program that is to be replayed.
+    # The first programs fill caches, which must not happen in a program that may be replayed.
     for index in range(_WARMING):
         run(plan_of(_WARM_SEED, index, 1))
     gc.collect()
@@ -98,7 +98,7 @@ def work(options: Any) -> int:
                 said = {"kind": kind, "signature": f"{kind}: {signature}", "text": text}
                 print("FOUND " + json.dumps(said), file=sys.stderr, flush=True)
                 sys.stdout.flush()
-                # Nothing is as it should be here any more.
+                # After a finding, the state of this process cannot be trusted.
                 os._exit(_FOUND)
             if options.program is not None:
                 break
@@ -116,7 +116,7 @@ class _Worker:
 
     Args:
         options: of the command.
-        arguments: what else it gets.
+        arguments: more arguments for the worker.
         output: where its standard output goes.
     """
 
@@ -129,7 +129,7 @@ class _Worker:
         self._said = pathlib.Path(self._folder, "said")
         env = {"PYTHONHASHSEED": "0", **os.environ}
         if not _sanitized(env):
-            # It fills what is freed, and sees writes beside a block.
+            # Fills freed memory, and detects writes beside a block.
             env.setdefault("PYTHONMALLOC", "debug")
             env.setdefault("MALLOC_PERTURB_", "90")
         self._options = options
@@ -157,7 +157,7 @@ class _Worker:
             )
 
     def end(self) -> tuple[int, int, Finding | None]:
-        """Wait for its end; return its program, its calls, and what it found."""
+        """Wait for the worker to exit; return its program, its calls, and its finding."""
         code = self.process.wait()
         program, calls = _STATUS.unpack(self._status.read_bytes())
         said = self._said.read_text(errors="replace")
@@ -191,7 +191,7 @@ def _top_of_stack(said: str) -> str:
 
 
 def hunt(options: Any) -> int:
-    """Run programs; print what is found; return the exit status."""
+    """Run programs; print the findings; return the exit status."""
     started = time.monotonic()
     done, program = 0, options.first
     seen: dict[str, list[Any]] = {}
@@ -240,7 +240,7 @@ def _show(options: Any, finding: Finding) -> None:
     elif (kept := _shrink(options, finding, len(plan.steps[0]))) is not None:
         shown = "," + ",".join(map(str, kept))
         print(f"shrunk: {again} {finding['program']} --keep {shown}", flush=True)
-        # Its calls.
+        # Print the calls of the shrunk program.
         _Worker(options, "--program", str(finding["program"]), "--keep", shown, output=None).end()
 
 

@@ -34,7 +34,7 @@ _WIDTHS = (np.uint8, np.uint16, np.uint32, np.uint64, np.int8, np.int16, np.int3
 
 
 class Lying(int):
-    """An int whose conversions and comparisons tell another number."""
+    """An int whose conversions and comparisons use another number."""
 
     other: int = 0
 
@@ -127,7 +127,7 @@ class ActingInt(int):
 
 
 class Changing:
-    """A number that is another one each time."""
+    """A number with a different value each time."""
 
     def __init__(self, *values: int) -> None:
         self.values = values
@@ -157,9 +157,9 @@ def number(draw: Draw, value: int, other: int, act: Act) -> Any:
 
     Args:
         draw: for choices.
-        value: what it ought to be.
-        other: what it may tell instead.
-        act: what it may do when it is asked.
+        value: the right number.
+        other: the number that it may return instead.
+        act: called, by some objects, when they are asked for their value.
     """
     choice = draw.below(12)
     if choice < 3:
@@ -208,8 +208,8 @@ class OnDemand(Sequence[Any]):
     Args:
         make: makes an element.
         length: how many there are.
-        counts: how many it says there are, in turn.
-        act: what it does at some of the calls, or None.
+        counts: the lengths that it reports, in turn.
+        act: called for every element but the first, or None.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Iterating:
 
 
 class Fake:
-    """Looks like a region, and is none."""
+    """An object with the attributes of a region, which is not an MR."""
 
     closed = False
     writable = True
@@ -257,11 +257,11 @@ class Fake:
 
 
 def posing(cls: type, pd: Any = None) -> Any:
-    """Return an object that says to be of a class and is not.
+    """Return an object that claims to be an instance of a class.
 
     Args:
         cls: the class.
-        pd: what it says that its protection domain is.
+        pd: the protection domain that it claims to have.
     """
 
     class Posing:
@@ -281,7 +281,7 @@ def posing(cls: type, pd: Any = None) -> Any:
 
 
 class Finalizer:
-    """Does something when it is collected."""
+    """Acts when the garbage collector finalizes it."""
 
     def __init__(self, act: Act) -> None:
         self.act = act
@@ -292,7 +292,7 @@ class Finalizer:
 
 
 class Counting(bytearray):
-    """A header whose length is another one each time."""
+    """A header whose length is different each time."""
 
     asked = 0
 
@@ -325,7 +325,7 @@ def header(draw: Draw, size: int, data: bytes) -> Any:
 
 
 def property_class(base: type, field: str, act: Act, values: Sequence[Any]) -> Any:
-    """Make a class of work requests one of whose fields is a property that acts and changes."""
+    """Return a work request class with a property as one field, which acts and changes."""
     state = {"at": 0}
 
     def read(self: Any) -> Any:
@@ -340,7 +340,7 @@ def property_class(base: type, field: str, act: Act, values: Sequence[Any]) -> A
 
 
 class LyingSGE(rp.SGE):
-    """An SGE that tells other numbers than it holds."""
+    """An SGE whose attributes differ from the numbers that it holds."""
 
     @property
     def addr(self) -> int:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""The operations that programs are made of: each takes all its choices from one number."""
+"""The operations of programs: each derives all its choices from one number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from rdmapost import Access, MWType, QPState, QPType, SendFlags, SRQType
 __all__ = ["act", "step"]
 
 _DEEPEST = 3
-"""How deep hostile objects may act inside of what others do."""
+"""How deep the actions of hostile objects may nest."""
 
 
 def post_send(world: World, draw: Draw) -> None:
@@ -61,7 +61,7 @@ def post_send(world: World, draw: Draw) -> None:
 
 
 def post_inline(world: World, draw: Draw) -> None:
-    """Post INLINE, with data that nothing else holds, and from memory next to a region."""
+    """Post INLINE, with data that only the SGE refers to, and from memory next to a region."""
     pair = world.pick("pairs", draw)
     if pair is None or pair[0].qp_type not in (QPType.RC, QPType.UC):
         return
@@ -80,7 +80,7 @@ def post_inline(world: World, draw: Draw) -> None:
 
 
 def column(world: World, draw: Draw, count: int, end: int) -> Any:
-    """Return a column of numbers below `end`, now and then another, or what is no column."""
+    """Return a column of numbers below `end`; now and then one is wrong, or it is not a column."""
     numbers = [draw.below(end) for _ in range(count)]
     if draw.one_in(6):
         numbers[draw.below(count)] = draw.among(-1, -(1 << 31), (1 << 31) - 1, end, end + 1)
@@ -96,7 +96,7 @@ def column(world: World, draw: Draw, count: int, end: int) -> Any:
 
 
 def post_columns(world: World, draw: Draw) -> None:
-    """Post rows to a queue pair or an SRQ, mostly of memory that is there."""
+    """Post rows to a queue pair or an SRQ, mostly of valid memory."""
     qp, region = world.pick("QP", draw), world.pick("MR", draw)
     if qp is None or region is None:
         return
@@ -145,14 +145,14 @@ def poll_into(world: World, draw: Draw) -> None:
 
 
 def reset(world: World, draw: Draw, a: Any, b: Any) -> None:
-    """Connect two queue pairs again, so that something gets through."""
+    """Connect two queue pairs again, so that some messages arrive."""
     world.call(a.to_reset)
     world.call(b.to_reset)
     join(world, draw, a, b)
 
 
 def open_target(world: World, draw: Draw) -> Any:
-    """Return the address, length and key of memory of a peer, mostly one that is there."""
+    """Return the address, length and rkey of remote memory, mostly of an open region."""
     open_to_all = [mr for mr in world.pools["MR"] if int(mr.access) & 15 == 15 and not mr.closed]
     if open_to_all and draw.below(4):
         far = draw.of(open_to_all)
@@ -202,7 +202,7 @@ def bind_type_1(world: World, draw: Draw) -> None:
 
 
 def bind_right(world: World, draw: Draw) -> None:
-    """Bind a window as it ought to be done, and let go of the region now and then."""
+    """Bind a window correctly, and now and then drop the region."""
     qp, window = world.pick("QP", draw), world.pick("MW", draw)
     pd = world.pick("PD", draw)
     if qp is None or window is None or pd is None:
@@ -266,7 +266,7 @@ def async_event(world: World, draw: Draw) -> None:
 
 
 class _TimelessSelector(selectors.DefaultSelector):
-    """Lets time pass when there is nothing else to do, and at once."""
+    """Advances the time, without waiting, when nothing is ready."""
 
     now = 0.0
 
@@ -278,7 +278,7 @@ class _TimelessSelector(selectors.DefaultSelector):
 
 
 class _TimelessLoop(asyncio.SelectorEventLoop):
-    """An event loop in which what comes first does not depend on how fast the machine is."""
+    """An event loop in which the order of events does not depend on the machine's speed."""
 
     def __init__(self) -> None:
         self._timeless = _TimelessSelector()
@@ -289,7 +289,7 @@ class _TimelessLoop(asyncio.SelectorEventLoop):
 
 
 def in_asyncio(world: World, draw: Draw) -> None:
-    """Wait in tasks of an event loop, and close and cancel what they wait for."""
+    """Wait in tasks of an event loop, and close what they wait for or cancel one of them."""
     cqs = [cq for cq in (world.pick("CQ", draw), world.pick("CQ", draw)) if cq is not None]
     channel, context = world.pick("CompChannel", draw), world.pick("Context", draw)
     act = acting(world, draw)
@@ -318,7 +318,7 @@ def in_asyncio(world: World, draw: Draw) -> None:
     failed: list[Exception] = []
 
     def turn() -> None:
-        # An interrupt in asyncio's own code would be asyncio's trouble.
+        # Without interrupts: one in asyncio's own code would test only asyncio.
         with asyncio.Runner(loop_factory=_TimelessLoop if world.serial else None) as runner:
             runner.run(some())
 
@@ -375,7 +375,7 @@ def use_batch(world: World, draw: Draw) -> None:
 
 def patch(world: World, draw: Draw, prepared: Any) -> None:
     """Change a field of a prepared work request."""
-    # It may be INLINE, and nothing says whether its queue pair checks: no raw addresses.
+    # The work request may be INLINE on a queue pair that does not check: no raw addresses.
     maker = Maker(world, draw, False)
     maker.inline = True
     addr, length, rkey = world.pick("targets", draw) or (0, 0, 0)
@@ -409,7 +409,7 @@ def patch(world: World, draw: Draw, prepared: Any) -> None:
 
 
 def make(world: World, draw: Draw) -> None:
-    """Make a resource of some kind."""
+    """Create a resource of some kind."""
     context, pd = world.pick("Context", draw), world.pick("PD", draw)
     choice = draw.below(20)
     if choice == 0 or context is None:
@@ -449,7 +449,7 @@ def make(world: World, draw: Draw) -> None:
 
 
 def make_wrong(world: World, draw: Draw) -> None:
-    """Make a resource of what it cannot be made of."""
+    """Create a resource with wrong arguments."""
     pd, context = world.pick("PD", draw), world.pick("Context", draw)
     cq, qp = world.pick("CQ", draw), world.pick("QP", draw)
     if pd is None or context is None or cq is None:
@@ -520,7 +520,7 @@ def close(world: World, draw: Draw) -> None:
 
 
 def drop(world: World, draw: Draw) -> None:
-    """Let go of something: its finalizer may be what closes it."""
+    """Drop a resource, which its finalizer may close."""
     type_name = draw.of((*_OFTEN_CLOSED, "wrs", "sges"))
     pool = world.pools[type_name]
     if len(pool) <= draw.below(3):
@@ -546,7 +546,7 @@ def change_state(world: World, draw: Draw) -> None:
         return
     choice = draw.below(12)
     if choice < 5:
-        # Most queue pairs are to be of use again.
+        # Connect it again, so that most queue pairs stay usable.
         world.call(qp.to_reset)
         join(world, draw, qp, peer)
     elif choice < 10:
@@ -562,7 +562,7 @@ _WORD = ALPHABET[:8]
 
 
 def query(world: World, draw: Draw) -> None:
-    """Ask for things that change nothing."""
+    """Call verbs and properties that change nothing."""
     qp, cq, mr = (world.pick(type_name, draw) for type_name in ("QP", "CQ", "MR"))
     context, srq, mw = (world.pick(type_name, draw) for type_name in ("Context", "SRQ", "MW"))
     choice = draw.below(9)
@@ -593,7 +593,7 @@ def query(world: World, draw: Draw) -> None:
 
 
 def duplicate(world: World, draw: Draw) -> None:
-    """Copy a resource: nothing else may own its handle."""
+    """Try to copy a resource, which must fail: no second object may own its handle."""
     thing = world.pick(draw.of(_OFTEN_CLOSED), draw)
     if thing is None:
         return
@@ -614,7 +614,7 @@ def duplicate(world: World, draw: Draw) -> None:
 
 
 def assign(world: World, draw: Draw) -> None:
-    """Assign to what says where a region is."""
+    """Try to assign to an attribute that says where a region is, which must fail."""
     region = world.pick("MR", draw)
     if region is None:
         return
@@ -627,7 +627,7 @@ def assign(world: World, draw: Draw) -> None:
 
 
 def change_shared(world: World, draw: Draw) -> None:
-    """Change what posts may be looking at: lists of SGEs and buffers of inline data."""
+    """Change what a post may be reading: lists of SGEs, and inline data."""
     shared, data = world.pick("lists", draw), world.pick("buffers", draw)
     wr = world.pick("wrs", draw)
     with contextlib.suppress(IndexError, BufferError, ValueError):
@@ -653,7 +653,7 @@ def change_shared(world: World, draw: Draw) -> None:
 
 
 def reconnect(world: World, draw: Draw) -> None:
-    """Connect two queue pairs that may be of any types, or one."""
+    """Connect two queue pairs of any types, or one with itself."""
     a, b = world.pick("QP", draw), world.pick("QP", draw)
     if a is not None and b is not None:
         reset(world, draw, a, b)
@@ -734,7 +734,7 @@ def traffic(world: World, draw: Draw) -> None:
 def rereg(world: World, draw: Draw) -> None:
     """Register a region again."""
     region, pd = world.pick("MR", draw), world.pick("PD", draw)
-    # What is read-only is watched as such.
+    # Not a read-only region: the fuzzer checks that its memory never changes.
     if region is None or not int(region.access) & Access.LOCAL_WRITE:
         return
     if draw.below(3):
@@ -919,7 +919,7 @@ def step(world: World, draw: Draw) -> None:
 
 
 def act(world: World, seed: int) -> None:
-    """Do something from the inside of another operation, or raise."""
+    """Do an operation from within another one, or raise."""
     if world.closing or world.findings:
         return
     inside = getattr(world.local, "inside", 0)

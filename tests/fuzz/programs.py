@@ -21,17 +21,17 @@ __all__ = ["Plan", "plan_of", "run"]
 
 _FLAVOURS = ("rc", "rc", "rc", "uc", "ud", "xrc", "srq", "tm", "raw", "mixed")
 _CLEAN = frozenset({"rc", "uc", "srq"})
-"""Where nothing writes headers of its own into memory."""
+"""Flavours in which the device writes no headers, only data, into memory."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One program: what it may be known by and replayed from.
+    """One program: everything needed to replay it.
 
     Attributes:
         seed: 64 bits.
-        threads: how many there are.
-        flavour: which queue pairs it begins with.
+        threads: their number.
+        flavour: the queue pairs with which it begins.
         interrupts: "", "counted" (the same moments every time) or "timer".
         steps: for each thread, the seeds of its operations.
     """
@@ -44,7 +44,7 @@ class Plan:
 
 
 def plan_of(seed: int, index: int, max_threads: int) -> Plan:
-    """Return the program with a number."""
+    """Return the plan of the program with this index."""
     own = mix(seed, index)
     draw = Draw(own)
     threads = 1 if draw.one_in(2) else 1 + draw.below(max_threads)
@@ -69,7 +69,7 @@ def run(
     keep: frozenset[int] | None = None,
     tick: Callable[[int], None] = lambda count: None,
 ) -> World:
-    """Run a program; return its world, with what was found in it.
+    """Run a program; return its world, with its findings.
 
     Args:
         plan: the program.
@@ -101,9 +101,9 @@ def run(
 
 
 def _reset_state() -> None:
-    """Let nothing that ran before count: a program does the same by itself as after others."""
+    """Reset everything that earlier programs affect, so that a program runs the same way alone."""
     renumber()
-    # When the collector runs depends on how many objects it has passed over before.
+    # Earlier objects affect when the garbage collector runs.
     gc.collect()
     gc.freeze()
     gc.collect()
@@ -123,7 +123,7 @@ def _run_steps(
             try:
                 step(world, Draw(seed))
             except Exception as error:
-                # Of the fuzzer itself, or a caller's object that the library handed on.
+                # A bug of the fuzzer, or a Hostile that the library has let through.
                 if not isinstance(error, Hostile):
                     world.found("fuzzer", error, "an operation of the fuzzer failed")
             if place % 4 == 0:
@@ -141,7 +141,7 @@ def _run_steps(
 
 
 def begin(world: World, draw: Draw, flavour: str) -> None:
-    """Make what nearly every operation needs."""
+    """Create the resources that nearly every operation needs."""
     context = world.keep("Context", world.call(rp.open_device, "soft0"), draw)
     pd = world.keep("PD", world.call(rp.PD, context), draw)
     world.keep(

@@ -1,8 +1,8 @@
-"""Work requests of every class, right ones and hostile ones.
+"""Work requests of every class, correct ones and hostile ones.
 
-Raw addresses, in SGEs made from numbers, are only ever inside of registered memory or go with a
-key that is none; and an INLINE by such an address is never posted to a queue pair that does not
-check, where it is at the caller's own risk.  ``Maker.raw`` says where such an SGE may be made.
+The raw addresses of SGEs made from numbers always lie in registered memory, or have an invalid
+key.  INLINE with a raw address is never posted to an unchecked queue pair, which would read any
+address at the caller's risk.  ``Maker.raw`` says where such an SGE may be made.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Maker:
     """Makes work requests for one queue.
 
     Args:
-        world, draw: as everywhere.
+        world, draw: the program's world, and the source of choices.
         checked: whether the queue checks.
 
     Attributes:
-        inline: whether the work request may be INLINE, by any of its faces.
+        inline: whether the flags may be INLINE, whichever value a hostile object returns.
         raw: whether SGEs may be only numbers.
-        owned: whether it holds nothing but SGEs with an owner that is a region or a buffer:
-            such a one may be posted anywhere.
+        owned: whether every SGE has an owner, a region or a buffer: then the work request may
+            be posted to any queue.
     """
 
     def __init__(self, world: World, draw: Draw, checked: bool) -> None:
@@ -131,7 +131,7 @@ class Maker:
         )
 
     def outside(self) -> Any:
-        """Make an SGE that lies outside of its region, by arithmetic that wraps."""
+        """Make an SGE outside its region, whose address arithmetic may wrap."""
         draw, region = self.draw, self.world.pick("MR", self.draw)
         if region is None:
             return self.buffer()
@@ -149,7 +149,7 @@ class Maker:
             return self.buffer()
 
     def buffer(self) -> Any:
-        """Make an SGE over a buffer that nothing else may hold."""
+        """Make an SGE over a buffer, to which often nothing else refers."""
         draw, size = self.draw, self.draw.among(1, 8, 16, 60, 200)
         choice = draw.below(8)
         data: Any
@@ -173,14 +173,14 @@ class Maker:
         if draw.below(3):
             return self.sge()
         choice, count = draw.below(12), draw.among(0, 1, 1, 2, 3, 5, 9, 70)
-        # They are drawn now, or when they are asked for: in the order of the asking.
+        # Elements are drawn now, or when they are requested, in that order.
         act = acting(self.world, draw) if draw.one_in(2) else None
         if choice < 3:
             return [self.sge() for _ in range(count)]
         if choice == 3:
             return tuple(self.sge() for _ in range(count))
         if choice == 4:
-            # Another thread may change it while it is posted.
+            # Another thread may change this list while it is posted.
             shared = [self.sge() for _ in range(count)]
             if self.owned:
                 self.world.keep("lists", shared, draw)
@@ -199,7 +199,7 @@ class Maker:
         return [self.sge(), draw.among(None, 5, (1, 2, 3), hostile.posing(rp.SGE), [])]
 
     def temporary(self) -> Any:
-        """Make an SGE that only who asked for it holds."""
+        """Make an SGE to which only the caller refers."""
         return self.buffer() if self.inline or self.draw.one_in(4) else self.sge()
 
     # ---- fields
@@ -219,7 +219,7 @@ class Maker:
             return draw.among(np.uint8, np.uint64, np.int32)(value & 63)
         if choice < 22:
             return value
-        # Which face counts nobody knows.
+        # It is unknown which of the values the library will use.
         self.inline = True
         return hostile.number(draw, value, value ^ INLINE, acting(self.world, draw))
 

@@ -1,7 +1,7 @@
-"""What a program works on, and what must hold whatever it does.
+"""The state of a program, and the invariants that must hold whatever it does.
 
-A world has pools of resources, memory that is watched, and ``call``, through
-which every call of the public API goes.
+A world has pools of resources, memory that is checked for changes, and ``call``,
+through which every call of the public API goes.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 ALPHABET = bytes(range(0xA0, 0xB0)) + b"\0"
-"""The only bytes that registered memory and inline data start with."""
+"""The only byte values in registered memory and inline data at first."""
 _GUARD, _RETIRED = b"\xc5", b"\xd7"
 _GUARDED = 64
 
 _PACKAGE = os.path.dirname(rp.__file__) + os.sep
 
 POOL = 10
-"""Resources of a kind that are kept; another one pushes one of them out."""
+"""Resources of each kind that are kept; a further one replaces one of them."""
 
 
 class Hostile(Exception):
-    """What hostile objects raise."""
+    """Raised by hostile objects."""
 
 
 ALLOWED = (
@@ -64,14 +64,14 @@ ALLOWED = (
     Hostile,
     KeyboardInterrupt,
 )
-"""What a call may raise."""
+"""The exceptions that a call may raise."""
 
 ORDER = ("Batch", "MW", "QP", "SRQ", "AH", "MR", "CQ", "CompChannel", "XRCD", "PD", "Context")
 """An order in which everything can be closed."""
 
 
 def filled(size: int) -> bytes:
-    """Return so many bytes of the alphabet."""
+    """Return this many bytes of the alphabet."""
     return (ALPHABET[:16] * (size // 16 + 1))[:size]
 
 
@@ -104,9 +104,9 @@ def residue() -> dict[str, int]:
 
 
 def renumber() -> None:
-    """Have the soft device number things as a new one does, if it is empty.
+    """Reset the numbers and keys that the soft device assigns, if it is empty.
 
-    A program then does the same by itself as after others.
+    A program then runs in the same way alone as after others.
     """
     _, _, state, device = provider_parts()
     memory = device.memory
@@ -127,26 +127,25 @@ def _descriptors() -> dict[str, str]:
 def write(region: Any, data: bytes) -> None:
     """Write to the start of a region's memory, unless another thread has closed the region.
 
-    What is written after that is a finding.
+    A write to the memory after the close is a finding.
     """
     where = slice(0, len(data))
     with contextlib.suppress(ValueError, TypeError, AttributeError):
         buffer = region.buffer
-        # From here on nothing is allocated, so nothing is finalised and closes it.
+        # Nothing is allocated from here on, so no finalizer runs that could close the region.
         if not region.closed:
             buffer[where] = data
 
 
 class Memory:
-    """Memory that is registered, and watched before, while and after that.
+    """Memory that is checked for changes before, while and after it is registered.
 
     Args:
-        type: what it is.
+        type: the type of the object, one of TYPES.
         size: bytes.
 
     Attributes:
-        given: what the region is made of.
-        region: a weak reference to the region, once it is made.
+        region: a weak reference to the region, once there is one.
     """
 
     TYPES = ("guarded", "guarded", "bytearray", "bytearray", "mmap", "numpy", "array", "int")
@@ -178,13 +177,13 @@ class Memory:
         else:
             self.whole = bytearray(filled(size))
         if hasattr(self.whole, "append"):
-            # There is room from now on: it stays where it is when it grows in _retire.
+            # Make spare room, so that append() in _retire does not move the buffer.
             self.whole.append(0)
             self.whole.pop()
         self._start = address_of(self.whole)
 
     def given(self) -> Any:
-        """Return what a region is made of; nothing here keeps a view of it."""
+        """Return the argument for MR; nothing here keeps a view of it."""
         if self.type == "int":
             return self.size
         if self.type == "guarded":
@@ -194,7 +193,7 @@ class Memory:
         return self.whole
 
     def registered(self, region: Any, constant: bool) -> None:
-        """Note the region that was made of it."""
+        """Note the region on this memory."""
         if self.type == "int":
             self.whole = region.buffer
             write(region, filled(self.size))
@@ -202,17 +201,17 @@ class Memory:
         self.region = weakref.ref(region)
 
     def abandoned(self) -> None:
-        """Note that no region was made of it after all."""
+        """Note that no region was created on this memory after all."""
         if self.type != "int":
             self.region = _none
 
     def content(self) -> bytes:
-        """Return what a region covers."""
+        """Return the bytes that a region covers."""
         whole = bytes(self.whole)
         return whole[_GUARDED:-_GUARDED] if self.type in ("guarded", "numpy") else whole
 
     def wrong(self, alphabet: bool) -> str | None:
-        """Say what has changed that nobody had a right to change, or None."""
+        """Describe a forbidden change of the memory or its surroundings; None if there is none."""
         if self.region is None or self.whole is None:
             return None
         if self.dangling:
@@ -238,7 +237,7 @@ class Memory:
         return None
 
     def _retire(self) -> None:
-        """Overwrite it, if nothing has a view of it any more: Python may free it then."""
+        """Overwrite the memory if no view of it is left: Python may free it from now on."""
         try:
             if self.type in ("bytearray", "guarded"):
                 self.whole.append(0)
@@ -256,7 +255,7 @@ class Memory:
                     return
                 self.whole[:] = _RETIRED[0]
             elif self.region() is None:
-                # Nothing tells whether it has been closed by now.
+                # Without the region, it is unknown whether the region is closed.
                 self.whole = None
                 return
             else:
@@ -281,7 +280,7 @@ def _none() -> None:
 
 
 class _Log(logging.Handler):
-    """Tells a world what the soft device could not handle."""
+    """Reports the errors that the soft device logs as findings."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -294,18 +293,17 @@ class _Log(logging.Handler):
 
 
 class World:
-    """What one program works on.
+    """The state of one program.
 
     Args:
-        seed: of the program.
+        seed: the program's seed.
         log: gets each call as text before it is made, or None.
 
     Attributes:
-        pools: open resources by kind, and what else is kept.
-        clean: whether nothing but ALPHABET may be in registered memory.
-        checked: how often queue pairs are checked: one in so many is not; 0 is all.
+        pools: open resources by kind, and other objects for later use.
+        clean: whether registered memory may hold only bytes of ALPHABET.
         put_off: resources that were closed in the middle of another call.
-        findings: what was found, each a (kind, signature, text).
+        findings: the failures, each a (kind, signature, text).
         count: calls made by each thread.
     """
 
@@ -341,7 +339,7 @@ class World:
         self._raises: list[int] = []
         self._log = _Log(self)
         self._countdown = 0
-        # One object for all: CPython does not hold a profile function while it runs.
+        # Keep one bound method: CPython holds no reference to a profile function that is running.
         self._profiler = self._profile
 
     # ---- calls --------------------------------------------------------------
@@ -357,18 +355,18 @@ class World:
         return self.build(what, *args, **options)
 
     def build(self, what: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Do what ``call`` does with what is too little to count, such as a work request."""
+        """Make a call as ``call`` does, but do not count it: creating a work request, say."""
         if self.closing or self.findings:
             return None
         local = self.local
         depth = local.depth = getattr(local, "depth", 0) + 1
-        # A finalizer of the library's, which is no call of ours, may be what it is inside of.
+        # `inside`: act() may run in one of the library's finalizers, which `depth` does not count.
         nested = depth > 1 or getattr(local, "inside", 0)
         if nested and getattr(what, "__name__", "") == "close":
             self.put_off.add(what.__self__)
         try:
-            # It is made even where nobody is told: that is work for the collector, too, and a
-            # replay is to be the same.
+            # Built even without a log: it allocates objects, which affect when the garbage
+            # collector runs, and a replay must be the same.
             said = f"{'  ' * depth}{_name(what)}({_shown(args, options)})"
             if self.log is not None:
                 self.log(said)
@@ -387,8 +385,8 @@ class World:
             local.depth = depth - 1
 
     def _interruptible(self, what: Callable[..., Any], args: Any, options: Any) -> Any:
-        # The handlers raise only between the two assignments, each at most once: nothing of this
-        # file is interrupted outside of the outer try.
+        # The handlers raise only between the two assignments, each at most once, so this file's
+        # code is interrupted only within the outer try.
         draw = Draw(mix(self.seed, self.count))
         if not draw.one_in(4):
             return what(*args, **options)
@@ -411,7 +409,7 @@ class World:
             sys.setprofile(None)
 
     def _profile(self, frame: Any, event: str, argument: Any) -> None:
-        # Where CPython looks at signals: at the start of a function, and after one of C.
+        # CPython checks for signals when a function starts, and when a C function has returned.
         if event in ("call", "c_return") and _PACKAGE in frame.f_code.co_filename:
             self._countdown -= 1
             if self._countdown < 0:
@@ -431,13 +429,13 @@ class World:
         self.act(seed)
 
     def on_interrupt(self, number: int, frame: Any) -> None:
-        """Handle a SIGINT: so soft0 delivers a KeyboardInterrupt that was raised inside of it."""
+        """Handle SIGINT, with which soft0 delivers a KeyboardInterrupt raised inside it."""
         if self._again:
             self._again = False
             raise KeyboardInterrupt
 
     act: Callable[[int], Any]
-    """Do something with the world from the inside of a call; set by ``programs``."""
+    """Do an operation from within a call; set by ``programs``."""
 
     # ---- findings -----------------------------------------------------------
 
@@ -456,7 +454,7 @@ class World:
 
     def on_unraisable(self, raised: Any) -> None:
         error = raised.exc_value
-        # What refuses a close that was put off to the end of a verb can only be told here.
+        # A refused close that was deferred to the end of a verb can only be reported here.
         refusal = isinstance(error, rp.InUseError) or (
             isinstance(error, rp.VerbsError) and error.errno == errno.EBUSY
         )
@@ -469,7 +467,7 @@ class World:
         self.overrun = self.overrun or event.event_type is rp.EventType.CQ_ERR
 
     def look(self) -> None:
-        """Look whether any memory has changed that should not have."""
+        """Check that no memory has changed that must not change."""
         for memory in list(self.memories):
             if reason := memory.wrong(self.clean):
                 self.found("memory", None, f"{reason} ({memory.type}, {memory.size} bytes)")
@@ -485,14 +483,14 @@ class World:
     # ---- pools --------------------------------------------------------------
 
     def keep(self, type_name: str, thing: Any, draw: Draw) -> Any:
-        """Put something into a pool; it may push out something else."""
+        """Put an object into a pool, if it is full in place of another object."""
         if thing is None:
             return None
         if type_name in ORDER:
             self.made.append(weakref.ref(thing))
         pool = self.pools[type_name]
         if len(pool) >= POOL:
-            # The last reference, perhaps: it is closed by its finalizer.
+            # Perhaps this drops the last reference to the other, and its finalizer closes it.
             with contextlib.suppress(IndexError):
                 pool[draw.below(len(pool))] = thing
         else:
@@ -500,7 +498,7 @@ class World:
         return thing
 
     def pick(self, type_name: str, draw: Draw) -> Any:
-        """Return something of a pool, or None if there is nothing."""
+        """Return an object from a pool, or None if the pool is empty."""
         pool = self.pools[type_name]
         try:
             return pool[draw.below(len(pool))] if pool else None
@@ -526,7 +524,7 @@ class World:
         sys.unraisablehook = sys.__unraisablehook__
 
     def end(self, before: dict[str, int]) -> None:
-        """Drain and close everything, and look whether anything is left."""
+        """Drain and close everything, and check that nothing is left."""
         draw = Draw(mix(self.seed, 99))
         self.look()
         if self.findings:
@@ -537,13 +535,13 @@ class World:
         gc.collect()
         alive: dict[str, list[Any]] = {type_name: [] for type_name in ORDER}
         for ref in self.made:
-            # The library closes what has been dropped: a queue pair after its windows.
+            # The library closes dropped resources itself: a queue pair after its windows.
             if (thing := ref()) is not None and not getattr(thing, "_abandoned", False):
                 alive[type(thing).__name__].append(thing)
         for pool in self.pools.values():
             pool.clear()
         self._drain(alive, draw)
-        # A completion that an overrun has lost leaves its windows in use until the queue pair goes.
+        # A lost completion (CQ overrun) keeps its windows in use until the queue pair is closed.
         order = ("Batch", "QP", "MW", *ORDER[3:])
         if draw.one_in(2) and not self.overrun:
             order = ORDER
@@ -590,7 +588,7 @@ class World:
         if self.overrun:
             return
         for qp in [] if reset else qps:
-            # What is not signaled is known to be done once something after it is.
+            # Unsignaled work requests are known to be done once a later one is.
             if qp.outstanding.send:
                 with contextlib.suppress(rp.PostError):
                     qp.post_send(rp.LocalInv())

@@ -31,7 +31,7 @@ def test_max_inline_is_the_largest_that_the_device_grants(pd, cq, qp_type):
     assert more is None or more <= found
 
 
-def test_so_many_bytes_can_be_posted_inline(connect, pd, cq, context):
+def test_max_inline_bytes_can_be_posted_inline(connect, pd, cq, context):
     found = rp.max_inline(pd, QPType.RC, cq)
     needs(found, "inline data", context)
     pair = connect(max_inline_data=found)
@@ -58,7 +58,7 @@ def test_max_inline_leaves_no_queue_pair_open(context, cq):
 
 
 @pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
-def test_at_most_that_is_no_whole_number_is_refused(pd, cq, at_most, monkeypatch):
+def test_at_most_that_is_not_an_integer_is_refused(pd, cq, at_most, monkeypatch):
     """It is refused before the search, which would not end."""
     monkeypatch.setattr(
         rp.tools.max_inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made")
@@ -75,7 +75,7 @@ def test_at_most_that_does_not_fit_is_refused(pd, cq, at_most):
 
 
 def test_max_inline_of_a_refused_queue_pair_raises_its_error(pd, cq, context):
-    """Then it is not the inline data that is refused."""
+    """The device refuses another argument, not the inline data."""
     most = context.attr.max_qp_wr
     with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1} is more than the device's"):
         rp.max_inline(pd, QPType.RC, cq, max_send_wr=most + 1)
@@ -88,8 +88,8 @@ class Driver:
 
     Args:
         limit: the bytes that it takes.
-        habit: "refuses" more than that, "rounds" what it grants up to its limit
-            or the next multiple of 48, or always "grants" its limit.
+        habit: "refuses" more than the limit, "rounds" a request up to the next multiple of 48 (at
+            most the limit), or always "grants" the limit.
         code: the errno of a refusal.
     """
 
@@ -97,7 +97,7 @@ class Driver:
         self.limit, self.habit, self.code = limit, habit, code
         self.attempts = self.open = 0
         self.stuck = 0
-        """Which of the queue pairs cannot be destroyed."""
+        """The number of the queue pair that cannot be destroyed, from 1."""
 
     def __call__(self, *_: object, max_inline_data: int) -> Driver:
         self.attempts += 1
@@ -136,7 +136,7 @@ def test_max_inline_finds_the_limit_whatever_a_driver_grants(monkeypatch, limit,
 
 
 def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refused(monkeypatch):
-    """Though drivers say EINVAL to both."""
+    """Drivers return EINVAL in both cases."""
     driver = Driver(100, "refuses")
     driver.stuck = 2
     monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
@@ -147,7 +147,7 @@ def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refus
 
 
 def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
-    """The first probe, which all others are like."""
+    """Only the first probe is interrupted; the others are alike."""
     assert interrupt_everywhere(lambda: rp.max_inline(pd, QPType.RC, cq, at_most=0)) > 50
 
 

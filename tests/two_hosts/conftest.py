@@ -19,7 +19,7 @@ NO_PEER = (
 
 @pytest.fixture(scope="session")
 def peer() -> str:
-    """The address of the other machine, whose agent runs."""
+    """The address of the other machine, on which the agent is running."""
     address = os.environ.get("RDMAPOST_PEER")
     if not address:
         pytest.skip(NO_PEER)
@@ -29,6 +29,6 @@ def peer() -> str:
 
 @pytest.fixture(scope="module")
 def device(peer: str) -> Iterator[rp.Context]:
-    """This machine's device on the network of the two."""
+    """This machine's device on the network between the two."""
     with rp.open_device(DEVICE) as context:
         yield context

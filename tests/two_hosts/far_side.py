@@ -16,9 +16,9 @@ from rdmapost import Access, QPType
 
 SIZE = 64
 DEPTH = 256
-"""Receives; the peer cannot be ahead by more."""
+"""Posted receives, and so the most sends by which the peer can be ahead."""
 SLOTS = 2 * DEPTH
-"""Slots for writes: enough that each is checked before it is written again."""
+"""Slots for writes: so many that each is checked before the peer writes to it again."""
 LIMIT = 30.0
 
 

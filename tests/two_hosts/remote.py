@@ -13,7 +13,7 @@ AGENT_PORT = 18700
 DEVICE = "rxe0"
 """The device of both machines."""
 GID_INDEX = "1"
-"""Its GID that is the IPv4 address; the one before it is link-local."""
+"""The index of the device's IPv4 GID; GID 0 is link-local."""
 
 
 def peer_address() -> str:
@@ -37,7 +37,7 @@ def wait_for_agent() -> None:
         except OSError as error:
             if time.monotonic() > end:
                 pytest.fail(f"no agent at {peer_address()}:{AGENT_PORT}: {error}")
-            # It is booting: nothing announces the end of that.
+            # The machine is booting, and nothing announces that it is up.
             time.sleep(0.2)
         else:
             return
@@ -51,19 +51,19 @@ def wait_for_no_link() -> None:
             socket.create_connection((peer_address(), AGENT_PORT), 1.5).close()
         except OSError:
             return
-        # Nothing announces it, and each attempt starts a process there.
+        # Nothing announces this, and each attempt starts a process on the other machine.
         time.sleep(0.1)
     pytest.fail(f"{peer_address()} can be reached for {LIMIT:g} s")
 
 
 def wait_for_port(port: int) -> None:
-    """Wait for a listener there without connecting: it may accept only one connection."""
+    """Wait for a listener on the other machine without connecting: it may accept only once."""
     listens = f"grep -Eqs ':{port:04X} 0+:0000 0A' /proc/net/tcp /proc/net/tcp6"
     said("timeout", f"{LIMIT:g}", "sh", "-c", f"until {listens}; do sleep 0.05; done")
 
 
 def said(*argv: str) -> str:
-    """Run a command there that must succeed; return its output."""
+    """Run a command on the other machine that must succeed; return its output."""
     with Remote(*argv) as command:
         ended = command.ended()
     assert ended.status == 0, ended

@@ -18,7 +18,7 @@ class Serving:
         self.where = f"{peer}:{port}"
 
     def event(self, name: str) -> dict[str, Any]:
-        """Wait for an event that it reports, after those waited for before."""
+        """Wait for an event that the server reports, after the last one waited for."""
         document: dict[str, Any] = json.loads(self.remote.until("out", f'"event": "{name}"'))
         return document
 
@@ -28,7 +28,7 @@ Serve = Callable[..., Serving]
 
 @contextmanager
 def servers(peer: str, device: str = DEVICE) -> Iterator[Serve]:
-    """Start servers on the other machine, which are killed afterwards."""
+    """Yield a function that starts servers on the other machine; kill them afterwards."""
     with ExitStack() as stack:
 
         def start(*args: str) -> Serving:

@@ -1,4 +1,4 @@
-"""10,000 operations between two machines; none is lost, duplicated or out of order."""
+"""10,000 operations between two machines: none is lost, duplicated or out of order."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ITERS = "200"
 PORT = 18515
 ENDLESS = 100_000_000
 PATIENCE = 4.0
-"""The time limit of a side whose peer goes away."""
+"""The time limit for a side whose peer disappears."""
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 
 
@@ -57,7 +57,7 @@ def stock(qp_type: str, *more: str) -> list[str]:
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this machine: there are two."""
+    """Return the address of this machine, which is one of the two."""
     return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
 
 
@@ -116,7 +116,7 @@ def test_client_and_server_of_rdmapost_both_measure_and_name_each_other(peer, de
     assert ended.status == 0
     check(ran.doc, "client")
     check(json.loads(ended.out), "server")
-    # Each address is the one that the other side has.
+    # Each side's remote address is the other side's local one.
     assert ran.doc["remote"] == json.loads(ended.out)["local"]
     assert ran.doc["local"]["gid"] == f"::ffff:{own_address(peer)}"
     assert ran.doc["remote"]["gid"] == f"::ffff:{peer}"
@@ -124,7 +124,7 @@ def test_client_and_server_of_rdmapost_both_measure_and_name_each_other(peer, de
 
 # ---- the peer killed ----------------------------------------------------------
 
-# They go through the handshake up to a given byte, and are killed there.
+# Peers that go through the handshake up to a given byte, and are killed there.
 HALTING_SERVER = """
 import os, signal, socket, sys
 hears, says = int(sys.argv[1]), int(sys.argv[2])
@@ -227,7 +227,7 @@ def test_a_server_reports_a_client_killed_in_the_handshake(peer, device, says, h
 
 
 class Murder:
-    """Kills the peer after some messages have gone back and forth."""
+    """Kills the peer after some round trips."""
 
     def __init__(self) -> None:
         self.other: Remote | None = None
@@ -291,11 +291,11 @@ def test_a_server_reports_a_client_killed_in_the_middle_of_a_run(peer, device, q
 
 
 class Blink:
-    """Takes the link of the other machine down when some messages have gone, and up again."""
+    """Takes the link of the other machine down after some messages, and up again."""
 
     def __init__(self, seconds: float) -> None:
         netdev = said("cat", f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}")
-        # It waits a little: the agent's answer needs the same link.
+        # The command waits a little first: the agent's answer needs the same link.
         self._script = (
             f"sleep 0.3; ip link set {netdev.strip()} down; sleep {seconds}; "
             f"ip link set {netdev.strip()} up"

@@ -1,5 +1,5 @@
-"""The commands that post from one machine to ``rdmapost serve`` on the other: each of them, what is
-not exposed, the peer killed at each stage, and its link down and up again."""
+"""The commands that post to ``rdmapost serve`` on another machine: every command, refused access,
+the peer killed at each stage, and its link down and up again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def done(*args: str) -> dict[str, Any]:
 
 
 def works(serving: Serving) -> None:
-    """Assert that it still serves."""
+    """Assert that the server still serves."""
     assert done("send", serving.where, "--data", "still here")["received"] == "still here"
 
 
@@ -92,7 +92,7 @@ def test_write_changes_the_exposed_memory_and_its_immediate_is_reported(
     assert (changed["offset"], changed["data"]) == (16, "abcabcabc")
     assert done("write", serving.where, "--data", "x", "--imm", "7")["imm_data"] == 7
     assert serving.event("arrived")["opcode"] == "RECV_RDMA_WITH_IMM"
-    # Otherwise the next test would take it.
+    # Otherwise the next test would see this event.
     serving.event("left")
 
 
@@ -127,7 +127,7 @@ def test_a_wrong_token_and_a_write_to_read_only_memory_are_refused(serve: Serve)
     assert "token" in ran.err
     ran = command("write", serving.where, "--token", "secret", "--json")
     assert ran.code == 1
-    # rxe reports the second.
+    # rxe reports the second status.
     assert ran.doc["status"] in ("REM_ACCESS_ERR", "REM_INV_REQ_ERR")
     assert done("read", serving.where, "--token", "secret")["byte_len"] == 4096
 
@@ -154,7 +154,7 @@ def refusal(ran: Ran, start: float) -> str:
 
 
 def test_a_stopped_server_times_out(serving: Serving) -> None:
-    """Its kernel accepts the connection, and nothing answers."""
+    """The server's kernel accepts the connection, and nothing answers."""
     serving.remote.signal(signal.SIGSTOP)
     start = time.monotonic()
     ran = command("send", serving.where, timeout=PATIENCE)
@@ -208,14 +208,14 @@ with (
 def test_a_client_reports_a_server_killed_at_an_event(
     peer: str, device: rp.Context, step: str, qp_type: str
 ) -> None:
-    """It has not made its offer yet, or it has the message, or it has released everything."""
+    """Before its offer, after it has the message, or after it has released everything."""
     with Remote("python", "-c", SERVER, step) as server:
         port = server.until("out", r"^\d+$")
         start = time.monotonic()
         ran = command("send", f"{peer}:{port}", "--qp-type", qp_type, timeout=PATIENCE)
         assert server.ended().status == -signal.SIGKILL
     if step == "Left":
-        # Only the goodbye is missing.
+        # Only the server's Bye is missing.
         assert (ran.code, ran.err) == (0, "")
     else:
         assert f"{peer}:{port}" in refusal(ran, start)
@@ -279,7 +279,7 @@ def test_a_command_fails_in_time_while_the_link_is_down_and_succeeds_once_it_is_
 ) -> None:
     path = f"/sys/class/infiniband/{DEVICE}/ports/1/gid_attrs/ndevs/{GID_INDEX}"
     netdev = said("cat", path).strip()
-    # It waits a little: the agent's answer needs the same link.
+    # The command waits a little first: the agent's answer needs the same link.
     script = f"sleep 0.3; ip link set {netdev} down; sleep 12; ip link set {netdev} up"
     with Remote("sh", "-e", "-c", script) as link:
         wait_for_no_link()

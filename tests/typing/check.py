@@ -1,8 +1,9 @@
-"""Check with mypy and pyright what users see of the types; .ci/lint runs this.
+"""Check the package's types with mypy and pyright, as its users do; .ci/lint runs this.
 
-passes.py and the Python examples of the documents must have no errors, in both checkers' strict
-mode. fails.py must have one for each line marked ``# fails: MYPY, PYRIGHT``, with those codes, and
-no others.  pyright is basedpyright, which brings its own Node.js from PyPI, in pyright's own modes.
+passes.py and the Python examples of the documents must have no errors in both checkers' strict
+modes. fails.py must have exactly one error, with the code named, in each line marked
+``# fails: MYPY, PYRIGHT``.  pyright is basedpyright, which brings its own Node.js from PyPI, in
+pyright's own modes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.documents import DOCUMENTS, TUTORIALS, Block, blocks  # noqa: E402
 
 NAMES = {"context": "Context", "pd": "PD", "cq": "CQ", "mr": "MR", "a": "QP", "b": "QP"}
-"""The names of the README's first example, which the others use."""
+"""The names that the README's first example defines and the other examples use."""
 
 Found = dict[tuple[str, int, str], str]
 """The message of each error, by its file, line and code."""
@@ -38,7 +39,7 @@ def example(block: Block) -> str:
 def mypy(folder: pathlib.Path, files: list[str]) -> Found:
     """Return mypy's errors."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--output=json"]
-    # An installation for development is found only at run time.
+    # mypy does not find an editable install, which takes effect at run time.
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     ran = subprocess.run(
         [*command, *files], cwd=folder, env=environment, capture_output=True, text=True
@@ -89,7 +90,7 @@ def marked() -> tuple[set[tuple[str, int, str]], set[tuple[str, int, str]]]:
 
 
 def main() -> int:
-    """Run both checkers; return 1 if one finds what is not marked, or not what is."""
+    """Run both checkers; return 1 if their errors are not exactly the marked ones."""
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
@@ -101,7 +102,7 @@ def main() -> int:
         for document in DOCUMENTS:
             for block in [each for each in blocks(document) if each.language == "python"]:
                 if document in TUTORIALS:
-                    # Each block goes on where the one before ends.
+                    # Each block continues the one before.
                     file, text = document, block.text
                 else:
                     file, text = str(block), example(block)

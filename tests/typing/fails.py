@@ -1,4 +1,4 @@
-"""Mistakes: in each marked line, mypy and pyright each report what its comment says."""
+"""Mistakes: in each marked line, mypy and pyright report the codes in the comment."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run commands on this machine for the tests on the other one.
+"""Run commands on this machine for tests that run on the other machine.
 
     python tests/guest.py --peer 'python tests/virtual_machine/agent.py' -- pytest -m two_hosts
 
@@ -81,7 +81,7 @@ class Stream:
                 self._changed.wait(left)
 
     def text(self) -> str:
-        """Return all of it."""
+        """Return everything that has been written."""
         with self._changed:
             return self._data.decode(errors="replace")
 
@@ -125,14 +125,14 @@ class Played:
             exec(argv[2], {"__name__": "__main__"})
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for it to exit; return its exit status, or a negative signal number."""
+        """Wait for the command to exit; return its exit status, or a negative signal number."""
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("a command", timeout or 0)
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send the command a signal, unless it has ended."""
         if self._process.exitcode is None:
             os.kill(self.pid, number)
 
@@ -187,19 +187,19 @@ class Command(socketserver.StreamRequestHandler):
         return {"line": self._streams[stream].until(pattern, timeout)}
 
     def do_write(self, text: str) -> None:
-        """Write to its standard input."""
+        """Write to the command's standard input."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(text.encode())
         self._process.stdin.flush()
 
     def do_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the command a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 
     def do_wait(self, timeout: float) -> dict[str, Any]:
-        """Wait for its end."""
+        """Wait for the command to exit."""
         assert self._process is not None
         try:
             status = self._process.wait(timeout)

@@ -1,4 +1,4 @@
-"""What guest.py needs on its host: a kernel and some programs."""
+"""Find what guest.py needs on its host: a kernel and some programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def say(message: str) -> None:
 
 
 def give_up(message: str, status: int = EXIT_NO_GUEST) -> NoReturn:
-    """Say why there is no guest, and exit."""
+    """Print why there is no guest, and exit."""
     say(message)
     sys.exit(status)
 

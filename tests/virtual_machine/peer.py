@@ -102,7 +102,7 @@ class Peer:
             print("peer:", line.decode(errors="replace"), file=sys.stderr, flush=True)
 
     def check(self) -> None:
-        """Check how it ended; if only its command failed, report that.
+        """Check how the second machine ended; if only its command failed, report that.
 
         Raises:
             PeerError: the machine did not boot, crashed or timed out.

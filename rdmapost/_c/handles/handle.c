@@ -300,7 +300,7 @@ void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 {
 	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
 
-	/* If another bind was posted since, the window counts as bound for longer than it is. */
+	/* If another bind was posted since, the window counts as bound longer than it really is. */
 	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
 	       !rp_swap_word(word, &old, old - (1ull << 32)))
 		;
@@ -462,8 +462,8 @@ void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct 
 }
 
 /*
- * _unbind_invalidated(): release the regions that a window let go of when its key was invalidated.
- * Returns whether there were any.
+ * _unbind_invalidated(): release the regions from which an invalidation of its key has unbound a
+ * window. Returns whether there were any.
  */
 static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 {

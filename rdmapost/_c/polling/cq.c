@@ -544,7 +544,7 @@ static inline int invalidates(const struct ibv_wc *wc)
 /*
  * Complete a run of completions of one queue, and write them to the caller's rows. The run ends
  * before the last row of the oldest call of post_columns(), before another queue's completion, or
- * before any but the first that invalidates a key. Returns its length.
+ * before a completion, other than the first, that invalidates a key. Returns its length.
  */
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {
@@ -1313,7 +1313,7 @@ static PyObject *first_failed(PyObject *self, PyObject *unused)
 		found = s->made ? has_failed(s->made) : s->wc.status != IBV_WC_SUCCESS;
 		copy = *s;
 	}
-	/* Whether or not it has failed, it is in the backlog until the lock is released. */
+	/* `copy` borrows from the backlog, which may change once the lock is released. */
 	Py_XINCREF(copy.wr_id);
 	Py_XINCREF(copy.made);
 	unlock_poller(p);

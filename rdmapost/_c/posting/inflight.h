@@ -48,7 +48,7 @@ struct rp_in_flight {
 	uint64_t base; /* the queue's part of a cookie */
 	uint64_t begun; /* work requests done in the first entry */
 	struct rp_binder *binder;
-	struct rp_in_flight *tagged; /* what a TAG_DEL of this queue removes from */
+	struct rp_in_flight *tagged; /* the queue from which a TAG_DEL of this one removes */
 	PyObject *queues, *key, *value; /* the dict for rp_find_queue(), and its item there; or NULL */
 	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;

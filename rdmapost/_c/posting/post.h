@@ -20,7 +20,7 @@
 
 RP_SHARED PyObject *rp_queue_type;
 
-/* The queue of a queue pair or SRQ that a verb posts to; NULL with an exception. */
+/* The queue of a queue pair or SRQ to which a verb posts; NULL with an exception. */
 struct work_queue *rp_queue_of(PyObject *owner, int verb);
 
 /* Point a device's struct at its SGEs, the next one and the structs that it names. */

@@ -233,7 +233,7 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 	return 0;
 }
 
-/* Release what the list holds; what is outstanding stays held. */
+/* Release the list's references; its outstanding work requests keep theirs. */
 static int release_held(PyObject *self)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -385,7 +385,7 @@ static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 	return Py_NewRef(p->post.requests[index].type->class);
 }
 
-/* Whether what is held is the object, or a tuple containing it. */
+/* Whether `refs` is the object, or a tuple that contains it. */
 static int is_among(PyObject *object, PyObject *refs)
 {
 	int found = refs == object;

@@ -64,7 +64,7 @@ static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
 	return 0;
 }
 
-/* What a request names until it is done, borrowed: INLINE data is copied before a post returns. */
+/* What a request holds until it is done, borrowed: INLINE data is copied before a post returns. */
 static inline PyObject *rp_held_until_done(const struct work_queue *q, const struct request *r)
 {
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE))

@@ -1,4 +1,4 @@
-/* SGEs, and what they are made of. */
+/* Creating SGEs, and the numbers of a region that they contain. */
 #ifndef RDMAPOST_SGE_H
 #define RDMAPOST_SGE_H
 
@@ -7,7 +7,7 @@
 /* Make an SGE; `owner` is an MR, a buffer or None. Steals `lkey`, which may be NULL. */
 PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *owner);
 
-/* A memory region's address and lkey, as its SGEs have them; 0 if it has none. */
+/* Get a memory region's address and lkey, as in its SGEs; returns 0 if it has none. */
 int rp_start_of_region(PyObject *mr, struct ibv_sge *sge);
 
 #endif

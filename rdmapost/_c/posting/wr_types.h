@@ -1,4 +1,4 @@
-/* What Python describes: the classes of work requests, what these refer to, and the queues. */
+/* Work request classes and the classes to which they refer, as Python describes them; queues. */
 #ifndef RDMAPOST_WR_TYPES_H
 #define RDMAPOST_WR_TYPES_H
 
@@ -73,12 +73,12 @@ struct work_queue {
 RP_SHARED struct wr_type rp_wr_types[WR_TYPES];
 RP_SHARED int rp_num_wr_types;
 
-/* What work requests refer to; described by Python, and by inline_buffer.c and tag_handle.c. */
+/* Classes to which work requests refer; set by Python, inline_buffer.c and tag_handle.c. */
 RP_SHARED struct rp_known {
 	PyObject *sge, *mr, *mw, *ah, *buffer, *tag_handle, *blocks, *ranges, *recv_wr;
 } rp_known;
 
-/* Where an MR has the numbers that its SGEs are made of. */
+/* The slots of an MR from which its SGEs are created. */
 RP_SHARED struct rp_mr_slots {
 	struct rp_slot addr, length;
 } rp_mr_slots;

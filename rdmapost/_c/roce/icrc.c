@@ -2,7 +2,7 @@
  * The ICRC (IBTA, Annex A17).
  *
  * It is the CRC-32 of Ethernet and zlib, over eight bytes of ones, the IP and UDP headers, and the
- * packet from its BTH on, with ones for what may change on the way. It is stored little-endian.
+ * packet from its BTH on, with ones for fields that change on the way. It is stored little-endian.
  */
 #include "roce/icrc.h"
 

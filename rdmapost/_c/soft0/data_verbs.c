@@ -313,7 +313,7 @@ static PyObject *soft_signal(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "iO", &fd, &events))
 		return NULL;
-	/* It does not block. */
+	/* The eventfd is non-blocking. */
 	if (PyObject_Size(events) > 0)
 		eventfd_write(fd, 1);
 	else

@@ -15,7 +15,7 @@ static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 i
 static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
-static int64_t late; /* from when on the verb in progress leaves work to later verbs, or 0 */
+static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
 static int executing; /* 1 while a READY object's work runs; others need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 
@@ -43,7 +43,7 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/* Where no signal handler runs, an exception is a bug in the device. */
+/* Retry on a thread that runs no signal handlers: here an exception is a bug in the device. */
 static void attempt_again(struct errand *errand)
 {
 	PyObject *object, *error, *call;
@@ -221,7 +221,7 @@ static void look_at_wires(void)
 	rp_data_lock();
 	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
-		/* It may still be listed: it is compared by identity, which runs no Python. */
+		/* It may still be listed. Comparing it by identity runs no Python code. */
 		if (PySequence_Contains(ready, wire) <= 0)
 			PyList_Append(ready, wire);
 	}

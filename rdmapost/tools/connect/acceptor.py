@@ -57,7 +57,7 @@ class _RateLimit:
         self.due = max(self.due, now) + self._interval
 
     def left(self, now: float) -> float:
-        """Return the seconds until the next is within the limit."""
+        """Return the seconds until the next event is within the limit."""
         return max(0.0, self.due - 1.0 - now)
 
 
@@ -117,12 +117,12 @@ class Acceptor:
             self._max_pending = max(16, min(_MAX_PENDING, soft // 4))
         self._selector = selectors.DefaultSelector()
         self._warned_at = 0.0
-        # At first, or after memory has run out: what is recorded of the connections, or
-        # registered, may be incomplete.
+        # Nothing is registered with the selector yet; or memory ran out, and the records of the
+        # connections or their registrations may be incomplete.
         self._incomplete = True
 
     def close(self) -> None:
-        """Release the selector, if run(), which does that at its end, was never called."""
+        """Close the selector; call this only if run() was never called."""
         self._selector.close()
 
     def run(self) -> None:
@@ -145,13 +145,13 @@ class Acceptor:
                 peer.sock.close()
 
     def _go_on(self) -> bool:
-        """Poll; if memory runs out, give up the connections that are not clients, and no more."""
+        """Poll; if memory runs out, drop only the connections that are not clients."""
         try:
             if self._incomplete:
                 self._start_over()
             return self._poll()
         except (MemoryError, SystemError):
-            # CPython turns some of the former into the latter.
+            # CPython turns some MemoryErrors into SystemErrors.
             self._incomplete = True
             time.sleep(MEMORY_S)
             return True
@@ -169,7 +169,7 @@ class Acceptor:
         self._incomplete = False
 
     def _empty_backlog(self) -> None:
-        # Closing the listener would reset them without an error message.
+        # Closing the listener would reset these connections without an error message.
         with suppress(OSError):
             for _ in range(BACKLOG):
                 sock, _ = self._listener.accept()
@@ -240,7 +240,7 @@ class Acceptor:
             why = reason(error)
             self._evict(f"the server cannot accept connections: {why}; try again later")
         else:
-            # Wait until a client may have closed some, or the server ends.
+            # Give the clients time to close descriptors, unless the server ends.
             poller = select.poll()
             poller.register(self._stop_fd, select.POLLIN)
             poller.poll(100)
@@ -339,7 +339,7 @@ class Acceptor:
                 del self._queues[peer.source]
 
     def _finish(self, peer: _Pending, answer: bytes) -> None:
-        """Send the last answer, and read for a moment: closing with unread data could lose it."""
+        """Send the last answer, then read briefly: closing with unread data could lose it."""
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)

@@ -82,7 +82,7 @@ async def adial(
         ClosedError: mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
-        ProtocolError: what listens there is not an rdmapost server.
+        ProtocolError: the program that listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
     port = check_where(host, port)
@@ -149,7 +149,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         self._where = where
 
     def _read_on(self) -> None:
-        # Always in progress, so that the server's end is noticed without asking.
+        # A read is always in progress, so that the end of the server is noticed without a request.
         self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
         self._reading.add_done_callback(_expect_failure)
 
@@ -312,7 +312,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         ):
             return self._writer is None or self._reading.done()
         if not self._is_at_home():
-            # A late answer was read, and only its event loop can read on.
+            # A late answer was read, and only the connection's event loop can read on.
             return False
         try:
             return self._session.is_over(self._take_read())
@@ -359,7 +359,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
     def _abandon(self) -> None:
         if self._writer is not None:
-            # A closed loop has closed it.
+            # A closed loop has closed the connection.
             with suppress(RuntimeError):
                 loop = self._closing.get_loop()
                 loop.call_soon_threadsafe(_close, self._writer, self._reading)
@@ -371,7 +371,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
 
 def _expect_failure(reading: asyncio.Task[bytes]) -> None:
-    """Keep the event loop from reporting an exception that nobody asks for."""
+    """Keep the event loop from reporting an exception that nobody has retrieved."""
     if not reading.cancelled():
         reading.exception()
 
@@ -379,7 +379,7 @@ def _expect_failure(reading: asyncio.Task[bytes]) -> None:
 def _close(writer: asyncio.StreamWriter, reading: asyncio.Task[bytes]) -> None:
     reading.cancel()
     writer.close()
-    # close() is not enough: the child of a fork may have a copy.
+    # close() is not enough: the child of a fork may have a copy of the descriptor.
     _shut_down(writer)
 
 

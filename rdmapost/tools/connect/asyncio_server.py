@@ -1,7 +1,7 @@
 """The server for asyncio.
 
-It uses threads here too, because drivers may take their time; only the owner's on_event runs in
-the event loop.
+Like the server for threads, it has one thread for each client, because verbs may block. Only the
+owner's on_event and on_connect run in the event loop.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def aserve(
         size: bytes of memory that each client can reach, 1..2^40; default: 4096.
         access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; by default all that the device supports, or that mr has.
-        count: receives posted for each client, 0..16384; default: 16. A used one is posted
+        count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
         receive_size: bytes of message that each takes; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
@@ -103,11 +103,11 @@ async def aserve(
             disappears is detected within half a minute.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
-        on_event: called with each event, in the event loop's thread. What it raises goes to the
+        on_event: called with each event, in the event loop's thread. Its exceptions go to the
             loop's exception handler; SystemExit and KeyboardInterrupt end the loop, as in any
             callback. After SystemExit it is not called again, so that tasks can clean up.
-        on_connect: serve's, called in the event loop; it may be a coroutine function. It has
-            timeout seconds; then the client is dropped.
+        on_connect: as for serve, but called in the event loop; it may be a coroutine function. If
+            it takes longer than timeout seconds, the client is dropped.
 
     Returns:
         The running server; an asynchronous context manager.  If it becomes unreachable
@@ -167,7 +167,7 @@ async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None
 
 
 class _InLoop:
-    """What clients' threads have called in the event loop: on_event and on_connect."""
+    """Calls on_event and on_connect in the event loop, for the server's threads."""
 
     timeout: float
 
@@ -189,7 +189,7 @@ class _InLoop:
         try:
             on_event(event)
         except SystemExit:
-            # A second one would end the cleanup of the loop's tasks.
+            # A second SystemExit would end the cleanup of the loop's tasks.
             self._exiting = True
             raise
 
@@ -261,16 +261,16 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
     """
 
     def __init__(self, server: ServerState, listener: socket.socket, in_loop: _InLoop) -> None:
-        # No thread may wait for the event loop while that waits for the threads.
+        # No thread may wait for the event loop while the loop waits for the threads.
         super().__init__(server, listener, in_loop.end)
-        # Shutting down an event loop cancels its tasks.
+        # A loop that shuts down cancels its tasks; the end of this one closes the server.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
         self._loop = asyncio.get_running_loop()
         self._life.add_done_callback(partial(_close, self._threads))
 
     def _finalize(self) -> None:
         if hasattr(self, "_loop") and not self._life.done():
-            # Any thread may run a finalizer, and a closed loop has cancelled it.
+            # Any thread may run a finalizer. A closed loop has already cancelled the task.
             with self._suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)
         super()._finalize()
@@ -286,6 +286,6 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
         if self._loop is asyncio.get_running_loop():
             self._life.cancel()
         else:
-            # A closed loop has cancelled it.
+            # A closed loop has already cancelled the task.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._life.cancel)

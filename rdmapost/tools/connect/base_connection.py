@@ -114,7 +114,7 @@ class BaseConnection(native.Finalizer, NotCopied):
                 QP(pd, qp_type, cq, srq=srq, port_num=port_num, gid_index=gid_index, **options)
             )
             self._used = stack.add(ResourceStack())
-            # Not a method of this: the stack must not refer to the connection, or only the
+            # Not a bound method: the stack must not refer to the connection, or only the garbage
             # collector would free it.
             stack.before_closing(partial(drop_outstanding, self.qp))
 
@@ -164,7 +164,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
-        """Make another region of local memory; it is closed with the connection.
+        """Create another region of local memory; it is closed with the connection.
 
         Args:
             length: bytes.
@@ -201,7 +201,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Close everything, what other code has created on the connection's own PD included."""
+        """Close everything, including what other code has created on the connection's own PD."""
         drop_outstanding(self.qp)
         self._stack.close_with_all_on(self._own_pd)
 
@@ -221,7 +221,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
 
 def _name_methods() -> None:
-    """Name the methods as the classes that a caller knows: errors about arguments say it."""
+    """Give the methods Connection's name, which errors about their arguments show."""
     for name, method in vars(BaseConnection).items():
         if isinstance(method, types.FunctionType) and not name.startswith("_"):
             method.__qualname__ = f"Connection.{name}"

@@ -92,7 +92,7 @@ def dial(
         ClosedError: mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
-        ProtocolError: what listens there is not an rdmapost server.
+        ProtocolError: the program that listens there is not an rdmapost server.
         VerbsError: the device refused.
     """
     port = check_where(host, port)
@@ -119,8 +119,8 @@ def dial(
 
 
 _OF_CLOSED_SOCKETS = (OSError, ValueError)
-"""What requests raise, ConnectError included, if a signal handler forks: in the child the sockets
-are closed."""
+"""The exceptions (ConnectError is an OSError) that a request raises in the child if a signal
+handler forks: the child's sockets are closed."""
 
 
 def _from_system(error: OSError) -> OSError:
@@ -132,7 +132,7 @@ def _from_system(error: OSError) -> OSError:
 class _Request:
     """Exists while a request waits for its turn or has it; only a local variable refers to it.
 
-    One exists during close(), too, which waits for no turn: the descriptors stay open for it.
+    close(), which does not wait for a turn, also has one: it keeps the descriptors open.
     """
 
     __slots__ = ("__weakref__",)
@@ -147,7 +147,7 @@ class _Turn(weakref.ref[_Request]):
 
     __slots__ = ("number", "thread")
     number: float
-    """-infinity before it has one; infinity for close()."""
+    """-infinity until it is assigned; infinity for close()."""
     thread: int
 
 
@@ -184,7 +184,7 @@ class Connection(BaseConnection, ClosesOnExit):
         self._turns: set[_Turn] = set()
         self._numbers = itertools.count()
         self._closing = False
-        # The last request in progress closes the descriptors.
+        # Once this is set, the last request in progress closes the descriptors.
         self._over = False
         self._consistent = True
         super().__init__(context, host, port, **options)
@@ -253,7 +253,8 @@ class Connection(BaseConnection, ClosesOnExit):
             # A weak reference is hashed only while its referent exists: set(map()) creates and
             # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
-            # It waits for the number of any that is there, and so none can get a lower one later.
+            # Add the turn before it has a number: later turns wait until they know the number,
+            # because it may be lower than theirs.
             turn.number, turn.thread = -math.inf if asks else math.inf, get_ident()
             self._turns.add(turn)
             if asks:
@@ -279,7 +280,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 "this thread is in the middle of another request to the server", "busy"
             )
         deadline = time.monotonic() + limit
-        # All that may have a lower number are there: later ones get theirs later.
+        # Every turn that may have a lower number is in the set: later turns get higher numbers.
         ahead = {turn for turn in self._turns.copy() if turn.thread != mine.thread}
         while any([turn.number < mine.number for turn in ahead & self._turns.copy()]):
             if time.monotonic() >= deadline:
@@ -400,7 +401,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: that is outside the exposed memory.
+            ValueError: the range is outside the exposed memory.
             ClosedError: another process opened the connection.
             ConnectError: the server is gone, the connection was closed meanwhile, or a
                 signal handler has interrupted another request of this thread.
@@ -507,7 +508,7 @@ class Connection(BaseConnection, ClosesOnExit):
         poller = select.poll()
         with suppress_system_errors:
             poller.register(sock, select.POLLIN)
-            # After half a request it could not be parsed.
+            # The server could not parse a Bye after half a request.
             if self._consistent:
                 sock.send(encode(Bye()))
             sock.shutdown(socket.SHUT_WR)
@@ -521,16 +522,18 @@ class Connection(BaseConnection, ClosesOnExit):
         """End the TCP connection, and with it every request in progress."""
         self._over = True
         if (sock := self._socket) is not None:
-            # The child of a fork may have a copy; and other code may have closed the descriptor.
+            # Not close(): the child of a fork may have a copy. Ignore errors: other code may have
+            # closed the descriptor.
             with suppress_system_errors:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _close_unused(self) -> None:
         """Close the descriptors once the connection is over and no request can use them.
 
-        Another thread's system call would reach whatever has the descriptor's number next.
+        If they were closed earlier, their numbers could be reused, and another thread's system call
+        would reach the wrong file.
         """
-        # In this order: a request begins with the turn, and then checks whether it is over.
+        # In this order: a request takes its turn first, and then checks _over.
         if not self._over or self._turns:
             return
         if (sock := self._socket) is not None:

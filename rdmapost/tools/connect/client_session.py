@@ -60,7 +60,7 @@ class ClientSession:
                 f"{self.where} did not take a request within {self._timeout:g} s; it may have got "
                 "a part of it, so the connection is closed"
             )
-        # What the server sent before it went may still be pending.
+        # Messages that the server sent before it closed the connection may still be unread.
         broken = reason(outcome) if isinstance(outcome, OSError) else ""
         return (yield from self._answer(self._timeout + more_time, broken))
 

@@ -58,7 +58,7 @@ class Exposure:
         return self.memory is not None or self.mr is not None
 
     def now(self) -> Exposure:
-        """Return it with the size and at most the access that the owner's region has now."""
+        """Return a copy with the size, and at most the access, that the owner's region has now."""
         if self.mr is None:
             return self
         return replace(self, size=self.mr.length, access=self.access & self.mr.access)
@@ -106,8 +106,8 @@ def make_exposure(
 ) -> Exposure:
     """Check what will be exposed; the arguments are serve()'s.
 
-    The access is what was asked for, or all that the device supports, even if mr has less: rereg
-    may change what that has. Exposure.now() says what clients get.
+    The access is the one requested, or all that the device supports, even if mr has less: rereg may
+    change mr's access. Exposure.now() says what clients get.
     """
     mr = given.mr
     expect("shared", shared, bool)

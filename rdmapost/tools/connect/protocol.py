@@ -63,7 +63,8 @@ class LineReader:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
             self._searched = len(pending)
             return None
-        # To slice a bytearray without memory, Python says that it had exported buffers.
+        # Slicing the bytearray itself without memory would fail with a misleading error, that it
+        # has exported buffers.
         with memoryview(pending) as view:
             line = bytes(view[:end])
         del pending[: end + 1]
@@ -94,7 +95,7 @@ class SessionState(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare what was received with the token in constant time; accept anything if it is None."""
+    """Compare a received token with the server's in constant time; accept any if that is None."""
     if token is None:
         return True
     # An argument or environment variable need not be Unicode.
@@ -221,14 +222,14 @@ class ClientProtocol:
         """Drop late answers; return whether the server has sent an error."""
         while self._error is None and (message := self.next_message()) is not None:
             if isinstance(message, Error):
-                # The next request gets it.
+                # The next request raises it.
                 self._error = message
         return self._error is not None
 
     def _read(self, fields: dict[str, Any]) -> Message:
         expected = _ANSWERS[self._asked[0]] if self._asked else ()
         if self._asked and self._asked[-1] is Bye:
-            # The server answers nothing after that.
+            # The server answers nothing after a Bye.
             expected = (*expected, Bye)
         message: Message = decode(fields, *dict.fromkeys(expected), Error)
         if isinstance(message, (Bye, Error)):

@@ -396,7 +396,8 @@ def encode(message: Message) -> bytes:
 
 
 def _json(value: Any) -> str:
-    # Only for a text does json make no functions, for which Python 3.12 and 3.13 must have memory.
+    # Only strings go to json: for other values it creates functions, and Python 3.12 and 3.13 crash
+    # if there is no memory for a function.
     if isinstance(value, str):
         return _TEXT.encode(value)
     if isinstance(value, list):

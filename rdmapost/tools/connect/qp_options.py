@@ -42,7 +42,7 @@ class ConnectOptions(TypedDict, total=False):
 
 
 class QPOptions(CreateOptions, ConnectOptions, total=False):
-    """Keyword arguments of QP and QP.connect, for the queue pairs that serve and dial make."""
+    """Keyword arguments of QP and QP.connect, for the queue pairs that serve and dial create."""
 
 
 @dataclass(frozen=True, slots=True)

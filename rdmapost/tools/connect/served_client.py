@@ -90,9 +90,9 @@ class ServedClient:
         address: str,
     ) -> None:
         self._exposure = exposure
-        # Of the session, which ends when the owner closes the client; None after that.
+        # Wakes the session when the owner closes the client; None once the client is released.
         self._wakeup: Wakeup | None = Wakeup()
-        # None after that, too.
+        # Also None once the client is released.
         self._place: Place | None = None
         self._close_called = False
         self.number, self.address = number, address
@@ -116,7 +116,7 @@ class ServedClient:
             self.channel: CompChannel | None = None
             if given.srq is None:
                 self.channel = stack.add(CompChannel(context))
-                # Only of the receives: completions of what the owner posts are the owner's.
+                # Only for the receives: the owner polls the completions of its own work requests.
                 self._cq = stack.add(CQ(context, max(1, exposure.count), channel=self.channel))
                 # Never exposed: only receives go here.
                 room = max(1, exposure.count * self._slot_size)
@@ -124,7 +124,7 @@ class ServedClient:
             memory: Any = exposure.size if exposure.memory is None else exposure.memory
             if (mr := given.mr) is None:
                 mr = stack.add(MR(pd, memory, access | local))
-            # Its owner may have closed it.
+            # Raises ClosedError if the owner has closed the region.
             struct_of(mr)
             self.mr = mr
             if not exposure.shared:
@@ -143,7 +143,8 @@ class ServedClient:
                     **options,
                 )
             )
-            # The top bit has another meaning. Without the Q_Key nothing can be reached.
+            # 31 bits, because a Q_Key's top bit has a meaning. Random, because a peer that does not
+            # know the Q_Key reaches nothing.
             qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
             self.qp.to_init(access | _more_access(given.mr), qkey=qkey)
             if self.channel is not None:
@@ -319,7 +320,7 @@ class ServedClient:
 
     def _look(self, offset: int, length: int) -> Generator[None, None, Seen]:
         exposure, unseen = self._exposure, Seen(offset, length, "", b"")
-        # The owner may have taken it from the region since.
+        # The owner may have removed REMOTE_READ from the region since the offer.
         readable = self.offer.access & self.mr.access & Access.REMOTE_READ
         if (exposure.shared or exposure.data) and not readable:
             return unseen
@@ -329,7 +330,7 @@ class ServedClient:
         except ClosedError:
             raise
         except ValueError:
-            # Made from an address or a dma-buf: it cannot be read here.
+            # The region is on an address or a dma-buf, which cannot be read here.
             return unseen
         # The bytes hashed and shown are the same, even if a client is writing to the memory.
         data = self._piece(buffer, offset, min(end, offset + HEAD_BYTES))
@@ -346,7 +347,7 @@ class ServedClient:
         except ValueError:
             self._refuse_closed()
             raise
-        # Memory that the region has allocated can be read after that.
+        # Memory that the region has allocated can be read even after the region is closed.
         self._refuse_closed()
         return piece
 
@@ -358,8 +359,8 @@ class ServedClient:
     def changed(self) -> Generator[None, None, Changed | None]:
         """Return what has changed from the initial contents, and yield as look does.
 
-        With the owner's MR, the initial contents are unknown, and with a closed region, the current
-        contents: both return None.
+        Return None for the owner's MR, whose initial contents are unknown, and for a closed region,
+        whose current contents are.
         """
         if not self.offer.access & _CHANGES or self._exposure.mr is not None or self.mr.closed:
             return None

@@ -72,7 +72,7 @@ def serve(
         size: bytes of memory that each client can reach, 1..2^40; default: 4096.
         access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC; by default all that the device supports, or that mr has.
-        count: receives posted for each client, 0..16384; default: 16. A used one is posted
+        count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
         receive_size: bytes of message that each takes; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
@@ -108,8 +108,8 @@ def serve(
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
         on_event: called with each event (Joined, Arrived, Left, Refused), in the thread of the
-            client concerned, or in the one that accepts connections; it must be quick. What it
-            raises, SystemExit included, is logged, and the server continues.
+            client concerned, or in the one that accepts connections; it must be quick. Its
+            exceptions, SystemExit included, are logged, and the server continues.
         on_connect: called with each new client (a ServedClient) in its thread, once its queue
             pair is connected and before the client knows: fill its memory there, for example.
             Return private data for this client, or None for private_data. To reject the client,
@@ -120,9 +120,9 @@ def serve(
         The running server; a context manager.  If it becomes unreachable it ends,
         with a ResourceWarning.
 
-    If a signal handler's exception interrupts the start of the server, what was begun is ended
-    first. If it comes as serve() returns, the server is unreachable: it ends, and its device can be
-    closed, a moment after the exception has been handled.
+    If a signal handler's exception interrupts the start of the server, the threads that have
+    started end first. If the exception comes as serve() returns, the server is unreachable: it
+    ends, and its device can be closed, a moment after the exception has been handled.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -208,13 +208,13 @@ class BaseServer(native.Finalizer, NotCopied):
     def _finalize(self) -> None:
         threads: ServerThreads | None = getattr(self, "_threads", None)
         if threads is not None and threads.pid == self._getpid():
-            # Before end(), after which its repr says closed.
+            # Before end(), after which the repr says closed.
             if not threads.ended:
                 self._unclosed = f"unclosed {self!r}"
             # Not close(): a finalizer may run in any thread, including the server's.
             threads.end()
         for end in getattr(self, "_lifeline", ()):
-            # Other code may have closed its descriptor.
+            # Other code may have closed the descriptor.
             with self._suppress(OSError):
                 end.close()
         if unclosed := self._unclosed:

@@ -66,7 +66,7 @@ class ServerSession:
 
     @property
     def wakeup(self) -> Wakeup | None:
-        """What rings when the owner closes the client, once there is one."""
+        """The wakeup that rings when the owner closes the client, once there is a client."""
         return None if self._client is None else self._client._wakeup
 
     @property
@@ -86,7 +86,7 @@ class ServerSession:
         timeout = self._server.timeout
         return min(timeout, HELLO_S) if self._protocol.state is SessionState.HELLO else timeout
 
-    # ---- what comes -----------------------------------------------------------
+    # ---- input ----------------------------------------------------------------
 
     def receive(self, data: bytes) -> bool:
         """Take bytes of the hello; return whether ``authenticate`` can be called."""
@@ -147,7 +147,7 @@ class ServerSession:
         return client is not None and (client._close_called or client.closed)
 
     def lost(self, error: OSError | None = None) -> None:
-        """End the session: the connection is gone, with an error or without."""
+        """End the session because the connection is gone, with an error or without."""
         if not self.over:
             self.over = True
             partial, what = self._protocol.lines.partial, "a message"
@@ -174,7 +174,7 @@ class ServerSession:
             self._server.notify(Refused(self._address, self.code, self._reason))
             self._reason = ""
 
-    # ---- what is done -----------------------------------------------------------
+    # ---- actions ----------------------------------------------------------------
 
     def _encode(self, messages: Iterator[Message]) -> bytes:
         data = b""
@@ -194,7 +194,7 @@ class ServerSession:
                     client.number, self._address, hello.qp_type, client.offer, client.private_data
                 )
             )
-            # Do not charge the client for the time that took.
+            # Do not charge the client for the time that admission took.
             self._last_message_at = time.monotonic()
             yield client.offer
         while not self.over and (message := self._protocol.next_message()) is not None:
@@ -249,7 +249,7 @@ class ServerSession:
         """Report what has arrived."""
         arrivals = client.poll()
         try:
-            # First, so that the client does not wait for the owner.
+            # Before on_event, so that the client does not wait for the owner.
             client.repost()
         finally:
             self._notify_arrivals(client, arrivals)
@@ -281,7 +281,7 @@ class ServerSession:
         self.over = True
         self.code, self._reason = code, text
         if code == "failed" and isinstance(error, (ClosedError, OSError, MemoryError)):
-            # The client has regions and descriptors, too.
+            # Say on which side, because the client has regions and descriptors, too.
             text = f"on the server: {text}"
         return Error(code, text)
 
@@ -297,10 +297,10 @@ class ServerSession:
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
         finally:
-            # Without memory, not even that can be logged.
+            # In finally, because without memory even logging fails.
             reason += self._release_client(client)
         left = Left(client.number, self._address, reason, changed)
-        # Only now: without memory, all this is done again.
+        # Only now, so that close() repeats all this if memory ran out above.
         self._client, self._reason = None, ""
         self._server.notify(left)
 

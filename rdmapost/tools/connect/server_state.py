@@ -34,7 +34,7 @@ class ServerState:
     """A server's settings, and its clients.
 
     The arguments are serve()'s; `call` calls on_event with an event, `ask` calls on_connect with a
-    client and returns what that returns, and `exposed` is what make_exposure takes.
+    client and returns its result, and `exposed` has make_exposure's arguments.
     """
 
     def __init__(
@@ -76,7 +76,8 @@ class ServerState:
         self._on_connect, self._ask = on_connect, ask
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        # A place that nobody has any longer needs no code, and no memory, to leave this set.
+        # Weak references: a place that is no longer held leaves this set without code of ours,
+        # which could run out of memory.
         self._places: set[weakref.ref[Place]] = set()
         # Held while one piece of a large memory is read, so that any number of looks keep only one
         # core busy.
@@ -107,7 +108,7 @@ class ServerState:
             client = ServedClient(self.context, self.exposure, self._given, hello, number, address)
             client._place = place
         finally:
-            # Or a logged traceback would keep it.
+            # Otherwise a logged traceback would keep the place.
             del place
         try:
             self._ask_owner(client)
@@ -144,7 +145,7 @@ class ServerState:
             self._unreleased.append(client)
             raise
         finally:
-            # Its session no longer waits for this.
+            # The session no longer waits for the wakeup.
             client._wakeup = None
             client._place = None
 

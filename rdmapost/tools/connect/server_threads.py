@@ -34,7 +34,7 @@ _MAX_LEAVING = 64
 _SHUTDOWN_S = 10.0
 _THREAD_END_S = 1.0
 _LOOK_S = 0.05
-"""Between checks, during a wait for a thread, that it still exists."""
+"""How often a wait for a thread checks that the thread still exists."""
 
 
 class _DeviceHold(PD):
@@ -56,7 +56,7 @@ class _DeviceHold(PD):
 
 
 class _ReentrantEvent:
-    """An event whose wait a signal handler may interrupt, and then wait for it too.
+    """An event for which a signal handler may wait, even while it interrupts another wait.
 
     It has no lock that the thread could be holding when the handler runs.
     """
@@ -78,7 +78,7 @@ class _ReentrantEvent:
         mine.acquire()
         self._waiters.append(mine)
         end = time.monotonic() + timeout
-        # After the append: set() does these in the other order.
+        # Test the flag after the append: set() sets the flag before it takes the waiters.
         while not self._happened:
             left = end - time.monotonic()
             if left <= 0 or not may_happen():
@@ -88,10 +88,10 @@ class _ReentrantEvent:
 
 
 class ServerThread:
-    """A thread that may die at any point, for lack of memory, before it has said anything.
+    """A thread that may die at any point, for lack of memory, without notifying its waiters.
 
-    threading.Thread.start() waits forever for one that dies before it begins. So others ask whether
-    it exists: whether what it calls is alive, which nothing but the thread keeps.
+    threading.Thread.start() waits forever for a thread that dies before it begins. Here, waiters
+    call exists(), which tests a weak reference to the call that only the running thread holds.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class ServerThread:
         try:
             _thread.start_new_thread(call, ())
         except BaseException:
-            # The traceback keeps it.
+            # The traceback keeps the call alive.
             self._call = None
             raise
 
@@ -121,7 +121,7 @@ class ServerThread:
         self._began.release()
 
     def exists(self) -> bool:
-        # A forked child lacks the thread, and still has what it calls.
+        # In a forked child the call is alive, but the thread does not exist.
         here = self._pid == os.getpid()
         return here and self._call is not None and self._call() is not None
 
@@ -196,8 +196,8 @@ class ServerThreads:
 
         Args:
             lifeline: where to put one end of a socket pair, which only the Server keeps. The
-                threads end when that is shut down, or when C closes it because the Server is gone,
-                even if a signal handler interrupts the finalizer.
+                threads end when that end is shut down, or when the interpreter closes it because
+                the Server is gone, even if a signal handler interrupts the finalizer.
         """
         # In another thread, which no signal handler interrupts.
         try:
@@ -208,7 +208,7 @@ class ServerThreads:
         else:
             self._tried.wait(float("inf"), self._starter.exists)
         if not self._started:
-            # If it could not even say why, it had no memory.
+            # If the thread could not even record an error, it had no memory.
             why = self._start_error or MemoryError()
             if isinstance(why, OSError):
                 raise from_tcp(cannot_listen(self._name, why)) from why
@@ -226,7 +226,7 @@ class ServerThreads:
             self._lifeline = weakref.ref(end)
             lifeline.append(end)
             del end
-            # In this order: end() does these in the other order.
+            # Set _lifeline before reading `ended`: end() sets `ended` before reading _lifeline.
             if self.ended:
                 self.end()
             _running.add(self)
@@ -241,7 +241,7 @@ class ServerThreads:
         except Exception as error:
             self._start_error = error
             if self._acceptor.exists():
-                # That thread uses the descriptors, and closes them when it ends.
+                # The acceptor's thread uses the descriptors, and closes them when it ends.
                 self.end()
             else:
                 if acceptor is not None:
@@ -263,7 +263,8 @@ class ServerThreads:
                 for thread in self._clients.copy():
                     thread.join()
         finally:
-            # No other thread does it. Here, and not in a function: a call may lack memory itself.
+            # No other thread releases this. The loop is not in a function, because even a call may
+            # fail for lack of memory.
             while True:
                 try:
                     self._release()
@@ -278,7 +279,7 @@ class ServerThreads:
         stop_listening(self._listener)
         if hasattr(self, "_stop"):
             self._stop.close()
-        # The collector may finalize it before the Server, and it would warn.
+        # The garbage collector may finalize the lifeline before the Server, with a ResourceWarning.
         if self._lifeline is not None and (lifeline := self._lifeline()) is not None:
             with suppress(OSError):
                 lifeline.close()
@@ -324,11 +325,11 @@ class ServerThreads:
             return
         # Not join(): on Python 3.11 and 3.12 it holds a lock that a handler would block on.
         if self._wait_until_finished(self.server.timeout + _SHUTDOWN_S):
-            # It is about to end; do not keep a signal handler waiting longer.
+            # The thread is about to end; wait briefly, because this may be a signal handler.
             acceptor.join(_THREAD_END_S)
 
     def _wait_until_finished(self, timeout: float) -> bool:
-        """Wait; do what is left if the threads have died before they could."""
+        """Wait; if the threads have died before they released everything, release it here."""
         if self._finished.wait(timeout, self._exists):
             return True
         if self._exists():
@@ -344,7 +345,7 @@ class ServerThreads:
     def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
         for thread in self._clients.copy():
             if not thread.exists():
-                # It died before it could do this.
+                # The thread died before it could remove itself.
                 self._clients.discard(thread)
         if len(self._clients) >= self.server.max_clients + _MAX_LEAVING:
             return False
@@ -437,7 +438,8 @@ def _end_all() -> None:
 
 
 def _milliseconds(deadline: float | None) -> float | None:
-    # Rounded up, so that the last moment is not a busy wait; and poll(2) takes an int.
+    # Rounded up, so that the last millisecond is not a busy wait; limited, because poll(2) takes an
+    # int.
     if deadline is None:
         return None
     left = deadline - time.monotonic()

@@ -1,4 +1,4 @@
-"""What wakes a thread that waits in poll()."""
+"""A descriptor that wakes a thread in poll()."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..._binding import native
 class Wakeup(native.Finalizer):
     """A descriptor that becomes readable once, in any thread, signal handler or finalizer.
 
-    Nothing closes it explicitly: the last reference does. So no thread can ring a descriptor that
-    another has closed, and that something else has by now.
+    It is closed with its last reference, never explicitly. So no thread can ring a descriptor that
+    another thread has closed, and whose number now belongs to another file.
 
     Attributes:
         fd: the descriptor.
@@ -23,7 +23,8 @@ class Wakeup(native.Finalizer):
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # map calls it in C, so that no signal handler can run before the descriptor has an owner.
+        # map() calls eventfd in C, so that no signal handler runs before the descriptor has an
+        # owner.
         (self.fd,) = map(os.eventfd, (0,), (os.EFD_CLOEXEC | os.EFD_NONBLOCK,))
 
     def ring(self) -> None:
@@ -34,6 +35,6 @@ class Wakeup(native.Finalizer):
 
     def _finalize(self) -> None:
         if self.fd >= 0 and self._open:
-            # As above: it is closed once.
+            # In one C call, as above, so that the descriptor is closed only once.
             with suppress(OSError):
                 (self._open,) = map(os.close, (self.fd,))

@@ -36,7 +36,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
         "ip route get ADDRESS: the interface; rdma link: whether a device has that netdev.",
         "ip neigh show ADDRESS, and ping it from the address of that interface.",
         causes=(
-            "The route to the address leaves by an interface without an RDMA device, such as the "
+            "The route to the address uses an interface without an RDMA device, such as the "
             "management network: give the peer's address on the RDMA network.",
             "The peer does not answer ARP or ND: it is down, or on another VLAN.",
             "The address is 127.0.0.1, which no device serves, unless Soft-RoCE runs on lo.",
@@ -53,7 +53,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "ROUTE_ERROR",
         3,
-        "rdma_resolve_route failed: the address is resolved, and there is no path record for it.",
+        "rdma_resolve_route failed: the address is resolved, but there is no path record for it.",
         "The event's status: -110 if the subnet manager did not answer.",
         "InfiniBand: sminfo, and saquery for the path; RoCE: rdmapost devices, for the GIDs.",
         causes=(
@@ -68,7 +68,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "CONNECT_REQUEST",
         4,
-        "A peer asks the passive side for a connection. All is well: answer by rdma_accept or "
+        "A peer asks the passive side for a connection. All is well: answer with rdma_accept or "
         "rdma_reject.",
     ),
     _event(
@@ -80,15 +80,15 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "CONNECT_ERROR",
         6,
-        "The connection could not be made, after the request had been sent or accepted: this side, "
-        "not the peer's program, gave up.",
+        "The connection failed after the request had been sent or accepted: this side gave up, "
+        "not the peer's program.",
         "The event's status, a negative errno; dmesg, and the event on the other side.",
         causes=(
             "The queue pair could not be moved to RTR or RTS: an attribute of rdma_conn_param "
             "(initiator_depth, responder_resources) is over the device's limit, or the path is "
             "wrong ('rdmapost explain modify_qp_to_rtr').",
             "The passive side accepted, and the active side's last message (RTU) never came.",
-            "iWARP: the TCP connection below was reset during the exchange (MPA).",
+            "iWARP: the underlying TCP connection was reset during the MPA exchange.",
         ),
         see=("rdma_connect(3)", "rdma_accept(3)"),
     ),
@@ -101,7 +101,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
         "On the peer: rdma link, lsmod for rdma_cm, and whether the program waits for events.",
         "On both sides, rdmapost doctor: firewall, GIDs and MTU.",
         causes=(
-            "The host answers ARP, and has no RDMA on that interface, or rdma_cm is not loaded.",
+            "The host answers ARP, but has no RDMA on that interface, or rdma_cm is not loaded.",
             "A firewall drops UDP port 4791 (RoCE v2); ping does not show that.",
             "The two sides use RoCE v1 and v2: cma_roce_mode, or default_roce_mode of rdma_cm in "
             "configfs.",
@@ -115,9 +115,9 @@ CM_EVENTS: tuple[Explanation, ...] = (
         8,
         "The peer's connection manager or its program refused the connection request. RDMA "
         "packets do get there and back.",
-        "The event's status. On InfiniBand and RoCE the reason in the reject message: 8, no "
-        "listener; 28, the program; 10, stale; 3, no resources; 12, GID. On iWARP -111: no "
-        "listener.",
+        "The event's status. On InfiniBand and RoCE it is the reason in the reject message: 8, no "
+        "listener; 28, the program refused; 10, stale connection; 3, no resources; 12, invalid "
+        "GID. On iWARP -111: no listener.",
         "On the peer: rdma resource show cm_id state LISTEN. ss does not list these ports.",
         "The peer's own output, if its program refused; private_data may say why.",
         causes=(
@@ -126,7 +126,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
             "Status 28: the program called rdma_reject, destroyed the identifier without "
             "accepting, or failed to set up its side (perftest: other options than here, such as "
             "-c, -q or the version).",
-            "Status 10: the peer still has a connection of the same queue pair number, of an "
+            "Status 10: the peer still has a connection with the same queue pair number, from an "
             "earlier run: try again.",
             "The listener's backlog is full, or the peer is out of queue pairs.",
         ),
@@ -135,7 +135,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "ESTABLISHED",
         9,
-        "The connection is made: the queue pair is in RTS on this side, and may send.",
+        "The connection is established: the queue pair is in RTS on this side, and may send.",
     ),
     _event(
         "DISCONNECTED",
@@ -147,20 +147,20 @@ CM_EVENTS: tuple[Explanation, ...] = (
         causes=(
             "The peer is done: normal at the end of a run.",
             "The peer's program failed or was killed: its kernel disconnects for it.",
-            "A work request failed, and a side reacted by rdma_disconnect.",
+            "A work request failed, and one side called rdma_disconnect because of it.",
         ),
         see=("rdma_disconnect(3)",),
     ),
     _event(
         "DEVICE_REMOVAL",
         11,
-        "The device of this identifier has been removed: the identifier and all on the device must "
-        "be destroyed. The removal waits for that, and hangs until it is done.",
+        "The device of this identifier is being removed. The removal hangs until the identifier "
+        "and everything on the device are destroyed.",
         "dmesg: why the device went away.",
         "Destroy the queue pair and the identifier; resolve the address again later.",
         causes=(
             "A reset of the device, a driver reload, rdma link delete, hot unplug.",
-            "mlx5: a bond of its ports was made or dissolved.",
+            "mlx5: a bond of its ports was created or removed.",
         ),
     ),
     _event("MULTICAST_JOIN", 12, "rdma_join_multicast is done: the group can be used."),
@@ -171,17 +171,17 @@ CM_EVENTS: tuple[Explanation, ...] = (
         "The event's status; saquery -g for the groups of an InfiniBand subnet.",
         causes=(
             "InfiniBand: the subnet manager refused the join (partition, rate, MTU, no room).",
-            "An event of the port (down, LID or subnet manager changed) ended the membership.",
+            "A port event (down, LID or subnet manager changed) ended the membership.",
         ),
         see=("rdma_join_multicast(3)",),
     ),
     _event(
         "ADDR_CHANGE",
         14,
-        "The network device of this connection has another hardware address, as after a failover "
-        "of a bond. The connection may be dead.",
+        "The network device of this connection has a new hardware address, for instance because a "
+        "bond failed over. The connection may be dead.",
         "Disconnect, and connect again.",
-        causes=("A bond switched to another member.", "The MAC address was set."),
+        causes=("A bond switched to another member.", "The MAC address was changed."),
     ),
     _event(
         "TIMEWAIT_EXIT",
@@ -202,4 +202,4 @@ HARMLESS = frozenset(
         "TIMEWAIT_EXIT",
     }
 )
-"""Steps of every connection: no failure to look for in a log."""
+"""Events of every connection, which are not failures."""

@@ -264,8 +264,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
             "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
             "A firmware command that was not answered: the device hangs.",
-            "An event of librdmacm with error -110: see there (rdmapost explain UNREACHABLE, "
-            "ADDR_ERROR, ROUTE_ERROR).",
+            "A librdmacm event with status -110: rdmapost explain UNREACHABLE, ADDR_ERROR or "
+            "ROUTE_ERROR.",
             "This library's WaitTimeout is a TimeoutError: no completion arrived in time, and the "
             "work request is still outstanding.",
         ),
@@ -434,14 +434,14 @@ ERRNOS: tuple[Explanation, ...] = (
         "The connection was given up on this side. The kernel's NFS over RDMA prints -103 when the "
         "queue pair has failed.",
         causes=(
-            "A work request of it failed, or the peer went away.",
+            "A work request failed, or the peer went away.",
             "The program was told to close the connection.",
         ),
         look_at=("The lines before it in the log, on both sides: the first error is the cause.",),
     ),
     _errno(
         "EREMOTEIO",
-        "The device's firmware refused a command. It is not about the peer, in spite of its text.",
+        "The device's firmware refused a command. Despite the errno's text, no peer is involved.",
         causes=(
             "mlx5: a DEVX command (UCX, DPDK, DOCA) with a status other than success, often for a "
             "feature or limit that the firmware does not have.",
@@ -484,8 +484,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "The TCP connection below it has ended.",
         ),
         look_at=(
-            "iWARP needs the connection manager (librdmacm): moving it through INIT, RTR and RTS "
-            "by hand does not connect it.",
+            "iWARP needs the connection manager (librdmacm): moving the queue pair through INIT, "
+            "RTR and RTS by hand does not connect it.",
             "ss -tn for its TCP connection; qp.state.",
         ),
         see=("rdma_connect(3)",),

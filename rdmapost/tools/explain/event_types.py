@@ -63,7 +63,7 @@ EVENTS: tuple[Explanation, ...] = (
         EventType.SQ_DRAINED,
         "The send queue has drained after a move to SQD: attributes can be changed now.",
         "Change the attributes, then qp.to_rts().",
-        causes=("SQD was asked for with en_sqd_async_notify.",),
+        causes=("The queue pair was moved to SQD with en_sqd_async_notify.",),
     ),
     _event(
         EventType.PATH_MIG,
@@ -98,7 +98,7 @@ EVENTS: tuple[Explanation, ...] = (
         "A port went down. Reliable connections survive until their retries are used up.",
         "The port's state in rdmapost devices; ip link; cable and switch.",
         causes=(
-            "The link was lost, or the network device below was set down.",
+            "The link was lost, or the underlying network device was set down.",
             "InfiniBand: the subnet manager took the port out.",
         ),
     ),
@@ -106,7 +106,7 @@ EVENTS: tuple[Explanation, ...] = (
         EventType.LID_CHANGE,
         "The subnet manager gave the port another LID: the endpoints that peers have are out of "
         "date.",
-        "Exchange endpoints again; address handles too.",
+        "Exchange endpoints again, and create address handles again.",
         causes=("The subnet manager was restarted or replaced.",),
     ),
     _event(
@@ -143,7 +143,7 @@ EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.CLIENT_REREGISTER,
         "The subnet manager has forgotten subscriptions and multicast joins: make them again.",
-        causes=("It was restarted.",),
+        causes=("The subnet manager was restarted.",),
     ),
     _event(
         EventType.GID_CHANGE,
@@ -156,7 +156,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.WQ_FATAL,
-        "A work queue made by ibv_create_wq failed.",
+        "A work queue created by ibv_create_wq failed.",
         "The driver's log.",
         causes=("Its CQ overran, or the device could not read an entry.",),
     ),

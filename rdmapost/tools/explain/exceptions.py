@@ -23,8 +23,8 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         "VerbsError",
         "A verb failed. It is also an OSError.",
         look_at=(
-            "error.call: which verb; error.errno: why, which the message names too: explain that.",
-            "error.hint: what this library knows about it; it is at the end of the message.",
+            "error.call: which verb; error.errno: why. The message names both; explain the errno.",
+            "error.hint: what this library knows about the cause; also at the end of the message.",
         ),
     ),
     _exception(
@@ -66,7 +66,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         causes=(
             "Work requests in flight use the region, window or address handle: poll their "
             "completions first.",
-            "Resources made from it are open: close them first, in the reverse order of creation, "
+            "Resources created on it are open: close them first, in the reverse order of creation, "
             "as with blocks do.",
         ),
         look_at=(
@@ -120,7 +120,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
     ),
     _exception(
         "ConnectError",
-        "The TCP connection to the server could not be made, or has ended.",
+        "The TCP connection to the server could not be established, or has ended.",
         module="rdmapost.connect",
         causes=(
             "Nothing listens at this address and TCP port, or a firewall drops the packets.",
@@ -134,10 +134,10 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         "stays usable, and a late answer is dropped.",
         module="rdmapost.connect",
         causes=(
-            "dial: what listens there is no server of this library, or its on_connect takes "
-            "longer.",
-            "look, report: the server's host or its thread is busy, as in on_event; or it is gone, "
-            "which shows within half a minute.",
+            "dial: the program that listens there is not a server of this library, or the server's "
+            "on_connect takes longer.",
+            "look, report: the server's host is busy, or its thread is, in on_event for instance; "
+            "or the host is gone, which is detected within half a minute.",
         ),
         look_at=("The timeout argument of dial, and connection.closed.",),
     ),
@@ -149,7 +149,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
             "Another program listens on this TCP port.",
             "The two sides have different versions of rdmapost.",
         ),
-        look_at=("The message quotes what came. ss -ltnp there: who listens.",),
+        look_at=("The message quotes what came. On that host, ss -ltnp: which program listens.",),
     ),
     _exception(
         "PingpongError",

@@ -1,6 +1,6 @@
-"""The lines by which programs say that a call failed, and what they mean.
+"""Explaining the lines in which programs report that a call failed.
 
-Such a line is about the failure, not about a state or an opcode that it names.
+Such a line is about the failed call, not about a state or an opcode that it also names.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .model import Explanation
 
 
 class Rank(Enum):
-    """How a failure stands to the statuses and errnos in the same line."""
+    """How a failed call ranks against the statuses and errnos in the same line."""
 
     FIRST = "it comes before them"
     WHOLE = "it replaces them, because they mislead"
@@ -27,7 +27,7 @@ FAILED = re.compile(
     r"(?<![a-z])(?:fail(?:s|ed|ure|ing)?|error|unable|could(?:n'?t| not)|can(?:'?t|not| not))"
     r"(?![a-z])"
 )
-"""The words for it, in lower case."""
+"""Words that report a failure, in lower case."""
 
 _FAILED = FAILED.pattern
 _STATE = r"(?:state\W+)?(?:ibv?_qps_)?"
@@ -39,7 +39,7 @@ _MOVES = re.compile(
     # "QP RESET->INIT failed", "failed to move to RTS"; not "to post a send to RTS QP".
     rf"->\W*{_STATE}(init|rtr|rts)(?![a-z])|"
     rf"(?<![a-z])(?:move|transition|go|switch|get) (?:in)?to {_STATE}(rtr|rts)(?![a-z])|"
-    # "RTR failed", "failed RTR": only these two names mean nothing else.
+    # "RTR failed", "failed RTR": of the three names, only RTR and RTS have no other meaning.
     rf"(?<![a-z]){_STATE}(rtr|rts)(?: (?:transition|state change))?:? (?:{_FAILED})|"
     rf"(?:{_FAILED}):? {_STATE}(rtr|rts)\W*$"
 )
@@ -47,14 +47,14 @@ _MOVES = re.compile(
 _NAMED = {one.name: one for one in (*FINDINGS, *EXCEPTIONS, *CM_EVENTS, *FAILURES)}
 _WORDS = rf"(?:{_FAILED})(?: to)? "
 _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
-    # What the line, in lower case, contains; and what that means.
+    # A pattern for the line in lower case, and the name of its explanation.
     (pattern, rank, name)
     for rank, rows in {
         Rank.WHOLE: {r"couldn't load driver '|could not load driver '": "load_driver"},
         Rank.FIRST: {
             # ibv_*_pingpong: "poll CQ failed -1"; others: "ibv_poll_cq failed with error 22".
             rf"poll[_ ]?cq\b.{{0,12}}(?:{_FAILED})|{_WORDS}poll(?: the)? cq\b": "poll_cq",
-            # Its errno is that of an older call.
+            # The errno in such a line is an earlier call's.
             r"^\s*(?:client|server) (?:read|write|read/write): ": "exchange",
             # rping, udaddy and their relatives
             rf"\brdma_resolve_addr(?:\(\))?(?:: | {_FAILED})": "ADDR_ERROR",
@@ -125,7 +125,7 @@ _HINTS = (
     "client ",
     "server ",
 )
-"""One of these is in every line that a row or a move matches."""
+"""Every line that _ROW or _MOVES matches contains one of these."""
 
 
 def is_failure(text: str) -> bool:

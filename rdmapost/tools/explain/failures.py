@@ -1,4 +1,4 @@
-"""Explanations of calls that failed, for lines that say so without a status or with an errno."""
+"""Explanations of failed calls, for lines that name the call and no status."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FAILURES: tuple[Explanation, ...] = (
         constant="modify_qp_to_init",
         causes=(
             "The port number does not exist (perftest: -i), or the pkey_index is not in its table.",
-            "The queue pair is not in RESET: it was moved before. The RDMA CM moves those of "
-            "rdma_create_qp by itself.",
+            "The queue pair is not in RESET: it was moved before. The RDMA CM itself moves queue "
+            "pairs created by rdma_create_qp.",
             "The mask does not fit the type: RC and UC take qp_access_flags, UD takes qkey.",
             "An access flag that the device lacks, as for atomics.",
             "EPERM: a Q_Key with its highest bit set, without CAP_NET_RAW.",
@@ -49,8 +49,8 @@ FAILURES: tuple[Explanation, ...] = (
         "The errno, if the line has one: EINVAL is a wrong attribute; ETIMEDOUT, EHOSTUNREACH and "
         "ENETUNREACH are the network.",
         "On both sides, rdmapost devices: the GIDs, their types and network devices, the MTU.",
-        "ping -I with the address of the own GID to that of the peer's; ip route get; ip neigh.",
-        "What the two programs print of each other: LID, QPN, GID.",
+        "ping -I OWN PEER, with the addresses of the two GIDs; ip route get; ip neigh.",
+        "What each program prints about the other: LID, QPN, GID.",
         causes=(
             "RoCE without a GID index: the address needs a GRH (is_global=1 and sgid_index). "
             "ibv_*_pingpong: -g INDEX on both sides; perftest: -x INDEX.",
@@ -89,7 +89,7 @@ FAILURES: tuple[Explanation, ...] = (
     ),
     _failure(
         "modify_qp",
-        "ibv_modify_qp failed; the line does not say to which state it was to go.",
+        "ibv_modify_qp failed; the line does not name the target state.",
         "rdmapost explain modify_qp_to_rtr, the most frequent; the errno and dmesg.",
         causes=(
             "To RTR: the path to the peer is wrong, such as RoCE without a GID index.",
@@ -141,7 +141,7 @@ FAILURES: tuple[Explanation, ...] = (
     ),
     _failure(
         "open_device",
-        "The device is listed, and could not be opened.",
+        "The device is listed, but could not be opened.",
         "rdmapost doctor. ls -l /dev/infiniband; id.",
         causes=(
             "/dev/infiniband/uverbsN is missing (container), or this user may not open it.",
@@ -152,7 +152,7 @@ FAILURES: tuple[Explanation, ...] = (
     _failure(
         "query_port",
         "The port could not be queried.",
-        "rdmapost devices: the ports that there are.",
+        "rdmapost devices: the ports of each device.",
         causes=("The port number does not exist (-i).", "The device is lost: dmesg."),
     ),
     _failure(
@@ -215,8 +215,8 @@ FAILURES: tuple[Explanation, ...] = (
     _failure(
         "poll_cq",
         "ibv_poll_cq returned a negative number: it could not read the completion queue. It does "
-        "not set errno, so an errno beside it may be older. A work request that failed is no such "
-        "failure: that returns 1, and a status.",
+        "not set errno, so an errno beside it may be older. A failed work request is another case: "
+        "then ibv_poll_cq returns a completion with an error status.",
         "dmesg, and ibv_get_async_event: CQ_ERR or DEVICE_FATAL.",
         "cqe of the CQ against the sum of max_send_wr and max_recv_wr of its queue pairs.",
         causes=(
@@ -236,15 +236,15 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "The other side has ended: it failed at its own set-up, such as a move to RTR.",
             "The server is not running, or listens on another port (-p); or a firewall.",
-            "The two sides have other options or versions, and so messages of another length.",
+            "The two sides have different options or versions, so their messages differ in length.",
             "Listening: another program has the port.",
         ),
         see=("ibv_rc_pingpong(1)", "ib_send_bw(1)"),
     ),
     _failure(
         "load_driver",
-        "libibverbs could not load a user-space driver that its configuration names. It harms only "
-        "devices of this driver, which are then missing; others work.",
+        "libibverbs could not load a user-space driver that its configuration names. Only this "
+        "driver's devices are missing; others work.",
         "The name in the message: librxe is Soft-RoCE's driver, libmlx5 mlx5's; rdmav34 and "
         "the like are the ABI of rdma-core.",
         "ls /etc/libibverbs.d; dpkg -S or rpm -qf on the file; ldconfig -p | grep ibverbs; "

@@ -1,4 +1,4 @@
-"""The texts about what qp.diagnose(), diagnose_machine() and 'rdmapost doctor' find, by name."""
+"""Explanations of the findings of qp.diagnose(), diagnose_machine() and 'rdmapost doctor'."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ _BOTH = "qp.diagnose() and 'rdmapost doctor'"
 _MEANINGS: dict[str, tuple[str, str]] = {
     # The machine.
     "libibverbs": (_MACHINE, "The library is installed."),
-    "libibverbs-missing": (_MACHINE, "The library cannot be loaded; software devices need none."),
+    "libibverbs-missing": (_MACHINE, "libibverbs cannot be loaded; software devices work."),
     "devices-not-listed": (_MACHINE, "The library failed to list the devices."),
     "no-rdma-device": (_MACHINE, "The kernel has no RDMA device."),
     "no-such-device": (_MACHINE, "No device has the name that was given."),
     "no-such-port": (_MACHINE, "The device has no port of that number."),
-    "not-opened": (_MACHINE, "The device is listed, and opening it failed."),
+    "not-opened": (_MACHINE, "The device is listed, but opening it failed."),
     "module-missing": (_MACHINE, "A kernel module that RDMA needs is not loaded."),
     "modules": (_MACHINE, "The kernel modules that RDMA needs are loaded."),
     "provider-missing": (
         _MACHINE,
         "The kernel has a device whose user-space driver is not installed.",
     ),
-    "node-missing": (_MACHINE, "The kernel has a device, and /dev/infiniband no file for it."),
-    "node-broken": (_MACHINE, "A file in /dev/infiniband exists, and does not work."),
+    "node-missing": (_MACHINE, "The kernel has a device, but /dev/infiniband has no file for it."),
+    "node-broken": (_MACHINE, "A file in /dev/infiniband exists, but does not work."),
     "no-permission": (_MACHINE, "This user may not open a file in /dev/infiniband."),
     "permission": (_MACHINE, "This user may open the device's file."),
     "memlock": (_MACHINE, "How much memory the process may lock, and so register."),
@@ -32,7 +32,7 @@ _MEANINGS: dict[str, tuple[str, str]] = {
     "firewall": (_MACHINE, "What may drop RoCE v2's packets, UDP port 4791."),
     "nat": (_MACHINE, "An address that NAT might change, which RoCE does not survive."),
     "rmem-max": (_MACHINE, "How many packets the socket of a roce device can hold."),
-    "message": (_MACHINE, "A message that the device was to send to itself has arrived, or not."),
+    "message": (_MACHINE, "Whether a message that the device sent to itself has arrived."),
     # Ports and GIDs.
     "port-active": (_BOTH, "The port can carry traffic."),
     "port-down": (_BOTH, "The port carries no traffic."),
@@ -65,7 +65,7 @@ _MEANINGS: dict[str, tuple[str, str]] = {
     "rnr-retry": (_QP, "How long a send that finds no receive waits until RNR_RETRY_EXC_ERR."),
     "rnr-retry-0": (_QP, "rnr_retry=0: the first send that finds no receive fails."),
     "rnr-retry-forever": (_QP, "rnr_retry=7: a send that finds no receive waits forever."),
-    "min-rnr-timer": (_QP, "How long a peer waits that finds no receive here."),
+    "min-rnr-timer": (_QP, "How long a peer that finds no receive here waits before it retries."),
     "min-rnr-timer-0": (_QP, "min_rnr_timer=0 means the longest wait, not the shortest."),
     "max-rd-atomic": (_QP, "How many reads and atomics may be in flight."),
     "max-rd-atomic-0": (_QP, "max_rd_atomic=0: reads and atomics fail, or never start."),
@@ -87,9 +87,9 @@ _MEANINGS: dict[str, tuple[str, str]] = {
     "peer-access": (_QP, "The peer's qp_access_flags lack what some work requests need."),
     "other-pd": (_QP, "The two queue pairs are on two PDs, each with its own rkeys."),
     "qp-type-mismatch": (_QP, "The peer is of another type."),
-    "qkey-mismatch": (_QP, "The peer's Q_Key is another one, which messages to it must carry."),
-    "dest-qp-num": (_QP, "A queue pair names another one than its peer."),
-    "psn-mismatch": (_QP, "A side sends from another PSN than the other expects."),
+    "qkey-mismatch": (_QP, "The peer has a different Q_Key, which messages to it must carry."),
+    "dest-qp-num": (_QP, "A queue pair's dest_qp_num is not its peer's number."),
+    "psn-mismatch": (_QP, "One side does not send from the PSN that the other expects."),
     "rd-atomic-mismatch": (_QP, "More reads and atomics may be in flight than the peer takes."),
 }
 

@@ -102,8 +102,8 @@ PHRASES: dict[str, WCStatus | EventType] = {
     "GID table change": EventType.GID_CHANGE,
     "WQ fatal": EventType.WQ_FATAL,
 }
+"""The texts of libibverbs for statuses and events, which most programs print."""
 _OF_VENDOR_ERR = ("vendor err", "vendor error", "vendor code", "vendor syndrome", "syndrome")
-"""What libibverbs calls statuses and events, and so most programs print."""
 
 
 class UnknownNameError(RdmaError, LookupError):
@@ -179,19 +179,19 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             library, the name of a Finding, and a few terms (``vendor_err``, ``PSN``).
 
     Returns:
-        all with this name or number; 13 is a status and an errno, and SEND an
+        every explanation of this name or number; 13 is a status and an errno, and SEND an
         opcode of work requests and of completions.
 
     Raises:
         TypeError: what is neither text, nor an integer, nor a member of an enumeration.
-        UnknownNameError: there is none.
+        UnknownNameError: this name or number has no explanation.
     """
     if not isinstance(what, str | Enum):
         return _by_number(index("what", what, "a name or a number"))
     text = f"{type(what).__name__}.{what.name}" if isinstance(what, Enum) else what.strip()
     if re.fullmatch(r"-?\d{1,9}|0[xX][0-9a-fA-F]{1,8}", text):
         numbered = _by_number(int(text, 16 if text[:2].lower() == "0x" else 10))
-        # Text from a program's output: 129 is rather mlx5's vendor_err than an opcode.
+        # In a program's output, 129 is more likely mlx5's vendor_err than an opcode.
         return (*numbered, VENDOR_ERR) if numbered[0].kind == "wc_opcode" else numbered
     found = _BY_KEY.get(_key(text), [])
     if finding := _FINDING.get(text.lower()):
@@ -205,7 +205,7 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         return (VENDOR_ERR,)
     number = getattr(errno, text.upper(), None)
     if isinstance(number, int):
-        # Negative, as the kernel spells it: no status.
+        # Negated, as the kernel prints errnos, so that no status matches.
         return _by_number(-number)
     near = _nearest(text)
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
@@ -239,7 +239,7 @@ def _nearest(text: str) -> tuple[str, ...]:
     if not close and len(key) > 2:
         close = [known for known in _BY_KEY if key in known][:6]
     if not close:
-        # A message: an exception's name in it.
+        # The text may be a message that contains an exception's name.
         words = map(_key, re.findall(r"[A-Za-z]+", text))
         close = [
             word for word in words if any(one.kind == "exception" for one in _BY_KEY.get(word, ()))

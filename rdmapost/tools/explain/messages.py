@@ -123,8 +123,8 @@ _PORT_STATE = re.compile(
 _STATUS_HINTS = ("status", "prov_err", "completion", "wc err")
 _ERRNO_HINTS = ("errno", "ibv_", "modify qp")
 _VENDOR_HINTS = ("vendor", "syndrom")
-"""One of these is in every line, in lower case, in which the pattern of that name finds anything;
-in one with an errno's number otherwise a negative number, which a date has not."""
+"""Each pattern can match only in a line that, in lower case, contains one of its hints. For the
+number of an errno, _NEGATIVE may match instead; it does not match the hyphens of a date."""
 _NEGATIVE = re.compile(r"(?<!\d)-\d")
 
 
@@ -196,7 +196,8 @@ _CONNECT_ERROR = re.compile(
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
     r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
 )
-"""These two without their module, and with what this library says: httpx has the same names."""
+"""ConnectError and ConnectTimeout without their module, before a text of this library: httpx has
+exceptions of the same names."""
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 """The message of WaitTimeout."""
 
@@ -251,7 +252,7 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
         return (state,)
     lower = line.lower()
     if len(lower) != len(line):
-        # A letter outside ASCII has become two: leave these alone, so that places stay the same.
+        # A non-ASCII letter has become two: convert only ASCII ones, so that offsets stay the same.
         lower = "".join(letter.lower() if letter.isascii() else letter for letter in line)
     at: list[tuple[int, Explanation]] = []
     for match in _NAME.finditer(line):
@@ -298,16 +299,16 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
 
 
 def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:
-    """Put statuses first, and events of the RDMA CM: the errno beside them says less.
+    """Return a sort key that puts statuses and RDMA CM events before errnos, which say less.
 
-    Such as libfabric's "err: 5 (Input/output error), prov_err: 12".
+    An example is libfabric's "err: 5 (Input/output error), prov_err: 12".
     """
     at, one = found
     return one.kind not in ("status", "cm_event"), at
 
 
 def _other_errno(name: str) -> Explanation | None:
-    """Return the explanation of an errno by its second name (EWOULDBLOCK), or that no verb has."""
+    """Explain an errno by its second name (EWOULDBLOCK), or one that no verb documents."""
     number = getattr(errno, name, None)
     if not isinstance(number, int):
         return None

@@ -44,10 +44,10 @@ KINDS = {
     "finding": "finding of a diagnosis",
     "term": "term",
 }
-"""The kinds of names, in the order of the output, and what they are called."""
+"""The kinds of names, in the order of the output, and how the output calls them."""
 
 UNNUMBERED = frozenset({"failure", "exception", "finding", "term"})
-"""The kinds whose names are not numbers."""
+"""The kinds whose names have no number."""
 
 _SENTENCE_END = re.compile(r"(?<=\.)\s")
 _MEMBERS: dict[type[Enum], tuple[str, str]] = {

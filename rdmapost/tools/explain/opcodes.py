@@ -12,7 +12,7 @@ from ...standard.opcodes import QP_TYPES_BY_OPCODE
 from .model import Explanation, explanation_of
 
 COLUMNS = (QPType.UD, QPType.UC, QPType.RC, QPType.XRC_SEND, QPType.RAW_PACKET)
-"""The table of ibv_post_send(3) from left to right."""
+"""The columns of the table in ibv_post_send(3), from left to right."""
 
 # By name: members of two enumerations are equal if their numbers are.
 _CLASSES: dict[str, Any] = {
@@ -67,7 +67,7 @@ OPCODES: tuple[Explanation, ...] = (
         Opcode.SEND_WITH_IMM,
         "A SEND that carries 32 bits in addition to the payload, at no cost. They arrive in the "
         "completion, not in the buffer; the payload may be empty.",
-        "As for SEND, and the completion has WITH_IMM and imm_data. In the C struct that is in "
+        "As for SEND, and the completion has WITH_IMM and imm_data. The C struct holds imm_data in "
         "network order; this library gives both sides an integer in host order.",
         causes=(
             "The peer sees another number: a C program on one side left out htonl or ntohl.",

@@ -1,4 +1,4 @@
-"""The texts about other words that errors, logs and completions contain."""
+"""Explanations of other words in errors, logs and completions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def _term(
 
 VENDOR_ERR = _term(
     "vendor_err",
-    "A number by which the driver or the device says more about a failed work request than the "
-    "status does. Only its driver knows what it means, and each has its own. It is also called "
-    "vendor error, vendor code or syndrome; the syndromes of failed commands in dmesg are other "
-    "numbers.",
+    "A number from the driver or the device that says more about a failed work request than the "
+    "status does. Each driver has its own numbers, and only the driver knows their meaning. It is "
+    "also called vendor error, vendor code or syndrome; the syndromes of failed commands in dmesg "
+    "are other numbers.",
     "The status of the same completion: explain that. It decides what to do.",
     "The documentation of the device, or its vendor: neither libibverbs nor the sources of mlx5 "
     "have a list.",
@@ -59,16 +59,16 @@ TERMS: tuple[Explanation, ...] = (
     ),
     _term(
         "lkey",
-        "The key of a region for the work requests of its own side: mr[start:stop] has it. With a "
+        "The key with which this side's work requests use a region: mr[start:stop] has it. With a "
         "wrong one they complete with LOC_PROT_ERR.",
         "mr.lkey, and that the region is open and on the PD of the queue pair.",
         see=("ibv_reg_mr(3)",),
     ),
     _term(
         "rkey",
-        "The key of a region or window for the work requests of peers, which need it with the "
-        "address. With a wrong one they complete with REM_ACCESS_ERR.",
-        "mr.rkey and mr.access there, and what the peer was given here.",
+        "The key with which peers' work requests access a region or window; they also need the "
+        "address. With a wrong key they complete with REM_ACCESS_ERR.",
+        "mr.rkey and mr.access of the region, and the key that its owner gave to the peer.",
         see=("ibv_reg_mr(3)", "ibv_bind_mw(3)"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Asynchronous events of soft0: which one is raised when."""
+"""Asynchronous events of soft0: when each is raised."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_message_in_rts_raises_no_event(rc, context):
 def test_error_state_of_a_queue_pair_with_an_srq_raises_last_wqe_reached(
     connect, stack, pd, context
 ):
-    """The receives stay for the others; then the queue pair takes none (ibv_get_async_event(3))."""
+    """The queue pair takes no more receives; they stay in the SRQ (ibv_get_async_event(3))."""
     mr = stack.enter_context(rp.MR(pd, 64))
     srq = stack.enter_context(rp.SRQ(pd))
     pair = connect(b_options={"srq": srq})
     srq.post_srq_recv(rp.RecvWR(mr[:8]))
     pair.b.to_err()
     assert events(context) == [(EventType.QP_LAST_WQE_REACHED, pair.b)]
-    # It is in ERR already.
+    # The queue pair is in ERR already.
     pair.b.to_err()
     assert events(context) == []
     assert srq.outstanding == 1

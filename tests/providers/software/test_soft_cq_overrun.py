@@ -1,4 +1,4 @@
-"""CQ overruns on soft0: the events, what breaks, and how a wait names them."""
+"""CQ overruns on soft0: the events, the queue pairs that break, and the errors of waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ context = soft_context
 
 @contextlib.contextmanager
 def small_cq(qp_type):
-    """Open a device, and give a CQ for one completion, memory, and a queue pair."""
+    """Open a device; yield it, a CQ for one completion, memory, and a queue pair."""
     with (
         rp.open_device("soft0") as context,
         rp.PD(context) as pd,
@@ -42,7 +42,7 @@ def test_cq_overrun_breaks_its_queue_pair():
         types = [event(context).event_type for _ in range(2)]
         assert types == [EventType.CQ_ERR, EventType.QP_FATAL]
         assert qp.state is QPState.ERR
-        # It breaks only once.
+        # The queue pair breaks only once.
         qp.post_send(send)
         assert "the CQ has overrun" in named(qp.diagnose(), "cq-overrun").evidence
         assert context.get_async_event(0) is None
@@ -61,7 +61,7 @@ def assert_points_at_the_overrun(qp):
 
 
 def test_timeout_of_a_wait_for_lost_completions_names_the_overrun():
-    """And the event stays for another waiter."""
+    """The wait leaves the event for get_async_event()."""
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
         qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
@@ -80,7 +80,7 @@ def test_timeout_of_a_wait_for_lost_completions_names_the_overrun():
 
 @pytest.mark.parametrize("returned", [False, True], ids=["taken", "returned"])
 def test_overrun_reported_only_by_an_event_is_known_after_the_event(monkeypatch, returned):
-    """As with libibverbs."""
+    """libibverbs, for instance, reports an overrun only with the event."""
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         monkeypatch.setattr(context._provider, "has_overrun", lambda *_: False)
         qp.to_init()
@@ -92,7 +92,7 @@ def test_overrun_reported_only_by_an_event_is_known_after_the_event(monkeypatch,
         if returned:
             assert event(context).event_type == EventType.CQ_ERR
         else:
-            # A signal handler has ended get_async_event().
+            # As if a signal handler had ended get_async_event().
             assert context._take_event()
         with pytest.raises(rp.WaitTimeout, match="the CQ has overrun"):
             cq.wait(2, timeout=0)
@@ -110,7 +110,7 @@ def test_cq_overrun_by_a_flush_is_reported():
 
 
 def test_overrun_of_an_xrc_srqs_cq_is_reported_to_the_device_that_has_the_cq(tmp_path):
-    """The queue pair whose message overruns it is on another open device."""
+    """The queue pair whose message overruns the CQ is on another open device."""
     file = os.open(tmp_path / "domain", os.O_CREAT | os.O_RDWR)
     with (
         rp.open_device("soft0") as near,

@@ -24,7 +24,7 @@ def mr(pd, stack):
 
 
 class TestFaults:
-    """A planned fault fires, once."""
+    """A planned fault fires once."""
 
     @pytest.fixture
     def faults(self, context):
@@ -82,7 +82,7 @@ def test_device_whose_faults_were_used_is_collected() -> None:
     del context
     gc.collect()
     assert gone() is None
-    # It was closed, too, by the collector.
+    # The garbage collector has also closed the device.
     with pytest.raises(OSError, match="Bad file descriptor") as caught:
         os.fstat(descriptor)
     assert caught.value.errno == errno.EBADF
@@ -151,7 +151,7 @@ def test_invalid_fault_is_refused_and_leaves_the_plan_unchanged() -> None:
 
 
 def test_fault_plan_survives_a_later_failing_verb() -> None:
-    """What such a verb has changed is rolled back, and nothing older."""
+    """Only the failing verb's own changes are rolled back."""
     with (
         rp.open_device("soft0") as context,
         rp.PD(context) as pd,
@@ -197,7 +197,7 @@ def writing() -> Iterator[tuple[rp.Context, rp.CQ, rp.QP, rp.RdmaWrite]]:
 
 
 def refused_of(posts: int, plans: list[tuple[int, int]], *, clear: bool = False) -> list[int]:
-    """Post so many writes under a plan of errnos and numbers; return the errno of each, or 0."""
+    """Post writes with planned (errno, after) faults; return the errno of each post, or 0."""
     with writing() as (context, cq, qp, write):
         for code, after in plans:
             context.faults.fail_post(code, after=after)

@@ -1,7 +1,7 @@
-"""Exceptions of signal handlers that come while soft0 carries out posts: each is raised, once.
+"""Exceptions of signal handlers while soft0 carries out posts: each is raised exactly once.
 
-A work request is carried out whatever a handler raises.  The exceptions come out of the main thread
-when the post is over, or out of the thread in which they were set.
+A work request is carried out whatever a handler raises.  The exceptions are raised in the main
+thread when the post is over, or in the thread for which they were set.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ print(chain)
 
 
 def test_exception_set_from_another_thread_is_raised_in_the_posting_thread():
-    """PyThreadState_SetAsyncExc while the step runs; the main thread goes on undisturbed."""
+    """PyThreadState_SetAsyncExc is called while the step runs; the main thread is not affected."""
     code = """
 import ctypes
 
@@ -141,7 +141,7 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
 
 @pytest.mark.parametrize("ends", ["raise LookupError", "return"])
 def test_child_forked_by_a_handler_within_a_step_carries_out_nothing_more(ends):
-    """Neither that step, nor the next, nor posts to other queue pairs."""
+    """It does not finish that step, or run the next one, or posts to other queue pairs."""
     code = """
 def fork(*_):
     global pid
@@ -245,7 +245,7 @@ print(len(cq.wait(2)), len(pids))
 
 
 def test_exception_from_logging_a_device_fault_is_raised_by_the_post():
-    """A logging handler raises, or a signal handler during it; the work request has ended."""
+    """A logging handler raises it, or a signal handler during logging; the work request ends."""
     code = """
 import logging
 

@@ -1,8 +1,8 @@
 """Signal handlers in the middle of soft0's verbs: each verb happens completely or not at all.
 
-A signal is raised before each bytecode of the soft device that a verb runs, one in a run.
-What is there afterwards, down to slots and readable descriptors, must be what an undisturbed
-run leaves, or what was there before; and everything must close.
+In each run, a signal is raised before one bytecode of the soft device that a verb runs. The
+device's state afterwards, down to slots and readable descriptors, must be the state that an
+undisturbed run leaves, or the state before; and everything must close.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOOL = 4
 
 
 class Bench:
-    """Soft device objects, made only by its verbs."""
+    """Soft device objects, created only with the device's verbs."""
 
     def __init__(self) -> None:
         self.stack = contextlib.ExitStack()
@@ -86,7 +86,7 @@ class Bench:
         self.to_init(self.side)
 
     def keep(self, thing: Any, close: Callable[[Any], None]) -> Any:
-        """Close a thing at the end, unless it has been closed before."""
+        """Close an object at the end, unless it has been closed before."""
 
         def end() -> None:
             try:
@@ -215,7 +215,7 @@ class Bench:
         assert count == 0
 
     def digest(self) -> list[Any]:
-        """Return all of the device's state and reports, except for numbers that are always new."""
+        """Return the device's whole state and reports, except for numbers that always differ."""
         device = soft_device
         for qp in device.qps.values():
             slots_add_up(qp.sq, qp.send_cq)
@@ -631,14 +631,14 @@ def poll_when_a_request_is_due(b: Bench) -> Verb:
 
 
 class TooLate(Exception):
-    """The verb's work has been done already, because this machine is busy."""
+    """Because this machine is busy, the work has been done before the verb."""
 
 
 # ---- the runs ---------------------------------------------------------------------
 
 
 class Struck:
-    """Raise a signal before the n-th bytecode of the soft device."""
+    """Raises a signal before the n-th bytecode of the soft device."""
 
     def __init__(self, at: int, every: bool = False) -> None:
         self.left = at
@@ -690,7 +690,7 @@ class Struck:
 
 
 class Alarm(Exception):
-    """An object of the caller."""
+    """An exception of the caller's own."""
 
 
 @contextlib.contextmanager
@@ -706,10 +706,10 @@ class Result(NamedTuple):
     """The outcome of a verb.
 
     Attributes:
-        signals: how many came.
-        out: what came out of it.
+        signals: how many signals arrived.
+        out: the exception that the verb raised, or None.
         before, after: the device's state and reports.
-        completions: all that there were.
+        completions: all completions.
         moments: bytecodes of the soft device that ran in the verb.
     """
 
@@ -724,7 +724,7 @@ class Result(NamedTuple):
 def run(
     setup: Callable[[Bench], Verb], at: int, act: Callable[[Bench], None], every: bool = False
 ) -> Result:
-    """Run a verb with a signal before a bytecode, or before every one from there on."""
+    """Run a verb with a signal before one bytecode, or before every bytecode from this one on."""
     while True:
         with contextlib.suppress(TooLate):
             return attempt(setup, at, act, every)
@@ -760,19 +760,20 @@ def attempt(
 
 NEVER = 1 << 40
 MOMENTS = float(os.environ.get("RDMAPOST_MOMENTS", "30"))
-"""How many of each verb's bytecodes, about; "inf" is all, and takes minutes."""
+"""About how many of each verb's bytecodes to try; "inf" tries all, and takes minutes."""
 
 
 def each_moment(
     setup: Callable[[Bench], Verb], act: Callable[[Bench], None], moments: int
 ) -> Iterator[tuple[int, Result]]:
-    """Run a verb once for each of its bytecodes, or for some of them from its first to its last."""
+    """Run a verb once for each of its bytecodes, or for some, including the first and the last."""
     assert moments, "it runs nothing of the soft device"
     step = max(1, int(moments // MOMENTS))
     for at in sorted({*range(1, moments + 1, step), moments}):
         result = run(setup, at, act)
         if not result.signals:
-            # On a busy machine a verb may run fewer: after 2 ms it leaves work to a later one.
+            # On a busy machine a verb may run fewer bytecodes: after 2 ms it leaves work to a later
+            # verb.
             assert result.moments < at
             continue
         assert result.signals == 1, at
@@ -802,7 +803,7 @@ def test_interrupted_verb_happens_completely_or_not_at_all(name, act):
         if is_control and result.after == whole.before:
             continue
         if name.startswith("poll"):
-            # An interrupted caller gets nothing; what was due has been carried out.
+            # An interrupted caller gets no completions, but the requests due have been carried out.
             assert settled(result.after) == settled(whole.after), at
         else:
             assert result.after == whole.after, at
@@ -811,7 +812,7 @@ def test_interrupted_verb_happens_completely_or_not_at_all(name, act):
 
 @pytest.mark.parametrize("name", ["fetch_and_add", "rendezvous", "poll_when_a_request_is_due"])
 def test_handler_that_always_raises_does_not_stop_a_work_request(name):
-    """It is carried out once, and the first exception is raised."""
+    """The work request is carried out once, and the first exception is raised."""
     setup = VERBS[name]
     whole = run(setup, NEVER, alarm)
     numbers = itertools.count()
@@ -847,7 +848,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
     whole = run(then, NEVER, act)
     for at, result in each_moment(setup, act, whole.moments):
         assert result.out is None, at
-        # What the verb itself has polled may differ.
+        # The order may differ, because the handler polls, too.
         completions = Counter(result.completions)
         if forgets:
             # The handler polls what the verb would have dropped.
@@ -885,7 +886,7 @@ def test_handler_may_post_to_the_queues_of_the_verb_it_interrupts(name, raises):
 
 
 def settled(digest: list[Any]) -> Any:
-    """Omit what depends on whether completions have been polled."""
+    """Omit the parts of a digest that depend on whether completions have been polled."""
     return [*digest[:2], *digest[5:]]
 
 
@@ -934,7 +935,7 @@ def test_forked_child_has_its_own_empty_soft0():
 
 
 def test_child_forked_during_another_threads_verb_does_not_hang():
-    """The lock's owner does not exist in the child."""
+    """The thread that holds the lock does not exist in the child."""
     code = """
 import threading, time
 inside, go = threading.Event(), threading.Event()
@@ -1058,7 +1059,7 @@ print(native.verb(verb))
 thread.join(20)
 print(thread.is_alive())
 """
-"""A handler runs code within a verb while another thread runs other code."""
+"""A program in which a handler runs code within a verb while another thread runs other code."""
 
 
 @pytest.mark.parametrize(("count", "said"), [("-1", "ValueError"), ("None", "TypeError")])
@@ -1076,7 +1077,7 @@ def test_invalid_poll_within_a_verb_does_not_wait_for_another_threads_poll(count
     "other", ["qp.post_send([rp.Send(mr[:8])])", "qp.bind_mw(mw, mr, mr.addr, 8, 0)"]
 )
 def test_post_within_a_verb_does_not_wait_for_another_threads_post(other, handler):
-    """Nothing holds the queue while the device is busy: posts are accepted until it is full."""
+    """No thread holds the queue while the device is busy: posts are accepted until it is full."""
     code = HANDLER.format(other=other, handler=handler)
     said, waits = prints(code).split("\n")
     assert said == (f"PostError {errno.ENOMEM}" if "post_send" in handler else "nothing")
@@ -1102,7 +1103,7 @@ b.connect(a.endpoint(), min_rnr_timer=1)
 
 
 def test_cq_armed_before_a_completion_is_visible_announces_it():
-    """Another thread is completing it: a poll does not see it yet."""
+    """Another thread is adding the completion, so a poll does not see it yet."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1129,7 +1130,7 @@ print(seen, [wc.wr_id for wc in announced.poll()])
 
 
 def test_poll_during_another_threads_step_returns_only_committed_completions():
-    """On the queue that the step adds to, and on another."""
+    """Both on the CQ to which the step adds, and on another one."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1156,7 +1157,7 @@ print(seen, [[wc.wr_id for wc in queue.poll()] for queue in (announced, cq)])
 
 
 def test_fault_planned_during_a_step_survives_its_rollback():
-    """Only what the step itself has changed is undone."""
+    """Only the step's own changes are undone."""
     code = """
 inside, go = threading.Event(), threading.Event()
 add = completion.CompletionQueue.add
@@ -1191,7 +1192,7 @@ print(*((wc.wr_id, wc.status.name) for wc in cq.wait(2)))
 
 
 def test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending():
-    """It comes while the step that the first handler's exception ended is retried."""
+    """The other signal arrives while the step that the exception has ended is retried."""
     code = """
 stopped = attempts = 0
 
@@ -1229,7 +1230,7 @@ print(raised, attempts, stopped, done)
 
 
 def test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device():
-    """The wait is on another queue; the device is giving up a send."""
+    """The wait is for another CQ, and the device is just failing a send."""
     code = """
 complete = qp.QueuePair.complete_send
 
@@ -1252,7 +1253,7 @@ except KeyboardInterrupt:
 
 
 def test_fork_during_a_repeated_step_leaves_the_childs_garbage_collector_enabled():
-    """The thread that has disabled it does not exist in the child."""
+    """The thread that has disabled the collector does not exist in the child."""
     code = """
 import gc, warnings
 warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads

@@ -81,7 +81,7 @@ def test_threads_lose_and_duplicate_no_completion(context):
         assert not failures
         posted = sum(sent, Counter())
         completed = sum(seen, Counter())
-        # Still in flight: every send, and a receive for each of them.
+        # Every outstanding send, and a receive for each of them, still completes.
         while near.outstanding.send:
             completed.update(wc.wr_id for wc in cq.wait(1, 10))
         far.to_err()
@@ -206,7 +206,7 @@ with (
     ],
 )
 def test_ctrl_c_inside_a_verb_is_raised_by_the_verb(target, call):
-    """It is raised by the verb, wherever in the device it occurred."""
+    """Wherever in the device the KeyboardInterrupt occurs, the verb raises it."""
     code = INTERRUPTED.replace("TARGET", target).replace("CALL", call)
     assert prints(code).splitlines() == ["interrupted", "True 0"]
 
@@ -216,7 +216,7 @@ def shortage(monkeypatch):
     """Make a device function fail for lack of memory: shortage(cls, name, times)."""
 
     def plant(cls: type, name: str, times: int) -> list[int]:
-        """Return a list with one item: how often it must still fail."""
+        """Return a list with one item: how many calls will still fail."""
         left, original = [times], getattr(cls, name)
 
         def starved(*args: object) -> object:
@@ -232,7 +232,7 @@ def shortage(monkeypatch):
 
 
 def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, shortage):
-    """Unchanged, and before later posts."""
+    """The work request is unchanged, and is carried out before later posts."""
     from rdmapost.providers.software import qp as queuepair
 
     with two_queue_pairs(context) as (cq, mr, near, other):
@@ -241,11 +241,11 @@ def test_send_without_memory_even_to_fail_is_carried_out_later(context, caplog, 
         writes = [
             rp.RdmaWrite(mr[0:8], wr_id=n, remote_addr=mr.addr + 64, rkey=mr.rkey) for n in range(3)
         ]
-        # Each time it is attempted, attempted again, and given up.
+        # Each try calls the function three times: for two attempts, and to give up.
         left = shortage(queuepair.QueuePair, "complete_send", 3 * 5)
         near.post_send(writes[:2])
         assert left == [12]
-        # Another queue pair's fails too, and each is tried once for each verb.
+        # Another queue pair's write fails, too. Each verb tries each of the two once.
         other.post_send(writes[2])
         assert left == [6]
         assert cq.poll() == []
@@ -372,8 +372,8 @@ print("all can be closed" if refused else "no close ran out of memory")
 """
 
 
-def test_what_could_not_be_closed_without_memory_can_be_closed_later():
-    """soft0 does not half destroy it."""
+def test_resource_that_could_not_be_closed_without_memory_can_be_closed_later():
+    """soft0 does not half destroy a resource."""
     pytest.importorskip("_testcapi")
     assert prints(CLOSED_WITHOUT_MEMORY).endswith("all can be closed")
 
@@ -515,7 +515,7 @@ print("done")
     ],
 )
 def test_one_failed_allocation_loses_nothing(case):
-    """Neither completion nor event, nor is posted work forgotten."""
+    """No completion, event or posted work request is lost."""
     pytest.importorskip("_testcapi")
     assert prints(ONE_FAILED_ALLOCATION, case, "150") == "done"
 

@@ -84,18 +84,18 @@ def test_successive_keys_differ_in_their_index_and_low_byte(place):
     assert all(0 < key < 1 << 31 and key >> 8 for key in keys)
     assert all(a & 0xFF != b & 0xFF for a, b in itertools.pairwise(keys))
     assert all(region.rkey == region.lkey | 1 << 31 for region in regions)
-    # All of them, before the first one is repeated.
+    # All low bytes are used before the first one is repeated.
     assert len({key & 0xFF for key in keys[:256]}) == 256
 
 
 def test_key_numbers_wrap_around_and_skip_keys_in_use(place):
-    """After eight million of them."""
+    """The numbers wrap around after eight million keys."""
     memory, fresh = place.memory, Memory()
     other = memory.allocate_window(place.pd, MWType.TYPE_2)
     memory.indices._next = 0x7FFFFE
     keys = [place.register().lkey for _ in range(3)]
     assert [key >> 8 for key in keys] == [0x7FFFFE, 0x7FFFFF, 1]
-    # As before the first key.
+    # Reset the next index and tag to those of the first key.
     memory.indices._next, memory._tag = fresh.indices._next, fresh._tag
     region, window = place.register(), memory.allocate_window(place.pd, MWType.TYPE_2)
     indices = {key >> 8 & 0x7FFFFF for key in (region.rkey, window.rkey)}
@@ -109,7 +109,7 @@ def test_key_numbers_wrap_around_and_skip_keys_in_use(place):
 
 
 def test_keys_that_were_invalidated_belong_to_the_next_region_that_gets_them(place):
-    """Closing the first one leaves the second alone."""
+    """Closing the invalidated region does not affect the new one."""
     memory, first = place.memory, place.region
     memory.invalidate(place.pd, QPN, first.rkey)
     memory.indices._next, memory._tag = first.lkey >> 8, 0
@@ -170,9 +170,9 @@ def test_device_writes_need_the_local_write_flag():
 
 
 def test_sge_of_length_0_means_2_to_the_31_bytes(place):
-    """As on some hardware: here it lies outside every region."""
+    """As on some hardware. Such an SGE lies outside every ordinary region."""
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 0, place.region.lkey))
-    # As much of it as is needed.
+    # Only the bytes that are needed are checked.
     assert place.local((BASE, 0, place.region.lkey), size=8) == bytes(range(8))
     # Address space not backed by memory.
     with mmap.mmap(-1, (1 << 31) + 1, prot=mmap.PROT_READ) as large, memoryview(large) as whole:
@@ -188,7 +188,7 @@ def test_sges_beyond_the_needed_size_are_not_checked(place):
     assert place.local(good, bad, size=8) == bytes(range(8))
     assert place.local(good, bad, size=5) == bytes(range(5))
     assert place.local(bad, size=0) == b""
-    # Not even its key.
+    # Even the key is not checked.
     assert place.local(good, (BASE, 8, key + 1), size=8) == bytes(range(8))
     fails(WCStatus.LOC_PROT_ERR, place.local, good, bad, size=9)
     fails(WCStatus.LOC_LEN_ERR, place.local, good, size=9)
@@ -284,7 +284,7 @@ def test_bind_that_breaks_a_rule_ends_with_mw_bind_err(place, window):
     gone = place.register()
     place.memory.deregister(gone)
     fails(WCStatus.MW_BIND_ERR, place.bind, window, region=gone)
-    # The region's edges, and read access to memory that the process may not write.
+    # Allowed: the region's edges, and read access to a region without LOCAL_WRITE.
     place.bind(window, BASE, SIZE)
     window.unbind()
     place.bind(window, region=place.register(BINDABLE & ~int(Access.LOCAL_WRITE)), access=READ)
@@ -354,7 +354,7 @@ def test_only_bound_type_2_windows_are_invalidated_and_only_by_their_queue_pair(
     assert place.region.windows == 0
     refused("not bound", place.remote, rkey=window.rkey)
     assert not place.memory.invalidate(place.pd, QPN, window.rkey)
-    # It can be bound again.
+    # The window can be bound again.
     place.bind(window)
 
 
@@ -421,7 +421,7 @@ def test_bind_that_fails_leaves_no_reference_cycle_with_its_caller():
 
 
 def test_close_in_a_step_of_the_device_takes_effect_at_its_end():
-    """As in a verb: a finalizer or a signal handler may ask for it there, in any thread."""
+    """As in a verb. A finalizer or a signal handler may call close() there, in any thread."""
     context = rp.open_device("soft0")
     mr = rp.MR(rp.PD(context), 64)
     was_closed = []

@@ -143,7 +143,7 @@ def test_file_that_is_truncated_during_a_transfer_does_not_crash_the_process(how
 
 @pytest.mark.parametrize("shared", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
 def test_file_map_that_has_become_shorter_completes_with_an_error(rc, fd, shared):
-    """And the part that is there is still transferred."""
+    """The part that still exists can be transferred."""
     memory = mmap.mmap(fd, 4 * PAGE, flags=shared)
     with rp.MR(rc.pd, memory, ALL) as mr:
         os.truncate(fd, PAGE)
@@ -205,7 +205,7 @@ def test_numpy_map_of_a_file_that_has_become_shorter_completes_with_an_error(rc,
 
 
 def test_anonymous_map_is_not_taken_for_a_file(pd):
-    """The kernel copies what may be one, which is slower."""
+    """For a region that may be a file, soft0 has the kernel copy, which is slower."""
     for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
         memory = mmap.mmap(-1, 3 * PAGE, flags=flags)
         assert not may_shrink(_address(memory), 3 * PAGE)
@@ -220,7 +220,7 @@ def test_maps_are_searched_for_files_in_the_whole_range(fd):
 
 
 def test_file_mapped_behind_anonymous_memory_in_the_range_is_found(fd):
-    """The two are neighbours, whatever else is mapped."""
+    """The file is mapped over a part of the anonymous memory, so that the two are neighbours."""
     shared = mmap.mmap(-1, 8 * PAGE)
     first = _address(shared)
     assert not may_shrink(first, 8 * PAGE)

@@ -1,4 +1,4 @@
-"""Numbers and keys that are in use are given to nobody else, however many were given before."""
+"""Numbers and keys in use are not assigned again, however many were assigned before."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def device_of(context: rp.Context) -> Any:
 
 @pytest.fixture
 def numbers(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Sets the numbers of queue pairs and SRQs that are left."""
+    """A function that sets which numbers are left for queue pairs and SRQs."""
 
     def left(first: int, last: int, start: int) -> None:
         monkeypatch.setattr(device_of(context), "numbers", Numbers(first, last, start))
@@ -66,7 +66,7 @@ def test_number_that_is_free_again_is_the_last_to_be_given():
 
 
 def test_queue_pairs_after_the_last_number_take_none_in_use(context, pd, cq, connect, stack):
-    """As after 2^24 of them."""
+    """As after 2^24 queue pairs."""
     pair, numbers = connect(), device_of(context).numbers
     numbers._next = pair.a.qp_num
     made = [stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(3)]
@@ -78,7 +78,7 @@ def test_queue_pairs_after_the_last_number_take_none_in_use(context, pd, cq, con
 
 
 def test_reserved_numbers_are_given_to_no_queue_pair(context, pd, cq, stack):
-    """0 and 1, and 0xFFFFFF, that of multicast."""
+    """0 and 1, and 0xFFFFFF, which is for multicast."""
     numbers = device_of(context).numbers
     before, numbers._next = numbers._next, 0xFFFFFE
     made = [stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(2)]
@@ -102,7 +102,7 @@ def test_queue_pair_takes_no_number_of_an_srq(pd, cq, numbers):
 
 
 def test_region_after_the_last_key_takes_none_in_use(context, connect, pd):
-    """As after 2^23 of them."""
+    """As after 2^23 keys."""
     pair, indices = connect(), device_of(context).memory.indices
     indices._next = (pair.theirs.lkey >> 8) & 0x7FFFFF
     with rp.MR(pd, 64) as other:
@@ -130,7 +130,7 @@ def test_lack_of_keys_is_named(context, pd, monkeypatch, call, make):
 
 
 def test_handles_after_the_last_one_take_none_in_use(context, pd, cq, monkeypatch):
-    """As after 2^32 of them."""
+    """As after 2^32 handles."""
     handle = pd._handle.handle
     monkeypatch.setattr(state, "_handles", Numbers(handle, handle + (1 << 20)))
     with rp.PD(context) as other:

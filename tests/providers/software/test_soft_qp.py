@@ -19,13 +19,13 @@ context = soft_context
 
 
 def to_state(qp: rp.QP, state: QPState, mask: QPAttrMask = QPAttrMask.STATE) -> None:
-    """Query a state from the device, as a program without the library does."""
+    """Move a queue pair with the device's verb, as a program without the library does."""
     attr = ffi.new("struct ibv_qp_attr *", {"qp_state": state, "port_num": 1})
     qp.pd.context._provider.modify_qp(qp._handle, attr, QPAttrMask.STATE | mask)
 
 
 def test_xrc_initiator_does_not_acknowledge_requests(pd, stack, rc):
-    """Only the other side of XRC, its target, takes requests."""
+    """Only an XRC target accepts requests."""
     a, b = (stack.enter_context(rp.QP(pd, QPType.XRC_SEND, rc.cq)) for _ in range(2))
     b.connect(a.endpoint())
     a.connect(b.endpoint(), timeout=1, retry_cnt=0)
@@ -39,7 +39,7 @@ def test_xrc_initiator_does_not_acknowledge_requests(pd, stack, rc):
 
 
 def full(post: Callable[[list[Any]], None], wr: Any, depth: int) -> None:
-    """Check that a queue accepts exactly as many as it has slots."""
+    """Check that a queue accepts exactly `depth` work requests."""
     with pytest.raises(rp.PostError) as caught:
         post([wr] * (depth + 1))
     error = caught.value
@@ -81,11 +81,11 @@ def test_queue_pair_created_without_tso_refuses_a_header(pd, cq):
         assert (caught.value.errno, caught.value.index) == (errno.EINVAL, 0)
 
 
-# ---- what is set, and what a reset leaves -----------------------------------------
+# ---- attributes and resets --------------------------------------------------------
 
 
 def test_query_reports_attributes_only_after_they_are_set(pd, cq):
-    """They are unset before, and after a reset."""
+    """They are unset before that, and after a reset."""
     with rp.QP(pd, QPType.RC, cq) as qp:
         new = qp.query()
         assert (new.qp_access_flags, new.timeout, new.retry_cnt) == (rp.Access(0), 0, 0)
@@ -109,7 +109,7 @@ def test_path_migration_state_can_only_be_migrated(rc, value, fits):
 
 
 def test_reset_drops_receives_and_completions(rc):
-    """The device drops them; the library has taken its completions before."""
+    """The device drops them; QP.to_reset() would take the completions from the CQ first."""
     depth = rc.b.max_recv_wr
     rc.b.post_recv([rp.RecvWR(rc.theirs[1024:1032], wr_id=i) for i in range(depth)])
     rc.a.post_send(rp.Send(rc.mine[:8]))
@@ -124,7 +124,7 @@ def test_reset_drops_receives_and_completions(rc):
 
 
 def test_reset_forgets_earlier_attempts(rc, context):
-    """A request that waits for its next attempt is dropped, and the next one goes out."""
+    """A request that waits for its next attempt is dropped, and does not delay the next request."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
     rc.a.connect(rc.b.endpoint(), rnr_retry=1)
@@ -159,7 +159,7 @@ def test_invalid_state_transition_is_refused_by_the_device_too(pd, cq, state, ma
 
 @pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
 def test_failed_send_flushes_the_sends_posted_after_it(connect, qp_type):
-    """Also where the queue pair can still receive, and goes to SQE only."""
+    """Also on UC and UD, where the queue pair goes to SQE and can still receive."""
     pair = connect(qp_type)
     wrong = rp.SGE(pair.mine.addr, 8, pair.mine.lkey ^ 0xA5)
     pair.a.post_send([pair.send(wrong, wr_id=1), pair.send(pair.mine[:8], wr_id=2)])
@@ -171,7 +171,7 @@ def test_failed_send_flushes_the_sends_posted_after_it(connect, qp_type):
 
 
 def test_queue_pair_connected_to_itself_flushes_the_request_that_breaks_it(pd, cq, context, stack):
-    """It is its own peer: its request flushes its queue, and the request with it."""
+    """It is its own peer: its bad request breaks it, and is flushed with the rest of the queue."""
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     with rp.QP(pd, QPType.RC, cq) as qp:
         for _ in range(2):

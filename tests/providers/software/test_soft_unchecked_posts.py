@@ -1,4 +1,4 @@
-"""soft0 under a C program, whose unchecked posts and polls it must refuse itself."""
+"""soft0 under a C program: soft0 itself must refuse wrong posts and polls."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_type_1_bind_of_an_unknown_window_or_region_is_einval(rc_raw, pd):
             request.bind_info.addr, request.bind_info.length = rc_raw.mr.addr, 64
             request.send_flags = int(SendFlags.SIGNALED)
             window = mw._handle
-            # A copy of the real one with another handle.
+            # A copy of the real struct with another handle.
             other = ffi.new(
                 f"struct ibv_{member} *", (window if member == "mw" else rc_raw.mr._handle)[0]
             )
@@ -156,7 +156,7 @@ def test_type_1_bind_of_an_unknown_window_or_region_is_einval(rc_raw, pd):
 
 
 def test_each_type_1_bind_increments_the_key(rc_raw, pd):
-    """In its low byte, for 256 binds; the rest stays."""
+    """Only the low byte changes, and it wraps around after 256 binds."""
     with rp.MW(pd, rp.MWType.TYPE_1) as mw:
         keys = [mw.rkey]
         for _ in range(258):
@@ -227,7 +227,7 @@ def test_full_matching_list_refuses_only_tag_add(server):
 
 
 def test_refused_tag_add_consumes_no_handle(server):
-    """A refused entry gets no handle, so that the next one gets the next."""
+    """The next entry gets the handle that the refused one would have had."""
     handles = []
     for count in (-1, 0):
         op, bad = ffi.new("struct ibv_ops_wr *"), ffi.new("struct ibv_ops_wr **")
@@ -301,7 +301,7 @@ def test_posts_and_polls_leave_the_garbage_collector_as_it_is(rc_raw, enabled):
 @pytest.mark.parametrize("length", [3, 200])
 @pytest.mark.parametrize("direction", ["send", "recv"])
 def test_invalid_work_request_of_a_c_program_is_refused(context, direction, length, claim):
-    """By the exported symbol, without Python's checks; bad_wr names the work request."""
+    """Through the exported symbol, without Python's checks; bad_wr names the work request."""
     with (
         rp.PD(context) as pd,
         rp.CQ(context) as cq,

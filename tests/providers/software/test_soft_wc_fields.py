@@ -30,7 +30,7 @@ def success(wr_id: int, opcode: WCOpcode, qp: rp.QP, **fields: Any) -> rp.WC:
 
 
 def test_completion_of_a_send_has_no_fields_of_a_receive(rc, stack):
-    """byte_len counts the bytes that came back."""
+    """byte_len is the number of bytes that a read or an atomic has returned."""
     region = stack.enter_context(rp.MR(rc.pd, 64, ALL | rp.Access.MW_BIND))
     window = stack.enter_context(rp.MW(rc.pd, rp.MWType.TYPE_2))
     key = window.next_rkey()
@@ -79,7 +79,7 @@ def test_completion_of_a_receive_has_exactly_the_fields_of_its_message(rc, stack
 
 
 def test_completion_of_a_datagram_names_its_sender(connect, stack):
-    """And the service level of its path."""
+    """It also has the service level of the sender's path."""
     pair = connect(QPType.UD)
     attr = pair.ah.attr
     ah = stack.enter_context(
@@ -103,7 +103,7 @@ def test_flushed_work_request_has_no_vendor_error(rc):
 
 
 def test_completion_of_a_send_is_not_solicited(context, pd, cq, stack):
-    """Whatever it requests at the receiver; an error wakes all the same."""
+    """Even with SOLICITED, which is for the receiver; but an error counts as solicited."""
     channel = stack.enter_context(rp.CompChannel(context))
     own = stack.enter_context(rp.CQ(context, 8, channel=channel))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))

@@ -97,11 +97,11 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
     for qp_type in row.qp_types:
         with rp.open_device("soft0") as context:
             assert row.run(Trial(context, qp_type, 1, None, 5.0))
-            # Closing it refuses while anything is open on it.
+            # Raises InUseError while anything is open on the device.
             context.close()
 
 
-# ---- that a check sees what is wrong ----------------------------------------------
+# ---- checks detect faults ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("opcode", "qp_type"), sorted(EXPECTED), ids=str)
@@ -125,7 +125,7 @@ def test_completion_with_an_error_status_fails_its_check(
     sorted(
         (opcode, t)
         for opcode, t in EXPECTED
-        # Of these the data is a value, or none.
+        # Their data is a value, which copy() does not move, or they have none.
         if opcode not in ("ATOMIC_CMP_AND_SWP", "ATOMIC_FETCH_AND_ADD", "ATOMIC_WRITE")
         and (opcode, t) not in (("BIND_MW", "XRC_SEND"), ("LOCAL_INV", "XRC_SEND"))
     ),
@@ -161,7 +161,7 @@ def test_frames_that_do_not_arrive_are_unsupported(
 
 
 def segments(qp_type: QPType, payload: bytes, mss: int) -> list[bytes]:
-    """Make the right segments of a payload, by the device's own means."""
+    """Make the right segments of a payload with the device's own code."""
     from rdmapost.providers.soft0 import offload
 
     link = offload.ethernet if qp_type is QPType.RAW_PACKET else offload.ipoib

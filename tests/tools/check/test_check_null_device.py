@@ -1,4 +1,4 @@
-"""The checks on the null device, which says that it has done what it has not."""
+"""The checks on the null device, which reports success and does nothing."""
 
 from __future__ import annotations
 

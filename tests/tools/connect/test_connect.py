@@ -53,7 +53,7 @@ def test_messages_are_reported_to_client_and_server_with_their_contents(
 ) -> None:
     served = serve(count=4, receive_size=64)
     with served.dial(qp_type=qp_type) as peer:
-        # More than there are receives, so they are reposted.
+        # More messages than receives, so the receives are reposted.
         for index in range(1, 10):
             text = b"message %d" % index
             peer.mr.buffer[: len(text)] = text
@@ -183,7 +183,7 @@ def test_what_the_owner_posts_on_a_clients_queue_pair_completes_in_its_send_cq(
         [wc] = client.qp.send_cq.wait(1, timeout=LIMIT)
         assert (wc.wr_id, wc.status) == (42, WCStatus.SUCCESS)
         assert bytes(peer.mr.buffer[:14]) == b"from the owner"
-        # One that fails is reported there too, and to the client only that its receives ended.
+        # A failed work request is reported there too; the client only sees its receives flushed.
         client.qp.post_send(rp.RdmaWrite(client.mr[:14], wr_id=43, remote_addr=0, rkey=1))
         [wc] = client.qp.send_cq.wait(1, timeout=LIMIT)
         assert (wc.wr_id, wc.status) == (43, WCStatus.REM_ACCESS_ERR)
@@ -238,7 +238,7 @@ def test_a_receive_that_fails_is_reported_to_server_and_client(
         assert peer.wait()[0].status is not WCStatus.SUCCESS
         arrival = served.until(connect.Arrived).arrival
         assert arrival.status is not WCStatus.SUCCESS
-        # And so is every later request, immediately.
+        # Every later request reports the failure, too, immediately.
         again = peer.report(5, LIMIT)
         assert again is not None
         assert again.status is arrival.status
@@ -268,7 +268,7 @@ def test_a_look_does_not_reveal_others_data_without_read_access(
     for options in ({"shared": True}, {"data": b"secret"}):
         with serve(access=WRITE, **options).dial() as peer:
             assert (peer.look().sha256, peer.look().data) == ("", b"")
-    # It may see its own memory, which held nothing.
+    # A client may see memory of its own, which held nothing.
     with serve(access=WRITE).dial() as peer:
         assert peer.look(0, 4).data == bytes(4)
 

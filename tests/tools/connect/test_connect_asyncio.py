@@ -203,7 +203,7 @@ def test_asyncio_wait_lets_the_event_loop_run(context: rp.Context) -> None:
 def test_a_wait_has_its_own_limit_and_not_the_connections(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch, timeout: float | None
 ) -> None:
-    """However many requests it takes: the server waits for one a limited time."""
+    """However many requests the wait takes: the server limits how long each may wait."""
     monkeypatch.setattr(base_connection, "LONGEST_WAIT_S", 0.2)
     asked = []
     with (
@@ -307,7 +307,7 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
 
 
 def test_sys_exit_in_on_event_of_aserve_ends_the_program_after_its_tasks_clean_up() -> None:
-    """Though each event would raise it, those of the cleanup too."""
+    """Even if on_event raises SystemExit for the events of the cleanup, too."""
     ended = run_python(
         """
 import asyncio, sys, rdmapost as rp
@@ -374,13 +374,13 @@ def test_aserve_that_is_cancelled_leaves_no_listener(context: rp.Context, iterat
         gc.collect()
     assert [str(one.message) for one in warned] == []
     assert threading.active_count() == threads
-    # With another socket there this would fail: it does not set SO_REUSEPORT.
+    # Would fail if a listener were left: it does not set SO_REUSEPORT.
     with socket.create_server((HOST, port)):
         pass
 
 
 @pytest.mark.parametrize("body_fails", [False, True], ids=["", "body fails"])
-def test_cancellation_of_a_close_is_not_replaced_by_what_is_still_in_use(
+def test_cancellation_of_a_close_is_not_replaced_by_an_in_use_error(
     context: rp.Context, body_fails: bool
 ) -> None:
     """The caller's queue pair on another PD uses the connection's CQ."""

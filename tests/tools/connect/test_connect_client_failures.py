@@ -110,10 +110,10 @@ def test_a_client_that_dies_at_any_stage_is_released_and_the_other_served(
         served.until(connect.Joined)
         with raw_client(served, *STAGES[step](hello(context))) as sock:
             if how == "reset":
-                # With a linger of no time a close is a reset.
+                # With a linger time of 0, close() resets the connection.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             else:
-                # Closing with unread data is a reset as well.
+                # Read the answers: closing with unread data would reset the connection, too.
                 sock.shutdown(socket.SHUT_WR)
                 answers(sock)
         event = served.until((connect.Left, connect.Refused))  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def test_a_failing_on_event_is_logged_and_clients_are_served(
 
 
 class _Stalled:
-    """A server whose thread stands still in on_event until it is let go."""
+    """A server whose thread blocks in on_event until let_go() is called."""
 
     def __init__(self, serve: Callable[..., Served]) -> None:
         self._let_go = threading.Event()
@@ -261,7 +261,7 @@ def test_a_request_that_times_out_leaves_the_connection_usable(
                 peer.look(100, 8)
         assert not peer.closed
         stalled.let_go()
-        # None of the late answers is taken for this one's.
+        # No late answer is taken for the answer to this request.
         peer.timeout = LIMIT
         seen = peer.look(0, 4)
         assert (seen.offset, seen.length, seen.data) == (0, 4, b"data")

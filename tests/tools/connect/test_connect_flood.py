@@ -191,7 +191,7 @@ def test_concurrent_long_looks_use_one_core_and_do_not_delay_new_clients(
 
 
 def _running() -> int:
-    """Return how many other threads of this process run, or could."""
+    """Return how many other threads of this process are running or runnable."""
     found = 0
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

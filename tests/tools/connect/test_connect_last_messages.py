@@ -20,9 +20,9 @@ context = soft_context
 serve = both_servers
 
 SOON = 30.0
-"""Seconds in which a server reports that a client has left."""
+"""Seconds within which a server reports that a client has left."""
 LARGE = 1 << 26
-"""Bytes of memory that the server takes a while to compare when a client has left."""
+"""Bytes of memory, which take the server a while to compare when a client has left."""
 
 
 class Load:
@@ -116,7 +116,7 @@ def test_every_acknowledged_message_is_reported_when_a_client_closes_while_sendi
         peer.close()
         load.join()
     messages = arrived(everything(served.events))
-    # It may be closed before it has seen the last success.
+    # The client may be closed before it has seen the last success.
     assert messages == list(range(len(messages)))
     assert len(messages) >= load.successes
 
@@ -144,7 +144,7 @@ def test_a_closing_server_reports_every_acknowledged_message_of_each_client(
 def test_every_acknowledged_message_is_reported_when_the_servers_task_is_cancelled(
     context: rp.Context, cancels: int
 ) -> None:
-    """Cancelled a second time, it is the close that is cancelled."""
+    """The second cancellation hits the server's close()."""
     events: list[connect.Event] = []
 
     async def host(started: asyncio.Future[connect.AsyncServer]) -> None:
@@ -189,7 +189,7 @@ def test_a_message_posted_in_on_event_while_the_server_closes_is_reported_or_fai
         reported.put(event)
         if isinstance(event, connect.Arrived) and event.arrival.status is WCStatus.SUCCESS:
             assert first.wait(LIMIT)
-            # In on_event this begins the end, and does not wait for it.
+            # In on_event, close() only starts to close, and returns.
             server.close()
             if not any(statuses):
                 send()

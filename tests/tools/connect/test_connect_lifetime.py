@@ -42,7 +42,7 @@ class Interrupted(BaseException):
 
 
 class Alarm:
-    """An exception from a signal handler, at most one for each time that it is set."""
+    """Raises an exception in a signal handler, at most once for each set()."""
 
     def __init__(self) -> None:
         self._armed = False
@@ -80,7 +80,7 @@ def alarm() -> Iterator[Alarm]:
 def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
     serve: Callable[..., Served],
 ) -> None:
-    """Without the collector of cycles, and with one warning."""
+    """Without the garbage collector, and with one warning."""
     served = serve()
     peer = served.dial()
     where, dropped = name_of(served.server.address), weakref.ref(peer)
@@ -92,7 +92,7 @@ def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
         with pytest.warns(ResourceWarning) as warned:
             del peer
         messages = [str(one.message) for one in warned]
-        # What is recorded of a warning has its source.
+        # A recorded warning refers to its source, the connection.
         del warned
         assert dropped() is None
     finally:
@@ -106,7 +106,7 @@ def test_a_dropped_connection_releases_everything_at_once_with_one_warning(
 def test_asyncio_a_connection_dropped_in_another_thread_releases_everything(
     serve: Callable[..., Served],
 ) -> None:
-    """In any thread that drops it."""
+    """Not only in the thread of the event loop."""
     served = serve()
 
     async def main() -> None:
@@ -198,7 +198,7 @@ def test_a_closed_server_warns_of_nothing(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), ValueError("wrong")])
-def test_what_on_event_raises_is_logged_and_ends_no_thread(
+def test_exceptions_of_on_event_are_logged_and_end_no_thread(
     context: rp.Context, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the client's thread nor the one that accepts."""
@@ -472,7 +472,7 @@ def test_child_forked_by_a_signal_handler_leaves_the_parents_connections_alone(
 def test_an_interrupted_request_leaves_the_connection_usable(
     serve: Callable[..., Served], alarm: Alarm, question: str, error: type[BaseException]
 ) -> None:
-    """An OSError from a signal handler is not taken for one of the connection."""
+    """An OSError from a signal handler is not taken for an error of the connection."""
     alarm.error = error
     size = 1 << 28 if question == "look" else 4096
     served = serve(size=size)
@@ -503,7 +503,7 @@ def test_a_late_answer_does_not_make_a_connection_look_closed(
             peer.report(1, LIMIT)
         peer.qp.post_send(rp.Send(peer.mr[:7]))
         served.until(connect.Arrived)
-        # Its answer comes now.
+        # The late answer comes now.
         end = time.monotonic() + 0.3
         while time.monotonic() < end:
             assert not peer.closed
@@ -727,7 +727,7 @@ del holder, loop
 
 
 def test_close_closes_what_was_created_on_the_connections_pd(serve: Callable[..., Served]) -> None:
-    """Like close_all(): no address handle of a UD peer keeps the PD open."""
+    """As close_all() does: a UD peer's address handles, for instance, do not keep the PD open."""
     served = serve()
     peer = served.dial(qp_type=rp.QPType.UD)
     (client,) = served.server.clients
@@ -757,7 +757,7 @@ def test_asyncio_close_closes_what_was_created_on_the_connections_pd(
     asyncio.run(main())
 
 
-def test_close_leaves_what_is_on_the_callers_pd(serve: Callable[..., Served]) -> None:
+def test_close_leaves_resources_on_the_callers_pd_open(serve: Callable[..., Served]) -> None:
     served = serve()
     with rp.PD(served.context) as pd, rp.MR(pd, 64, rp.Access.LOCAL_WRITE) as mr:
         peer = served.dial(qp_type=rp.QPType.UD, mr=mr)
@@ -786,7 +786,7 @@ def test_a_dropped_connection_leaves_open_what_the_caller_still_has(
 def test_resource_whose_close_fails_keeps_nothing_else_of_a_connection_open(
     context: rp.Context, side: str
 ) -> None:
-    """Of a subclass of the caller's, on the connection's own PD."""
+    """The resource is of a caller's subclass, and is on the connection's own PD."""
 
     class Bad(rp.MW):
         fails = True
@@ -866,7 +866,7 @@ def test_serve_raises_where_a_thread_dies_before_it_begins(
 
 
 def die_before_they_begin(monkeypatch: pytest.MonkeyPatch, function: str, count: int) -> list[str]:
-    """Let threads that would call a function die, as those do that have no memory for a frame."""
+    """Let threads that would call a function die first, like threads without memory for a frame."""
     start, deaths = _thread.start_new_thread, []
 
     def start_or_die(call: Callable[..., None], args: tuple[Any, ...]) -> int:

@@ -48,7 +48,7 @@ def test_a_client_that_was_dropped_is_closed_without_asking(serve: Callable[...,
         assert not peer.closed
         assert served.until(connect.Left).reason == "nothing came from the client within 0.3 s"
         assert peer.closed
-        # Seeing it does not take the error from the next request.
+        # Reading `closed` does not take the error from the next request.
         with pytest.raises(connect.ConnectError, match="nothing came from the client"):
             peer.look()
         assert peer.closed
@@ -99,7 +99,7 @@ def test_a_connection_that_only_writes_is_closed_when_the_server_closes_that_cli
 
 
 def test_a_client_may_be_closed_in_on_connect_and_in_on_event(context: rp.Context) -> None:
-    """In on_event, by the thread that should notice it; and in the middle of that thread's verb."""
+    """In on_event, the thread that closes the client is the one that should notice it."""
     admitted: list[connect.ServedClient] = []
     left: list[connect.Left] = []
 
@@ -153,7 +153,7 @@ def test_a_client_that_is_closed_many_times_leaves_no_descriptor(
             kept[-1].close()
             until(lambda peer=peer: peer.closed)
         served.until(connect.Left)
-        # The acceptor's is left.
+        # Only the acceptor's thread is left.
         until(lambda: len(server_threads()) == 1)
         before = before or descriptors()
     assert descriptors() == before

@@ -56,7 +56,7 @@ def test_garbage_instead_of_a_hello_gets_one_error_that_names_it(
     serve: Callable[..., Served], sent: bytes, expected: str
 ) -> None:
     served = serve()
-    # It may be cut off while it is still sending.
+    # The client may be cut off while it is still sending.
     with socket.create_connection(served.server.address[:2], LIMIT) as sock:
         with contextlib.suppress(ConnectionError):
             sock.sendall(sent)

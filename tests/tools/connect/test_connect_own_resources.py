@@ -21,14 +21,14 @@ from rdmapost import Access, QPType, WCOpcode, connect
 EVERYTHING = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 
 REFUSED = (rp.WCStatus.REM_ACCESS_ERR, rp.WCStatus.REM_INV_REQ_ERR)
-"""How a peer refuses what its region, or its queue pair, does not allow."""
+"""The statuses with which a peer refuses access that its region or queue pair does not allow."""
 
 servers = serving.both_servers
 
 
 @pytest.fixture
 def serve(pd: rp.PD, servers: Callable[..., Served]) -> Callable[..., Served]:
-    """The servers are closed before the PD of the caller's region."""
+    """Serve; the servers are closed before the PD of the caller's region."""
     return servers
 
 
@@ -92,7 +92,7 @@ def test_clients_write_through_a_window_of_the_callers_region(
     granted = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.MW_BIND
     with rp.MR(pd, 64, granted) as mr:
         served = serve(mr=mr)
-        # The window is closed first: Soft-RoCE's queue pair waits for it.
+        # The window is closed first: destroying Soft-RoCE's queue pair waits for that.
         with served.dial() as peer, rp.MW(pd) as mw:
             (client,) = served.server.clients
             bind = bind_wr(mw, mr)
@@ -213,7 +213,7 @@ def test_clients_share_the_callers_srq_and_cq(
                 assert wc.opcode is WCOpcode.RECV
                 text = bytes(mr.buffer[wc.wr_id * 64 :][: wc.byte_len])
                 assert text == b"from %d" % senders[wc.qp_num]
-            # What the caller posts completes there, too.
+            # The caller's own work requests complete there, too.
             client = served.server.clients[0]
             one.qp.post_recv(rp.RecvWR([], wr_id=5))
             client.qp.post_send(rp.Send([], wr_id=77))
@@ -340,7 +340,7 @@ def test_on_connect_prepares_answers_and_rejects_clients(serve: Callable[..., Se
     def on_connect(client: connect.ServedClient) -> bytes | None:
         if client.private_data == b"stranger":
             raise connect.ConnectError("members only", "rejected")
-        # Its queue pair is connected; the client does not know yet.
+        # The client's queue pair is connected, but the client does not know it yet.
         client.mr.buffer[:7] = b"welcome"
         assert client.qp.state is rp.QPState.RTS
         return b"to " + client.private_data if client.private_data else None

@@ -1,5 +1,4 @@
-"""What a server's port and its descriptors are to others: to forked children, and when there are
-none left."""
+"""A server's port and descriptors: with forked children, and when no descriptors are left."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ listen("127.0.0.1", port).close()
     assert prints(WORKER + used).split() == ["True", "True"]
 
 
-# ---- an address that cannot be had -----------------------------------------------------
+# ---- an address that is not available --------------------------------------------------
 
 
 def of_aserve(context: rp.Context, *where: Any) -> None:

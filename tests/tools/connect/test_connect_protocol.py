@@ -80,7 +80,7 @@ MESSAGES: list[Message] = [
     Seen(0, 4096, "ff" * 32, bytes(HEAD_BYTES)),
     Bye(),
     Error("busy", "try again later"),
-    # Of a server whose device reports what this version does not know.
+    # From a server whose device reports values that this version does not know.
     Arrival(2, reported(rp.WCStatus, 99), reported(rp.WCOpcode, 250), 0, None, "", b""),
 ]
 
@@ -498,7 +498,7 @@ def test_malformed_input_is_refused_with_a_protocol_error_and_no_other() -> None
         except ProtocolError as error:
             refused += 1
             codes.add(error.code)
-            # The refusal itself can be sent, and fits into a message.
+            # The text of the refusal can be sent: it fits into a message.
             longest = max(longest, len(str(error)), len(encode(Error("format", str(error)))) // 4)
     assert refused > MALFORMED // 2
     assert read_all > 100
@@ -541,7 +541,7 @@ print(at > 20, at < 899)
 
 
 def test_a_request_without_memory_raises_memory_error() -> None:
-    """Wherever it runs out; Python neither crashes nor complains."""
+    """Whichever allocation fails; Python neither crashes nor prints errors."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True True"
 

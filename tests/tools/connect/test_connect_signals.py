@@ -1,4 +1,4 @@
-"""Servers and connections under signal handlers that raise, close and ask, at chosen moments."""
+"""Signal handlers that raise, close or ask at chosen moments of a server or a connection."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def interrupt() -> None:
 
 
 class At:
-    """Does something before the nth bytecode from some files that this thread runs.
+    """Calls action before the nth bytecode that this thread runs from some files.
 
-    That is what a signal handler may do, but at a known moment.
+    It stands for a signal handler that runs at a known moment.
     """
 
     def __init__(self, files: str, nth: int, action: Callable[[], object]) -> None:
@@ -93,7 +93,7 @@ class At:
 
 
 def come_by() -> None:
-    """Give the interpreter an occasion to raise what is due in this thread."""
+    """Run some bytecode, so that the interpreter runs pending signal handlers in this thread."""
     for _ in range(10):
         pass
 
@@ -119,10 +119,10 @@ def each_moment(once: Callable[[int], bool], step: int = 1) -> None:
 
 
 def each_moment_of_a_thread(once: Callable[[int], bool], step: int = 1) -> None:
-    """Do so in a thread of its own.
+    """Call each_moment() in a separate thread.
 
-    A trace function that raises may leave its exception in the thread's sys.exc_info() (CPython
-    3.11), and so in the __context__ of those that follow.
+    On CPython 3.11, a trace function that raises may leave its exception in the thread's
+    sys.exc_info(), and so in the __context__ of later exceptions.
     """
     with ThreadPoolExecutor(1) as executor:
         each_moment(lambda nth: executor.submit(once, nth).result(), step)
@@ -152,7 +152,7 @@ def test_close_interrupted_at_any_moment_can_be_called_again(context: rp.Context
 
 
 def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() -> None:
-    """In the except clause already, while the exception still holds the frames."""
+    """It can be closed in the except clause already, while the exception still holds the frames."""
     interrupted = 0
 
     def once(nth: int) -> bool:
@@ -245,7 +245,7 @@ def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(context: rp
     peer = connect.dial(context, *server.address)
     pd = rp.PD(context)
     began = time.monotonic()
-    # The device holds its lock there.
+    # In the middle of the verb, the device holds its lock.
     with At("/rdmapost/providers/", 1, server.close) as at:
         rp.MR(pd, 64).close()
     assert at.reached
@@ -295,7 +295,7 @@ def test_the_finalizer_of_a_server_needs_no_globals(
     warns = contextlib.nullcontext() if closed else pytest.warns(ResourceWarning, match="unclosed")
     with monkeypatch.context() as at_exit, warns:
         at_exit.setattr(sys, "unraisablehook", lambda error: failed.append(error.exc_value))
-        # The interpreter's exit removes them, and so does this.
+        # The interpreter clears module globals when it exits.
         for name in ("os", "warnings", "name_of"):
             at_exit.setattr(server_module, name, None)
             at_exit.setattr(threads_module, name, None, raising=False)
@@ -339,7 +339,7 @@ def test_serve_raises_at_once_where_no_more_threads_can_be_started(
 
 @contextlib.contextmanager
 def handling(action: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """Have a handler of SIGUSR1; what is returned sends the signal to this thread."""
+    """Handle SIGUSR1 with action; yield a function that sends the signal to this thread."""
     before = signal.signal(signal.SIGUSR1, lambda number, frame: action())
     ident = threading.get_ident()
     try:
@@ -349,7 +349,7 @@ def handling(action: Callable[[], object]) -> Iterator[Callable[[], None]]:
 
 
 def when_asked(peer: connect.Connection, action: Callable[[], None]) -> threading.Thread:
-    """Do something once a request has been sent and its answer is waited for."""
+    """Call action once a request has been sent and its thread waits for the answer."""
 
     def wait() -> None:
         until(lambda: is_asking(peer) and peer._consistent)
@@ -406,7 +406,7 @@ def test_descriptors_stay_open_for_a_thread_that_uses_them(
         peer.timeout = 0.05
 
         def close_elsewhere() -> None:
-            # This thread would close what it interrupts.
+            # In another thread: in this one, close() would end the interrupted request.
             sys.settrace(None)
             closer = threading.Thread(target=peer.close)
             closer.start()
@@ -430,13 +430,13 @@ def test_descriptors_stay_open_for_a_thread_that_uses_them(
 
 
 def test_requests_of_two_threads_take_turns_from_any_moment(serve: Callable[..., Served]) -> None:
-    """Answers on one connection have no names: two requests at once would swap them."""
+    """Answers carry no request number: two requests at once could swap their answers."""
     served = serve(data=b"abcd", timeout=2.0)
     reported: list[object] = []
     with served.dial() as peer:
 
         def report() -> None:
-            # It finds nothing, and so waits at the server.
+            # No message has arrived, so the request waits at the server.
             reported.append(peer.report(1, 0.03))
 
         def once(nth: int) -> bool:
@@ -457,7 +457,7 @@ def test_requests_of_two_threads_take_turns_from_any_moment(serve: Callable[...,
 
 
 @pytest.mark.parametrize("body_fails", [False, True], ids=["", "body fails"])
-def test_interrupt_of_a_close_is_not_replaced_by_what_is_still_in_use(
+def test_interrupt_of_a_close_is_not_replaced_by_an_in_use_error(
     serve: Callable[..., Served], body_fails: bool
 ) -> None:
     """The caller's queue pair on another PD uses the connection's CQ."""
@@ -563,7 +563,7 @@ def test_a_request_interrupted_at_any_moment_does_not_block_the_next(
                 except connect.ConnectError as error:
                     answers.append(str(error))
 
-            # In another thread: the turn is not this one's.
+            # In another thread, which does not hold the turn.
             asker = threading.Thread(target=ask)
             asker.start()
             asker.join(LIMIT)
@@ -579,7 +579,7 @@ def test_a_request_interrupted_at_any_moment_does_not_block_the_next(
 def test_a_request_interrupted_as_it_gets_its_turn_does_not_block_the_next(
     serve: Callable[..., Served],
 ) -> None:
-    """Even while the exception is kept, and its traceback with it."""
+    """Even while the caller keeps the exception and its traceback."""
 
     def profile(frame: FrameType, event: str, function: Any) -> None:
         if event == "c_return" and getattr(function, "__self__", None) is peer._turns:
@@ -634,7 +634,7 @@ def test_a_signal_handler_may_close_a_connection_in_the_middle_of_a_verb(
 
 
 @pytest.mark.parametrize("raised", [TimeoutError, OSError, StopIteration])
-def test_what_a_handler_raises_while_a_connection_is_made_propagates_unchanged(
+def test_exception_of_a_handler_that_interrupts_dial_propagates_unchanged(
     context: rp.Context, raised: type[Exception]
 ) -> None:
     """It is not mistaken for the socket's error or the server's answer."""
@@ -643,7 +643,7 @@ def test_what_a_handler_raises_while_a_connection_is_made_propagates_unchanged(
         raise raised("a handler's")
 
     before = signal.signal(signal.SIGALRM, handle)
-    # The kernel connects it, and nothing answers.
+    # The kernel accepts the connection, and nothing answers.
     with socket.create_server(("127.0.0.1", 0)) as mute:
         try:
             signal.setitimer(signal.ITIMER_REAL, 0.2)

@@ -62,7 +62,7 @@ def test_healthy_xrc_pair_has_no_problem(context, stack):
 
 
 def test_reads_and_writes_leave_the_pair_healthy(rc):
-    """PSNs have moved on by then."""
+    """Even though the PSNs have changed."""
     rc.a.post_send([rc.wr(rp.RdmaRead, rc.mine[:8000]), rc.wr(rp.RdmaWrite, rc.mine[:8000])])
     rc.wait(2)
     assert wrong(rc.a, rc.b) == wrong(rc.b, rc.a) == []
@@ -109,7 +109,7 @@ def test_peer_left_in_init_is_found(unconnected):
 
 @pytest.mark.parametrize("resets", ["a", "b"])
 def test_remedy_for_a_side_that_was_reset_is_to_reset_both(rc, resets):
-    """It has a new PSN, which the other one does not expect."""
+    """The side that was reset has a new PSN, which the other does not expect."""
     rc.works()
     side, other = (rc.a, rc.b) if resets == "a" else (rc.b, rc.a)
     side.to_reset()
@@ -124,7 +124,7 @@ def test_remedy_for_a_side_that_was_reset_is_to_reset_both(rc, resets):
 
 @pytest.mark.parametrize("to", [QPState.RESET, QPState.ERR], ids=lambda state: state.name)
 def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connect, to):
-    """A queue pair has none before INIT."""
+    """A queue pair has no Q_Key before INIT."""
     pair = connect(QPType.UD, to=QPState.RESET)
     pair.a.connect()
     if to is QPState.ERR:
@@ -135,7 +135,7 @@ def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connec
     assert "qkey-mismatch" not in [finding.name for finding in findings]
     remedy = {"RESET": "peer.connect()", "ERR": "peer.to_reset() and peer.connect()"}
     assert named(findings, "peer-state").remedy == remedy[to.name]
-    # Nor is its own, as long as it has none.
+    # Nor does the peer report a mismatch of its own Q_Key while it has none.
     assert "qkey-mismatch" not in [finding.name for finding in pair.b.diagnose(pair.a)]
 
 
@@ -153,7 +153,7 @@ def test_receiver_in_rtr_is_a_warning(unconnected):
     a.to_rtr(b.endpoint())
     findings = a.diagnose()
     assert named(findings, "qp-state").severity == "warning"
-    # What to_rts sets has no effect yet.
+    # The attributes that to_rts sets have no effect yet.
     assert "timeout-0" not in [finding.name for finding in findings]
 
 
@@ -172,7 +172,7 @@ def test_closed_queue_pair_is_a_finding(rc):
     rc.b.close()
     assert wrong(rc.b) == ["qp-closed"]
     assert wrong(rc.a, rc.b) == ["peer-closed"]
-    # No queue pair in this process has that number now.
+    # No queue pair in this process has the peer's number now.
     if rc.a.context.kind in ("soft", "roce"):
         assert wrong(rc.a) == ["peer-closed"]
     else:
@@ -261,7 +261,7 @@ def test_timeout_of_hours_is_found(unconnected):
 def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
     join(unconnected, {"rnr_retry": 7})
     a, b = unconnected.a, unconnected.b
-    # Nothing waits forever yet.
+    # Nothing is posted, so nothing waits forever yet.
     assert named(a.diagnose(b), "rnr-retry-forever").severity == "warning"
     a.post_send(rp.Send(unconnected.mine[:8]))
     for findings in (a.diagnose(), a.diagnose(b)):
@@ -281,7 +281,7 @@ def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
 
 
 def test_unknown_opcodes_in_flight_are_a_warning(context, unconnected, monkeypatch):
-    """As with libibverbs."""
+    """libibverbs does not report the opcodes of outstanding work requests."""
     monkeypatch.setattr(context._provider, "sends_for_receive", lambda *_: None)
     join(unconnected, {"rnr_retry": 7})
     unconnected.a.post_send(rp.Send(unconnected.mine[:8]))
@@ -331,7 +331,7 @@ def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
 
 
 def test_gid_that_is_not_the_peers_is_found(context, unconnected):
-    """Both are the port's GIDs, of two types."""
+    """Both GIDs are the port's, but of two types."""
     port = context.query_port(1)
     needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs made of IP addresses", context)
     a, b = unconnected.a, unconnected.b
@@ -373,7 +373,7 @@ def test_link_local_gid_is_a_warning(context, stack, pd, cq):
 
 
 def test_gid_index_that_the_port_lacks_is_found(stack, pd, cq, monkeypatch):
-    """The network device has lost its address since."""
+    """The network device has lost its address since the queue pair was created."""
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=0))
     monkeypatch.setattr(rp.Context, "query_gid_table", lambda *_: [])
     finding = named(qp.diagnose(), "gid-wrong")
@@ -421,7 +421,7 @@ def test_peer_is_compared_with_its_endpoint(rc):
     assert str(rc.b.endpoint()) in finding.evidence
 
 
-def test_smaller_path_mtu_is_to_be_compared_as_an_endpoint_does_not_say_it(unconnected):
+def test_smaller_path_mtu_is_reported_as_an_endpoint_does_not_contain_it(unconnected):
     unconnected.a.connect(dataclasses.replace(unconnected.b.endpoint(), mtu=rp.MTU.MTU_256))
     largest = unconnected.a.context.query_port().active_mtu.bytes
     findings = unconnected.a.diagnose(unconnected.b.endpoint())
@@ -448,7 +448,7 @@ def test_peer_on_another_pd_is_reported(context, stack, pd, cq):
 
 
 def test_full_send_queue_is_found(connect):
-    """None of its sends is SIGNALED: the classic mistake."""
+    """None of the sends is SIGNALED: the classic mistake."""
     pair = connect(max_send_wr=4)
     depth = pair.a.max_send_wr
     write = pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=SendFlags(0), wr_id=5)
@@ -464,7 +464,7 @@ def test_full_send_queue_is_found(connect):
     assert "if none of them is SIGNALED, no slot is ever freed" in finding.evidence
 
 
-def test_full_queue_where_all_are_signaled_is_to_be_polled(connect):
+def test_remedy_for_a_full_queue_of_signaled_sends_is_to_poll(connect):
     pair = connect(max_send_wr=4, sq_sig_all=True)
     write = pair.wr(rp.RdmaWrite, pair.mine[:8])
     pair.a.post_send([write] * pair.a.max_send_wr)
@@ -513,7 +513,7 @@ def test_receives_of_a_shared_queue_are_counted(pd, cq, stack):
 
 
 def test_queue_pair_of_the_parent_process_is_a_problem(context):
-    """Its memory and its queues are copies after a fork."""
+    """After a fork, the child has copies of the queue pair's memory and queues."""
     needs(context.kind == "soft", "device state inside the process", context)
     said = prints(
         "import os, sys, rdmapost as rp\n"
@@ -566,7 +566,7 @@ def test_cause_is_still_found_after_the_failure(unconnected, near, far, options,
 
 
 def test_settings_of_a_failed_queue_pair_are_those_that_were_set(connect, monkeypatch):
-    """In ERR a device may report others (ibv_query_qp(3))."""
+    """In ERR a device may report other values (ibv_query_qp(3))."""
     pair = connect(to=QPState.RESET)
     join(pair, far={"access": 0, "max_dest_rd_atomic": 1})
     before = {finding.name: finding for finding in pair.a.diagnose(pair.b)}

@@ -29,7 +29,7 @@ DOCTOR = shown("docs/troubleshooting.md", "sudo ip link set d0 down; rdmapost do
 
 @pytest.fixture(scope="session")
 def context(verbs_context: rp.Context) -> rp.Context:
-    """What every fixture of these tests is made on."""
+    """The device on which the fixtures of these tests are created."""
     return verbs_context
 
 
@@ -39,14 +39,14 @@ def netdev(context: rp.Context) -> str:
     needs(context.attr.vendor_id == 0xFFFFFF, "Soft-RoCE", context)
     needs(os.geteuid() == 0 and shutil.which("ip"), "network device that may be changed", context)
     name = System().netdev_of(context.name, 1)
-    # It belongs to the guest; nothing else depends on it.
+    # d0 belongs to the guest, and nothing else depends on it.
     needs(name == "d0", "network device of the guest's own", context)
     return name
 
 
 @contextlib.contextmanager
 def undone(*commands: tuple[str, str]) -> Iterator[None]:
-    """Run ip commands, and afterwards those that undo them."""
+    """Run ip commands, and at the end the commands that undo them."""
     with contextlib.ExitStack() as stack:
         for command, back in commands:
             stack.callback(ip, back)
@@ -87,7 +87,7 @@ def test_port_that_is_down_is_found(context, netdev, rc):
                 assert "netdev-down" in problems(findings)
             ran = run("doctor", "-d", context.name)
             assert ran.code == 1
-            # As the documents show it, up to where they stop.
+            # As in the documentation, up to its ellipsis.
             begins, _, _ = DOCTOR.replace("rxe0", context.name).partition("...\n")
             assert ran.out.startswith(begins)
     finally:
@@ -101,7 +101,7 @@ def test_mtu_that_has_shrunk_is_found(context, netdev, rc):
     active = context.query_port(1).active_mtu
     needs(active > rp.MTU.MTU_256, "adjustable MTU", context)
     with undone((f"link set {netdev} mtu 600", f"link set {netdev} mtu {mtu}")):
-        # What was connected before still sends packets as large as before.
+        # A queue pair connected before still sends packets as large as before.
         assert "mtu-mismatch" in wrong(rc.a)
     assert "mtu-mismatch" not in wrong(rc.a)
 
@@ -142,7 +142,7 @@ def test_gid_of_another_network_is_found(context, netdev, connect):
         found = [finding for finding in pair.a.diagnose(pair.b) if finding.name == "gid-wrong"]
         evidence = " ".join(finding.evidence for finding in found)
         assert "is in 192.168.77.0/24, but the peer's 10.0.0.1" in evidence
-        # And it is not that peer's GID.
+        # Another problem: it is not the peer's GID.
         assert "problem" in [finding.severity for finding in found]
         pair.a.close()
         pair.b.close()

@@ -23,7 +23,7 @@ def test_the_doctor_finds_what_cannot_be_listed_or_opened(on_null):
 
 
 def test_a_queue_pair_of_infiniband_is_diagnosed(on_null):
-    """There the LID is the address: no GID is used."""
+    """On InfiniBand the LID is the address, and no GID is used."""
     text = on_null(
         """
         import os

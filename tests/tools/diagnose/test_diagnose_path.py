@@ -23,7 +23,7 @@ V4, LINK_LOCAL = "::ffff:10.0.0.5", "fe80::5054:ff:fe12:3456"
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[rp.PortAttr]:
-    """A port that is up, as soft0's is."""
+    """A port that is up: soft0's."""
     with rp.open_device("soft0") as context:
         yield context.query_port(1)
 
@@ -51,7 +51,7 @@ def entry(
 
 
 def about_gid(system: System, *table: rp.GIDTableEntry, **changed: Any) -> Finding:
-    """Diagnose the first GID of a table, or its value when it was chosen."""
+    """Diagnose the first GID of a table; `changed` is how it differed when it was chosen."""
     first = table[0]
     chosen = rp.GIDChoice(first.gid_index, first.gid, first.gid_type, "the only one")
     return check_gid(dataclasses.replace(chosen, **changed), list(table), system)

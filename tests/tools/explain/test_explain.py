@@ -65,7 +65,7 @@ def texts(of: Explanation) -> Iterator[str]:
 
 
 PROSE = " ".join(text for one in EVERY for text in texts(one))
-"""All that is said."""
+"""The text of all explanations."""
 
 
 def ids(one: object) -> str:
@@ -101,7 +101,7 @@ def test_every_errno_has_causes_and_a_next_step(name: str) -> None:
 
 
 def test_usual_causes_come_first() -> None:
-    """The two that everyone meets: the first cause listed is the one to rule out first."""
+    """For the two most common statuses, the first cause listed is the one to rule out first."""
     assert "not in RTR or RTS" in explain("RETRY_EXC_ERR")[0].causes[0]
     assert "no receive" in explain("RNR_RETRY_EXC_ERR")[0].causes[0]
     assert "queue" in explain("ENOMEM")[0].meaning
@@ -125,13 +125,13 @@ def test_usual_causes_come_first() -> None:
         ("EOPNOTSUPP", "ibv_rereg_mr"),
     ],
 )
-def test_cause_is_among_those_listed(name: str, cause: str) -> None:
+def test_cause_is_listed(name: str, cause: str) -> None:
     assert cause in " ".join(explain(name)[0].causes)
 
 
 def test_no_two_texts_are_alike() -> None:
     said = Counter(re.sub(r"\W+", " ", text.lower()) for one in EVERY for text in texts(one))
-    # The opcodes of a QP type are a column of the table; two types have the same.
+    # The opcodes of a QP type are a column of the table; two types have the same opcodes.
     said = Counter({text: times for text, times in said.items() if text[:8] != "opcodes "})
     assert [text for text, times in said.items() if times > 1] == []
 
@@ -436,7 +436,7 @@ def test_of_several_names_the_known_ones_are_explained_and_the_others_named() ->
 
 
 def _exceptions() -> list[type[BaseException]]:
-    # Those of rdmapost.check end a check, and nothing else raises them.
+    # Not rdmapost.check's exceptions: they end a check, and nothing else raises them.
     modules = [
         importlib.import_module(f"rdmapost{name}")
         for name in ("", ".connect", ".explain", ".pingpong", ".loopback", ".diagnose")
@@ -551,7 +551,7 @@ def test_failed_completion_points_to_explain(connect: Connect) -> None:
 
 def test_verbs_error_without_a_hint_points_to_explain() -> None:
     assert named_by(str(rp.VerbsError("ibv_reg_mr", errno.EFAULT)))[0].name == "EFAULT"
-    # Where the cause is known, that is what to read.
+    # If the cause is known, the error has a hint instead.
     assert "explain" not in str(rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise ulimit -l"))
     assert "explain" not in str(rp.UnsupportedError("ibv_alloc_mw", errno.EOPNOTSUPP))
 

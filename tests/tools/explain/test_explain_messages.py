@@ -123,7 +123,7 @@ LINES = [
     ("rdmapost.connect.ConnectTimeout: 10.0.0.1:1 did not answer", ["ConnectTimeout"]),
     ("ConnectError: 127.0.0.1:1 refused the connection: start 'rdmapost serve'", ["ConnectError"]),
     ("PingpongError: the other side has ended", ["PingpongError"]),
-    # A move that failed, and not the state it was to reach
+    # A failed move is explained, not its target state
     ("Failed to modify QP to RTR", ["modify_qp_to_rtr"]),
     ("Failed to modify QP to RTS", ["modify_qp_to_rts"]),
     ("Failed to modify QP to INIT", ["modify_qp_to_init"]),
@@ -164,7 +164,7 @@ LINES = [
     ("client read: Success", ["exchange"]),
     ("Couldn't read remote address", ["exchange"]),
     (" Port number 1 state is Down", ["port-down"]),
-    # libibverbs, whose errno is no hint
+    # libibverbs, whose errno is misleading
     (
         "libibverbs: Warning: couldn't load driver 'librxe-rdmav34.so': librxe-rdmav34.so: cannot "
         "open shared object file: No such file or directory",
@@ -378,7 +378,7 @@ def test_empty_standard_input_lists_the_names() -> None:
 
 
 def test_every_text_of_libibverbs_is_known() -> None:
-    """Alone, and in a line that a program prints."""
+    """Alone, and within a line that a program prints."""
     library = ctypes.CDLL("libibverbs.so.1")
     for function, members, line in (
         ("ibv_wc_status_str", WCStatus, "Failed status {} for wr_id 3"),

@@ -1,4 +1,4 @@
-"""The loopback pair: deadlines, and that everything is released whatever happened."""
+"""The loopback pair: deadlines, and that everything is released whatever happens."""
 
 from __future__ import annotations
 
@@ -145,10 +145,10 @@ def test_failed_constructor_closes_everything(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("completes", [True, False])
-def test_window_is_closed_before_a_region_that_was_made_later(
+def test_window_is_closed_before_a_region_that_was_created_later(
     context: rp.Context, completes: bool
 ) -> None:
-    """Whether the bind has been polled, or is outstanding."""
+    """Both after the bind's completion has been polled and while the bind is outstanding."""
     with Loopback(context) as pair:
         window = pair.window()
         region = pair.region(256, Access.LOCAL_WRITE | Access.MW_BIND)
@@ -269,7 +269,7 @@ def test_loopback_is_made_or_says_what_the_device_lacks(
         assert why.errno == errno.EOPNOTSUPP
 
 
-def test_number_of_8_bits_is_not_computed_with_in_8_bits(context: rp.Context) -> None:
+def test_numpy_integers_of_8_bits_do_not_overflow(context: rp.Context) -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     offset, length = numpy.uint8(200), numpy.uint8(100)
     with Loopback(context) as pair:

@@ -7,7 +7,7 @@ from rdmapost.tools.resource_stack import ResourceStack
 
 
 class Adds:
-    """Adds a resource to a stack when it is closed, as another thread may."""
+    """Adds a resource to the stack that is closing it, as another thread may."""
 
     def __init__(self, stack: ResourceStack, pd: rp.PD) -> None:
         self.stack, self.pd, self.closed = stack, pd, False

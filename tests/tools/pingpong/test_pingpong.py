@@ -54,7 +54,7 @@ def test_both_sides_measure_every_round_trip(context, qp_type):
         figures = result.latency
         assert 0 < figures.min <= figures.p50 <= figures.p90 <= figures.p99 <= figures.p99_9
         assert figures.p99_9 <= figures.max
-        # One after another, they make up the whole time.
+        # The round trips follow one another, so their times add up to at most the whole time.
         assert figures.min * result.round_trips <= result.seconds * 1e6
         assert figures.max <= result.seconds * 1e6
         assert not result.validated
@@ -119,7 +119,7 @@ def test_pingpong_refuses_options_out_of_range(context, options, why):
 
 
 def test_a_failed_run_leaves_nothing_open(context):
-    """Its posts do not keep its resources."""
+    """Outstanding work requests do not keep the resources open."""
     # Closing a device refuses while something is left open.
     with rp.open_device(context.name) as device:
         for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_failed_run_leaves_nothing_open(context):
 
 
 def test_round_trips_with_a_progress_report_are_left_out_of_the_figures(context, monkeypatch):
-    """Rounds with a progress report are left out of the figures, with their time."""
+    """The time they take is left out, too."""
     monkeypatch.setattr("rdmapost.tools.pingpong.side._PROGRESS_EVERY_NS", 1_000_000)
     reported: list[int] = []
     options = {**IN_ONE_PROCESS, "iters": 100}
@@ -152,7 +152,7 @@ def test_round_trips_with_a_progress_report_are_left_out_of_the_figures(context,
             result = side.run_client(HOST, port, progress=progress)
         took = time.monotonic() - start
         thread.join(30)
-    # The first is before the first message.
+    # The first report comes before the first message.
     assert reported.pop(0) == 0
     assert reported
     assert reported == sorted(reported)
@@ -178,7 +178,7 @@ with rp.open_device("soft0") as context, Pingpong(context, timeout=20) as side:
 
 
 def test_soft_device_refuses_a_peer_in_another_process():
-    """Its queue pair there has the same number, and a client would measure itself."""
+    """The peer's queue pair has the same number as the client's, which would measure itself."""
     command = [sys.executable, "-P", "-W", "error", "-c", ACROSS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         port = server.stdout.readline().strip()

@@ -92,7 +92,7 @@ def test_a_malformed_handshake_is_refused_or_incomplete():
                 assert 0 < exchange.needed <= 57
             else:
                 accepted += 1
-                # The same bytes, or other digits.
+                # The same bytes, apart from the case of hex digits.
                 assert exchange.peer is not None
                 assert exchange.peer.encode() + DONE == data.lower()
     assert refused > 60_000
@@ -101,7 +101,7 @@ def test_a_malformed_handshake_is_refused_or_incomplete():
 
 
 def test_a_malformed_handshake_over_a_connection_ends_at_once():
-    """The peer sends something wrong, in pieces, and goes; nothing waits."""
+    """The peer sends something wrong, in pieces, and closes; this side does not wait."""
     rng = random.Random(53)
     for _ in range(3000):
         ours, theirs = socket.socketpair()

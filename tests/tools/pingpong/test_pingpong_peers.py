@@ -24,7 +24,7 @@ from rdmapost.tools.pingpong.payload import payload, what_is_wrong
 
 
 def drip(sock: socket.socket) -> None:
-    """Send the right bytes, each of them well within the time limit."""
+    """Send the right bytes slowly: each within the time limit, but not the whole message."""
     with contextlib.suppress(ConnectionError):
         for byte in MESSAGE:
             sock.sendall(bytes((byte,)))
@@ -78,9 +78,9 @@ def test_a_client_names_what_is_wrong_with_its_server(context, fault):
         (MESSAGE, r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"d", r'did not send "done" within 0\.5 s'),
         (MESSAGE + b"nope!", 'does not speak .* got .* instead of "done"'),
-        # It leaves without a word.
+        # The client leaves without sending anything.
         (None, r"closed the connection.* instead of sending its address$"),
-        # It completes the handshake, and then does nothing.
+        # The client completes the handshake, and then does nothing.
         (MESSAGE + DONE, r"no message from .* within 0\.5 s, from the start"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
 
 
 def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
-    """The exchange succeeds; no message is acknowledged."""
+    """The handshake succeeds, but no message is acknowledged."""
     address = Address(0, 0xFFFFF0, 1, context.choose_gid().gid)
     why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
     with (
@@ -172,7 +172,7 @@ def test_each_changed_byte_of_the_data_is_found_and_named(is_server):
 
 @pytest.fixture
 def stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handshake of the stock programs: nothing is compared."""
+    """Use the handshake of the stock programs, which does not compare options."""
     monkeypatch.setattr(HandshakeConnection, "compare", lambda self, mine: False)
 
 
@@ -242,8 +242,8 @@ def test_options_that_differ_from_a_stock_programs_are_likely_causes(packets, st
         assert "\n" not in str(end)
 
 
-def test_a_peer_that_is_alike_is_not_said_to_differ(context, stock):
-    """Nor one that has answered."""
+def test_a_peer_that_has_answered_is_not_said_to_differ(context, stock):
+    """It leaves in the middle of the run, with the same options but fewer messages."""
     ends = run_pair(context, client={"iters": 500, "timeout": 2.0}, server={"iters": 50})
     assert "differ" not in str(ends.client)
 
@@ -303,6 +303,6 @@ def test_an_interrupted_side_releases_everything_and_the_other_reports_that_it_d
         with pytest.raises(KeyboardInterrupt), Pingpong(context, **options) as side:
             side.run_client(HOST, port, progress=press)
         thread.join(30)
-    # It refuses while something is left open.
+    # Raises InUseError while something is left open.
     context.close()
     assert re.search(rf"after \d+ of {1 << 30} messages.*: it has died", str(ends.server))
