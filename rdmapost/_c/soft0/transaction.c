@@ -18,6 +18,9 @@ static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
 static int executing; /* 1 while a READY object's work runs; others need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
+static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
+static PyObject *is_finalizing; /* sys's; a thread that starts then may never run */
+static PyObject *elsewhere; /* run_elsewhere() */
 
 /* ---- transactions -------------------------------------------------------- */
 
@@ -26,6 +29,7 @@ struct errand {
 	PyObject *result; /* or NULL */
 	int failed; /* `result` is GIVE_UP's */
 	int starved; /* there was no memory even for GIVE_UP */
+	int ran; /* on the separate thread */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
 };
@@ -70,11 +74,34 @@ static void resume_gc(void)
 	gc_paused = 0;
 }
 
-static void run_elsewhere(void *argument)
+/*
+ * What the thread is started with: a capsule of a pointer to the errand, which only one of them
+ * takes: the thread, to run it; or the sender or the capsule's destructor, to cancel it.
+ */
+static struct errand *take_errand(PyObject *capsule)
 {
-	struct errand *errand = argument;
-	PyGILState_STATE gil = PyGILState_Ensure();
+	struct errand **at = PyCapsule_GetPointer(capsule, NULL);
 
+	return __atomic_exchange_n(at, NULL, __ATOMIC_SEQ_CST);
+}
+
+static void free_ticket(PyObject *capsule)
+{
+	struct errand *errand = take_errand(capsule);
+
+	/* The thread has ended without running it. */
+	if (errand)
+		PyThread_release_lock(errand->done);
+	PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
+}
+
+static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
+{
+	struct errand *errand = take_errand(capsule);
+
+	(void)self;
+	if (!errand)
+		Py_RETURN_NONE;
 	/* Finalizers that ran in this thread would wait for locks held by the sender. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
@@ -83,29 +110,70 @@ static void run_elsewhere(void *argument)
 	attempt_again(errand);
 	rp_stand_for(NULL);
 	resume_gc();
-	PyGILState_Release(gil);
+	errand->ran = 1;
 	PyThread_release_lock(errand->done);
+	Py_RETURN_NONE;
+}
+
+static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
+
+/*
+ * Start a thread for the errand; 0, or -1 without an exception. Python starts it, because it creates
+ * the thread's state beforehand, where it can still report that there is no memory for it:
+ * PyGILState_Ensure() in the new thread would end the process.
+ */
+static int start_thread(struct errand *errand)
+{
+	struct errand **ticket = PyMem_Malloc(sizeof(*ticket));
+	PyObject *capsule, *arguments, *thread;
+
+	if (!ticket)
+		return -1;
+	*ticket = errand;
+	capsule = PyCapsule_New(ticket, NULL, free_ticket);
+	if (!capsule) {
+		PyMem_Free(ticket);
+		PyErr_Clear();
+		return -1;
+	}
+	arguments = PyTuple_Pack(1, capsule);
+	thread = arguments ? PyObject_CallFunctionObjArgs(start_new_thread, elsewhere, arguments,
+							  NULL) : NULL;
+	Py_XDECREF(arguments);
+	PyErr_Clear();
+	/* Without an identifier the thread may run all the same: then it has taken the errand. */
+	if (!thread && take_errand(capsule)) {
+		Py_DECREF(capsule);
+		return -1;
+	}
+	Py_XDECREF(thread);
+	Py_DECREF(capsule);
+	return 0;
 }
 
 /* Retry the call on a separate thread. Returns whether that was possible. */
 static int send(struct errand *errand)
 {
-	int sent;
+	PyObject *ending = PyObject_CallNoArgs(is_finalizing);
+	int may_start = ending == Py_False && start_new_thread;
 
+	Py_XDECREF(ending);
+	PyErr_Clear();
+	if (!may_start)
+		return 0;
 	errand->sender = rp_thread();
 	errand->done = PyThread_allocate_lock();
 	if (!errand->done)
 		return 0;
 	PyThread_acquire_lock(errand->done, WAIT_LOCK);
-	sent = PyThread_start_new_thread(run_elsewhere, errand) != (unsigned long)-1;
-	if (sent) {
+	if (!start_thread(errand)) {
 		Py_BEGIN_ALLOW_THREADS
 		PyThread_acquire_lock(errand->done, WAIT_LOCK);
 		Py_END_ALLOW_THREADS
 	}
 	PyThread_release_lock(errand->done);
 	PyThread_free_lock(errand->done);
-	return sent;
+	return errand->ran;
 }
 
 long rp_soft_transact(PyObject *call)
@@ -467,7 +535,24 @@ static PyMethodDef functions[] = {
 	{ NULL, NULL, 0, NULL },
 };
 
+static PyObject *attribute_of(const char *module_name, const char *name)
+{
+	PyObject *module = PyImport_ImportModule(module_name), *found;
+
+	found = module ? PyObject_GetAttrString(module, name) : NULL;
+	Py_XDECREF(module);
+	return found;
+}
+
 int rp_add_soft_transaction(PyObject *module)
 {
+	elsewhere = PyCFunction_New(&runner, NULL);
+	is_finalizing = attribute_of("sys", "is_finalizing");
+	start_new_thread = attribute_of("_thread", "start_new_thread");
+	if (!elsewhere || !is_finalizing || !start_new_thread)
+		return -1;
+	/* gevent's runs it in the sender's thread, and only after the sender has waited. */
+	if (!PyCFunction_Check(start_new_thread))
+		Py_CLEAR(start_new_thread);
 	return pthread_atfork(NULL, NULL, after_fork) ? -1 : PyModule_AddFunctions(module, functions);
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -614,3 +615,42 @@ def test_work_request_that_is_carried_out_on_another_attempt_raises_no_error():
     """Python 3.11 raises SystemError if there is no memory to call a function."""
     pytest.importorskip("_testcapi")
     assert prints(TSO_WITHOUT_MEMORY, **LOSES_MEMORY) == "True"
+
+
+INTERRUPTED_WITHOUT_MEMORY = """
+import _testcapi, logging, sys, rdmapost as rp
+from rdmapost.loopback import Loopback
+from rdmapost.providers.soft0 import requester
+logging.disable()
+carry_out = requester._carry_out
+
+def interrupted(*args):
+    requester._carry_out = carry_out
+    _testcapi.set_nomemory(at, at + 1)
+    raise KeyboardInterrupt
+
+for at in range(40):
+    with Loopback(rp.open_device("soft0")) as pair:
+        wr = rp.RdmaWrite(pair.local.mr[:64], wr_id=1 << 40, **pair.target())
+        requester._carry_out = interrupted
+        try:
+            pair.local.qp.post_send(wr)
+        except (KeyboardInterrupt, MemoryError):
+            pass
+        finally:
+            _testcapi.remove_mem_hooks()
+        (wc,) = pair.local.cq.wait(1, 10)
+        print(at, wc.wr_id == 1 << 40, wc.status.name, pair.local.cq.poll())
+"""
+
+
+def test_interrupt_and_one_failed_allocation_end_a_work_request_once():
+    """Creating a thread in C for the next attempt ended the process if that lacked memory."""
+    pytest.importorskip("_testcapi")
+    done = run_python(INTERRUPTED_WITHOUT_MEMORY, **LOSES_MEMORY)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [str(n) for n in range(40)]
+    for line in lines:
+        assert re.fullmatch(r"\d+ True (SUCCESS|FATAL_ERR) \[\]", line)
+    assert "SUCCESS" in done.stdout
