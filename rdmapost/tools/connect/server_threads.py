@@ -84,6 +84,8 @@ class _ReentrantEvent:
             if left <= 0 or not may_happen():
                 break
             mine.acquire(timeout=min(left, _LOOK_S))
+        with suppress(ValueError):
+            self._waiters.remove(mine)
         return self._happened
 
 
