@@ -20,7 +20,7 @@ class Rank(Enum):
 
     FIRST = "it comes before them"
     WHOLE = "it replaces them, because they mislead"
-    ALONE = "it is left out if there are any, because they say more"
+    ALONE = "it is left out if there are any but ENOMEM, because they say more"
 
 
 FAILED = re.compile(
@@ -44,6 +44,16 @@ _MOVES = re.compile(
     rf"(?:{_FAILED}):? {_STATE}(rtr|rts)\W*$"
 )
 
+
+def _verb(name: str) -> str:
+    """Return a pattern for the failure of a verb.
+
+    "ibv_reg_mr failed", "ibv_reg_mr(address=0x7f00, length=64) failed", "ibv_reg_mr: ENOMEM".
+    """
+    no_memory = r":? +(?:\[errno 12\] +)?(?:enomem|cannot allocate memory)(?![a-z])"
+    return rf"\bibv_{name}\b(?:\([^()]*\))?(?:.{{0,12}}(?:{_FAILED})|{no_memory})"
+
+
 _NAMED = {one.name: one for one in (*FINDINGS, *EXCEPTIONS, *CM_EVENTS, *FAILURES)}
 _WORDS = rf"(?:{_FAILED})(?: to)? "
 _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
@@ -54,6 +64,7 @@ _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
         Rank.FIRST: {
             # ibv_*_pingpong: "poll CQ failed -1"; others: "ibv_poll_cq failed with error 22".
             rf"poll[_ ]?cq\b.{{0,12}}(?:{_FAILED})|{_WORDS}poll(?: the)? cq\b": "poll_cq",
+            r"\blibibverbs: warning: rlimit_memlock\b": "reg_mr",
             # The errno in such a line is an earlier call's.
             r"^\s*(?:client|server) (?:read|write|read/write): ": "exchange",
             # rping, udaddy and their relatives
@@ -69,15 +80,15 @@ _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
             # perftest, ibv_*_pingpong
             r"\bport number \d+ state is (?:down|init|armed)": "port-down",
             rf"{_WORDS}(?:get context for|open (?:the )?(?:rdma |ib |infiniband )?device)|"
-            rf"\bibv_open_device\b.{{0,12}}(?:{_FAILED})": "open_device",
+            rf"{_verb('open_device')}": "open_device",
             rf"{_WORDS}(?:allocate|create|alloc) (?:a )?pd\b|"
-            rf"\bibv_alloc_pd\b.{{0,12}}(?:{_FAILED})": "alloc_pd",
+            rf"{_verb('alloc_pd')}": "alloc_pd",
             rf"{_WORDS}(?:register|allocate|create|reg) (?:an? )?(?:mr|memory region)\b|"
-            rf"\bibv_reg_mr\b.{{0,12}}(?:{_FAILED})": "reg_mr",
+            rf"{_verb('(?:exp_)?reg_(?:dmabuf_)?mr(?:_iova2?)?')}": "reg_mr",
             rf"{_WORDS}create (?:an? |the )?(?:send |receive |recv )?cqs?\b|\brxe_cq_chk_attr: cqe|"
-            rf"\bibv_create_cq\b.{{0,12}}(?:{_FAILED})": "create_cq",
+            rf"{_verb('create_cq(?:_ex)?')}": "create_cq",
             rf"{_WORDS}create (?:an? |the )?(?:rc |uc |ud |xrc )?qps?\b|"
-            rf"\bibv_create_qp\b.{{0,12}}(?:{_FAILED})|\brequested sq size might be too big|"
+            rf"{_verb('create_qp(?:_ex)?')}|\brequested sq size might be too big|"
             r"\brxe_qp_chk_(?:cap|init): (?:invalid|missing)": "create_qp",
             rf"{_WORDS}(?:modify|modifying) (?:\S+ )?qp\b|"
             rf"\bibv_modify_qp\b.{{0,12}}(?:{_FAILED})": "modify_qp",
@@ -86,7 +97,7 @@ _ROWS: tuple[tuple[str, Rank, str], ...] = tuple(
             rf"{_WORDS}(?:read|query|get) (?:the )?s?gid\b|"
             rf"\bibv_query_gid\b.{{0,12}}(?:{_FAILED})": "query_gid",
             rf"{_WORDS}get local lid\b": "get_lid",
-            rf"{_WORDS}create (?:an? )?ah\b|\bibv_create_ah\b.{{0,12}}(?:{_FAILED})": "create_ah",
+            rf"{_WORDS}create (?:an? )?ah\b|{_verb('create_ah')}": "create_ah",
             rf"{_WORDS}post (?:a )?(?:recv|receive)|"
             rf"\bibv_post_recv\b.{{0,12}}(?:{_FAILED})": "post_recv",
             rf"{_WORDS}post (?:an? )?(?:send|(?:ibv_wr_)?rdma[_ ](?:read|write))|"
@@ -121,6 +132,8 @@ _HINTS = (
     "rdma",
     "rxe_",
     "requested sq",
+    "enomem",
+    "rlimit_memlock",
     "did not",
     "client ",
     "server ",

@@ -106,7 +106,7 @@ FAILURES: tuple[Explanation, ...] = (
             "and inline bytes: ask for less (perftest: -t, -r, -I).",
             "The type is not supported (UC, XRC, RAW_PACKET; EFA has only UD and SRD), or needs "
             "CAP_NET_RAW.",
-            "The limit on locked memory, or the device is out of queue pairs.",
+            "The limit on locked memory, or the device is out of queue pairs (ENOMEM).",
         ),
     ),
     _failure(
@@ -116,7 +116,7 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "cqe is over the device's max_cqe, or 0.",
             "comp_vector is not below num_comp_vectors.",
-            "The limit on locked memory, or the device is out of CQs.",
+            "The limit on locked memory, or the device is out of CQs (ENOMEM).",
         ),
     ),
     _failure(
@@ -124,7 +124,8 @@ FAILURES: tuple[Explanation, ...] = (
         "The memory region could not be registered.",
         "The errno; ulimit -l; the access flags; for GPU memory lsmod for nvidia_peermem.",
         causes=(
-            "The limit on locked memory (ENOMEM).",
+            "The limit on locked memory, RLIMIT_MEMLOCK (ENOMEM): raise it with ulimit -l unlimited, "
+            "in /etc/security/limits.conf, or in a unit with LimitMEMLOCK=infinity.",
             "The range is not mapped, is read-only, or cannot be pinned (EFAULT).",
             "A remote write or atomic permission without local write (EINVAL); ODP or huge pages "
             "that the device lacks (EOPNOTSUPP).",

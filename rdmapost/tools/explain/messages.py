@@ -287,7 +287,8 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
         failed, rank = call
         if rank is Rank.WHOLE:
             return (failed,)
-        if at and rank is Rank.ALONE:
+        says = {one.name for _, one in at if one.kind not in UNNUMBERED}
+        if at and rank is Rank.ALONE and says != {"ENOMEM"}:
             failed = None
     elif not at and any(hint in lower for hint in _VENDOR_HINTS):
         at += [(vendor.start(), VENDOR_ERR) for vendor in VENDOR_ERR_NUMBER.finditer(line)]

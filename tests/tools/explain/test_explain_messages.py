@@ -25,7 +25,7 @@ LINES = [
         ["REM_INV_REQ_ERR"],
     ),
     ("isert: isert_qp_event_callback: event: QP access error (3)", ["QP_ACCESS_ERR"]),
-    ("ibv_post_send failed: 12", ["ENOMEM"]),
+    ("ibv_post_send failed: 12", ["post_send", "ENOMEM"]),
     ("ibv_post_send: 12", ["ENOMEM"]),
     ("ibv_post_send() = 12", ["ENOMEM"]),
     ("ibv_post_recv returned error code 22, giving up", ["EINVAL"]),
@@ -93,8 +93,30 @@ LINES = [
     ("rdma_rxe: rxe_create_qp: failed with err = -22", ["EINVAL"]),
     ("[Errno 12] Cannot allocate memory", ["ENOMEM"]),
     ("OSError: [Errno 13] Permission denied: '/dev/infiniband/uverbs0'", ["EACCES"]),
-    ("Couldn't register MR: Cannot allocate memory", ["ENOMEM"]),
-    ("libibverbs: Warning: RLIMIT_MEMLOCK is 65536 bytes.", ["ENOMEM"]),
+    ("Couldn't register MR: Cannot allocate memory", ["reg_mr", "ENOMEM"]),
+    ("Unable to register MR: Cannot allocate memory", ["reg_mr", "ENOMEM"]),
+    ("libibverbs: Warning: RLIMIT_MEMLOCK is 65536 bytes.", ["reg_mr", "ENOMEM"]),
+    (
+        "UCX ERROR ibv_reg_mr(address=0x7f0000000000, length=4096, access=0xf) failed: "
+        "Cannot allocate memory",
+        ["reg_mr", "ENOMEM"],
+    ),
+    (
+        "UCX ERROR ibv_reg_mr(address=0x7f00, length=64, access=0xf) failed: Bad address",
+        ["EFAULT"],
+    ),
+    ("NCCL WARN Call to ibv_reg_mr_iova2 failed with error Bad address", ["EFAULT"]),
+    (
+        "NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory",
+        ["reg_mr", "ENOMEM"],
+    ),
+    (
+        "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory",
+        ["create_cq", "ENOMEM"],
+    ),
+    ("UCX ERROR ibv_create_cq(cqe=4096) failed: Cannot allocate memory", ["create_cq", "ENOMEM"]),
+    ("ibv_reg_mr: Cannot allocate memory", ["reg_mr", "ENOMEM"]),
+    ("rdmapost.VerbsError: ibv_reg_mr: ENOMEM (Cannot allocate memory)", ["reg_mr", "ENOMEM"]),
     (
         "libibverbs: Warning: no userspace device-specific driver found for "
         "/sys/class/infiniband_verbs/uverbs0",
@@ -362,9 +384,20 @@ def test_log_on_standard_input_is_explained_in_json() -> None:
     doc = json.loads(piped(LOG, "--json").stdout)
     assert [(one["name"], one["number"], one["count"]) for one in doc["mentions"]] == [
         ("RETRY_EXC_ERR", 2, 2),
+        ("reg_mr", 4, 1),
         ("ENOMEM", 4, 1),
     ]
-    assert [one["name"] for one in doc["explanations"]] == ["RETRY_EXC_ERR", "ENOMEM"]
+    assert [one["name"] for one in doc["explanations"]] == ["RETRY_EXC_ERR", "reg_mr", "ENOMEM"]
+
+
+def test_memory_that_cannot_be_registered_is_first_about_the_limit_on_locked_memory() -> None:
+    (first, _) = explain_lines(["Unable to register MR: Cannot allocate memory"])
+    assert "RLIMIT_MEMLOCK" in first.explanation.causes[0]
+
+
+def test_wrong_token_is_a_cause_of_connect_error() -> None:
+    (found,) = explain_lines(["ConnectError: 127.0.0.1:18600 refused: wrong token"])
+    assert any("token" in cause for cause in found.explanation.causes)
 
 
 def test_log_without_an_error_fails_in_one_line() -> None:
