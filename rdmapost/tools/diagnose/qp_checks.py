@@ -30,7 +30,10 @@ _RXE_VENDOR = 0xFFFFFF
 _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
 _LOST = "the CQ has overrun, and their completions may be lost"
-_RECREATE = "close the queue pairs that complete on the CQ, and the CQ; create them again"
+_RECREATE = (
+    "close the queue pairs that complete on the CQ, and the CQ, and create them again: a CQ that has "
+    "overrun cannot be resized or used again"
+)
 
 _STATES: dict[QPState, tuple[Severity, str]] = {
     QPState.RESET: ("problem", "nothing can be posted to it, and nothing arrives"),
@@ -313,8 +316,6 @@ def check_completions(snap: Snapshot) -> Iterable[Finding]:
         return
     for cq in _cqs(qp):
         yield _check_cq(cq, snap)
-    for cq in _overrun(qp):
-        yield Finding("cq-overrun", "problem", f"{cq}: {OVERRUN}", _RECREATE)
 
 
 def _cqs(qp: QP) -> list[CQ]:
@@ -339,6 +340,9 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
     room = counted(capacity, "work request")
     evidence = f"{cq}; its queues hold up to {room}; outstanding: {outstanding}"
+    if has_overrun(cq):
+        # Its size no longer matters, because a CQ in error cannot be resized.
+        return Finding("cq-overrun", "problem", f"{evidence}: {OVERRUN}", _RECREATE)
     remedy = f"cq.resize({capacity}), or poll before the CQ can fill up"
     if outstanding > cq.cqe:
         failed = snap.attr.qp_state is QPState.ERR

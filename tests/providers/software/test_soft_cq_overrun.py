@@ -54,6 +54,12 @@ def test_cq_overrun_breaks_its_queue_pair():
 
 def assert_points_at_the_overrun(qp):
     findings = qp.diagnose()
+    # One remedy, although the CQ is also too small.
+    assert "cq-too-small" not in [finding.name for finding in findings]
+    assert "resize(" not in " ".join(finding.remedy for finding in findings)
+    (remedy,) = {finding.remedy for finding in findings if finding.severity == "problem"}
+    assert remedy == named(findings, "cq-overrun").remedy
+    assert remedy.startswith("close the queue pairs that complete on the CQ, and the CQ, and create")
     assert not [finding for finding in findings if finding.name == "not-polled"]
     state = named(findings, "qp-state")
     assert "its CQ has overrun" in state.evidence
