@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import socket
@@ -117,7 +118,7 @@ def serve(
             pair is connected and before the client knows: fill its memory there, for example.
             Return private data for this client, or None for private_data. To reject the client,
             raise an RdmaError: dial() raises a ConnectError with its text and the code
-            "rejected".
+            "rejected". Only aserve takes a coroutine function.
 
     Returns:
         The running server; a context manager.  If it becomes unreachable it ends,
@@ -141,6 +142,9 @@ def serve(
         VerbsError: the device refused.
     """
     port = check_where(host, port, 0)
+    # Also of an object with such a __call__.
+    if any(map(inspect.iscoroutinefunction, (on_connect, getattr(on_connect, "__call__", None)))):
+        raise TypeError("on_connect: a coroutine function needs an event loop: use aserve")
     server = ServerState(
         context,
         size=size,

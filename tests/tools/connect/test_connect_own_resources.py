@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import re
 import threading
 import time
@@ -512,6 +513,20 @@ def test_a_served_client_refuses_wrong_arguments_as_the_client_does(
 def test_on_connect_must_be_callable(context: rp.Context) -> None:
     with pytest.raises(TypeError, match="on_connect: expected a callable or None, got int"):
         connect.serve(context, port=0, on_connect=3)  # type: ignore[arg-type]
+
+
+def test_server_with_threads_refuses_a_coroutine_function(context: rp.Context) -> None:
+    async def on_connect(client: connect.ServedClient) -> None:
+        pass
+
+    class Callback:
+        async def __call__(self, client: connect.ServedClient) -> None:
+            pass
+
+    refused: Any
+    for refused in (on_connect, Callback(), functools.partial(on_connect)):
+        with pytest.raises(TypeError, match="on_connect: a coroutine function .* use aserve"):
+            connect.serve(context, port=0, on_connect=refused)
 
 
 def test_clients_number_is_bounded_also_when_on_connect_rejects(context: rp.Context) -> None:
