@@ -60,6 +60,16 @@ def _access(value: str) -> str:
     return ",".join(names)
 
 
+def _access_lists(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[str]:
+    """Complete the last name of --access."""
+    given, comma, last = incomplete.rpartition(",")
+    names = [*_ACCESS, *([] if comma else ["none"])]
+    left = [name for name in names if name not in given.split(",")]
+    return [f"{given}{comma}{name}" for name in left if name.startswith(last.lower())]
+
+
 def _address(value: str) -> str:
     """Parse an address to listen on."""
     address = not_empty(value).strip("[]")
@@ -110,6 +120,7 @@ def _address(value: str) -> str:
     "--access",
     type=_access,
     metavar="LIST",
+    shell_complete=_access_lists,
     help="Access that clients get: read,write,atomic, or none.  "
     "[default: all that the device supports]",
 )

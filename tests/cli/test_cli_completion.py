@@ -60,6 +60,12 @@ def test_completion_offers_the_choices_of_an_option() -> None:
     assert values("completion", "") == ["bash", "zsh", "fish"]
 
 
+def test_completion_offers_the_access_that_a_server_can_give() -> None:
+    assert values("serve", "--access", "") == ["read", "write", "atomic", "none"]
+    assert values("serve", "--access", "read,") == ["read,write", "read,atomic"]
+    assert values("serve", "--access", "read,w") == ["read,write"]
+
+
 def test_completion_offers_device_names() -> None:
     """Those of this machine, soft0 and the roce devices that can be opened."""
     roce = [one.name for one in rp.list_roce_interfaces() if one.obstacle is None]
