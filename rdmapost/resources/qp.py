@@ -1134,8 +1134,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         rows, so pass a long column in slices of about the queue's size.
 
         Args:
-            wr_type: the class of the work requests: a write, a read, a send, an atomic
-                operation or LocalInv.
+            wr_type: the class of the work requests: any but BindMW and TSO.
             sg_list: ``mr.blocks(...)`` or ``mr.ranges(...)``; or one list of SGEs for all rows.
             wr_id: comes back in the completion: a number for all rows, or a column.
             signal_every: signal every n-th row, and the last row posted. The unsignaled rows

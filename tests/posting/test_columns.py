@@ -448,10 +448,17 @@ def test_buffer_that_is_not_exported_is_not_a_column(rc):
     assert rc.a.outstanding.send == 0
 
 
+def test_help_names_the_classes_that_have_no_rows():
+    assert "wr_type: the class of the work requests: any but BindMW and TSO." in (
+        rp.QP.post_columns.__doc__ or ""
+    )
+
+
 def test_a_class_that_has_no_rows_is_named_as_a_user_writes_it(rc):
     blocks = rc.mine.blocks(np.arange(2), 8)
     for wr_type, words in [
         (rp.BindMW, "BindMW cannot be posted by columns"),
+        (rp.TSO, "TSO cannot be posted by columns"),
         (int, "int cannot be posted by columns"),
         (3, "wr_type: expected a work request class, such as RdmaWrite, got int"),
     ]:
@@ -729,11 +736,10 @@ def test_what_code_in_the_middle_changes_of_a_column_that_was_read_has_no_effect
         (array.array("q", [8]), "different lengths: lengths has 1 row, offsets has 2$"),
         (array.array("q", [8] * 3), "different lengths: lengths has 3 rows, offsets has 2$"),
         (array.array("d", [8, 8]), "^lengths: a column is a buffer"),
-        ("x", "^lengths: expected "),
     ],
 )
 def test_errors_about_ranges_name_its_arguments(rc, lengths, text):
-    ranges = rc.mine.ranges(array.array("q", [0, 8]), lengths)
+    ranges = rc.theirs.ranges(array.array("q", [0, 8]), lengths)
     with pytest.raises((TypeError, ValueError), match=text):
         rc.b.post_recv_columns(ranges)
 
