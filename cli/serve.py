@@ -60,9 +60,7 @@ def _access(value: str) -> str:
     return ",".join(names)
 
 
-def _access_lists(
-    context: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[str]:
+def _access_lists(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Complete the last name of --access."""
     given, comma, last = incomplete.rpartition(",")
     names = [*_ACCESS, *([] if comma else ["none"])]

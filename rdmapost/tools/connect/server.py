@@ -143,7 +143,8 @@ def serve(
     """
     port = check_where(host, port, 0)
     # Also of an object with such a __call__.
-    if any(map(inspect.iscoroutinefunction, (on_connect, getattr(on_connect, "__call__", None)))):
+    method = getattr(type(on_connect), "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(on_connect) or inspect.iscoroutinefunction(method):
         raise TypeError("on_connect: a coroutine function needs an event loop: use aserve")
     server = ServerState(
         context,

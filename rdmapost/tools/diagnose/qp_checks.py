@@ -31,8 +31,8 @@ _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
 _LOST = "the CQ has overrun, and their completions may be lost"
 _RECREATE = (
-    "close the queue pairs that complete on the CQ, and the CQ, and create them again: a CQ that has "
-    "overrun cannot be resized or used again"
+    "close the queue pairs that complete on the CQ, and the CQ, and create them again: a CQ that "
+    "has overrun cannot be resized or used again"
 )
 
 _STATES: dict[QPState, tuple[Severity, str]] = {

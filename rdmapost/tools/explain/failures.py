@@ -124,8 +124,8 @@ FAILURES: tuple[Explanation, ...] = (
         "The memory region could not be registered.",
         "The errno; ulimit -l; the access flags; for GPU memory lsmod for nvidia_peermem.",
         causes=(
-            "The limit on locked memory, RLIMIT_MEMLOCK (ENOMEM): raise it with ulimit -l unlimited, "
-            "in /etc/security/limits.conf, or in a unit with LimitMEMLOCK=infinity.",
+            "The limit on locked memory, RLIMIT_MEMLOCK (ENOMEM): raise it with ulimit -l "
+            "unlimited, in /etc/security/limits.conf, or in a unit with LimitMEMLOCK=infinity.",
             "The range is not mapped, is read-only, or cannot be pinned (EFAULT).",
             "A remote write or atomic permission without local write (EINVAL); ODP or huge pages "
             "that the device lacks (EOPNOTSUPP).",

@@ -101,15 +101,9 @@ LINES = [
         "Cannot allocate memory",
         ["reg_mr", "ENOMEM"],
     ),
-    (
-        "UCX ERROR ibv_reg_mr(address=0x7f00, length=64, access=0xf) failed: Bad address",
-        ["EFAULT"],
-    ),
+    ("UCX ERROR ibv_reg_mr(address=0x7f00, length=64, access=0xf) failed: Bad address", ["EFAULT"]),
     ("NCCL WARN Call to ibv_reg_mr_iova2 failed with error Bad address", ["EFAULT"]),
-    (
-        "NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory",
-        ["reg_mr", "ENOMEM"],
-    ),
+    ("NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory", ["reg_mr", "ENOMEM"]),
     (
         "NCCL WARN Call to ibv_create_cq failed with error Cannot allocate memory",
         ["create_cq", "ENOMEM"],
