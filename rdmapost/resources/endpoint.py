@@ -10,13 +10,12 @@ from .._arguments import expect, member, within
 from ..enums import MTU
 from .gid import GID, GIDLike, gid_argument
 
-_LINE = re.compile(
-    r"qp_num=(0x[0-9a-f]{1,16}) psn=(0x[0-9a-f]{1,16}) gid=([^\s%]{1,64}) "
-    r"lid=(0x[0-9a-f]{1,16}) mtu=([0-9]{1,9})"
-)
+_HEX = r"0x[0-9a-f]{1,16}"
+_FIELDS = {"qp_num": _HEX, "psn": _HEX, "gid": r"[^\s%]{1,64}", "lid": _HEX, "mtu": r"[0-9]{1,9}"}
+"""The form of each field of a line, in their order."""
+_LINE = re.compile(" ".join(f"{name}=({form})" for name, form in _FIELDS.items()))
 _BY_BYTES = {mtu.bytes: mtu for mtu in MTU}
-
-_FIELDS = ("qp_num", "psn", "gid", "lid", "mtu")
+_BITS = {"qp_num": 24, "psn": 24, "lid": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +50,8 @@ class Endpoint:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name, bits in (("qp_num", 24), ("psn", 24), ("lid", 16)):
-            value = within(name, getattr(self, name), 0, (1 << bits) - 1)
-            object.__setattr__(self, name, value)
+        for name in _BITS:
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         object.__setattr__(self, "gid", gid_argument("gid", self.gid))
         object.__setattr__(self, "mtu", member("mtu", self.mtu, MTU))
 
@@ -72,16 +70,60 @@ class Endpoint:
 
         Raises:
             TypeError: it is not a str.
-            ValueError: line is not an endpoint, or a field is out of range; the message
-                names the field.
+            ValueError: line is not an endpoint, or a field is out of range; the message names
+                the fields that are wrong, if the line has any of an endpoint's.
         """
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
         if match is None:
-            missing = [name for name in _FIELDS if f"{name}=" not in line]
-            lacks = f"; it has no {', '.join(missing)}" if len(missing) < len(_FIELDS) else ""
-            raise ValueError(f"not an endpoint: {line[:120]!r}{lacks if missing else ''}")
+            why = _why_no_endpoint(line)
+            raise ValueError(f"not an endpoint: {line[:120]!r}{'; ' if why else ''}{why}")
         qpn, psn, gid, lid, mtu = match.groups()
-        if int(mtu) not in _BY_BYTES:
-            raise ValueError(f"mtu={mtu} is not one of {', '.join(map(str, _BY_BYTES))}")
-        return cls(int(qpn, 16), int(psn, 16), gid, int(lid, 16), _BY_BYTES[int(mtu)])
+        return cls(int(qpn, 16), int(psn, 16), gid, int(lid, 16), _mtu(mtu))
+
+
+def _number(name: str, given: int) -> int:
+    return within(name, given, 0, (1 << _BITS[name]) - 1)
+
+
+def _mtu(text: str) -> MTU:
+    if int(text) not in _BY_BYTES:
+        raise ValueError(f"mtu={text} is not one of {', '.join(map(str, _BY_BYTES))}")
+    return _BY_BYTES[int(text)]
+
+
+def _why_no_endpoint(line: str) -> str:
+    """Say what is wrong in a line that has not the form of an endpoint; "" if everything is."""
+    given = [part.partition("=") for part in line.split()]
+    names = [name for name, _, _ in given]
+    missing = [name for name in _FIELDS if name not in names]
+    if len(missing) == len(_FIELDS):
+        return ""
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    for at, (name, equals, _) in enumerate(given):
+        if name not in _FIELDS or not equals:
+            return f"{(name + equals)[:40]!r} is not one of its fields: {', '.join(_FIELDS)}"
+        if name in names[:at]:
+            return f"{name} is given more than once"
+    if wrong := [why for name, _, value in given if (why := _why_not(name, value))]:
+        return "; ".join(wrong)
+    return f"its fields are {', '.join(_FIELDS)}, in this order, with one space between them"
+
+
+def _why_not(name: str, value: str) -> str:
+    """Say why a field cannot have the value that a line gives it, or return ""."""
+    shown = f"{name}={value[:40]}"
+    try:
+        if name == "gid":
+            gid_argument(name, value)
+        elif not re.fullmatch(_FIELDS[name], value):
+            form = "a number of bytes" if name == "mtu" else "a hexadecimal number such as 0x1f"
+            return f"{shown} is not {form}"
+        elif name == "mtu":
+            _mtu(value)
+        else:
+            _number(name, int(value, 16))
+    except ValueError as error:
+        return str(error)[:120]
+    return "" if re.fullmatch(_FIELDS[name], value) else f"{shown} is not a GID"

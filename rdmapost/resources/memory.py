@@ -518,8 +518,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Deregister the region and release its memory to the caller.
 
         Raises:
-            InUseError: an outstanding or prepared work request names it, or a memory
-                window is bound to it; the message says which.
+            InUseError: an outstanding or prepared work request names it, or a memory window is
+                bound to it, as for rereg; the message says which.
             VerbsError: the device refused.
 
         See ibv_dereg_mr(3).
@@ -533,6 +533,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                     raise
                 # The device knows which windows are bound, so it was asked first. A window here
                 # holds every region that it may be bound to, until a completion settles it.
+                self._unbind_windows()
                 bound = self._windows()
                 if bound:
                     raise InUseError(
@@ -635,7 +636,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         If it is not, it was in use when this was called.
         """
-        if any([window._unbind_invalidated() for window in self._bound_windows()]):
+        if self._unbind_windows():
             return
         windows = self._windows()
         if windows:
@@ -654,6 +655,10 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Release the memory of the form that was replaced; called again if it is interrupted."""
         if self._replaced is not None and self._replaced.held is not self._form.held:
             self._replaced.give_back()
+
+    def _unbind_windows(self) -> bool:
+        """Unbind the windows whose keys have been invalidated; return whether there were any."""
+        return any([window._unbind_invalidated() for window in self._bound_windows()])
 
     def _windows(self) -> list[str]:
         """Return the windows that are, or may be, bound to the region."""

@@ -723,6 +723,21 @@ def test_what_code_in_the_middle_changes_of_a_column_that_was_read_has_no_effect
     assert [wc.check().wr_id for wc in rc.wait(3)] == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "text"),
+    [
+        (array.array("q", [8]), "different lengths: lengths has 1 row, offsets has 2$"),
+        (array.array("q", [8] * 3), "different lengths: lengths has 3 rows, offsets has 2$"),
+        (array.array("d", [8, 8]), "^lengths: a column is a buffer"),
+        ("x", "^lengths: expected "),
+    ],
+)
+def test_errors_about_ranges_name_its_arguments(rc, lengths, text):
+    ranges = rc.mine.ranges(array.array("q", [0, 8]), lengths)
+    with pytest.raises((TypeError, ValueError), match=text):
+        rc.b.post_recv_columns(ranges)
+
+
 def test_column_that_shrinks_before_it_is_read_has_another_length(rc):
     index = array.array("q", range(50))
     with pytest.raises(ValueError, match="different lengths"):

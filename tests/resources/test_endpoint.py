@@ -50,6 +50,51 @@ def test_fields_that_are_missing_are_named():
         Endpoint.parse("hello")
 
 
+HEX = "a hexadecimal number such as 0x1f"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("qp_num=0x1 psn=0x1 gid=::1 lid=0 mtu=1024", f"lid=0 is not {HEX}"),
+        (
+            "qp_num=0x1 psn=0x1 gid=::1 lid=0 mtu=4097",
+            f"lid=0 is not {HEX}; mtu=4097 is not one of 256, 512, 1024, 2048, 4096",
+        ),
+        (
+            "qp_num=0x1000000 psn=0 gid=::1 lid=0x0 mtu=4096",
+            f"qp_num=16777216 is not in 0..2^24-1; psn=0 is not {HEX}",
+        ),
+        (
+            "qp_num=1 psn=0x1 gid=zz lid=0x0 mtu=1024",
+            f"qp_num=1 is not {HEX}; gid: 'zz' is not an IPv6 address",
+        ),
+        ("qp_num=0x1 psn=0x1 gid=fe80::1%a lid=0x0 mtu=1024", "gid=fe80::1%a is not a GID"),
+        ("qp_num=0x1 psn=0x1 gid=::1 lid=0x0 mtu=1k", "mtu=1k is not a number of bytes"),
+        (
+            "qp_num=0x1 psn=0x1 gid=::1 lid=0x0 mtu=1024 extra=2",
+            "'extra=' is not one of its fields: qp_num, psn, gid, lid, mtu",
+        ),
+        (
+            "qp_num=0x1 psn=0x1 gid=::1 lid=0x0 mtu=1024 mtu",
+            "'mtu' is not one of its fields: qp_num, psn, gid, lid, mtu",
+        ),
+        (
+            "qp_num=0x1 qp_num=0x2 psn=0x1 gid=::1 lid=0x0 mtu=1024",
+            "qp_num is given more than once",
+        ),
+        (
+            "psn=0x1 qp_num=0x1 gid=::1 lid=0x0 mtu=1024",
+            "its fields are qp_num, psn, gid, lid, mtu, in this order, with one space between them",
+        ),
+    ],
+)
+def test_fields_that_are_wrong_are_named(line, why):
+    with pytest.raises(ValueError, match="not an endpoint") as caught:
+        Endpoint.parse(line)
+    assert str(caught.value) == f"not an endpoint: {line!r}; {why}"
+
+
 @given(st.text())
 def test_garbage_is_no_endpoint(text):
     with pytest.raises(ValueError, match="not an endpoint"):

@@ -331,6 +331,20 @@ def test_region_of_an_invalidated_window_is_registered_again(
     assert _refused(mw, region)
 
 
+@pytest.mark.parametrize(("invalidate", "completions"), [(_by_peer, 2), (_by_itself, 1)])
+@pytest.mark.parametrize("verb", ["close", "rereg"])
+def test_only_windows_that_are_bound_are_named(rc, stack, windowed, invalidate, completions, verb):
+    unbound, region = windowed
+    bound = stack.enter_context(rp.MW(rc.pd))
+    _bind(rc, bound, region)
+    invalidate(rc, unbound)
+    rc.wait(completions)
+    with pytest.raises(rp.InUseError, match="unbind or close it first") as caught:
+        region.close() if verb == "close" else region.rereg(access=region.access)
+    assert str(bound) in str(caught.value)
+    assert str(unbound) not in str(caught.value)
+
+
 @pytest.mark.parametrize("how", ["prepare", "post_columns"])
 def test_window_bound_again_after_a_list_that_invalidates_it_is_bound(rc, windowed, how):
     """Each post of a list counts from its own time on."""

@@ -66,7 +66,7 @@ struct columns {
 	uint64_t small[SMALL];
 };
 
-static PyObject *signal_every, *size_name, *index_name, *offsets_name;
+static PyObject *signal_every, *size_name, *index_name, *offsets_name, *lengths_name;
 
 /* Columns that are not fields of a work request class. */
 static struct field wr_id_field = { .size = 8, .max = UINT64_MAX, .what = NUMBER };
@@ -199,8 +199,9 @@ static NOINLINE int read_view(struct columns *c, struct column *col, const Py_bu
 		return -1;
 	}
 	if (c->counted && c->count != (size_t)view->shape[0]) {
-		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd rows, %U "
-			     "has %zu", col->name, view->shape[0], c->column[c->used - 1].name, c->count);
+		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd %s, %U "
+			     "has %zu", col->name, view->shape[0], view->shape[0] == 1 ? "row" : "rows",
+			     c->column[c->used - 1].name, c->count);
 		return -1;
 	}
 	c->counted = 1;
@@ -389,7 +390,7 @@ static int read_local(struct columns *c, struct request *r)
 	if (blocks)
 		read = note_refusal(c, (each = addr.scale) <= UINT32_MAX);
 	else
-		read = read_numbers(c, &sge_length, size_name, size, &each);
+		read = read_numbers(c, &sge_length, lengths_name, size, &each);
 	c->length = read > 0 ? &c->column[c->used - 1] : NULL;
 	sge.length = (uint32_t)each;
 	return read < 0 || rp_append_sge(&c->post, r, &sge, mr) < 0 ? -1 : 0;
@@ -759,5 +760,6 @@ int rp_add_columns(void)
 	size_name = PyUnicode_InternFromString("size");
 	index_name = PyUnicode_InternFromString("index");
 	offsets_name = PyUnicode_InternFromString("offsets");
-	return signal_every && size_name && index_name && offsets_name ? 0 : -1;
+	lengths_name = PyUnicode_InternFromString("lengths");
+	return signal_every && size_name && index_name && offsets_name && lengths_name ? 0 : -1;
 }

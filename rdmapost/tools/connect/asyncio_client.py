@@ -61,7 +61,9 @@ async def adial(
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
-            queue pair is created in its protection domain.
+            queue pair is created in its protection domain. With its own key the server may do what
+            its access permits, and with your windows on it what they grant: for windows only, give
+            it LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,

@@ -67,7 +67,8 @@ async def aserve(
         port: TCP port; 0 chooses one.
         size: bytes of memory that each client can reach, 1..2^40; default: 4096.
         access: remote access rights granted to each client: REMOTE_READ, REMOTE_WRITE and
-            REMOTE_ATOMIC; by default all that the device supports, or that mr has.
+            REMOTE_ATOMIC; by default all that the device supports, or that mr has. If mr has
+            MW_BIND, access cannot restrict it.
         count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
         receive_size: bytes of message that each takes; default: size, at most 64 KiB.
@@ -77,8 +78,10 @@ async def aserve(
             most the access rights that it has when they connect; mr.rereg changes what later ones
             get, but not the queue pairs of those already connected. Clients also share its
             protection domain: a client that knows or guesses the key of another region there can
-            use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it;
-            if it has MW_BIND, the clients' queue pairs permit whatever your windows grant.
+            use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it.
+            If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant, and
+            with it all that mr grants with its own rkey: to restrict clients to your windows, give
+            it only LOCAL_WRITE | MW_BIND.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
             Left may come while completions of that client are still in cq: poll it empty before
@@ -115,7 +118,8 @@ async def aserve(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or does not go with another one.
+        ValueError: an argument is out of range, or does not go with another one; or access is
+            less than the remote rights of an mr with MW_BIND.
         ClosedError: mr, srq or cq is closed.
         RdmaError: the port has no GID; or the device has no atomics and they are asked for; or
             no thread can be started.

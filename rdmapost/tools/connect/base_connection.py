@@ -29,7 +29,7 @@ from ..reachability import fabric_of
 from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
-from .exposure import bytes_within
+from .exposure import bytes_within, windows_access
 from .failures import ProtocolError
 from .protocol_messages import LONGEST_WAIT_S, QP_TYPES, Hello, Look, Offer, Ready, Report
 from .qp_options import QPOptions, check_given, private_bytes
@@ -135,7 +135,8 @@ class BaseConnection(native.Finalizer, NotCopied):
                 "remote_qkey": offer.qkey,
             }
         else:
-            self.qp.connect(offer.endpoint, access=self._local_access, **self._given.connect)
+            access = self._local_access | windows_access(self._local_access)
+            self.qp.connect(offer.endpoint, access=access, **self._given.connect)
         ready = yield from self._session.ask(Ready())
         self._session.established = True
         return ready

@@ -39,6 +39,8 @@ class Exposure:
         gid_index: the local GID; None if choose_gid chooses it.
         mr: the owner's region that is exposed, or None.
         private_data: bytes for every client.
+        has: the access flags of mr.
+        given: whether serve() was given the access.
     """
 
     size: int
@@ -51,6 +53,8 @@ class Exposure:
     gid_index: int | None
     mr: MR | None
     private_data: bytes
+    has: Access
+    given: bool
 
     @property
     def shared(self) -> bool:
@@ -61,7 +65,24 @@ class Exposure:
         """Return a copy with the size, and at most the access, that the owner's region has now."""
         if self.mr is None:
             return self
-        return replace(self, size=self.mr.length, access=self.access & self.mr.access)
+        has = self.mr.access
+        return replace(self, size=self.mr.length, access=self.access & has, has=has)
+
+    def refuse_unenforced(self, context: Context) -> None:
+        """Raise ValueError if the given access is less than what the region's key grants.
+
+        The clients' queue pairs must permit whatever a window may grant. They then permit it with
+        the region's own key, too.
+        """
+        if not self.given or not self.has & Access.MW_BIND:
+            return
+        if more := self.has & _exposable(context) & ~self.access:
+            raise ValueError(
+                f"access={self.access} cannot be enforced: mr has MW_BIND and {more}. The clients' "
+                "queue pairs permit whatever your windows may grant, so mr's own rkey would give "
+                f"clients {more}, too; give the windows a region with only LOCAL_WRITE | MW_BIND, "
+                "or leave out access"
+            )
 
     def __str__(self) -> str:
         allowed = ", ".join(access_names(self.access)) or "no"
@@ -131,6 +152,7 @@ def make_exposure(
     receive_size = within("receive_size", receive_size, 0, 1 << 31)
     if len(data) > size:
         raise ValueError(f"data: {counted(len(data), 'byte')} do not fit into size={size}")
+    given_access = access is not None
     access = _exposed_access(context, access, mr)
     # Report errors in these arguments now, not to the first client.
     context.choose_gid(port_num, gid_index)
@@ -141,17 +163,38 @@ def make_exposure(
     if shared and mr is None:
         memory = allocate(size)
         memory[: len(data)] = data
-    return Exposure(
-        size, access, count, receive_size, data, memory, port_num, gid_index, mr, private_data
+    exposure = Exposure(
+        size,
+        access,
+        count,
+        receive_size,
+        data,
+        memory,
+        port_num,
+        gid_index,
+        mr,
+        private_data,
+        Access(0) if mr is None else mr.access,
+        given_access,
     )
+    exposure.refuse_unenforced(context)
+    return exposure
+
+
+def windows_access(access: Access) -> Access:
+    """Return what a queue pair must permit for the windows of a region with this access."""
+    return EXPOSABLE if access & Access.MW_BIND else Access(0)
+
+
+def _exposable(context: Context) -> Access:
+    return EXPOSABLE if context.attr.atomic_cap else EXPOSABLE & ~Access.REMOTE_ATOMIC
 
 
 def _exposed_access(context: Context, access: int | None, mr: MR | None) -> Access:
-    has_atomics = bool(context.attr.atomic_cap)
     if access is None:
-        return EXPOSABLE if has_atomics else EXPOSABLE & ~Access.REMOTE_ATOMIC
+        return _exposable(context)
     access = flags("access", access, EXPOSABLE, "REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC")
-    if access & Access.REMOTE_ATOMIC and not has_atomics:
+    if access & ~_exposable(context):
         raise RdmaError(f"{context.name} has no atomics (atomic_cap is NONE)")
     if mr is not None and (missing := access & ~mr.access):
         raise ValueError(f"access: the MR lacks {missing.name}")

@@ -23,7 +23,7 @@ from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES
 from ..resource_stack import ResourceStack
-from .exposure import EXPOSABLE, Exposure, bytes_within
+from .exposure import EXPOSABLE, Exposure, bytes_within, windows_access
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
 from .server_events import Changed
@@ -43,14 +43,6 @@ _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
 """41 ms: a client that sends faster than receives are reposted waits for them."""
-
-
-def _more_access(mr: MR | None) -> Access:
-    """Return what a queue pair must permit for FLUSH and for windows of the owner's region."""
-    if mr is None:
-        return Access(0)
-    windows = EXPOSABLE if mr.access & Access.MW_BIND else Access(0)
-    return mr.access & sum(FLUSH_CAPS) | windows
 
 
 class Place:
@@ -89,6 +81,7 @@ class ServedClient:
         number: int,
         address: str,
     ) -> None:
+        exposure.refuse_unenforced(context)
         self._exposure = exposure
         # Wakes the session when the owner closes the client; None once the client is released.
         self._wakeup: Wakeup | None = Wakeup()
@@ -146,7 +139,8 @@ class ServedClient:
             # 31 bits, because a Q_Key's top bit has a meaning. Random, because a peer that does not
             # know the Q_Key reaches nothing.
             qkey = secrets.randbits(31) if hello.qp_type is QPType.UD else 0
-            self.qp.to_init(access | _more_access(given.mr), qkey=qkey)
+            more = exposure.has & sum(FLUSH_CAPS) | windows_access(exposure.has)
+            self.qp.to_init(access | more, qkey=qkey)
             if self.channel is not None:
                 self._cq.req_notify()
             if exposure.count:

@@ -102,6 +102,88 @@ def test_clients_write_through_a_window_of_the_callers_region(
             assert peer.wait()[0].status is rp.WCStatus.SUCCESS
 
 
+WINDOWS_ONLY = Access.LOCAL_WRITE | Access.MW_BIND
+
+
+def _has_windows(context: rp.Context) -> None:
+    needs(context.attr.device_cap_flags & rp.DeviceCap.MEM_WINDOW_TYPE_2B, "MW", context)
+
+
+@pytest.mark.parametrize("asked", [Access(0), Access.REMOTE_READ])
+def test_access_that_a_region_for_windows_would_exceed_is_refused(
+    serve: Callable[..., Served], pd: rp.PD, asked: Access
+) -> None:
+    """A queue pair that permits what a window grants permits it with the region's key, too."""
+    _has_windows(pd.context)
+    granted = WINDOWS_ONLY | Access.REMOTE_READ | Access.REMOTE_WRITE
+    with rp.MR(pd, 64, granted) as mr:
+        with pytest.raises(ValueError, match=r"only LOCAL_WRITE \| MW_BIND, or leave out") as refused:
+            serve(mr=mr, access=asked)
+        assert str(refused.value).startswith(f"access={asked} cannot be enforced: mr has MW_BIND ")
+        same = Access.REMOTE_READ | Access.REMOTE_WRITE
+        for access in (None, same):
+            with serve(mr=mr, access=access).dial() as peer:
+                assert peer.offer.access == same
+                for wr in (rp.RdmaRead, rp.RdmaWrite):
+                    peer.qp.post_send(wr(peer.mr[:8], **peer.target()))
+                    peer.wait()[0].check()
+
+
+def test_region_for_windows_only_grants_nothing_with_its_own_key(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    _has_windows(pd.context)
+    with rp.MR(pd, 64, WINDOWS_ONLY) as mr:
+        for access in (None, Access(0)):
+            served = serve(mr=mr, access=access)
+            for wr in (rp.RdmaRead, rp.RdmaWrite):
+                with served.dial() as peer, rp.MW(pd) as mw:
+                    assert peer.offer.access == Access(0)
+                    (client,) = served.server.clients
+                    granted = Access.REMOTE_READ | Access.REMOTE_WRITE
+                    client.qp.post_send(bind_wr(mw, mr, granted))
+                    client.qp.send_cq.wait()[0].check()
+                    peer.qp.post_send(wr(peer.mr[:8], **peer.target() | {"rkey": mw.rkey}))
+                    peer.wait()[0].check()
+                    peer.qp.post_send(wr(peer.mr[:8], **peer.target()))
+                    assert peer.wait()[0].status in REFUSED
+                served.until(connect.Left)
+
+
+def test_region_that_gets_windows_and_more_access_later_refuses_new_clients(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    _has_windows(pd.context)
+    with rp.MR(pd, 64, Access.LOCAL_WRITE | Access.REMOTE_READ) as mr:
+        served = serve(mr=mr, access=Access.REMOTE_READ)
+        try:
+            mr.rereg(access=WINDOWS_ONLY | Access.REMOTE_READ | Access.REMOTE_WRITE)
+        except rp.UnsupportedError as error:
+            pytest.skip(str(error))
+        with pytest.raises(connect.ConnectError, match="access=REMOTE_READ cannot be enforced"):
+            served.dial()
+        mr.rereg(access=WINDOWS_ONLY | Access.REMOTE_READ)
+        served.works()
+
+
+def test_server_reads_through_a_window_of_the_clients_region(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    _has_windows(pd.context)
+    served = serve()
+    memory = bytearray(b"see here".ljust(64))
+    with rp.MR(pd, memory, WINDOWS_ONLY) as mr, served.dial(mr=mr) as peer, rp.MW(pd) as mw:
+        peer.qp.post_send(bind_wr(mw, mr, Access.REMOTE_READ))
+        peer.wait()[0].check()
+        (client,) = served.server.clients
+        with rp.MR(client.qp.pd, 8) as box:
+            for rkey, fine in ((mw.rkey, True), (mr.rkey, False)):
+                client.qp.post_send(rp.RdmaRead(box[:8], remote_addr=mr.addr, rkey=rkey))
+                (wc,) = client.qp.send_cq.wait()
+                assert (wc.status is rp.WCStatus.SUCCESS) == fine
+            assert bytes(box.buffer) == b"see here"
+
+
 def test_region_grants_clients_no_more_access_than_it_has(
     serve: Callable[..., Served], pd: rp.PD
 ) -> None:
