@@ -64,8 +64,9 @@ def devices(peer: str, request: pytest.FixtureRequest) -> Iterator[tuple[str, st
         use(said, peer, DEVICE)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def serving(peer: str, devices: tuple[str, str]) -> Iterator[Serving]:
+    """A server for one test: only one process can have a roce device's address."""
     with servers(peer, devices[1]) as start:
         yield start("--size", "1M")
 

@@ -118,7 +118,7 @@ def test_access_that_a_region_for_windows_would_exceed_is_refused(
     _has_windows(pd.context)
     granted = WINDOWS_ONLY | Access.REMOTE_READ | Access.REMOTE_WRITE
     with rp.MR(pd, 64, granted) as mr:
-        with pytest.raises(ValueError, match=r"only LOCAL_WRITE \| MW_BIND, or ") as refused:
+        with pytest.raises(ValueError, match=r"only LOCAL_WRITE \| MW_BIND, or leave") as refused:
             serve(mr=mr, access=asked)
         assert str(refused.value).startswith(f"access={asked} cannot be enforced: mr has MW_BIND ")
         same = Access.REMOTE_READ | Access.REMOTE_WRITE
