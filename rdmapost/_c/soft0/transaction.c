@@ -82,7 +82,7 @@ static struct errand *take_errand(PyObject *capsule)
 {
 	struct errand **at = PyCapsule_GetPointer(capsule, NULL);
 
-	return __atomic_exchange_n(at, NULL, __ATOMIC_SEQ_CST);
+	return at ? __atomic_exchange_n(at, NULL, __ATOMIC_SEQ_CST) : NULL;
 }
 
 static void free_ticket(PyObject *capsule)
@@ -101,7 +101,7 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 
 	(void)self;
 	if (!errand)
-		Py_RETURN_NONE;
+		return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 	/* Finalizers that ran in this thread would wait for locks held by the sender. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
@@ -115,6 +115,12 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	Py_RETURN_NONE;
 }
 
+/* Call a C function although the stack may be so deep that PyObject_Call() raises RecursionError. */
+static PyObject *call_directly(PyObject *function, PyObject *arguments)
+{
+	return PyCFunction_GetFunction(function)(PyCFunction_GetSelf(function), arguments);
+}
+
 static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 
 /*
@@ -125,7 +131,7 @@ static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 static int start_thread(struct errand *errand)
 {
 	struct errand **ticket = PyMem_Malloc(sizeof(*ticket));
-	PyObject *capsule, *arguments, *thread;
+	PyObject *capsule, *arguments, *call, *thread;
 
 	if (!ticket)
 		return -1;
@@ -137,8 +143,9 @@ static int start_thread(struct errand *errand)
 		return -1;
 	}
 	arguments = PyTuple_Pack(1, capsule);
-	thread = arguments ? PyObject_CallFunctionObjArgs(start_new_thread, elsewhere, arguments,
-							  NULL) : NULL;
+	call = arguments ? PyTuple_Pack(2, elsewhere, arguments) : NULL;
+	thread = call ? call_directly(start_new_thread, call) : NULL;
+	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
 	/* Without an identifier the thread may run all the same: then it has taken the errand. */
@@ -154,8 +161,8 @@ static int start_thread(struct errand *errand)
 /* Retry the call on a separate thread. Returns whether that was possible. */
 static int send(struct errand *errand)
 {
-	PyObject *ending = PyObject_CallNoArgs(is_finalizing);
-	int may_start = ending == Py_False && start_new_thread;
+	PyObject *ending = start_new_thread ? call_directly(is_finalizing, NULL) : NULL;
+	int may_start = ending == Py_False;
 
 	Py_XDECREF(ending);
 	PyErr_Clear();
@@ -544,6 +551,11 @@ static PyObject *attribute_of(const char *module_name, const char *name)
 	return found;
 }
 
+static int takes(PyObject *function, int arguments)
+{
+	return PyCFunction_Check(function) && PyCFunction_GetFlags(function) == arguments;
+}
+
 int rp_add_soft_transaction(PyObject *module)
 {
 	elsewhere = PyCFunction_New(&runner, NULL);
@@ -552,7 +564,7 @@ int rp_add_soft_transaction(PyObject *module)
 	if (!elsewhere || !is_finalizing || !start_new_thread)
 		return -1;
 	/* gevent's runs it in the sender's thread, and only after the sender has waited. */
-	if (!PyCFunction_Check(start_new_thread))
+	if (!takes(start_new_thread, METH_VARARGS) || !takes(is_finalizing, METH_NOARGS))
 		Py_CLEAR(start_new_thread);
 	return pthread_atfork(NULL, NULL, after_fork) ? -1 : PyModule_AddFunctions(module, functions);
 }
