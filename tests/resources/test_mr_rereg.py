@@ -426,7 +426,7 @@ def test_window_bound_again_with_its_key_before_the_peers_invalidation_is_polled
 
 @pytest.mark.parametrize("by_peer", [False, True])
 def test_invalidation_does_not_end_the_bind_that_another_queue_pair_executes_later(
-    rc, windowed, context, stack, by_peer
+    rc, connect, windowed, context, stack, by_peer
 ):
     """Binds of one window through two queue pairs are executed in any order."""
     _, region = windowed
@@ -438,8 +438,9 @@ def test_invalidation_does_not_end_the_bind_that_another_queue_pair_executes_lat
     mw = stack.enter_context(rp.MW(rc.pd))
     key = mw.next_rkey()
     # Its bind waits behind a message for which the peer has no receive.
-    rc.a.post_send(rp.Send(rc.mine[:8]))
-    rc.a.post_send(rp.BindMW(mw=mw, rkey=key, mr=later, addr=later.addr, length=64))
+    waiting = connect(rnr_retry=7)
+    waiting.a.post_send(rp.Send(rc.mine[:8]))
+    waiting.a.post_send(rp.BindMW(mw=mw, rkey=key, mr=later, addr=later.addr, length=64))
     a.post_send(rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64))
     others.wait(1)[0].check()
     if by_peer:
@@ -449,7 +450,7 @@ def test_invalidation_does_not_end_the_bind_that_another_queue_pair_executes_lat
     else:
         a.post_send(rp.LocalInv(invalidate_rkey=key))
     others.wait(1)[0].check()
-    rc.b.post_recv(rp.RecvWR(rc.theirs[8:16]))
+    waiting.b.post_recv(rp.RecvWR(rc.theirs[8:16]))
     rc.wait(3)
     assert _refused(mw, later)
 
