@@ -93,7 +93,7 @@ def _mtu(text: str) -> MTU:
 
 
 def _why_no_endpoint(line: str) -> str:
-    """Say what is wrong in a line that has not the form of an endpoint; "" if everything is."""
+    """Say which fields of a line are wrong; "" if it has none of an endpoint's fields."""
     given = [part.partition("=") for part in line.split()]
     names = [name for name, _, _ in given]
     missing = [name for name in _FIELDS if name not in names]

@@ -21,6 +21,11 @@ def peer_address() -> str:
     return os.environ["RDMAPOST_PEER"]
 
 
+def own_address(peer: str) -> str:
+    """Return the address of this machine, which is one of the two."""
+    return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
+
+
 class Remote(agents.Remote):
     """A command on the other machine."""
 

@@ -21,7 +21,7 @@ import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Pingpong, PingpongError, Result, listen
 
-from .remote import DEVICE, GID_INDEX, LIMIT, Remote, said, wait_for_port
+from .remote import DEVICE, GID_INDEX, LIMIT, Remote, own_address, said, wait_for_port
 
 pytestmark = pytest.mark.two_hosts
 
@@ -54,11 +54,6 @@ def ours(qp_type: str, *more: str) -> list[str]:
 def stock(qp_type: str, *more: str) -> list[str]:
     """The stock program and its options."""
     return [f"ibv_{qp_type}_pingpong", "-d", DEVICE, "-g", GID_INDEX, "-n", ITERS, "-e", *more]
-
-
-def own_address(peer: str) -> str:
-    """Return the address of this machine, which is one of the two."""
-    return {"10.0.1.1": "10.0.1.2", "10.0.1.2": "10.0.1.1"}[peer]
 
 
 def check(doc: dict[str, Any], role: str) -> None:

@@ -12,7 +12,7 @@ from support.cli_runner import run
 import rdmapost as rp
 
 from .near_side import exchange
-from .remote import DEVICE, GID_INDEX, said
+from .remote import DEVICE, GID_INDEX, own_address, said
 from .serving import Serving, servers
 
 pytestmark = pytest.mark.two_hosts
@@ -21,8 +21,8 @@ COUNT = 2000
 TYPES = pytest.mark.parametrize("qp_type", ["rc", "uc", "ud"])
 DEVICES = [(DEVICE, "roce"), ("roce", "roce"), ("roce", DEVICE)]
 
-# The kernel's socket keeps the port of RoCE for as long as rdma_rxe is loaded, which this machine's
-# processes can prevent for a moment after they have closed it.
+# While rdma_rxe is loaded, the kernel has RoCE's port. Unloading it fails for a moment after a
+# process has closed the device.
 UNLOAD = f"""
 [ -e /sys/class/infiniband/{DEVICE} ] && rdma link delete {DEVICE}
 for _ in $(seq 100); do modprobe -r rdma_rxe && exit; sleep 0.1; done
@@ -55,7 +55,7 @@ def use(command: Callable[..., str], address: str, kind: str) -> str:
 @pytest.fixture(scope="module", params=DEVICES, ids=" to ".join)
 def devices(peer: str, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """The devices of this machine and of the other; afterwards both have Soft-RoCE again."""
-    own = "10.0.1.1" if peer.endswith(".2") else "10.0.1.2"
+    own = own_address(peer)
     near, far = request.param
     try:
         yield use(here, own, near), use(said, peer, far)

@@ -247,7 +247,8 @@ def _follows(mention: Mention) -> bool:
 @lru_cache(maxsize=1024)
 def _in_line(line: str) -> tuple[Explanation, ...]:
     """Explain the names in a line, each once, in the order of their first occurrence."""
-    if (port := _PORT_STATE.search(line)) and (state := _BY_PORT_STATE.get(port[1] or port[2])):
+    port = _PORT_STATE.search(line) if "state" in line else None
+    if port and (state := _BY_PORT_STATE.get(port[1] or port[2])):
         # PORT_ACTIVE alone is an event.
         return (state,)
     lower = line.lower()

@@ -268,7 +268,7 @@ def test_a_look_does_not_reveal_others_data_without_read_access(
     for options in ({"shared": True}, {"data": b"secret"}):
         with serve(access=WRITE, **options).dial() as peer:
             assert (peer.look().sha256, peer.look().data) == ("", b"")
-    # A client may see memory of its own, which held nothing.
+    # A client may see its own memory, which began empty.
     with serve(access=WRITE).dial() as peer:
         assert peer.look(0, 4).data == bytes(4)
 

@@ -135,7 +135,7 @@ def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connec
     assert "qkey-mismatch" not in [finding.name for finding in findings]
     remedy = {"RESET": "peer.connect()", "ERR": "peer.to_reset() and peer.connect()"}
     assert named(findings, "peer-state").remedy == remedy[to.name]
-    # Nor does the peer report a mismatch of its own Q_Key while it has none.
+    # The peer has no Q_Key yet, and reports no mismatch either.
     assert "qkey-mismatch" not in [finding.name for finding in pair.b.diagnose(pair.a)]
 
 
