@@ -27,7 +27,7 @@ static PyObject *elsewhere; /* run_elsewhere() */
 struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
-	int failed; /* `result` is GIVE_UP's */
+	PyObject *bug; /* the type of the second attempt's exception, or NULL; `result` is GIVE_UP's */
 	int starved; /* there was no memory even for GIVE_UP */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
@@ -55,8 +55,9 @@ static void attempt_again(struct errand *errand)
 	errand->result = attempt(errand->call);
 	if (errand->result)
 		return;
-	errand->failed = broken = 1;
+	broken = 1;
 	error = rp_take_exception();
+	errand->bug = Py_NewRef(error ? (PyObject *)Py_TYPE(error) : Py_None);
 	object = PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
@@ -193,8 +194,11 @@ long rp_soft_transact(PyObject *call)
 	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
-	/* Drop an exception for lack of stack or memory: the retry on another thread had enough. */
-	if (errand.failed || (first && !doomed && rp_lacks_room(first)))
+	/*
+	 * Drop a bug's exception, which GIVE_UP has, and one for lack of stack or memory: the retry on
+	 * another thread had enough.
+	 */
+	if (first && !doomed && ((PyObject *)Py_TYPE(first) == errand.bug || rp_lacks_room(first)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
 	result_code = errand.starved ? -1 : 0;
@@ -203,6 +207,7 @@ long rp_soft_transact(PyObject *call)
 	if (doomed)
 		result_code = 0;
 	Py_XDECREF(errand.result);
+	Py_XDECREF(errand.bug);
 	PyErr_Clear();
 	return result_code;
 }
@@ -362,7 +367,7 @@ static void leave(void)
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)
-			rp_raise_later(rp_take_exception());
+			rp_handler_raised();
 		Py_XDECREF(done);
 	}
 }

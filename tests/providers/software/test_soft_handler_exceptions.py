@@ -261,6 +261,41 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.poll()])
     assert prints(STRUCK + code) == "['ZeroDivisionError'] ['FATAL_ERR']"
 
 
+def test_handlers_exception_is_raised_although_the_device_then_fails():
+    code = """
+def carry_out(*_):
+    if threading.current_thread() is threading.main_thread():
+        signal.raise_signal(signal.SIGUSR1)
+    1 // 0
+
+requester._carry_out = carry_out
+logging.getLogger("rdmapost.soft").setLevel(logging.CRITICAL)
+planned[:] = [LookupError("1")]
+post(1)
+print([repr(error) for error in chain], [wc.status.name for wc in cq.poll()])
+"""
+    said = prints(STRUCK + "import logging" + code)
+    assert said == "[\"LookupError('1')\"] ['FATAL_ERR']"
+
+
+def test_lack_of_memory_while_logging_a_device_fault_is_not_raised():
+    code = """
+import logging
+
+class Starves(logging.Handler):
+    def emit(self, record):
+        emitted.append(record)
+        raise MemoryError
+
+emitted = []
+logging.getLogger("rdmapost.soft").addHandler(Starves())
+requester._carry_out = lambda *_: 1 // 0
+post(1)
+print(chain, len(emitted), [wc.status.name for wc in cq.poll()])
+"""
+    assert prints(STRUCK + code) == "[] 1 ['FATAL_ERR']"
+
+
 def test_exception_of_a_handler_that_forks_within_a_control_verb_is_raised_in_the_child():
     code = """
 def alloc(self, context):
