@@ -151,10 +151,11 @@ class ServerState:
 
     def release_rest(self) -> None:
         """Retry releasing the resources that could not be released when clients left."""
+        # A client that is leaving may be appended meanwhile.
         while self._unreleased:
             with suppress(RdmaError):
-                self._unreleased[-1].close()
-            self._unreleased.pop()
+                self._unreleased[0].close()
+            del self._unreleased[0]
 
     def notify(self, event: Event) -> None:
         """Call on_event; its failures do not affect the client."""
