@@ -117,8 +117,10 @@ def read_dlpack(
     capsule: Any, /
 ) -> tuple[Any, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool]: ...
 
-# _c/soft0/mapped_memory.c: whether memory is mapped, and its pages can be read or written.
+# _c/soft0/mapped_memory.c: whether memory is mapped, and its pages can be read or written;
+# permitted() does not fault them in.
 def reachable(addr: int, length: int, write: bool, /) -> bool: ...
+def permitted(addr: int, length: int, write: bool, /) -> bool: ...
 
 # Memory at an address, which may not be there; the last argument keeps it.
 class Room:

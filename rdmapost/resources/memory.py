@@ -327,8 +327,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Register the memory at an address, in this process or on a device.
 
         The caller guarantees that the memory stays mapped and is not freed until the region is
-        closed. On soft0, a work request that uses unmapped memory completes with an error (before
-        Linux 5.14, a write to it is lost without an error). Memory that was freed and reused is
+        closed. On software devices, a work request that uses memory which is no longer mapped, or
+        may no longer be read or written, completes with an error. (Before Linux 5.14, a write
+        beyond the end of a truncated file is lost instead.) Memory that was freed and reused is
         overwritten.
 
         Args:

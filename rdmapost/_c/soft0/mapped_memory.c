@@ -8,6 +8,8 @@
  */
 #include "soft0/internal.h"
 
+#include <inttypes.h>
+#include <stdio.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
@@ -21,8 +23,30 @@
 enum { BOUNCE = 16384 };
 
 /*
- * Fault the pages in, as a device does; return whether that is possible. Also true where it cannot
- * be determined (EINVAL): on kernels before 5.14, and for some drivers' memory.
+ * Whether all pages from addr to end can be read, or also written, by /proc/self/maps. True where
+ * there is no such file.
+ */
+static int is_permitted(uint64_t addr, uint64_t end, int writes)
+{
+	FILE *maps = fopen("/proc/self/maps", "re");
+	uint64_t low, high;
+	char *line = NULL, mode[5];
+	size_t size = 0;
+
+	if (!maps)
+		return 1;
+	while (addr < end && getline(&line, &size, maps) > 0)
+		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s", &low, &high, mode) == 3 &&
+		    low <= addr && addr < high && mode[0] == 'r' && (!writes || mode[1] == 'w'))
+			addr = high;
+	free(line);
+	fclose(maps);
+	return addr >= end;
+}
+
+/*
+ * Fault the pages in, as a device does; return whether that is possible. EINVAL does not say: it is
+ * for pages without the permission, for some drivers' memory, and for all before Linux 5.14.
  */
 static int is_reachable(uint64_t addr, uint64_t length, int writes)
 {
@@ -35,7 +59,7 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 		failed = madvise((void *)(uintptr_t)first, addr + length - first,
 				 writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
 	while (failed && (errno == EINTR || errno == EAGAIN));
-	return !failed || errno == EINVAL;
+	return !failed || (errno == EINVAL && is_permitted(addr, addr + length, writes));
 }
 
 /*
@@ -214,8 +238,21 @@ static PyObject *reachable(PyObject *self, PyObject *args)
 	return PyBool_FromLong(is_reachable(addr, length, writes));
 }
 
+/* permitted(addr, length, write): see is_permitted(). */
+static PyObject *permitted(PyObject *self, PyObject *args)
+{
+	unsigned long long addr, length;
+	int writes;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "KKp", &addr, &length, &writes))
+		return NULL;
+	return PyBool_FromLong(addr + length >= addr && is_permitted(addr, addr + length, writes));
+}
+
 static PyMethodDef functions[] = {
 	{ "reachable", reachable, METH_VARARGS, NULL },
+	{ "permitted", permitted, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 

@@ -8,6 +8,7 @@ import os
 import pathlib
 
 from ..._arguments import counted
+from ..._binding import native
 from ...enums import Access
 from ...errors import VerbsError, is_from_system
 
@@ -21,47 +22,26 @@ _DMABUF_ACCESS = (
 """What the kernel accepts for a region of a dma-buf."""
 
 
-def _maps() -> list[bytes] | None:
-    """Return the lines of this process's memory map, or None if they cannot be read."""
-    try:
-        return pathlib.Path("/proc/self/maps").read_bytes().splitlines()
-    except OSError as error:
-        if not is_from_system(error):
-            raise
-        return None
-
-
 def check_mapped(name: str, start: int, length: int, write: bool) -> None:
     """Check that memory is mapped with the permissions that an access needs.
 
     Raises:
         VerbsError: EFAULT from the verb ``name``: some of it is unmapped or lacks the permission.
     """
-    end = start + length
-    maps = _maps()
-    if maps is None:
-        # Then only an access shows whether it is mapped.
-        return
-    for line in maps:
-        bounds, permissions = line.split(None, 2)[:2]
-        low, high = bounds.split(b"-")
-        last = int(high, 16)
-        if int(low, 16) <= start < last and b"r" in permissions:
-            if write and b"w" not in permissions:
-                break
-            start = last
-        if start >= end:
-            return
-    raise VerbsError(name, errno.EFAULT, "the process has no such access to this memory")
+    if not native.permitted(start, length, write):
+        raise VerbsError(name, errno.EFAULT, "the process has no such access to this memory")
 
 
 def may_shrink(start: int, length: int) -> bool:
     """Whether memory is a mapped file, which another process can truncate."""
     end = start + length
-    maps = _maps()
-    if maps is None:
+    try:
+        maps = pathlib.Path("/proc/self/maps").read_bytes()
+    except OSError as error:
+        if not is_from_system(error):
+            raise
         return True
-    for line in maps:
+    for line in maps.splitlines():
         bounds, _, _, _, inode, *path = line.split(None, 5)
         low, high = bounds.split(b"-")
         # Shared anonymous memory is listed as this file.

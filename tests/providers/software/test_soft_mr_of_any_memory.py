@@ -79,6 +79,86 @@ def test_memory_that_was_unmapped_completes_with_an_error_instead_of_a_crash():
     ]
 
 
+PROTECTED = """
+import ctypes, mmap, platform, sys
+import rdmapost as rp
+from rdmapost import Access
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+PAGE = mmap.PAGESIZE
+
+def forbid_process_vm():
+    # Load the number of the system call; for two of them return EPERM, else allow it.
+    numbers = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
+    code = [(0x20, 0, 0, 0), (0x15, 1, 0, numbers[0]), (0x15, 0, 1, numbers[1]),
+            (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
+    class Instruction(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_ushort), ("yes", ctypes.c_ubyte), ("no", ctypes.c_ubyte),
+                    ("value", ctypes.c_uint)]
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.POINTER(Instruction))]
+    program = Program(len(code), (Instruction * len(code))(*code))
+    assert not libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS"
+    assert not libc.prctl(22, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP"
+
+device, protection, forbidden = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "forbidden"
+with rp.open_device(device) as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    mine = rp.MR(pd, 2 * PAGE, ALL)
+    memory = mmap.mmap(-1, 2 * PAGE)
+    memory[:] = b"x" * (2 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    theirs = rp.MR.at(pd, address, 2 * PAGE, ALL)
+    if forbidden:
+        forbid_process_vm()
+    remote = {"rkey": theirs.rkey}
+    for post in (
+        lambda: rp.RdmaWrite(mine[:8], remote_addr=address, **remote),
+        lambda: rp.RdmaWrite(mine[:], remote_addr=address, **remote),
+        lambda: rp.RdmaRead(theirs[:8], remote_addr=mine.addr, rkey=mine.rkey),
+        lambda: rp.AtomicFetchAndAdd(mine[:8], remote_addr=address, compare_add=1, **remote),
+        lambda: rp.RdmaRead(mine[:8], remote_addr=address, **remote),
+        lambda: rp.Send(mine[:8]),
+    ):
+        with rp.QP(pd, rp.QPType.RC, cq) as a, rp.QP(pd, rp.QPType.RC, cq) as b:
+            a.connect(b.endpoint()); b.connect(a.endpoint())
+            b.post_recv(rp.RecvWR(theirs[:8]))
+            assert not libc.mprotect(address, PAGE, protection)
+            a.post_send(post())
+            done = []
+            while not done:
+                done = [wc for wc in cq.wait(timeout=20) if wc.qp_num == a.qp_num]
+            assert not libc.mprotect(address, PAGE, 3)
+            print(done[0].status.name, memory[:].strip(b"x") == b"")
+            cq.poll()
+    theirs.close(); mine.close()
+"""
+
+
+@pytest.mark.parametrize("system_calls", ["allowed", "forbidden"])
+@pytest.mark.parametrize("protection", [mmap.PROT_READ, 0])
+@pytest.mark.parametrize("device", ["soft0", "roce:127.0.0.91"])
+def test_memory_that_became_read_only_or_inaccessible_completes_with_an_error(
+    device, protection, system_calls
+):
+    """Also in a sandbox that forbids process_vm_readv() and process_vm_writev()."""
+    said = prints(PROTECTED, device, str(protection), system_calls).splitlines()
+    read = "SUCCESS" if protection else "REM_ACCESS_ERR"
+    assert said == [
+        f"{status} True"
+        for status in (
+            "REM_ACCESS_ERR",
+            "REM_ACCESS_ERR",
+            "LOC_PROT_ERR",
+            "REM_ACCESS_ERR",
+            read,
+            "REM_OP_ERR",
+        )
+    ]
+
+
 def test_dmabuf_that_was_truncated_completes_with_an_error_instead_of_a_crash(rc, fd):
     with rp.MR.from_dmabuf(rc.pd, fd, 0, 4 * PAGE, 0, ALL) as mr:
         os.truncate(fd, PAGE)
