@@ -226,8 +226,12 @@ class Refusal(NamedTuple):
         queue = self.queue
         if self.b > queue.depth:
             return too_long_a_list(queue, self.b)
-        outstanding = counted(queue.outstanding, "work request")
-        verb = "is" if queue.outstanding == 1 else "are"
+        count = queue.outstanding
+        if count + self.a <= queue.depth:
+            # Another thread has polled or reset it since.
+            return f"the queue was full: {queue.depth_name}={queue.depth}; now there is room"
+        outstanding = counted(count, "work request")
+        verb = "is" if count == 1 else "are"
         more = "" if self.a == 1 else f", and the list has {self.a} more"
         # Which of them are SIGNALED is not recorded.
         unsure = queue.verb == "ibv_post_send" and not queue.limits.sq_sig_all

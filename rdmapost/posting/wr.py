@@ -314,7 +314,8 @@ class BindMW(SendWR):
 
     Attributes:
         mw: the window.
-        rkey: its new rkey: ``mw.rkey`` with other low 8 bits; ``mw.next_rkey()`` gives one.
+        rkey: its new rkey: ``mw.rkey``, usually with other low 8 bits, so that the old key ends;
+            ``mw.next_rkey()`` gives one.
         mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
             if the peer may write or do atomics; otherwise the bind ends with MW_BIND_ERR.
         addr: address of the first byte of the range.

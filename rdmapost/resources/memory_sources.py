@@ -58,20 +58,25 @@ def at(address: Any, length: Any, owner: Any) -> Source:
     """Return the memory at an address; the caller guarantees that it is valid."""
     start = within("address", address, 1, _TOP)
     size = _length(length)
-    if start + size - 1 > _TOP:
-        raise ValueError(f"address={start:#x} and length={size} extend past 2^64")
-    return Source(start, size, None, owner)
+    return Source(_first("address", start, size), size, None, owner)
 
 
 def dmabuf(fd: Any, offset: Any, length: Any, iova: Any) -> DMABuf:
     """Return a part of a dma-buf."""
+    descriptor = within("fd", fd, 0, (1 << 31) - 1)
     size = _length(length)
     return DMABuf(
-        within("fd", fd, 0, (1 << 31) - 1),
-        within("offset", offset, 0, _TOP - size),
+        descriptor,
+        _first("offset", within("offset", offset, 0, _TOP), size),
         size,
-        within("iova", iova, 0, _TOP - size),
+        _first("iova", within("iova", iova, 0, _TOP), size),
     )
+
+
+def _first(name: str, start: int, size: int) -> int:
+    if start + size - 1 > _TOP:
+        raise ValueError(f"{name}={start:#x} and length={size} extend past 2^64")
+    return start
 
 
 def _length(length: Any) -> int:

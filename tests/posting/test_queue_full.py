@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 
 import pytest
 from support import needs, soft_queues
@@ -23,6 +24,29 @@ def test_full_send_queue_is_refused_by_name_and_usable_after_polling(connect):
     assert "poll the CQ" in str(caught.value)
     pair.wait(depth)
     pair.works()
+
+
+def test_queue_that_is_emptied_before_the_refusal_is_explained_was_full(connect):
+    """By another thread, for instance; here by a trace function."""
+    pair = connect(max_send_wr=16)
+    depth = pair.a.max_send_wr
+    wrs = [pair.wr(rp.RdmaWrite, pair.mine[:1]) for _ in range(depth)]
+    pair.a.post_send(wrs)
+
+    def empty(frame, event, argument):
+        if frame.f_code.co_name == "full":
+            sys.settrace(None)
+            pair.a.to_reset()
+
+    before = sys.gettrace()
+    sys.settrace(empty)
+    try:
+        with pytest.raises(rp.PostError) as caught:
+            pair.a.post_send(wrs[0])
+    finally:
+        sys.settrace(before)
+    said = str(caught.value)
+    assert f"the queue was full: max_send_wr={depth}; now there is room" in said
 
 
 def test_list_that_fills_the_queue_stops_where_it_is_full(connect):

@@ -101,6 +101,15 @@ def test_preferred_gid_is_roce_v2_then_not_link_local_then_ipv4(better, worse):
         assert preferred_gid(table) == rp.GIDChoice(index, GID(gid), gid_type, reason)
 
 
+def test_gid_of_a_queue_pair_of_a_closed_device_is_refused_although_it_was_read_before():
+    context = rp.open_device("soft0")
+    qp = rp.QP(rp.PD(context), rp.QPType.RC, rp.CQ(context))
+    assert qp.gid.gid
+    context.close_all()
+    with pytest.raises(rp.ClosedError):
+        _ = qp.gid
+
+
 def test_preferred_gid_of_equals_is_that_with_the_lower_index():
     pair = (V2, "::ffff:10.0.0.2", ""), (V2, "::ffff:10.0.0.1", "")
     worse = (V1, "::ffff:10.0.0.1", "")

@@ -552,6 +552,7 @@ def test_dmabuf_of_the_kernel_is_registered_or_refused_by_name(verbs_context):
         ((0, -1, 8, 0), ValueError, "offset=-1 is not in 0"),
         ((0, 0, 0, 0), ValueError, "a region needs at least 1 byte, got 0"),
         ((0, 0, 8, 1 << 64), ValueError, "iova=.* is not in 0"),
+        ((0, 0, 8, (1 << 64) - 7), ValueError, "iova=0xf{15}9 and length=8 extend past 2.64"),
         (("a", 0, 8, 0), TypeError, "fd: expected int, got str"),
     ],
 )

@@ -166,8 +166,15 @@ async def aserve(
 
 
 async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
-    answer = on_connect(client)
-    return await answer if isinstance(answer, Awaitable) else answer
+    try:
+        answer = on_connect(client)
+        return await answer if isinstance(answer, Awaitable) else answer
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # What it awaited was cancelled, not this task: on_connect has failed.
+        raise concurrent.futures.CancelledError from error
 
 
 class _InLoop:

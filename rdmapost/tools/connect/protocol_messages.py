@@ -110,8 +110,13 @@ def _printable(maximum: int) -> _Codec:
     return _Codec(write, read, f"a printable text of at most {maximum} characters")
 
 
+def printable(text: str) -> str:
+    """Return a text with spaces for line breaks and other characters that cannot be printed."""
+    return "".join([c if c.isprintable() else " " for c in text])
+
+
 def _write_printable(maximum: int, value: str) -> str:
-    return "".join([c if c.isprintable() else " " for c in value])[:maximum]
+    return printable(value)[:maximum]
 
 
 def _read_printable(maximum: int, value: Any) -> str:

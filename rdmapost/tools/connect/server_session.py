@@ -27,6 +27,7 @@ from .protocol_messages import (
     Report,
     Seen,
     encode,
+    printable,
 )
 from .served_client import ServedClient
 from .server_events import Arrived, Changed, Joined, Left, Refused
@@ -279,7 +280,7 @@ class ServerSession:
             _log.error("%s: the server has failed", self._address, exc_info=error)
             text = f"the server has failed ({type(error).__name__})"
         self.over = True
-        self.code, self._reason = code, text
+        self.code, self._reason = code, printable(text)
         if code == "failed" and isinstance(error, (ClosedError, OSError, MemoryError)):
             # Say on which side, because the client has regions and descriptors, too.
             text = f"on the server: {text}"

@@ -310,16 +310,13 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
 
 def check_completions(snap: Snapshot) -> Iterable[Finding]:
     """Check that the completion queues can hold all that may complete there."""
-    qp = snap.qp
-    if qp.qp_type is QPType.XRC_RECV:
-        # An XRC_RECV queue pair uses the CQs of the SRQs.
-        return
-    for cq in _cqs(qp):
+    for cq in _cqs(snap.qp):
         yield _check_cq(cq, snap)
 
 
 def _cqs(qp: QP) -> list[CQ]:
-    return [qp.send_cq] if qp.send_cq is qp.recv_cq else [qp.send_cq, qp.recv_cq]
+    """Return the queue pair's own CQs; an XRC_RECV queue pair uses those of the SRQs."""
+    return [cq for cq in dict.fromkeys((qp.send_cq, qp.recv_cq)) if cq is not None]
 
 
 def _overrun(qp: QP) -> list[CQ]:

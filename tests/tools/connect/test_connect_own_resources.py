@@ -424,7 +424,7 @@ def test_private_data_goes_both_ways(serve: Callable[..., Served]) -> None:
 def test_on_connect_prepares_answers_and_rejects_clients(serve: Callable[..., Served]) -> None:
     def on_connect(client: connect.ServedClient) -> bytes | None:
         if client.private_data == b"stranger":
-            raise connect.ConnectError("members only", "rejected")
+            raise connect.ConnectError("members\nonly", "rejected")
         # The client's queue pair is connected, but the client does not know it yet.
         client.mr.buffer[:7] = b"welcome"
         assert client.qp.state is rp.QPState.RTS
@@ -559,6 +559,22 @@ def test_asyncio_on_connect_may_be_a_coroutine_function(context: rp.Context) -> 
                 return peer.offer.private_data
 
     assert asyncio.run(main()) == b"at last"
+
+
+def test_asyncio_on_connect_that_awaits_a_cancelled_task_has_failed(context: rp.Context) -> None:
+    async def main() -> str:
+        async def on_connect(client: connect.ServedClient) -> None:
+            task = asyncio.ensure_future(asyncio.Event().wait())
+            task.cancel()
+            await task
+
+        async with await connect.aserve(context, port=0, on_connect=on_connect) as server:
+            failed = r"the server's on_connect failed \(CancelledError\)"
+            with pytest.raises(connect.ConnectError, match=failed) as error:
+                await connect.adial(context, *server.address[:2])
+        return error.value.code
+
+    assert asyncio.run(main()) == "failed"
 
 
 def test_asyncio_client_whose_on_connect_never_ends_is_dropped(context: rp.Context) -> None:

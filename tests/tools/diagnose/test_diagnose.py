@@ -61,6 +61,16 @@ def test_healthy_xrc_pair_has_no_problem(context, stack):
         assert wrong(here, there) == wrong(there, here) == []
 
 
+def test_xrc_target_in_err_is_diagnosed(context, stack):
+    """It has no CQ of its own."""
+    needs(context.attr.device_cap_flags & rp.DeviceCap.XRC, "XRC", context)
+    from rdmapost.loopback import Loopback
+
+    with Loopback(context, QPType.XRC_SEND) as pair:
+        pair.remote.qp.to_err()
+        assert "qp-state" in wrong(pair.remote.qp, pair.local.qp)
+
+
 def test_reads_and_writes_leave_the_pair_healthy(rc):
     """Even though the PSNs have changed."""
     rc.a.post_send([rc.wr(rp.RdmaRead, rc.mine[:8000]), rc.wr(rp.RdmaWrite, rc.mine[:8000])])
