@@ -22,7 +22,7 @@ QUERIES: tuple[Explanation, ...] = (
         "ibv_devinfo -v, which makes the same query; dmesg for the driver.",
         causes=(
             "The device was reset or removed after the program had opened it (EIO, ENODEV).",
-            "The library and the kernel's driver do not fit (EINVAL, ENOSYS).",
+            "libibverbs and the kernel's driver do not fit each other (EINVAL, ENOSYS).",
         ),
     ),
     failure(
@@ -67,8 +67,8 @@ QUERIES: tuple[Explanation, ...] = (
     ),
     failure(
         "query_qp_data_in_order",
-        "It could not be asked whether data arrive in order. The answer 0 is no failure: it says "
-        "that nothing is guaranteed.",
+        "libibverbs could not say whether data arrive in order. The answer 0 is no failure: it "
+        "says that nothing is guaranteed.",
         "The version of rdma-core: ibv_query_qp_data_in_order is newer than most of its verbs.",
         causes=("libibverbs does not have the call (EOPNOTSUPP).",),
     ),

@@ -219,7 +219,7 @@ FAILURES: tuple[Explanation, ...] = (
         "The advice about a region was refused. It is only a hint: RDMA works without it.",
         "Whether the region was registered with ON_DEMAND; the lkeys and ranges of the SGEs.",
         causes=(
-            "The driver has no advice, or not this one (EOPNOTSUPP); prefetching needs ODP.",
+            "The driver takes no advice, or not this kind (EOPNOTSUPP); prefetching needs ODP.",
             "A range lies outside its region, is not mapped, or has an invalid lkey (EFAULT).",
             "Prefetching for writes without LOCAL_WRITE, or a region of another PD (EPERM).",
             "The lkeys do not belong to regions of this PD (ENOENT).",
