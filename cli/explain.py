@@ -62,8 +62,9 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
 
     NAME is a completion status, an errno, an opcode, a QP type or state, a flag
     or an event, by name or number, as any program prints it:
-    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read; or an
-    exception of this library or a finding (WaitTimeout, psn-mismatch).
+    RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read; or a
+    verb that failed, an exception of this library or a finding (ibv_create_srq,
+    WaitTimeout, psn-mismatch).
     MESSAGE is a line that a program printed.  Several are explained in turn.
 
     \b

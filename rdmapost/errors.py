@@ -36,7 +36,7 @@ def is_from_system(error: OSError) -> bool:
 
 
 class _SuppressSystemErrors:
-    """Suppresses what system calls raise, but not what signal handlers do."""
+    """Suppresses what system calls raise, but not what signal handlers raise."""
 
     def __enter__(self) -> None:
         pass
@@ -242,7 +242,7 @@ _OF_OSERROR = ("errno", "strerror", "filename", "filename2")
 
 
 def _rebuild(cls: Any, args: tuple[Any, ...]) -> Any:
-    """Make an exception from its args, which a constructor may not accept."""
+    """Make an exception from its args without its constructor, which may not accept them."""
     made = cls.__new__(cls, *args)
     (OSError if issubclass(cls, OSError) else BaseException).__init__(made, *args)
     return made

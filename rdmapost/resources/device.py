@@ -71,9 +71,9 @@ def list_roce_interfaces() -> list[RoceInterface]:
 
     Returns:
         for each network device that has an address: the name for open_device(), the
-        address, the path MTU, and why it cannot be opened now (another program, or
-        Soft-RoCE, has UDP port 4791), or None. A roce device open in this process counts,
-        too, except for "roce:lo", which takes the next free loopback address.
+        address, the path MTU, and why it cannot be opened now, or None. It cannot if
+        another program, Soft-RoCE or a roce device of this process has UDP port 4791; but
+        "roce:lo" takes the next free loopback address.
 
     Raises:
         VerbsError: the network devices cannot be listed, for lack of descriptors.

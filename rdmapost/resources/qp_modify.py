@@ -131,7 +131,7 @@ def refuse_late_options(qp: str, qp_type: QPType, state: QPState, options: Itera
 
 
 def late_attributes(options: dict[str, int], now: Callable[[], QPAttr]) -> dict[str, Any]:
-    """Return the attributes that options of an earlier transition change.
+    """Return the attributes to change for options that belong to an earlier transition.
 
     Args:
         options: the options.

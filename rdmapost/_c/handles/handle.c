@@ -259,7 +259,7 @@ uint64_t rp_count_bind(void)
  * `keeps` has these counts for each low byte of its keys; a window of type 1 has none.
  */
 struct key_counts {
-	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more */
+	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
 	const void *binder; /* the last bind's, or SEVERAL */
 };
 
@@ -1341,7 +1341,7 @@ static int close_insistently(struct rp_handle *h)
 			first = rp_take_exception();
 		failed = close_now(h);
 	}
-	/* An error that recurs on every attempt is not a handler's. */
+	/* An error that recurs on every attempt is the close's own, not a signal handler's. */
 	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, rp_errors.error)))
 		Py_CLEAR(first);
 	rp_raise_later(first);
@@ -1422,7 +1422,7 @@ void rp_close_put_off(void)
 		}
 		Py_DECREF((PyObject *)h);
 	}
-	/* These closes may have included windows that queue pairs held back are waiting for. */
+	/* These closes may have included windows for which held-back queue pairs are waiting. */
 	if (RP_LOAD(&rp_held_back))
 		close_held_back();
 	me->draining = 0;

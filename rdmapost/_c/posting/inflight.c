@@ -242,7 +242,7 @@ static int complete_in_order(struct rp_in_flight *q, uint64_t cookie, int status
 			note_bind(entry, found, status);
 		else if (entry->state == RP_LOCAL_INV && status == IBV_WC_SUCCESS)
 			entry->state = RP_INVALIDATED;
-		/* An error status belongs to the last entry: that TAG_DEL removed nothing. */
+		/* An error status belongs to the last entry: if that is a TAG_DEL, it removed nothing. */
 		if (entry->removes && q->tagged && (!found || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes, entry->serial);
 	}

@@ -21,7 +21,7 @@ struct class {
 static struct class classes[CLASSES];
 static int known;
 
-/* Assign to a slot and leave a reference to release in *value; 0, or -1 with an exception. */
+/* Assign *value to a slot; *value is then the reference to release. 0, or -1 with an exception. */
 static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **value)
 {
 	PyObject **at = rp_slot_at(object, slot), *old;

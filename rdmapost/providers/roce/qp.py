@@ -303,7 +303,7 @@ class RoceQueuePair(QueuePair):
     # ---- time -------------------------------------------------------------------
 
     def wake_at(self, when: float) -> None:
-        """Have on_timer called at a time, or before."""
+        """Have on_timer called at this time, unless it will be called earlier."""
         if when < self.timer:
             self.timer = when
             self.device.set_timer(self, when)

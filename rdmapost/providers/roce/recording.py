@@ -171,7 +171,7 @@ class Recording:
         return self.state >= RecordingState.FAILED
 
     def is_inherited(self) -> bool:
-        """Whether it is the parent's, in the child of a fork."""
+        """Whether this process is a forked child and the recording is its parent's."""
         return os.getpid() != self._pid
 
     def must_not_wait(self) -> bool:

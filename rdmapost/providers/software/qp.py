@@ -233,7 +233,7 @@ class QueuePair(native.Record):
             self.push(self.recv_cq, (fields, self.rq, 1, False, NO_TAG))
 
     def grants(self, access: int) -> bool:
-        """Whether the queue pair allows the peer this access, all of it."""
+        """Whether the queue pair allows the peer all of this access."""
         return not access & ~self.attr["qp_access_flags"]
 
     def checksum_flags(self, request: Request) -> int:

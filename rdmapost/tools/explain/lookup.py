@@ -16,7 +16,7 @@ from .cm_events import CM_EVENTS
 from .errnos import ALIASES, ERRNOS, undocumented
 from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
-from .failures import FAILURES
+from .failures import FAILURES, SAME_CALL
 from .findings import FINDINGS
 from .link_states import MIGRATION_STATES, PORT_STATES
 from .model import ENUMERATIONS, KINDS, Explanation
@@ -136,6 +136,8 @@ def _spellings(one: Explanation) -> list[str]:
     if one.kind == "errno":
         spellings.append(os.strerror(one.number))
         spellings += [alias for alias, name in ALIASES.items() if name == one.name]
+    if one.kind == "failure":
+        spellings += [f"ibv_{verb}" for verb, name in SAME_CALL.items() if name == one.name]
     if one.kind == "port_state":
         # ibv_port_state_str()
         spellings.append(f"PORT_{one.name}")
@@ -175,8 +177,9 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
             what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
             number, of any integer type, of a status or errno (a negative one only of an errno).
-            Also an event of the RDMA CM, a failure (``modify_qp_to_rtr``), an exception of this
-            library, the name of a Finding, and a few terms (``vendor_err``, ``PSN``).
+            Also an event of the RDMA CM, a failed verb (``ibv_create_srq``) or a part of one
+            (``modify_qp_to_rtr``), an exception of this library, the name of a Finding, and a few
+            terms (``vendor_err``, ``PSN``).
 
     Returns:
         every explanation of this name or number; 13 is a status and an errno, and SEND an
@@ -199,6 +202,9 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     if found:
         # CONNECT_ERROR is an event, and ConnectError an exception.
         exact = [one for one in found if text in _spellings(one)]
+        if not text.startswith("ibv_") and all(one.kind == "failure" for one in exact):
+            # bind_mw is a verb, and an opcode in lower case.
+            exact = found
         # PORT_ACTIVE is the name of an event, and a spelling of a state.
         return tuple(sorted(exact, key=lambda one: one.name != text)) or tuple(found)
     if VENDOR_ERR_NUMBER.fullmatch(text):

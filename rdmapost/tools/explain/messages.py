@@ -60,6 +60,8 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     "unable to find the Infiniband/RoCE device": "NoDeviceError",
     # NCCL
     "NET/IB : No device found": "NoDeviceError",
+    # ibv_*_pingpong
+    "Couldn't allocate work buf": "ENOMEM",
     # libibverbs
     "libibverbs: Warning: RLIMIT_MEMLOCK": "ENOMEM",
     "no userspace device-specific driver found": "NoDeviceError",
@@ -98,7 +100,8 @@ _STATUS_NUMBER = re.compile(
     # "Completion with error 12: wr_id 0", NCCL's "completion from peer 10.0.0.2<4791> with error
     # 12", but not "completion with error: ... (err 125".
     r"\bcompletion (?:from peer \S+ )?with error:?\s+\(?(\d{1,2})\b|"
-    r"\bwc error:?\s+(\d{1,2})\b",
+    # ibv_xsrq_pingpong's "Work completion error 12"
+    r"\b(?:wc|work completion) error:?\s+(\d{1,2})\b",
     re.IGNORECASE,
 )
 _ERRNO_NUMBER = re.compile(
@@ -113,7 +116,9 @@ _ERRNO_NUMBER = re.compile(
     r"[ :=()]*[:=] ?(\d{1,3})(?=[,;.)]|$))|"
     # perftest's "Failed to modify QP to INIT, ret=22"; IPoIB's "failed to modify QP to RTR: -110".
     r"\bmodify QP\b.*\bret ?= ?(\d{1,3})\b|"
-    r"\bmodify QP\b.* to (?:init|rtr|rts)\b[ :,(]*-?(\d{1,3})\b(?![.:]\d)",
+    r"\bmodify QP\b.* to (?:init|rtr|rts)\b[ :,(]*-?(\d{1,3})\b(?![.:]\d)|"
+    # ibv_xsrq_pingpong's "Couldn't Open the XRC Domain 95".
+    r"\bopen the XRC domain (\d{1,3})\b",
     re.IGNORECASE,
 )
 _PORT_STATE = re.compile(
@@ -121,7 +126,7 @@ _PORT_STATE = re.compile(
     r"\bstate:\s*PORT_([A-Z_]+)|^\s*link \S+/\d+ state ([A-Z_]+)\b"
 )
 _STATUS_HINTS = ("status", "prov_err", "completion", "wc err")
-_ERRNO_HINTS = ("errno", "ibv_", "modify qp")
+_ERRNO_HINTS = ("errno", "ibv_", "modify qp", "xrc domain")
 _VENDOR_HINTS = ("vendor", "syndrom")
 """Each pattern can match only in a line that, in lower case, contains one of its hints. For the
 number of an errno, _NEGATIVE may match instead; it does not match the hyphens of a date."""

@@ -124,3 +124,18 @@ def explanation_of(
     return Explanation(
         kind=kind, name=name, number=member.value, constant=prefix + name, meaning=meaning, **texts
     )
+
+
+def failure(
+    name: str, meaning: str, *look_at: str, constant: str = "", **texts: Any
+) -> Explanation:
+    """Build the explanation of a failed call: of the verb ``ibv_NAME`` unless constant is given."""
+    texts = {"look_at": look_at, "see": (f"ibv_{name}(3)",), **texts}
+    return Explanation(
+        kind="failure",
+        name=name,
+        number=0,
+        constant=constant or f"ibv_{name}",
+        meaning=meaning,
+        **texts,
+    )

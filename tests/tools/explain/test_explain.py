@@ -23,7 +23,15 @@ import rdmapost as rp
 from rdmapost import Opcode, OpsOpcode, QPState, QPType, WCOpcode, WCStatus, enums
 from rdmapost.cli.app import app
 from rdmapost.diagnose import Severity
-from rdmapost.explain import COLUMNS, KINDS, Explanation, UnknownNameError, explain, names
+from rdmapost.explain import (
+    COLUMNS,
+    KINDS,
+    Explanation,
+    UnknownNameError,
+    explain,
+    explain_lines,
+    names,
+)
 from rdmapost.posting import rules
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 from rdmapost.tools.explain.errnos import ALIASES
@@ -185,6 +193,13 @@ def test_texts_name_only_existing_constants() -> None:
         "UCX_TLS",
         "UCX_NET_DEVICES",
         "NO_TAG",
+        "O_CREAT",
+        "O_EXCL",
+        "RDMAV_ALLOW_DISASSOC_DESTROY",
+        "SRQ_RESIZE",
+        "MEM_WINDOW",
+        "MEM_WINDOW_TYPE_2A",
+        "MEM_WINDOW_TYPE_2B",
     }
     words = set(re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b", PROSE))
     assert words - known - elsewhere == set()
@@ -277,6 +292,11 @@ def found(what: str | int) -> list[tuple[str, str]]:
         ("ConnectError", "exception", "ConnectError"),
         ("modify QP to RTR", "failure", "modify_qp_to_rtr"),
         ("ibv_poll_cq", "failure", "poll_cq"),
+        ("ibv_create_srq_ex", "failure", "create_srq"),
+        ("IBV_CREATE_SRQ()", "failure", "create_srq"),
+        ("ibv_bind_mw", "failure", "bind_mw"),
+        ("ibv_wr_flush", "failure", "post_send"),
+        ("IBV_WR_FLUSH", "opcode", "FLUSH"),
     ],
 )
 def test_name_in_any_spelling_is_found(what: str | int, kind: str, name: str) -> None:
@@ -455,6 +475,53 @@ def test_every_public_exception_is_explained(exception: type[BaseException]) -> 
     (found,) = explain(exception.__name__)
     assert found.kind == "exception"
     assert found.constant == f"{exception.__module__}.{exception.__name__}"
+
+
+CANNOT_FAIL = {"ibv_get_device_name", "ibv_get_device_guid", "ibv_free_device_list"}
+
+
+def _called_verbs() -> list[str]:
+    """Return all verbs that the source calls or names in an error."""
+    found = set()
+    for file in (ROOT / "rdmapost").rglob("*.*"):
+        if "explain" in file.parts or file.suffix not in (".py", ".c", ".h"):
+            continue
+        text = file.read_text()
+        if file.name == "verbs.cdef.h":
+            # A declaration, except of what returns nothing.
+            found |= set(re.findall(r"^(?!void ).*\b(ibv_\w+)\(", text, re.MULTILINE))
+        elif file.name == "loader.c":
+            found |= set(re.findall(r"\bF\([^\"()]*?, _?(ibv_\w+),", text))
+        elif file.suffix == ".py":
+            found |= set(re.findall(r"\blib\.(ibv_\w+)\(", text))
+        found |= set(re.findall(r'(?<!struct=)b?"_?(ibv_[a-z]+_\w+)"', text))
+    return sorted(found - CANNOT_FAIL)
+
+
+@pytest.mark.parametrize("verb", _called_verbs())
+def test_every_verb_that_is_called_is_explained_when_it_fails(verb: str) -> None:
+    (found,) = explain(verb)
+    assert found.kind == "failure"
+    assert found.causes
+    assert found.look_at
+    assert found.see
+    for line in (f"{verb} failed", f"app: {verb}(0x7f00) failed: Cannot allocate memory"):
+        assert found == explain_lines([line])[0].explanation
+
+
+def test_verbs_of_all_parts_are_among_those_that_are_explained() -> None:
+    assert {
+        "ibv_get_pkey_index",  # raised by a resource
+        "ibv_create_srq_ex",  # called through the binding
+        "ibv_query_gid_ex",  # only in the loader, with an underscore
+        "ibv_post_srq_ops",  # an inline function of the header
+        "ibv_req_notify_cq",  # named by C
+    } <= set(_called_verbs())
+
+
+def test_name_of_a_verb_and_an_opcode_is_explained_as_both() -> None:
+    assert {one.kind for one in explain("bind_mw")} == {"opcode", "wc_opcode", "failure"}
+    assert {one.kind for one in explain("BIND_MW")} == {"opcode", "wc_opcode"}
 
 
 DOCTOR = ROOT / "cli" / "doctor.py"
