@@ -244,8 +244,9 @@ def test_datagram_without_a_receive_is_dropped_silently(connect, context):
     pair.works()
 
 
-def test_datagram_with_another_qkey_is_dropped_silently(connect):
+def test_datagram_with_another_qkey_is_dropped_and_counted(connect, context):
     pair = connect(QPType.UD)
+    before = context.query_port().qkey_viol_cntr
     pair.b.post_recv(rp.RecvWR(pair.theirs[: GRH + 64], wr_id=7))
     pair.a.post_send(pair.send(pair.mine[:8], remote_qkey=5, wr_id=1))
     assert [wc.wr_id for wc in pair.wait()] == [1]
@@ -254,6 +255,7 @@ def test_datagram_with_another_qkey_is_dropped_silently(connect):
     pair.a.post_send(pair.send(pair.mine[:4], wr_id=2))
     assert sorted(wc.wr_id for wc in pair.wait(2)) == [2, 7]
     assert bytes(pair.theirs.buffer[GRH : GRH + 4]) == b"good"
+    assert context.query_port().qkey_viol_cntr == before + 1
 
 
 def test_qkey_with_the_top_bit_stands_for_the_senders_own(connect, context):

@@ -89,7 +89,10 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
 
 
 def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
-    if packet.qkey != qp.attr["qkey"] or packet.length > qp.device.port_mtu.bytes:
+    if packet.qkey != qp.attr["qkey"]:
+        qp.device.count_qkey_violation()
+        return False
+    if packet.length > qp.device.port_mtu.bytes:
         return False
     responder.establish(qp)
     fits = _fits_next_receive(qp, packet)

@@ -44,6 +44,7 @@ def receive(qp: SoftQueuePair, request: Request) -> Ack | None:
         if qp.reliable and qp.attr["rq_psn"] != request.psn:
             return None
     elif qp.type is _UD and request.qkey != qp.attr["qkey"]:
+        qp.device.count_qkey_violation()
         return None
     establish(qp)
     ack = execute(qp, request, BY_OPCODE[request.opcode])

@@ -84,6 +84,7 @@ class Device(native.Record):
         numbers: the numbers of both.
         timer_fd: expires when the device is due; -1 while it is not open.
         times_open: how many open contexts it has.
+        qkey_violations: how many datagrams had a wrong Q_Key, up to 65535.
         due: when something must be done, by the monotonic clock; negative if never.
     """
 
@@ -102,6 +103,7 @@ class Device(native.Record):
         self.due = -1.0
         self.timer_fd = -1
         self.times_open = 0
+        self.qkey_violations = 0
 
     def open(self) -> None:
         """Count one more open context; the first makes the timer."""
@@ -124,6 +126,10 @@ class Device(native.Record):
     def wake_fds(self) -> tuple[int, ...]:
         """The descriptors that are readable when a verb can make progress, such as a retry."""
         return (self.timer_fd,)
+
+    def count_qkey_violation(self) -> None:
+        """Count a datagram that is dropped for its Q_Key."""
+        self.qkey_violations = min(self.qkey_violations + 1, 0xFFFF)
 
     def start_over(self) -> None:
         """Forget everything, in the child of a fork."""

@@ -162,6 +162,7 @@ class SoftwareProvider:
         attr.phys_state, attr.link_layer = 5, LinkLayer.ETHERNET
         attr.active_speed, attr.active_width = 1, 1
         attr.port_cap_flags = PortCap.IP_BASED_GIDS
+        attr.qkey_viol_cntr = device.qkey_violations
         return 1
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]:
@@ -331,6 +332,9 @@ class SoftwareProvider:
         made: CompletionQueue = bound(cq, "ibv_resize_cq")
         if not 1 <= cqe <= MAX_CQE:
             raise VerbsError("ibv_resize_cq", errno.EINVAL)
+        if made.overrun:
+            reason = "the CQ has overrun; destroy it and create another"
+            raise VerbsError("ibv_resize_cq", errno.EINVAL, reason)
         if (there := len(made.pending)) > cqe:
             reason = f"cqe={cqe} is less than the {there} completions in it; poll them first"
             raise VerbsError("ibv_resize_cq", errno.EINVAL, reason)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import socket
@@ -26,7 +25,7 @@ from .host_port import DEFAULT_PORT, check_where, is_loopback
 from .qp_options import QPOptions
 from .served_client import OnConnect, ServedClient
 from .server_events import OnEvent
-from .server_state import ServerState
+from .server_state import ServerState, is_coroutine_function
 from .server_threads import ServerThreads
 
 _log = logging.getLogger("rdmapost.connect")
@@ -142,9 +141,7 @@ def serve(
         VerbsError: the device refused.
     """
     port = check_where(host, port, 0)
-    # Also of an object with such a __call__.
-    method = getattr(type(on_connect), "__call__", None)  # noqa: B004
-    if inspect.iscoroutinefunction(on_connect) or inspect.iscoroutinefunction(method):
+    if is_coroutine_function(on_connect):
         raise TypeError("on_connect: a coroutine function needs an event loop: use aserve")
     server = ServerState(
         context,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import threading
@@ -62,6 +63,8 @@ class ServerState:
         max_clients = within("max_clients", max_clients, 1, MAX_CLIENTS)
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
+        if is_coroutine_function(on_event):
+            raise TypeError("on_event: nothing would await a coroutine function; give a plain one")
         if on_connect is not None and not callable(on_connect):
             raise TypeError(
                 f"on_connect: expected a callable or None, got {type(on_connect).__name__}"
@@ -166,6 +169,13 @@ class ServerState:
                 # Including SystemExit, which would end the thread, and with it the client or the
                 # acceptor.
                 _log.exception("on_event failed")
+
+
+def is_coroutine_function(callback: object) -> bool:
+    """Whether calling it returns a coroutine."""
+    # Also if only its type's __call__ is one.
+    method = getattr(type(callback), "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(method)
 
 
 def check_token(token: str | None) -> None:

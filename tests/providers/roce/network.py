@@ -108,7 +108,7 @@ class Buffer:
         return self.addr + offset, length, self.mr.lkey
 
 
-class Device:
+class Device(native.Record):
     """The parts of a device that the engine uses."""
 
     def __init__(self, network: Network, gid: bytes) -> None:
@@ -123,6 +123,7 @@ class Device:
         self.context = Context()
         self.context.device = self
         self.pd = ProtectionDomain()
+        self.qkey_violations = 0
         self.timers: dict[RoceQueuePair, float] = JournaledDict()
         self.numbers = itertools.count(len(network.devices) << 16 | 0x11)
         network.devices[gid] = self
@@ -163,6 +164,9 @@ class Device:
             packet = header[:1] + bytes((flags,)) + header[2:] + part + bytes(padding)
             made.append(packet + zlib.crc32(packet).to_bytes(ICRC_BYTES))
         self.network.carry(self.gid, path.dgid, made)
+
+    def count_qkey_violation(self) -> None:
+        self.qkey_violations += 1
 
     def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
         if when is None:

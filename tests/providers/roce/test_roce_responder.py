@@ -631,6 +631,7 @@ def test_datagram_needs_the_right_qkey():
     post_recv(ud, 1, 100)
     ud.inject("UD_SEND_ONLY", 7, 0x1235, 77, payload=b"wrong")
     assert ud.receives() == []
+    assert ud.qp.device.qkey_violations == 1
     ud.inject("UD_SEND_ONLY_WITH_IMMEDIATE", 99, 0x1234, 0xFF00_0055, b"abcd", payload=b"right")
     [done] = ud.receives()
     assert (done.byte_len, done.src_qp) == (45, 0x55)

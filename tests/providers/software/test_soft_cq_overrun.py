@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 
 import pytest
@@ -48,6 +49,9 @@ def test_cq_overrun_breaks_its_queue_pair():
         assert context.get_async_event(0) is None
         assert [wc.status for wc in cq.poll()] == [WCStatus.SUCCESS]
         assert_points_at_the_overrun(qp)
+        with pytest.raises(rp.VerbsError, match="the CQ has overrun; destroy it") as refused:
+            cq.resize(16)
+        assert refused.value.errno == errno.EINVAL
         qp.close()
         ah.close()
 

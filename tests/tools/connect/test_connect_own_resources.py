@@ -517,6 +517,17 @@ def test_on_connect_must_be_callable(context: rp.Context) -> None:
         connect.serve(context, port=0, on_connect=3)  # type: ignore[arg-type]
 
 
+def test_on_event_must_not_be_a_coroutine_function(context: rp.Context) -> None:
+    async def on_event(event: connect.Event) -> None:
+        pass
+
+    refused: Any = on_event
+    with pytest.raises(TypeError, match="on_event: nothing would await a coroutine function"):
+        connect.serve(context, port=0, on_event=refused)
+    with pytest.raises(TypeError, match="on_event: nothing would await a coroutine function"):
+        asyncio.run(connect.aserve(context, port=0, on_event=refused))
+
+
 def test_server_with_threads_refuses_a_coroutine_function(context: rp.Context) -> None:
     async def on_connect(client: connect.ServedClient) -> None:
         pass
