@@ -9,6 +9,9 @@ exchange a line for each case on its standard input and output.
 - The busy target runs a Python loop, which its device's thread has to interrupt.
 - Many queue pairs on one device each complete a write.
 
+``--device NAME`` puts both processes on another device, for comparison: with Soft-RoCE in the
+virtual machine, ``tests/guest.py -- python tests/bench/roce.py --device rxe0``.
+
 A figure that misses the project's goal is marked.
 """
 
@@ -31,6 +34,7 @@ from typing import Any
 import rdmapost as rp
 
 NEAR, FAR = "127.0.0.91", "127.0.0.92"
+"""The addresses of the two processes."""
 SIZE = 64
 MIB = 1 << 20
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
@@ -42,9 +46,9 @@ BLOCKING, POLLING, FAST, SLOW, BUSY_MS = 6, 5, 400, 200, 10
 class Side:
     """One end: a device, and queue pairs that share a CQ and a region."""
 
-    def __init__(self, stack: ExitStack, address: str, count: int = 1) -> None:
+    def __init__(self, stack: ExitStack, device: str, count: int = 1) -> None:
         enter = stack.enter_context
-        context = enter(rp.open_device(f"roce:{address}"))
+        context = enter(rp.open_device(device))
         pd, self.cq = enter(rp.PD(context)), enter(rp.CQ(context, 2 * QUEUE_PAIRS))
         self.mr = enter(rp.MR(pd, MIB, ALL))
         self.qps = [enter(rp.QP(pd, rp.QPType.RC, self.cq)) for _ in range(count)]
@@ -83,7 +87,7 @@ def say(stream: Any, answer: Any) -> None:
 # ---- the second process ---------------------------------------------------------------------
 
 
-def far() -> None:
+def far(device: str) -> None:
     """Run the case that each line of standard input names."""
     for line in sys.stdin:
         case = json.loads(line)
@@ -91,7 +95,7 @@ def far() -> None:
             if case["do"] == "datagrams":
                 echo(case["count"])
                 continue
-            side = Side(stack, FAR, case["queue_pairs"])
+            side = Side(stack, device, case["queue_pairs"])
             side.connect(case["offer"], case["mtu"])
             side.receive()
             say(sys.stdout, side.offer)
@@ -121,11 +125,18 @@ def echo(count: int) -> None:
 
 
 class Peer:
-    """The second process."""
+    """The second process.
 
-    def __init__(self, cpu: int) -> None:
+    Args:
+        cpu: the CPU that it runs on.
+        device: this process's device.
+        far_device: that process's.
+    """
+
+    def __init__(self, cpu: int, device: str, far_device: str) -> None:
+        self._device = device
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--far", str(cpu)],
+            [sys.executable, __file__, "--far", str(cpu), "--device", far_device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -150,7 +161,7 @@ class Peer:
         self, do: str, mtu: int = 4096, queue_pairs: int = 1, **case: Any
     ) -> Iterator[tuple[Side, dict[str, Any]]]:
         with ExitStack() as stack:
-            side = Side(stack, NEAR, queue_pairs)
+            side = Side(stack, self._device, queue_pairs)
             offer = self.ask(do=do, offer=side.offer, mtu=mtu, queue_pairs=queue_pairs, **case)
             side.connect(offer, mtu)
             yield side, {"remote_addr": offer["remote_addr"], "rkey": offer["rkey"]}
@@ -225,18 +236,20 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--far", type=int, metavar="CPU", help=argparse.SUPPRESS)
+    parser.add_argument("--device", metavar="NAME", help="of both processes")
     parser.add_argument("--count", type=int, default=2000, help="round trips")
     parser.add_argument("--writes", type=int, default=100, help="large writes")
     parser.add_argument("--seconds", type=float, default=5.0, help="of the busy target")
     options = parser.parse_args()
     if options.far is not None:
         os.sched_setaffinity(0, {options.far})
-        far()
+        far(options.device)
         return
     # Pin each process to its own CPU, as if they were on two machines.
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
-    peer = Peer(max(cpus))
+    near_device = options.device or f"roce:{NEAR}"
+    peer = Peer(max(cpus), near_device, options.device or f"roce:{FAR}")
     try:
         plain = datagrams(peer, options.count)
         print(f"{'UDP round trip of 64 bytes':44} {plain * 1e6:9.1f} us")
