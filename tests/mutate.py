@@ -767,7 +767,7 @@ class Stage:
     limits: tuple[float, float] = (300, 600)
 
 
-MEMORY = 8 << 30
+ADDRESS_SPACE = 8 << 30
 """Limit on the memory that each process of a child may map, in bytes."""
 
 _STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system")
@@ -782,7 +782,7 @@ def be_mutant() -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # A mutant may allocate memory endlessly, or crash.
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Keep the child's garbage collector from traversing all mutants' trees each time.
     gc.freeze()
@@ -812,7 +812,10 @@ def arguments(tests: tuple[str, ...]) -> list[str]:
         "-q",
         "--tb=no",
         "--assert=plain",
-        *(f"-pno:{name}" for name in ("cacheprovider", "faulthandler", "doctest", "junitxml")),
+        *(f"-pno:{name}" for name in ("cacheprovider", "doctest", "junitxml")),
+        # The parent ends a test that hangs.
+        "-ofaulthandler_timeout=0",
+        "-ofaulthandler_exit_on_timeout=false",
         "--hypothesis-seed=0",
         f"--hypothesis-profile={PROFILE}",
         "-c",
