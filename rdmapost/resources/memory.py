@@ -328,9 +328,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         The caller guarantees that the memory stays mapped and is not freed until the region is
         closed. On software devices, a work request that uses memory which is no longer mapped, or
-        may no longer be read or written, completes with an error. (Before Linux 5.14, a write
-        beyond the end of a truncated file is lost instead.) Memory that was freed and reused is
-        overwritten.
+        may no longer be read or written, completes with an error. (A write that is in progress when
+        that happens may be lost instead, and before Linux 5.14 one beyond the end of a truncated
+        file.) Memory that was freed and reused is overwritten.
 
         Args:
             pd: the protection domain.

@@ -8,6 +8,7 @@
  */
 #include "soft0/internal.h"
 
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <sys/mman.h>
@@ -22,9 +23,22 @@
 
 enum { BOUNCE = 16384 };
 
+static int populates; /* the kernel has MADV_POPULATE_READ (Linux 5.14) */
+
+static int populate(uint64_t addr, uint64_t length, int advice)
+{
+	uint64_t first = addr & ~((uint64_t)sysconf(_SC_PAGESIZE) - 1);
+	int failed;
+
+	do
+		failed = madvise((void *)(uintptr_t)first, addr + length - first, advice);
+	while (failed && (errno == EINTR || errno == EAGAIN));
+	return failed;
+}
+
 /*
- * Whether all pages from addr to end can be read, or also written, by /proc/self/maps. True where
- * there is no such file.
+ * Whether all pages from addr to end can be read, or also written, by /proc/self/maps; -1 if that
+ * cannot be read.
  */
 static int is_permitted(uint64_t addr, uint64_t end, int writes)
 {
@@ -34,7 +48,7 @@ static int is_permitted(uint64_t addr, uint64_t end, int writes)
 	size_t size = 0;
 
 	if (!maps)
-		return 1;
+		return -1;
 	while (addr < end && getline(&line, &size, maps) > 0)
 		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s", &low, &high, mode) == 3 &&
 		    low <= addr && addr < high && mode[0] == 'r' && (!writes || mode[1] == 'w'))
@@ -44,22 +58,10 @@ static int is_permitted(uint64_t addr, uint64_t end, int writes)
 	return addr >= end;
 }
 
-/*
- * Fault the pages in, as a device does; return whether that is possible. EINVAL does not say: it is
- * for pages without the permission, for some drivers' memory, and for all before Linux 5.14.
- */
-static int is_reachable(uint64_t addr, uint64_t length, int writes)
+/* Whether the last system call failed because a sandbox forbids it. */
+static int is_forbidden(void)
 {
-	uint64_t first = addr & ~((uint64_t)sysconf(_SC_PAGESIZE) - 1);
-	int failed;
-
-	if (addr + length < addr)
-		return 0;
-	do
-		failed = madvise((void *)(uintptr_t)first, addr + length - first,
-				 writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
-	while (failed && (errno == EINTR || errno == EAGAIN));
-	return !failed || (errno == EINVAL && is_permitted(addr, addr + length, writes));
+	return errno == EPERM || errno == ENOSYS || errno == EACCES;
 }
 
 /*
@@ -84,20 +86,66 @@ static int copy_by_kernel(long call, uint64_t here, uint64_t there, uint64_t len
 	return 0;
 }
 
-/* Whether the last copy failed because a sandbox forbids the system call. */
-static int is_forbidden(void)
+/* Copy where a sandbox forbids copy_by_kernel(); each address may be mapped or not. 0, or -1. */
+static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 {
-	return errno == EPERM || errno == ENOSYS || errno == EACCES;
+	int ends[2];
+
+	if (pipe2(ends, O_CLOEXEC | O_NONBLOCK))
+		return -1;
+	while (length) {
+		ssize_t n = write(ends[1], (void *)(uintptr_t)from, length);
+
+		if (n <= 0 || read(ends[0], (void *)(uintptr_t)to, (size_t)n) != n)
+			break;
+		from += (uint64_t)n;
+		to += (uint64_t)n;
+		length -= (uint64_t)n;
+	}
+	close(ends[0]);
+	close(ends[1]);
+	return length ? -1 : 0;
+}
+
+/* Whether a copy is possible at all: in a sandbox it takes two descriptors. */
+static int can_copy(void)
+{
+	char from = 0, to;
+	int ends[2];
+
+	if (!copy_by_kernel(SYS_process_vm_readv, (uintptr_t)&to, (uintptr_t)&from, 1))
+		return 1;
+	if (!is_forbidden() || pipe2(ends, O_CLOEXEC))
+		return 0;
+	close(ends[0]);
+	close(ends[1]);
+	return 1;
+}
+
+/* Fault the pages in, as a device does; return whether they can be accessed. */
+static int is_reachable(uint64_t addr, uint64_t length, int writes)
+{
+	int permitted;
+
+	if (addr + length < addr || !can_copy())
+		return 0;
+	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
+		return 1;
+	/*
+	 * EINVAL does not say: it is for pages without the permission, for some drivers' memory,
+	 * and for all before Linux 5.14.
+	 */
+	if (errno != EINVAL && !is_forbidden())
+		return 0;
+	permitted = is_permitted(addr, addr + length, writes);
+	return permitted < 0 ? !populates : permitted;
 }
 
 int rp_soft_read(char *to, uint64_t addr, uint64_t length)
 {
 	if (!copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
 		return 0;
-	if (!is_forbidden() || !is_reachable(addr, length, 0))
-		return EFAULT;
-	memcpy(to, (void *)(uintptr_t)addr, length);
-	return 0;
+	return is_forbidden() && !copy_by_pipe((uintptr_t)to, addr, length) ? 0 : EFAULT;
 }
 
 /* Return the bytes at an address, or None if they are not mapped. */
@@ -123,9 +171,8 @@ static void write_bytes(uint64_t addr, const char *from, uint64_t length)
 		memcpy(bounce, from, size);
 		if (!copy_by_kernel(SYS_process_vm_readv, addr, (uintptr_t)bounce, size))
 			continue;
-		if (!is_forbidden())
+		if (!is_forbidden() || copy_by_pipe(addr, (uintptr_t)bounce, size))
 			return;
-		memcpy((void *)(uintptr_t)addr, bounce, size);
 	}
 }
 
@@ -238,7 +285,7 @@ static PyObject *reachable(PyObject *self, PyObject *args)
 	return PyBool_FromLong(is_reachable(addr, length, writes));
 }
 
-/* permitted(addr, length, write): see is_permitted(). */
+/* permitted(addr, length, write): see is_permitted(); True if it cannot tell. */
 static PyObject *permitted(PyObject *self, PyObject *args)
 {
 	unsigned long long addr, length;
@@ -247,7 +294,7 @@ static PyObject *permitted(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "KKp", &addr, &length, &writes))
 		return NULL;
-	return PyBool_FromLong(addr + length >= addr && is_permitted(addr, addr + length, writes));
+	return PyBool_FromLong(addr + length >= addr && is_permitted(addr, addr + length, writes) != 0);
 }
 
 static PyMethodDef functions[] = {
@@ -258,6 +305,7 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_mapped_memory(PyObject *module)
 {
+	populates = !populate((uintptr_t)&populates, sizeof(populates), MADV_POPULATE_READ);
 	return rp_add_type(module, "rdmapost._verbs.Room", sizeof(struct room), 0, room_slots,
 			   NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

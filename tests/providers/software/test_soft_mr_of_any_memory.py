@@ -80,20 +80,18 @@ def test_memory_that_was_unmapped_completes_with_an_error_instead_of_a_crash():
     ]
 
 
-PROTECTED = """
-import ctypes, mmap, platform, sys
-import rdmapost as rp
-from rdmapost import Access
+FORBID = """
+import ctypes, platform
 
 libc = ctypes.CDLL(None, use_errno=True)
-libc.mmap.restype = ctypes.c_void_p
-libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
-PAGE = mmap.PAGESIZE
+NUMBERS = {
+    "process_vm": {"x86_64": (310, 311), "aarch64": (270, 271)},
+    "madvise": {"x86_64": (28, 28), "aarch64": (233, 233)},
+}
 
-def forbid_process_vm():
+def forbid(calls):
     # Load the number of the system call; for two of them return EPERM, else allow it.
-    numbers = {"x86_64": (310, 311), "aarch64": (270, 271)}[platform.machine()]
+    numbers = NUMBERS[calls][platform.machine()]
     code = [(0x20, 0, 0, 0), (0x15, 1, 0, numbers[0]), (0x15, 0, 1, numbers[1]),
             (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)]
     class Instruction(ctypes.Structure):
@@ -104,16 +102,33 @@ def forbid_process_vm():
     program = Program(len(code), (Instruction * len(code))(*code))
     assert not libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS"
     assert not libc.prctl(22, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP"
+"""
+"""As a sandbox does, with seccomp."""
 
-device, protection, forbidden = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "forbidden"
+PROTECTED = """
+import ctypes, mmap, os, resource, sys
+import rdmapost as rp
+from rdmapost import Access
+
+libc.mmap.restype = ctypes.c_void_p
+libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+ALL = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
+PAGE = mmap.PAGESIZE
+
+device, protection, limits = sys.argv[1], int(sys.argv[2]), sys.argv[3].split()
 with rp.open_device(device) as context, rp.PD(context) as pd, rp.CQ(context) as cq:
     mine = rp.MR(pd, 2 * PAGE, ALL)
     memory = mmap.mmap(-1, 2 * PAGE)
     memory[:] = b"x" * (2 * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     theirs = rp.MR.at(pd, address, 2 * PAGE, ALL)
-    if forbidden:
-        forbid_process_vm()
+    for limit in limits:
+        if limit == "descriptors":
+            unused = os.dup(0)
+            os.close(unused)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (unused, unused))
+        else:
+            forbid(limit)
     remote = {"rkey": theirs.rkey}
     for post in (
         lambda: rp.RdmaWrite(mine[:8], remote_addr=address, **remote),
@@ -138,16 +153,19 @@ with rp.open_device(device) as context, rp.PD(context) as pd, rp.CQ(context) as 
 """
 
 
-@pytest.mark.parametrize("system_calls", ["allowed", "forbidden"])
+@pytest.mark.parametrize(
+    "limits", ["", "process_vm", "descriptors", "process_vm descriptors", "madvise"]
+)
 @pytest.mark.parametrize("protection", [mmap.PROT_READ, 0])
 @pytest.mark.parametrize("device", ["soft0", "roce:lo"])
 def test_memory_that_became_read_only_or_inaccessible_completes_with_an_error(
-    device, protection, system_calls
+    device, protection, limits
 ):
-    """Also in a sandbox that forbids process_vm_readv() and process_vm_writev()."""
+    """Also in a sandbox that forbids a system call, and where no descriptor is left."""
     skip_unless_free(device)
-    said = prints(PROTECTED, device, str(protection), system_calls).splitlines()
-    read = "SUCCESS" if protection else "REM_ACCESS_ERR"
+    said = prints(FORBID + PROTECTED, device, str(protection), limits).splitlines()
+    readable = protection and limits != "process_vm descriptors"
+    read = "SUCCESS" if readable else "REM_ACCESS_ERR"
     assert said == [
         f"{status} True"
         for status in (
@@ -159,6 +177,25 @@ def test_memory_that_became_read_only_or_inaccessible_completes_with_an_error(
             "REM_OP_ERR",
         )
     ]
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_memory_that_may_be_written_is_written_in_a_sandbox(device):
+    """The kernel copies through a pipe where it may not copy directly."""
+    skip_unless_free(device)
+    rw = mmap.PROT_READ | mmap.PROT_WRITE
+    assert prints(FORBID + PROTECTED, device, str(rw), "process_vm").splitlines() == [
+        "SUCCESS False",
+        "SUCCESS False",
+        "SUCCESS False",
+        "SUCCESS False",
+        "SUCCESS False",
+        "SUCCESS False",
+    ]
+    # Never SUCCESS without the data.
+    assert set(
+        prints(FORBID + PROTECTED, device, str(rw), "process_vm descriptors").splitlines()
+    ) == {"REM_ACCESS_ERR True", "LOC_PROT_ERR True", "REM_OP_ERR True"}
 
 
 def test_dmabuf_that_was_truncated_completes_with_an_error_instead_of_a_crash(rc, fd):
@@ -221,6 +258,11 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 def test_file_that_is_truncated_during_a_transfer_does_not_crash_the_process(how):
     assert prints(CUT.format(how=HOW[how])).split() == ["survived"]
+
+
+def test_file_that_is_truncated_during_a_transfer_does_not_crash_a_process_in_a_sandbox():
+    program = FORBID + "forbid('process_vm')" + CUT.format(how=HOW["mmap"])
+    assert prints(program).split() == ["survived"]
 
 
 @pytest.mark.parametrize("shared", [mmap.MAP_SHARED, mmap.MAP_PRIVATE])
