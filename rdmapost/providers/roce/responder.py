@@ -299,10 +299,11 @@ def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
         return responder.refuse(qp)
     target: Segments = []
     if left:
-        # The first packet checks all of it, the others check it again.
-        addr, need = incoming.remote_addr + incoming.done, _REMOTE_WRITE
-        whole = qp.device.memory.remote(qp.pd, qp.number, incoming.rkey, addr, left, need)
-        target = [whole[: packet.length]]
+        # Each packet checks the key for all that is left, but only for its own bytes that they are
+        # still mapped: else the pages looked at would grow with the square of the length.
+        memory, addr = qp.device.memory, incoming.remote_addr + incoming.done
+        rkey, size = incoming.rkey, packet.length
+        target = [memory.remote(qp.pd, qp.number, rkey, addr, left, _REMOTE_WRITE, size)]
     taken = None
     if packet.imm is not None:
         taken = _take_receive(qp, packet)
@@ -327,7 +328,7 @@ def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
 def _read(qp: RoceQueuePair, packet: Packet) -> Ack | None:
     if packet.length > MAX_MSG_SIZE:
         return responder.refuse(qp)
-    return responder.read(qp, packet)
+    return responder.read(qp, packet, _size_at_once(qp, packet.length))
 
 
 def _atomic_write(qp: RoceQueuePair, packet: Packet) -> Ack | None:
@@ -382,19 +383,24 @@ def _send_nak(qp: RoceQueuePair, syndrome: int, value: int, psn: int) -> None:
     _send(qp, packets.ACKNOWLEDGE, psn, aeth(syndrome, value, qp.msn))
 
 
+def _size_at_once(qp: RoceQueuePair, left: int) -> int:
+    """Return how much of what a READ has left is sent in one step."""
+    return min(left, _AT_ONCE * qp.mtu)
+
+
 def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
     """Send responses to the READ request in progress.
 
     Args:
-        data: all that it reads, if that has been checked in this step.
+        data: what to send in this step, if it has been fetched.
     """
     reading = qp.reading
     assert reading is not None
     mtu, left = qp.mtu, reading.left
-    size = min(left, _AT_ONCE * mtu)
+    size = _size_at_once(qp, left)
     source: Any = b""
     if data:
-        source = data[0][:size]
+        source = data[0]
     elif size:
         addr, rkey = reading.remote_addr, reading.rkey
         try:

@@ -282,10 +282,10 @@ class Memory(native.Record):
             raise ErrorStatus(WCStatus.LOC_LEN_ERR)
         return segments
 
-    def remote(
+    def check_remote(
         self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int | None, length: int, need: int
-    ) -> Any:
-        """Return the memory behind a remote key.
+    ) -> tuple[Region, int]:
+        """Check a remote key, without a look at the memory; return its region, and where in it.
 
         Args:
             pd: the responder's protection domain.
@@ -316,8 +316,32 @@ class Memory(native.Record):
             raise RemoteAccessError("the range lies outside what the rkey covers")
         if need & ~target.access:
             raise RemoteAccessError("the rkey does not grant this")
-        start += target.addr - region.addr
-        part = region.part(start, length, bool(need & _REMOTE_WRITES))
+        return region, start + target.addr - region.addr
+
+    def remote(
+        self,
+        pd: ProtectionDomain,
+        qpn: int,
+        rkey: int,
+        addr: int,
+        length: int,
+        need: int,
+        size: int | None = None,
+    ) -> Any:
+        """Return the memory behind a remote key.
+
+        Args:
+            pd, qpn, rkey, addr, length, need: as for check_remote().
+            size: how many of the bytes to return. Whether the others are mapped is not looked at:
+                for memory that may be unmapped, the kernel copies or faults in each page. Default:
+                all.
+
+        Raises:
+            RemoteAccessError: a key, range, domain or permission is wrong, or what to return is no
+                longer mapped.
+        """
+        region, start = self.check_remote(pd, qpn, rkey, addr, length, need)
+        part = region.part(start, length if size is None else size, bool(need & _REMOTE_WRITES))
         if part is None:
             raise RemoteAccessError("the memory is no longer mapped")
         return part

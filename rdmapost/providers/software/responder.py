@@ -197,13 +197,20 @@ def complete_receive(
 # ---- remote memory ----------------------------------------------------------
 
 
-def target_of(qp: QueuePair, request: Request, size: int, access: int) -> Segments:
-    """Return the memory that a request names, for an access that its key must grant."""
-    if not size:
+def target_of(
+    qp: QueuePair, request: Request, length: int, access: int, size: int | None = None
+) -> Segments:
+    """Return the memory that a request names, for an access that its key must grant.
+
+    Args:
+        size: how much of it. Default: all.
+    """
+    if not length:
         # An empty message accesses no memory, so its key is not checked.
         return []
     memory, pd = qp.device.memory, _domain(qp, request)
-    return [memory.remote(pd, qp.number, request.rkey, request.remote_addr, size, access)]
+    addr, rkey = request.remote_addr, request.rkey
+    return [memory.remote(pd, qp.number, rkey, addr, length, access, size)]
 
 
 def _domain(qp: QueuePair, request: Request) -> ProtectionDomain:
@@ -211,11 +218,15 @@ def _domain(qp: QueuePair, request: Request) -> ProtectionDomain:
     return qp.pd if srq is None else srq.pd
 
 
-def read(qp: QueuePair, request: Request) -> Ack | None:
-    """Execute an RDMA_READ: the acknowledgement has the data."""
+def read(qp: QueuePair, request: Request, size: int | None = None) -> Ack | None:
+    """Execute an RDMA_READ: the acknowledgement has the data.
+
+    Args:
+        size: how much of it. The key is checked for all of it. Default: all.
+    """
     if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
-    source = target_of(qp, request, request.length, _REMOTE_READ)
+    source = target_of(qp, request, request.length, _REMOTE_READ, size)
     return Ack(AckType.ACK, data=source)
 
 
@@ -261,7 +272,7 @@ def flush(qp: QueuePair, request: Request) -> Ack | None:
         return refuse(qp)
     whole = request.flush_level == FlushLevel.MR
     # Earlier requests are done, and what they wrote is visible: only the key is left to check.
-    qp.device.memory.remote(
+    qp.device.memory.check_remote(
         _domain(qp, request),
         qp.number,
         request.rkey,

@@ -74,7 +74,7 @@ class Ack:
         self.rnr_timer = rnr_timer
         """Encoded as min_rnr_timer."""
         self.data = data
-        """What an RDMA READ fetched."""
+        """What an RDMA READ fetched: all of it, or the first part."""
         self.value = value
         """What an atomic found."""
 

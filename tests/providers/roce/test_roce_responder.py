@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 import random
 import sys
 import tracemalloc
@@ -40,7 +43,7 @@ from rdmapost.providers.roce import engine, packets
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
 from rdmapost.providers.roce.random_keys import RandomKeys
-from rdmapost.providers.software.memory import INDICES, ProtectionDomain
+from rdmapost.providers.software.memory import INDICES, ProtectionDomain, Region
 
 MTU_BYTES = 1024
 SUCCESS, FLUSHED = WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR
@@ -602,6 +605,92 @@ def test_write_whose_last_packet_needs_a_receive_goes_on_there(alone):
     post_recv(alone, 1, 0)
     inject(alone, 1, "RDMA_WRITE_LAST_WITH_IMMEDIATE", b"abcd", size=4)
     assert completions(alone) == [(1, SUCCESS, MTU_BYTES + 4)]
+
+
+# ---- memory that the kernel copies -------------------------------------------------------------
+
+
+def file_region(alone: Alone, size: int, kept: int | None = None) -> Region:
+    """Register a mapped file, of which only the first bytes are left."""
+    # A state that is compared reads all memory, also what is gone.
+    alone.network.interrupts = False
+    fd = os.memfd_create("test")
+    try:
+        os.truncate(fd, size)
+        view = memoryview(mmap.mmap(fd, size))
+        os.truncate(fd, size if kept is None else kept)
+    finally:
+        os.close(fd)
+    addr = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return alone.device.memory.register(alone.device.pd, addr, view, ALL_ACCESS, addr)
+
+
+def test_read_of_memory_that_the_kernel_copies_holds_little_of_it_at_once(alone):
+    size = 16 << 20
+    mr = file_region(alone, size)
+    sent = []
+    alone.network.drop = lambda packet: sent.append(len(packet)) or True
+    tracemalloc.start()
+    try:
+        inject(alone, 0, "RDMA_READ_REQUEST", mr.addr, mr.rkey, size)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(sent) > size
+    assert peak < 2 << 20
+
+
+def test_read_of_memory_that_is_gone_further_on_is_refused_there(alone):
+    mr = file_region(alone, 128 * MTU_BYTES, 64 * MTU_BYTES)
+    inject(alone, 0, "RDMA_READ_REQUEST", mr.addr, mr.rkey, 128 * MTU_BYTES)
+    got = answers(alone)
+    assert len(got) == 65
+    assert got[-1] == nak(64, ACCESS)
+    assert alone.events() == [EventType.QP_ACCESS_ERR]
+
+
+def test_read_of_memory_that_is_gone_is_refused_before_anything_is_sent(alone):
+    mr = file_region(alone, 128 * MTU_BYTES, 0)
+    inject(alone, 0, "RDMA_READ_REQUEST", mr.addr, mr.rkey, 128 * MTU_BYTES)
+    assert answers(alone) == [nak(0, ACCESS)]
+    assert alone.events() == [EventType.QP_ACCESS_ERR]
+
+
+def test_write_to_memory_that_the_kernel_copies_looks_at_each_byte_once(alone, monkeypatch):
+    count = 200
+    mr = file_region(alone, count * MTU_BYTES)
+    looked_at = []
+
+    def reachable(addr: int, length: int, write: bool) -> bool:
+        looked_at.append(length)
+        return found(addr, length, write)
+
+    found = native.reachable
+    monkeypatch.setattr(native, "reachable", reachable)
+    inject(alone, 0, "RDMA_WRITE_FIRST", mr.addr, mr.rkey, count * MTU_BYTES, size=MTU_BYTES)
+    for n in range(1, count - 1):
+        inject(alone, n, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
+    inject(alone, count - 1, "RDMA_WRITE_LAST", size=MTU_BYTES)
+    assert answers(alone)[-1] == ack(count - 1)
+    assert mr.memory == b"".join(bytes((n & 0xFF or 1,)) * MTU_BYTES for n in range(count))
+    assert sum(looked_at) == count * MTU_BYTES
+
+
+def test_write_to_memory_that_is_gone_further_on_is_refused_there(alone):
+    page = mmap.PAGESIZE // MTU_BYTES
+    mr = file_region(alone, 2 * mmap.PAGESIZE, mmap.PAGESIZE)
+    inject(alone, 0, "RDMA_WRITE_FIRST", mr.addr, mr.rkey, 2 * mmap.PAGESIZE, size=MTU_BYTES)
+    for n in range(1, page + 1):
+        inject(alone, n, "RDMA_WRITE_MIDDLE", size=MTU_BYTES)
+    assert answers(alone) == [*map(ack, range(page)), nak(page, ACCESS)]
+    assert alone.events() == [EventType.QP_ACCESS_ERR]
+
+
+def test_write_beyond_the_key_is_refused_before_anything_is_written(alone):
+    mr = file_region(alone, 2 * mmap.PAGESIZE)
+    inject(alone, 0, "RDMA_WRITE_FIRST", mr.addr, mr.rkey, 2 * mmap.PAGESIZE + 1, size=MTU_BYTES)
+    assert answers(alone) == [nak(0, ACCESS)]
+    assert mr.memory == bytes(2 * mmap.PAGESIZE)
 
 
 # ---- whose packets -----------------------------------------------------------------------------

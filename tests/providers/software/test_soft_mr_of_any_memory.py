@@ -7,10 +7,11 @@ import errno
 import mmap
 import os
 import sys
+import tracemalloc
 
 import pytest
-from support import ALL, prints, soft_context
-from support.roce import skip_unless_free
+from support import ALL, prints, resident, soft_context
+from support.roce import open_roce, skip_unless_free
 
 import rdmapost as rp
 from rdmapost import Access, AdviseMRAdvice, WCStatus
@@ -379,6 +380,50 @@ def test_room_is_read_and_written_by_the_kernel(fd):
     assert room.read() is None
     assert part.read() == b"sixteen bytes it"
     room[2 * PAGE : 2 * PAGE + 8][:] = b"not kept"
+
+
+@pytest.mark.parametrize("level", rp.FlushLevel)
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_flush_checks_the_key_and_touches_no_memory(fd, device, level):
+    """However large the region is: it may be a file with holes."""
+    size = 64 << 30
+    os.truncate(fd, size)
+    access = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.FLUSH_GLOBAL
+    with (
+        open_roce(device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, mmap.mmap(fd, size), access) as mr,
+        rp.QP(pd, rp.QPType.RC, cq, send_ops_flags=rp.SendOps.FLUSH) as near,
+        rp.QP(pd, rp.QPType.RC, cq) as far,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint(), access=access)
+        before = resident()
+        length = (1 << 32) - 1 if level is rp.FlushLevel.RANGE else 0
+        near.post_send(rp.Flush(remote_addr=mr.addr, rkey=mr.rkey, level=level, length=length))
+        assert cq.wait(timeout=20)[0].status is WCStatus.SUCCESS
+        assert resident() - before < 16 << 20
+    assert os.fstat(fd).st_blocks == 0
+
+
+def test_read_takes_one_copy_of_memory_that_the_kernel_copies(rc, fd):
+    size = 16 << 20
+    os.truncate(fd, size)
+    with (
+        rp.MR(rc.pd, mmap.mmap(fd, size), ALL) as theirs,
+        rp.MR(rc.pd, mmap.mmap(-1, size), ALL) as mine,
+    ):
+        rc.a.post_send(rp.RdmaRead(mine[:], remote_addr=theirs.addr, rkey=theirs.rkey))
+        rc.wait()
+        tracemalloc.start()
+        try:
+            rc.a.post_send(rp.RdmaRead(mine[:], remote_addr=theirs.addr, rkey=theirs.rkey))
+            rc.wait()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < size + (1 << 20)
 
 
 # ---- dma-bufs ---------------------------------------------------------------------------
