@@ -378,14 +378,8 @@ class Loopback(ResourceHolder):
 # ---- missing features ----------------------------------------------------
 
 
-class _Lacking(UnsupportedError):
-    """The device lacks a feature; the message is one sentence."""
-
-    def __init__(self, call: str, what: str, context: Context) -> None:
-        super().__init__(call, errno.EOPNOTSUPP, f"{what} not supported by {context.name}")
-
-    def __str__(self) -> str:
-        return self.hint
+def _lacking(call: str, what: str, context: Context) -> UnsupportedError:
+    return UnsupportedError(call, errno.EOPNOTSUPP, f"{context.name} has no {what}")
 
 
 def _require(
@@ -398,10 +392,10 @@ def _require(
     """
     attr = context.attr
     if srq_type is SRQType.XRC and not attr.device_cap_flags & DeviceCap.XRC:
-        raise _Lacking("ibv_open_xrcd", "XRC is", context)
+        raise _lacking("ibv_open_xrcd", "XRC", context)
     if srq_type is not None and not attr.max_srq:
-        raise _Lacking("ibv_create_srq", "shared receive queues are", context)
+        raise _lacking("ibv_create_srq", "shared receive queues", context)
     if max_tso_header and not attr.tso_caps.supports(qp_type):
-        raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)
+        raise _lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs", context)
     if srq_type is SRQType.TM and not attr.tm_caps.max_num_tags:
-        raise _Lacking("ibv_create_srq_ex", "tag matching is", context)
+        raise _lacking("ibv_create_srq_ex", "tag matching", context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 import weakref
 from typing import Any
 
@@ -12,8 +13,10 @@ from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType
+from rdmapost.explain import explain_lines
 from rdmapost.frames import ethernet
 from rdmapost.loopback import Loopback
+from rdmapost.providers.soft0.provider import SoftProvider
 from rdmapost.standard.wire import GRH_BYTES
 
 
@@ -265,8 +268,27 @@ def test_loopback_is_made_or_says_what_the_device_lacks(
         why = error
     assert why is None or context.kind != "soft"
     if why is not None:
-        assert str(why).endswith(f"not supported by {context.name}")
+        assert f" is not supported: {context.name} has no " in str(why)
         assert why.errno == errno.EOPNOTSUPP
+
+
+def test_traceback_of_a_missing_feature_names_an_error_that_explain_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query = SoftProvider.query_device_ex
+
+    def without_tags(provider: Any, context: Any, attr: Any) -> None:
+        query(provider, context, attr)
+        attr.tm_caps.max_num_tags = 0
+
+    monkeypatch.setattr(SoftProvider, "query_device_ex", without_tags)
+    with rp.open_device("soft0") as soft, pytest.raises(rp.UnsupportedError) as raised:
+        Loopback(soft, srq_type=rp.SRQType.TM)
+    (line,) = traceback.format_exception_only(raised.value)
+    assert line.startswith(
+        "rdmapost.UnsupportedError: ibv_create_srq_ex is not supported: soft0 has "
+    )
+    assert [one.explanation.name for one in explain_lines([line])] == ["UnsupportedError"]
 
 
 def test_numpy_integers_of_8_bits_do_not_overflow(context: rp.Context) -> None:
