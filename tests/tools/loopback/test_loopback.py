@@ -291,6 +291,40 @@ def test_traceback_of_a_missing_feature_names_an_error_that_explain_knows(
     assert [one.explanation.name for one in explain_lines([line])] == ["UnsupportedError"]
 
 
+@pytest.mark.parametrize(
+    ("use", "error", "said"),
+    [
+        (lambda pair: pair.cut(pair.local, -4, 2), IndexError, "2 bytes at offset -4 are not wit"),
+        (lambda pair: pair.cut(pair.local, -4, 0), IndexError, "offset -4"),
+        (lambda pair: pair.cut(pair.local, 8, -2), IndexError, "-2 bytes at offset 8"),
+        (lambda pair: pair.cut(pair.local, 5000, 0), IndexError, "offset 5000"),
+        (lambda pair: pair.cut(pair.local, 4090, 7), IndexError, "not within MR"),
+        (lambda pair: pair.cut(pair, 0, 1), TypeError, "side: expected Side, got Loopback"),
+        (lambda pair: pair.received(8, 600), IndexError, "8 bytes at offset 4800"),
+        (lambda pair: pair.received(8, 511, 9), IndexError, "8 bytes at offset 4599"),
+        (lambda pair: pair.receive(4, -1), ValueError, "count=-1"),
+        (lambda pair: pair.receive(4, 1.0), TypeError, "count: expected int, got float"),
+        (lambda pair: pair.settled("z"), TypeError, "expected: expected bytes .*, got str"),
+        (lambda pair: pair.settled(b"z", 4096), IndexError, "1 byte at offset 4096"),
+        (lambda pair: pair.settled(b"z", -1), IndexError, "1 byte at offset -1"),
+    ],
+)
+def test_range_outside_the_memory_is_refused(
+    context: rp.Context, use: Any, error: type[Exception], said: str
+) -> None:
+    with Loopback(context) as pair, pytest.raises(error, match=said):
+        use(pair)
+
+
+def test_ends_of_the_memory_are_within_it(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        assert pair.cut(pair.local, 4096, 0) == []
+        assert pair.cut(pair.local, 4095, 1)[0].length == 1
+        assert pair.received(8, 511) == bytes(8)
+        assert pair.settled(b"", 4096)
+        assert pair.settled(bytes(8), 4088)
+
+
 def test_numpy_integers_of_8_bits_do_not_overflow(context: rp.Context) -> None:
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     offset, length = numpy.uint8(200), numpy.uint8(100)
