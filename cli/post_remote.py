@@ -86,6 +86,11 @@ def _connected(
             out.note(f"local    {connection.qp}: {connection.qp.endpoint()}")
             out.note(f"remote   client {offer.client} of {where}, {offer.device}: {offer.endpoint}")
             out.note(f"exposed  {_exposed(connection)}")
+            if peer.offset and peer.offset >= offer.size:
+                usage_error(
+                    f"--offset {peer.offset} is past the end of the "
+                    f"{counted(offer.size, 'byte')} that {where} exposes"
+                )
             yield connection
 
 
@@ -298,11 +303,6 @@ def read_from(
     with _connected(out, target, settings, Opcode.RDMA_READ, peer, local_size=1) as connection:
         if length is None:
             length = connection.offer.size - peer.offset
-            if length < 0:
-                usage_error(
-                    f"--offset {peer.offset} is past the end of the "
-                    f"{counted(connection.offer.size, 'byte')} that {out.doc['peer']} exposes"
-                )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
         flags = send_flags(settings)
         cuts = [(index * length, (index + 1) * length) for index in range(count)]
@@ -333,6 +333,8 @@ def atomic_at(
 ) -> None:
     """Change a value in the memory of a server; ``given`` has the operands, for the document."""
     count = settings.count
+    if peer.offset % 8:
+        usage_error(f"--offset {peer.offset} is not a multiple of 8, which an atomic needs")
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
         flags = send_flags(settings)
         wrs = [

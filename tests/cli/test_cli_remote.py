@@ -155,6 +155,31 @@ def test_atomic_changes_the_memory_of_a_server(context: rp.Context, serve: Serve
     assert (doc["old"], doc["new"]) == (99, 99)
 
 
+@pytest.mark.parametrize("offset", ["24", "32"])
+@pytest.mark.parametrize(
+    "command", [["write"], ["read"], ["read", "--size", "1"], ["atomic", "cas"]]
+)
+def test_offset_past_the_end_of_the_memory_is_wrong_usage(
+    context: rp.Context, serve: Serve, command: list[str], offset: str
+) -> None:
+    where = serve(size=24)
+    ran = on(context, *command, where, "--offset", offset, "--json")
+    assert ran.code == 2
+    assert (
+        ran.doc["error"]
+        == f"--offset {offset} is past the end of the 24 bytes that {where} exposes"
+    )
+
+
+@pytest.mark.parametrize("opcode", ["cas", "fetch-add"])
+def test_atomic_at_an_offset_that_is_not_aligned_is_wrong_usage(
+    context: rp.Context, serve: Serve, opcode: str
+) -> None:
+    ran = on(context, "atomic", opcode, serve(), "--offset", "4", "--json")
+    assert ran.code == 2
+    assert ran.doc["error"] == "--offset 4 is not a multiple of 8, which an atomic needs"
+
+
 @pytest.mark.parametrize(
     ("access", "command", "grants"),
     [
