@@ -165,7 +165,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
         arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"
-            why = _why_unreachable(connection)
+            why = _why_unreachable(connection) or _why_dropped(out, connection, count)
             raise WaitTimeout(
                 f"{which} did not arrive at {out.doc['peer']} within {connection.timeout:g} s"
                 + (f"; {why}" if why else "")
@@ -177,6 +177,20 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
             )
         found.append(arrival)
     return found
+
+
+def _why_dropped(out: Output, connection: Connection, count: int) -> str | None:
+    """Say why one of several messages that were sent at once did not arrive."""
+    qp_type, receives = connection.qp.qp_type, connection.offer.receives
+    if qp_type is QPType.RC:
+        return None
+    if count > receives:
+        return (
+            f"{qp_type.name} drops a message that finds no receive, and {out.doc['peer']} posts "
+            f"{receives}: 'rdmapost serve --count {count}' posts enough, and --qp-type rc waits "
+            "for one"
+        )
+    return f"{qp_type.name} does not repeat a lost message: send it again, or use --qp-type rc"
 
 
 def _same(found: Arrival | Seen, expected: Payload, digest: str, index: int, count: int) -> Shown:

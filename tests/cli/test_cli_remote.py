@@ -220,6 +220,20 @@ def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve:
     assert ran.doc["status"] == "REM_ACCESS_ERR"
 
 
+@pytest.mark.parametrize("qp_type", ["uc", "ud"])
+def test_message_that_found_no_receive_says_how_many_there_are(qp_type: str) -> None:
+    with rp.open_device("soft0") as soft, connect.serve(soft, HOST, 0, count=0) as server:
+        where = f"{HOST}:{server.address[1]}"
+        # A server without receives answers at once.
+        ran = run(*("send", where, "-d", "soft0", "--qp-type", qp_type, "--count", "20", "--json"))
+    assert ran.code == 1
+    assert ran.doc["error"] == (
+        f"message 1 of 20 did not arrive at {where} within 5 s; {qp_type.upper()} drops a message "
+        f"that finds no receive, and {where} posts 0: 'rdmapost serve --count 20' posts enough, "
+        "and --qp-type rc waits for one"
+    )
+
+
 def test_message_longer_than_the_receives_is_an_error(context: rp.Context, serve: Serve) -> None:
     ran = on(context, "send", serve(receive_size=4), "--data", "x" * 32, "--json")
     assert ran.code == 1
