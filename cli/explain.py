@@ -72,8 +72,8 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
       rdmapost explain "Failed status transport retry counter exceeded (12)"
       rdmapost explain < nccl.log
 
-    A log on standard input is searched for statuses, errnos and events.  Without
-    any of these, all names are listed.
+    A log on standard input is searched for statuses, errnos, events and findings
+    of rdmapost doctor.  Without any of these, all names are listed.
     """
     from rdmapost.explain import KINDS, names
 
@@ -126,7 +126,7 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
         for one in mentions
     ]
     if not mentions:
-        raise click.ClickException("standard input names no status, errno or event")
+        raise click.ClickException("standard input names no status, errno, event or finding")
     out.doc["explanations"] = [asdict(one.explanation) for one in mentions]
     pages = []
     for one in mentions:

@@ -86,6 +86,11 @@ def _connected(
             out.note(f"local    {connection.qp}: {connection.qp.endpoint()}")
             out.note(f"remote   client {offer.client} of {where}, {offer.device}: {offer.endpoint}")
             out.note(f"exposed  {_exposed(connection)}")
+            if peer.offset and peer.offset >= offer.size:
+                usage_error(
+                    f"--offset {peer.offset} is past the end of the "
+                    f"{counted(offer.size, 'byte')} that {where} exposes"
+                )
             yield connection
 
 
@@ -160,7 +165,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
         arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"
-            why = _why_unreachable(connection)
+            why = _why_unreachable(connection) or _why_dropped(out, connection, count)
             raise WaitTimeout(
                 f"{which} did not arrive at {out.doc['peer']} within {connection.timeout:g} s"
                 + (f"; {why}" if why else "")
@@ -172,6 +177,20 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
             )
         found.append(arrival)
     return found
+
+
+def _why_dropped(out: Output, connection: Connection, count: int) -> str | None:
+    """Say why one of several messages that were sent at once did not arrive."""
+    qp_type, receives = connection.qp.qp_type, connection.offer.receives
+    if qp_type is QPType.RC:
+        return None
+    if count > receives:
+        return (
+            f"{qp_type.name} drops a message that finds no receive, and {out.doc['peer']} posts "
+            f"{receives}: 'rdmapost serve --count {count}' posts enough, and --qp-type rc waits "
+            "for one"
+        )
+    return f"{qp_type.name} does not repeat a lost message: send it again, or use --qp-type rc"
 
 
 def _same(found: Arrival | Seen, expected: Payload, digest: str, index: int, count: int) -> Shown:
@@ -298,11 +317,6 @@ def read_from(
     with _connected(out, target, settings, Opcode.RDMA_READ, peer, local_size=1) as connection:
         if length is None:
             length = connection.offer.size - peer.offset
-            if length < 0:
-                usage_error(
-                    f"--offset {peer.offset} is past the end of the "
-                    f"{counted(connection.offer.size, 'byte')} that {out.doc['peer']} exposes"
-                )
         memory = connection.region(max(1, count * length), Access.LOCAL_WRITE)
         flags = send_flags(settings)
         cuts = [(index * length, (index + 1) * length) for index in range(count)]
@@ -333,6 +347,8 @@ def atomic_at(
 ) -> None:
     """Change a value in the memory of a server; ``given`` has the operands, for the document."""
     count = settings.count
+    if peer.offset % 8:
+        usage_error(f"--offset {peer.offset} is not a multiple of 8, which an atomic needs")
     with _connected(out, target, settings, opcode, peer, local_size=8 * count) as connection:
         flags = send_flags(settings)
         wrs = [

@@ -12,6 +12,7 @@ from ..errors import RdmaError
 from .resource import Resource
 
 _Event = TypeVar("_Event")
+_Result = TypeVar("_Result")
 
 
 class Waitable(Resource):
@@ -67,6 +68,27 @@ def check_max_entries(count: Any, max_entries: Any) -> tuple[int, int]:
     if max_entries < count:
         raise ValueError(f"max_entries={max_entries} is less than count={count}")
     return count, max_entries
+
+
+def wait_for_descriptor(
+    owner: Waitable, descriptor: int, attempt: Callable[[], _Result | None], timeout: float | None
+) -> _Result | None:
+    """Wait in a thread for a descriptor that is not the device's, such as a socket's.
+
+    Args:
+        owner: closing it ends the wait.
+        descriptor: sleep until it is readable.
+        attempt: called first, and whenever the descriptor is readable; it must not block.  Its
+            result ends the wait unless it is None.
+        timeout: seconds; None for no limit.
+
+    Returns:
+        The attempt's result, or None if none came in time.
+
+    Raises:
+        ClosedError: the owner is closed, or is closed during the wait.
+    """
+    return owner._poller.until(owner, descriptor, attempt, timeout, False)  # type: ignore[no-any-return]
 
 
 def wait_for_event(

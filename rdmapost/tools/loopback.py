@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .._arguments import expect, index, member, time_limit, within
+from .._arguments import counted, expect, index, member, time_limit, within
 from ..enums import Access, DeviceCap, MWType, QPType, SRQType, WCExFlags
 from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
@@ -264,11 +264,12 @@ class Loopback(ResourceHolder):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: length is negative.
+            ValueError: one is negative.
             PostError: the device refused.
             IndexError: the remote memory is too small.
         """
         slot = self.headroom + within("length", length, 0)
+        count = within("count", count, 0)
         self.post_receives(
             [
                 RecvWR(self.cut(self.remote, number * slot, slot), wr_id=number + 1)
@@ -301,11 +302,12 @@ class Loopback(ResourceHolder):
         Raises:
             TypeError: an argument is not an integer.
             ValueError: one is negative.
+            IndexError: the remote memory has no such receive.
         """
         length, index = within("length", length, 0), within("index", index, 0)
         room = length if room is None else within("room", room, 0)
         start = index * (self.headroom + room) + self.headroom
-        return bytes(self.remote.mr.buffer[start : start + length])
+        return bytes(self.remote.mr.buffer[_within(self.remote.mr, start, length)])
 
     @staticmethod
     def cut(side: Side, offset: int, length: int) -> Sequence[SGE]:
@@ -317,11 +319,12 @@ class Loopback(ResourceHolder):
             length: bytes.
 
         Raises:
-            TypeError: offset or length is not an integer.
+            TypeError: an argument has the wrong type.
             IndexError: the range is not within the memory.
         """
-        offset, length = index("offset", offset), index("length", length)
-        return [side.mr[offset : offset + length]] if length else []
+        expect("side", side, Side)
+        span = _within(side.mr, index("offset", offset), index("length", length))
+        return [side.mr[span]] if length else []
 
     # ---- waiting ------------------------------------------------------------
 
@@ -357,10 +360,12 @@ class Loopback(ResourceHolder):
             offset: bytes from the start of the remote memory.
 
         Raises:
-            TypeError: offset is not an integer.
+            TypeError: expected is not bytes, or offset not an integer.
+            IndexError: the remote memory does not have that many bytes there.
         """
-        offset = index("offset", offset)
-        memory = self.remote.mr.buffer[offset : offset + len(expected)]
+        expect("expected", expected, bytes, bytearray, memoryview)
+        mr = self.remote.mr
+        memory = mr.buffer[_within(mr, index("offset", offset), len(expected))]
         while memory != expected:
             if time.monotonic() > self._deadline:
                 return False
@@ -375,17 +380,18 @@ class Loopback(ResourceHolder):
             raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
 
 
+def _within(mr: MR, offset: int, length: int) -> slice:
+    """Return the slice of a range of a region, which unlike a slice must not be cut or negative."""
+    if not (offset >= 0 <= length and offset + length <= mr.length):
+        raise IndexError(f"{counted(length, 'byte')} at offset {offset} are not within {mr}")
+    return slice(offset, offset + length)
+
+
 # ---- missing features ----------------------------------------------------
 
 
-class _Lacking(UnsupportedError):
-    """The device lacks a feature; the message is one sentence."""
-
-    def __init__(self, call: str, what: str, context: Context) -> None:
-        super().__init__(call, errno.EOPNOTSUPP, f"{what} not supported by {context.name}")
-
-    def __str__(self) -> str:
-        return self.hint
+def _lacking(call: str, what: str, context: Context) -> UnsupportedError:
+    return UnsupportedError(call, errno.EOPNOTSUPP, f"{context.name} has no {what}")
 
 
 def _require(
@@ -398,10 +404,10 @@ def _require(
     """
     attr = context.attr
     if srq_type is SRQType.XRC and not attr.device_cap_flags & DeviceCap.XRC:
-        raise _Lacking("ibv_open_xrcd", "XRC is", context)
+        raise _lacking("ibv_open_xrcd", "XRC", context)
     if srq_type is not None and not attr.max_srq:
-        raise _Lacking("ibv_create_srq", "shared receive queues are", context)
+        raise _lacking("ibv_create_srq", "shared receive queues", context)
     if max_tso_header and not attr.tso_caps.supports(qp_type):
-        raise _Lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs is", context)
+        raise _lacking("ibv_create_qp_ex", f"TSO on {qp_type.name} queue pairs", context)
     if srq_type is SRQType.TM and not attr.tm_caps.max_num_tags:
-        raise _Lacking("ibv_create_srq_ex", "tag matching is", context)
+        raise _lacking("ibv_create_srq_ex", "tag matching", context)

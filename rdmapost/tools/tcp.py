@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -129,8 +130,26 @@ def _look_up(found: list[Any], host: str, port: int, flags: int = 0) -> None:
         found[:] = [error]
 
 
-def dial(host: str, port: int, timeout: float) -> socket.socket:
+def _wait_writable(sock: socket.socket, timeout: float) -> bool:
+    """Wait until a socket can send; return whether it can in time."""
+    poller = select.poll()
+    poller.register(sock, select.POLLOUT)
+    return bool(poller.poll(timeout * 1000))
+
+
+def dial(
+    host: str,
+    port: int,
+    timeout: float,
+    wait_writable: Callable[[socket.socket, float], bool] = _wait_writable,
+) -> socket.socket:
     """Connect to a host, trying all of its addresses; return a non-blocking socket.
+
+    Args:
+        host, port: where to.
+        timeout: seconds, for all addresses.
+        wait_writable: waits until a socket can send, at most so many seconds, and returns whether
+            it can; it may raise to give up.
 
     Raises:
         TCPError, TCPTimeout: the host cannot be found.
@@ -146,7 +165,7 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
             continue
         try:
             unshare(sock)
-            wrong = _connect(sock, address, deadline)
+            wrong = _connect(sock, address, deadline, wait_writable)
             if wrong is None:
                 prepare(sock)
                 return sock
@@ -158,7 +177,12 @@ def dial(host: str, port: int, timeout: float) -> socket.socket:
     raise last
 
 
-def _connect(sock: socket.socket, address: tuple[Any, ...], deadline: float) -> OSError | None:
+def _connect(
+    sock: socket.socket,
+    address: tuple[Any, ...],
+    deadline: float,
+    wait_writable: Callable[[socket.socket, float], bool],
+) -> OSError | None:
     """Connect a socket and leave it non-blocking; return the error, or None.
 
     An OSError that this raises comes from a signal handler.
@@ -166,10 +190,7 @@ def _connect(sock: socket.socket, address: tuple[Any, ...], deadline: float) -> 
     sock.setblocking(False)
     code = sock.connect_ex(address)
     if code == errno.EINPROGRESS:
-        poller = select.poll()
-        poller.register(sock, select.POLLOUT)
-        left = deadline - time.monotonic()
-        if not poller.poll(max(1.0, left * 1000)):
+        if not wait_writable(sock, max(0.001, deadline - time.monotonic())):
             return TimeoutError("timed out")
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return OSError(code, os.strerror(code)) if code else None

@@ -195,9 +195,12 @@ class Lacking:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["send", "--qp-type", "xrc"], "XRC is not supported by soft0"),
-        (["tso", "--qp-type", "ud"], "TSO on UD queue pairs is not supported by soft0"),
-        (["tag", "add"], "tag matching is not supported by soft0"),
+        (["send", "--qp-type", "xrc"], "ibv_open_xrcd is not supported: soft0 has no XRC"),
+        (
+            ["tso", "--qp-type", "ud"],
+            "ibv_create_qp_ex is not supported: soft0 has no TSO on UD queue pairs",
+        ),
+        (["tag", "add"], "ibv_create_srq_ex is not supported: soft0 has no tag matching"),
     ],
 )
 def test_missing_feature_is_named_in_one_line(
@@ -220,11 +223,11 @@ def test_check_says_what_a_device_lacks(monkeypatch: pytest.MonkeyPatch) -> None
         if r["status"] == "unsupported"
     }
     assert {t for _, t in why if t == "XRC_SEND"}
-    assert why["TAG_ADD", "RC"] == "tag matching is not supported by soft0"
-    assert why["TSO", "UD"] == "TSO on UD queue pairs is not supported by soft0"
+    assert why["TAG_ADD", "RC"] == "soft0 has no tag matching"
+    assert why["TSO", "UD"] == "soft0 has no TSO on UD queue pairs"
     text = run("check", "-d", "soft0").out
     assert max(map(len, text.splitlines())) <= 80
-    assert "unsupported: tag matching is not supported by soft0" in text
+    assert "unsupported: soft0 has no tag matching" in text
 
 
 # ---- keys -----------------------------------------------------------------------

@@ -44,6 +44,11 @@ def test_large_data_is_held_twice_at_most(command: str) -> None:
     assert large - small <= 2.2 * (128 << 10)
 
 
+def test_bind_mw_takes_a_window_larger_than_random_can_fill() -> None:
+    """random.randbytes() makes less than 256 MiB at once."""
+    peak_in_kilobytes("bind-mw", "--size", "256M")
+
+
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 4097, (1 << 20) - 1, (1 << 20) + 257])
 def test_generated_data_repeats_the_pattern(length: int) -> None:
     payload = Payload(bytes(range(256)), length)

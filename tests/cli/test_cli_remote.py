@@ -155,6 +155,31 @@ def test_atomic_changes_the_memory_of_a_server(context: rp.Context, serve: Serve
     assert (doc["old"], doc["new"]) == (99, 99)
 
 
+@pytest.mark.parametrize("offset", ["24", "32"])
+@pytest.mark.parametrize(
+    "command", [["write"], ["read"], ["read", "--size", "1"], ["atomic", "cas"]]
+)
+def test_offset_past_the_end_of_the_memory_is_wrong_usage(
+    context: rp.Context, serve: Serve, command: list[str], offset: str
+) -> None:
+    where = serve(size=24)
+    ran = on(context, *command, where, "--offset", offset, "--json")
+    assert ran.code == 2
+    assert (
+        ran.doc["error"]
+        == f"--offset {offset} is past the end of the 24 bytes that {where} exposes"
+    )
+
+
+@pytest.mark.parametrize("opcode", ["cas", "fetch-add"])
+def test_atomic_at_an_offset_that_is_not_aligned_is_wrong_usage(
+    context: rp.Context, serve: Serve, opcode: str
+) -> None:
+    ran = on(context, "atomic", opcode, serve(), "--offset", "4", "--json")
+    assert ran.code == 2
+    assert ran.doc["error"] == "--offset 4 is not a multiple of 8, which an atomic needs"
+
+
 @pytest.mark.parametrize(
     ("access", "command", "grants"),
     [
@@ -193,6 +218,20 @@ def test_write_past_the_end_is_refused_by_the_device(context: rp.Context, serve:
     ran = on(context, "write", serve(), "--offset", "4090", "--json")
     assert ran.code == 1
     assert ran.doc["status"] == "REM_ACCESS_ERR"
+
+
+@pytest.mark.parametrize("qp_type", ["uc", "ud"])
+def test_message_that_found_no_receive_says_how_many_there_are(qp_type: str) -> None:
+    with rp.open_device("soft0") as soft, connect.serve(soft, HOST, 0, count=0) as server:
+        where = f"{HOST}:{server.address[1]}"
+        # A server without receives answers at once.
+        ran = run(*("send", where, "-d", "soft0", "--qp-type", qp_type, "--count", "20", "--json"))
+    assert ran.code == 1
+    assert ran.doc["error"] == (
+        f"message 1 of 20 did not arrive at {where} within 5 s; {qp_type.upper()} drops a message "
+        f"that finds no receive, and {where} posts 0: 'rdmapost serve --count 20' posts enough, "
+        "and --qp-type rc waits for one"
+    )
 
 
 def test_message_longer_than_the_receives_is_an_error(context: rp.Context, serve: Serve) -> None:

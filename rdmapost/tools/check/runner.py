@@ -8,7 +8,7 @@ from typing import Literal
 
 from ..._arguments import expect, time_limit
 from ...enums import DeviceCap, QPType
-from ...errors import RdmaError, VerbsError
+from ...errors import RdmaError, UnsupportedError, VerbsError
 from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.memory import PD
@@ -78,6 +78,8 @@ def _attempt(
         return "unsupported", str(why)
     except Failed as why:
         return "fail", str(why)
+    except UnsupportedError as error:
+        return "unsupported", error.hint or str(error)
     except VerbsError as error:
         unsupported = error.errno in _NOT_THERE
         return "unsupported" if unsupported else "fail", str(error)

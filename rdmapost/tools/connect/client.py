@@ -345,6 +345,10 @@ class Connection(BaseConnection, ClosesOnExit):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions on this side (cq.wait).
 
+        A server that goes away does not end a wait: what is in flight to it ends with an error by
+        itself, and posted receives do not.  Wait with a timeout, and then see whether the
+        connection is ``closed``.
+
         Args:
             count: how many.
             timeout: seconds; None for no limit.

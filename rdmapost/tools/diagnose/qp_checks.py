@@ -67,7 +67,10 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
     severity, what = _STATES.get(state, _UNKNOWN)
     if state is QPState.RTR and qp.qp_type is QPType.XRC_RECV:
         severity, what = "ok", "it receives, and has no sends"
-    connect = "qp.connect(remote)" if qp.qp_type in CONNECTED else "qp.connect()"
+    # Elsewhere there is no connection, and the peer has not failed.
+    connect, both = "qp.connect()", ""
+    if qp.qp_type in CONNECTED:
+        connect, both = "qp.connect(remote)", " on both sides"
     if state in _FAILED and _overrun(qp):
         yield Finding(
             "qp-state",
@@ -84,7 +87,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         QPState.SQD: "qp.to_rts()",
         QPState.SQE: "poll send_cq for the first error other than WR_FLUSH_ERR; then qp.to_rts()",
         QPState.ERR: "poll the CQ: the first error other than WR_FLUSH_ERR says why "
-        f"('rdmapost explain'); then qp.to_reset() and {connect} on both sides",
+        f"('rdmapost explain'); then qp.to_reset() and {connect}{both}",
     }
     if qp.qp_type not in CONNECTED:
         remedy[QPState.RESET] = connect
@@ -296,7 +299,7 @@ def check_receives(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "not-polled",
             "warning",
-            f"{evidence}; they were flushed, and their completions are in the CQ",
+            f"{evidence}; they failed or were flushed, and their completions are in the CQ",
             "poll recv_cq",
         )
     elif count or state is QPState.ERR:

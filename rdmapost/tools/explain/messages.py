@@ -15,6 +15,7 @@ from .errnos import ERRNOS, undocumented
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
 from .failed_calls import Rank, failed_call
+from .findings import FINDINGS
 from .link_states import PORT_STATES
 from .lookup import PHRASES, of_member
 from .model import UNNUMBERED, Explanation
@@ -125,6 +126,17 @@ _PORT_STATE = re.compile(
     # ibv_devinfo's "state: PORT_DOWN (1)"; iproute2's "link rxe0/1 state DOWN".
     r"\bstate:\s*PORT_([A-Z_]+)|^\s*link \S+/\d+ state ([A-Z_]+)\b"
 )
+_FINDING = re.compile(
+    # 'rdmapost doctor': "PROBLEM  port-down (rxe0 port 1)". Many names are common words.
+    r"^\s*(?:"
+    r"(?:PROBLEM|warning|info|ok) {2,}([a-z][a-z0-9-]*) \(|"
+    r"([a-z][a-z0-9-]*) \((?:machine|\S+ port \d+|.* QP 0x[0-9a-f]+ on \S+)\)$"
+    r")"
+)
+_HYPHENATED = re.compile(
+    # Not in a list of checks that pass, and not an option or part of a longer word.
+    r"(?<![\w/.=-])(?<!, )[a-z]+(?:-[a-z0-9]+)+(?![\w/=,-])"
+)
 _STATUS_HINTS = ("status", "prov_err", "completion", "wc err")
 _ERRNO_HINTS = ("errno", "ibv_", "modify qp", "xrc domain")
 _VENDOR_HINTS = ("vendor", "syndrom")
@@ -135,7 +147,7 @@ _NEGATIVE = re.compile(r"(?<!\d)-\d")
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """A status, errno, event or failed call that lines of text mention.
+    """A status, errno, event, failed call or finding that lines of text mention.
 
     Attributes:
         explanation: what it means.
@@ -188,6 +200,7 @@ def _any_of(phrases: Iterable[str]) -> re.Pattern[str]:
 
 _BY_PHRASE = _phrases()
 _BY_NAME = _names()
+_BY_FINDING = {one.name: one for one in FINDINGS}
 _BY_PORT_STATE = {one.name: one for one in PORT_STATES}
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
@@ -208,18 +221,20 @@ _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 
 
 def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
-    """Explain the statuses, errnos, events and failed calls that lines of text name.
+    """Explain the statuses, errnos, events, failed calls and findings that lines of text name.
 
     It reads what programs print when a work request or a verb fails: ibv_rc_pingpong, perftest,
-    NCCL, UCX, Open MPI, libfabric, the kernel, Python, and this library.
+    NCCL, UCX, Open MPI, libfabric, the kernel, Python, and this library; and the report of
+    ``rdmapost doctor``.
 
     Args:
         lines: the lines, such as a log.
 
     Returns:
         what the lines name, in order of first appearance. WR_FLUSH_ERR and the RDMA CM's
-        DISCONNECTED come last, because another error causes them; SUCCESS, and the events of
-        every connection (ESTABLISHED), are left out unless the lines name nothing else.
+        DISCONNECTED come last, because another error causes them; SUCCESS, the events of
+        every connection (ESTABLISHED) and findings that are "ok" are left out unless the lines
+        name nothing else.
     """
     first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}
     counts: dict[tuple[str, str], int] = {}
@@ -231,11 +246,14 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
                 counts[key] = 0
             counts[key] += 1
     found = [Mention(*first[key], count) for key, count in counts.items()]
-    failed = [mention for mention in found if not _is_harmless(mention.explanation)]
+    failed = [mention for mention in found if not _is_harmless(mention)]
     return tuple(sorted(failed or found, key=_follows))
 
 
-def _is_harmless(one: Explanation) -> bool:
+def _is_harmless(mention: Mention) -> bool:
+    one = mention.explanation
+    if one.kind == "finding":
+        return mention.line.startswith("ok ")
     harmless = (("status", WCStatus.SUCCESS), ("port_state", PortState.ACTIVE))
     return (one.kind, one.number) in harmless or (one.kind == "cm_event" and one.name in HARMLESS)
 
@@ -256,6 +274,8 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
     if port and (state := _BY_PORT_STATE.get(port[1] or port[2])):
         # PORT_ACTIVE alone is an event.
         return (state,)
+    if (named := _FINDING.match(line)) and (finding := _BY_FINDING.get(named[1] or named[2])):
+        return (finding,)
     lower = line.lower()
     if len(lower) != len(line):
         # A non-ASCII letter has become two: convert only ASCII ones, so that offsets stay the same.
@@ -298,6 +318,9 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
             failed = None
     elif not at and any(hint in lower for hint in _VENDOR_HINTS):
         at += [(vendor.start(), VENDOR_ERR) for vendor in VENDOR_ERR_NUMBER.finditer(line)]
+    if not at and failed is None and "-" in lower:
+        words = _HYPHENATED.finditer(lower)
+        at = [(word.start(), _BY_FINDING[word[0]]) for word in words if word[0] in _BY_FINDING]
     found = {(one.kind, one.name): one for _, one in sorted(at, key=_place)}.values()
     # An exception says less than the status or errno in its text, and a vendor_err less than the
     # status beside it.

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import errno
 import re
+import select
 import socket
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from ..._arguments import within
 from ...resources.gid import GID
 from ...resources.resource import ClosesOnExit
+from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
 from ..connect.failures import ConnectError
 from ..tcp import name_of, reason
@@ -174,34 +178,62 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
 
 
 def accept(
-    listener: socket.socket, timeout: float, wait: float | None = None
+    owner: Waitable, listener: socket.socket, timeout: float, wait: float | None = None
 ) -> HandshakeConnection:
     """Accept one client, and close the listener.
 
     Args:
+        owner: closing it ends every wait.
+        listener: a listening socket.
         timeout: seconds to wait for each of the client's messages.
         wait: seconds to wait for the client; None for no limit.
     """
     try:
-        listener.settimeout(wait)
+        listener.setblocking(False)
         name = name_of(listener.getsockname())
-        sock, address = listener.accept()
-        tcp.unshare(sock)
-    except TimeoutError:
-        raise PingpongError(f"no client connected to {name} within {wait:g} s") from None
+        accepted = wait_for_descriptor(
+            owner, listener.fileno(), lambda: _accept_now(listener), wait
+        )
     except OSError as error:
         raise PingpongError(f"no client connected: {reason(error)}") from None
     finally:
         tcp.stop_listening(listener)
-    return HandshakeConnection(sock, name_of(address), timeout, is_client=False)
+    if accepted is None:
+        raise PingpongError(f"no client connected to {name} within {wait:g} s")
+    sock, address = accepted
+    return HandshakeConnection(owner, sock, name_of(address), timeout, is_client=False)
 
 
-def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
-    """Connect to a server; the timeout is for connecting, and for each of the server's messages."""
+def _accept_now(listener: socket.socket) -> tuple[socket.socket, tuple[Any, ...]] | None:
+    """Accept a client, if one is there."""
+    with suppress(BlockingIOError, ConnectionAbortedError):
+        sock, address = listener.accept()
+        tcp.unshare(sock)
+        return sock, address
+    return None
+
+
+def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConnection:
+    """Connect to a server.
+
+    Args:
+        owner: closing it ends every wait.
+        host, port: where it listens.
+        timeout: seconds for connecting, and for each of the server's messages.
+    """
+
+    def wait_writable(sock: socket.socket, left: float) -> bool:
+        # The wait is for a readable descriptor; an epoll descriptor becomes readable.
+        with select.epoll() as ready:
+            ready.register(sock, select.EPOLLOUT)
+            attempt = partial(_ready_now, ready)
+            return wait_for_descriptor(owner, ready.fileno(), attempt, left) is not None
+
     port = within("port", port, 1, 65535)
     who = name_of((host, port))
     try:
-        return HandshakeConnection(tcp.dial(host, port, timeout), who, timeout, is_client=True)
+        sock = tcp.dial(host, port, timeout, wait_writable)
+        return HandshakeConnection(owner, sock, who, timeout, is_client=True)
     except tcp.TCPError as error:
         raise PingpongError(str(error)) from None
     except TimeoutError:
@@ -213,11 +245,22 @@ def dial(host: str, port: int, timeout: float) -> HandshakeConnection:
     raise PingpongError(f"cannot connect to {who}: {why}")
 
 
-class HandshakeConnection(ClosesOnExit):
-    """A TCP connection to a peer, and the handshake over it; the timeout is for each message."""
+def _ready_now(ready: select.epoll) -> bool | None:
+    return True if ready.poll(0) else None
 
-    def __init__(self, sock: socket.socket, who: str, timeout: float, *, is_client: bool) -> None:
+
+class HandshakeConnection(ClosesOnExit):
+    """A TCP connection to a peer, and the handshake over it.
+
+    The timeout is for each message; closing the owner ends every wait for one.
+    """
+
+    def __init__(
+        self, owner: Waitable, sock: socket.socket, who: str, timeout: float, *, is_client: bool
+    ) -> None:
+        sock.setblocking(False)
         self.who = who
+        self._owner = owner
         self._sock = sock
         self._timeout = timeout
         self._is_client = is_client
@@ -230,8 +273,7 @@ class HandshakeConnection(ClosesOnExit):
     def send(self, message: bytes) -> None:
         """Send a message, in one piece: the stock programs read it with one read(2)."""
         try:
-            self._sock.settimeout(self._timeout)
-            self._sock.sendall(message)
+            tcp.send_all(self._sock, message, self._timeout)
         except OSError as error:
             raise self._closed_error(reason(error)) from None
 
@@ -275,8 +317,7 @@ class HandshakeConnection(ClosesOnExit):
     def _say(self, settings: Settings) -> None:
         # A stock client has gone.
         with suppress(OSError):
-            self._sock.settimeout(self._timeout)
-            self._sock.sendall(settings.encode())
+            tcp.send_all(self._sock, settings.encode(), self._timeout)
 
     def _line(self) -> bytes:
         """Receive one line, or the part of it that arrives in time."""
@@ -284,8 +325,7 @@ class HandshakeConnection(ClosesOnExit):
         end = time.monotonic() + min(self._timeout, _SETTINGS_S)
         with suppress(OSError):
             while not line.endswith(b"\n") and len(line) < MAX_LINE:
-                self._sock.settimeout(max(0.001, end - time.monotonic()))
-                data = self._sock.recv(MAX_LINE - len(line))
+                data = self._receive(MAX_LINE - len(line), end)
                 if not data:
                     break
                 line += data
@@ -299,20 +339,32 @@ class HandshakeConnection(ClosesOnExit):
             try:
                 # One limit for the whole message, so that a peer that sends a byte now and then is
                 # dropped too.
-                self._sock.settimeout(max(0.001, end - time.monotonic()))
-                data = self._sock.recv(needed)
-            except TimeoutError:
-                raise PingpongError(
-                    f"{self.who} did not send {handshake.stage} within {self._timeout:g} s"
-                ) from None
+                data = self._receive(needed, end)
             except OSError as error:
                 raise self._closed_error(reason(error)) from None
+            if data is None:
+                raise PingpongError(
+                    f"{self.who} did not send {handshake.stage} within {self._timeout:g} s"
+                )
             if not data:
                 raise self._closed_error("")
             try:
                 handshake.feed(data)
             except PingpongError as error:
                 raise PingpongError(f"{self.who}: {error}") from None
+
+    def _receive(self, limit: int, end: float) -> bytes | None:
+        """Wait for bytes; return None if none came in time, and no bytes at the end."""
+        left = max(0.0, end - time.monotonic())
+        return wait_for_descriptor(
+            self._owner, self._sock.fileno(), partial(self._receive_now, limit), left
+        )
+
+    def _receive_now(self, limit: int) -> bytes | None:
+        try:
+            return self._sock.recv(limit)
+        except BlockingIOError:
+            return None
 
     def _closed_error(self, why: str) -> PingpongError:
         why = f" ({why})" if why else ""

@@ -173,11 +173,12 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: the server cannot be reached, breaks the handshake, does
                 not answer, or has gone; or the data is not what was sent.
+            ClosedError: the Pingpong or the device is closed, or is closed during the run.
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=True)
-        with dial(host, port, self.timeout) as line:
+        with dial(self._cq, host, port, self.timeout) as line:
             self._peer = line.who
             line.send(self.local.encode())
             remote = line.peer()
@@ -209,11 +210,12 @@ class Pingpong(ResourceHolder):
                 the data is not that of a client that validates.
             TypeError: timeout is not a number.
             ValueError: it is NaN.
+            ClosedError: the Pingpong or the device is closed, or is closed during the run.
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
         self._begin(is_client=False)
-        with accept(listener, self.timeout, seconds(timeout)) as line:
+        with accept(self._cq, listener, self.timeout, seconds(timeout)) as line:
             self._peer = line.who
             remote = line.peer()
             # Connect first: once the client has the answer, it may send.

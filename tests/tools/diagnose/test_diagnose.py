@@ -167,11 +167,27 @@ def test_receiver_in_rtr_is_a_warning(unconnected):
     assert "timeout-0" not in [finding.name for finding in findings]
 
 
+def test_failed_receive_on_ud_is_not_called_flushed_and_its_peer_is_left_alone():
+    from rdmapost.loopback import Loopback
+
+    with rp.open_device("soft0") as soft, Loopback(soft, QPType.UD) as pair:
+        pair.receive(0)
+        pair.local.qp.post_send(rp.Send(pair.cut(pair.local, 0, 4), **pair.address))
+        pair.sent()[0].check()
+        findings = pair.remote.qp.diagnose()
+        assert "they failed or were flushed" in named(findings, "not-polled").evidence
+        # There is no connection, and the other side has not failed.
+        remedy = named(findings, "qp-state").remedy
+        assert remedy.endswith("then qp.to_reset() and qp.connect()")
+        assert pair.arrived()[0].status is WCStatus.LOC_LEN_ERR
+
+
 def test_failed_queue_pair_says_what_waits_in_the_cq(rc):
     rc.b.post_recv([rp.RecvWR(rc.theirs[:8]) for _ in range(3)])
     rc.b.to_err()
     findings = rc.b.diagnose()
     assert named(findings, "qp-state").severity == "problem"
+    assert named(findings, "qp-state").remedy.endswith("qp.connect(remote) on both sides")
     assert named(findings, "not-polled").evidence.startswith("receives posted: 3 of")
     rc.cq.wait(3)
     assert "not-polled" not in [finding.name for finding in rc.b.diagnose()]

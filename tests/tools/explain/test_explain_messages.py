@@ -258,6 +258,15 @@ LINES = [
     # ibv_devinfo, rdma link
     ("\t\t\tstate:\t\t\tPORT_DOWN (1)", ["DOWN"]),
     ("\t\t\tstate:\t\t\tPORT_ACTIVE (4)", ["ACTIVE"]),
+    # rdmapost doctor
+    ("PROBLEM  port-down (rxe0 port 1)", ["port-down"]),
+    ("port-down (rxe0 port 1)", ["port-down"]),
+    ("warning  memlock (machine)", ["memlock"]),
+    ("memlock (machine)", ["memlock"]),
+    ("receives (RC QP 0x11 on soft0)", ["receives"]),
+    ("ok       port-active (soft0 port 1)", ["port-active"]),
+    ("the doctor found psn-mismatch.", ["psn-mismatch"]),
+    ("WARNING: PSN-MISMATCH", ["psn-mismatch"]),
     ("link mlx5_0/1 state INIT physical_state LINK_UP netdev eth2", ["INIT"]),
 ]
 
@@ -370,10 +379,40 @@ def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
         "accept() failed by policy",
         "ibv_create_srq: SRQ 5 created",
         "2026-11-27 error in line 22",
+        "timeout (30 s)",
+        "WARNING: timeout (30 s)",
+        "peer (10.0.0.1) left",
+        "--path-mtu=1024 rnr-retry=7 lib/port-down",
+        "ok       machine: memlock",
     ],
 )
 def test_line_without_an_error_names_nothing(line: str) -> None:
     assert explain_lines([line]) == ()
+
+
+REPORT = """\
+PROBLEM  port-down (rxe0 port 1)
+         DOWN: the port carries no traffic
+         -> ip link set eth0 up
+info     no-rdma-device (machine)
+         there is no RDMA device on this machine
+ok       machine: libibverbs, memlock
+ok       RC QP 0x11 on soft0: qp-state, gid, route, path-mtu, peer, timeout,
+         rnr-retry, min-rnr-timer, max-rd-atomic, outstanding, receives, cq,
+         access
+ok       port-active (soft0 port 1)
+         ACTIVE
+
+1 problem, 0 warnings
+"""
+
+
+def test_report_of_doctor_is_explained_by_its_findings() -> None:
+    names = [mention.explanation.name for mention in explain_lines(REPORT.splitlines())]
+    assert names == ["port-down", "no-rdma-device"]
+    ran = piped(REPORT.encode())
+    assert ran.returncode == 0
+    assert "port-down: finding of a diagnosis" in ran.stdout
 
 
 def test_mentions_are_counted_and_the_flushed_ones_come_last() -> None:
@@ -440,7 +479,7 @@ def test_wrong_token_is_a_cause_of_connect_error() -> None:
 def test_log_without_an_error_fails_in_one_line() -> None:
     ran = piped(b"all is well\n")
     assert (ran.returncode, ran.stdout) == (1, "")
-    assert ran.stderr == "rdmapost: standard input names no status, errno or event\n"
+    assert ran.stderr == "rdmapost: standard input names no status, errno, event or finding\n"
 
 
 def test_empty_standard_input_lists_the_names() -> None:

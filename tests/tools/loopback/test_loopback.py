@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import traceback
 import weakref
 from typing import Any
 
@@ -12,8 +13,10 @@ from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost import Access, QPType
+from rdmapost.explain import explain_lines
 from rdmapost.frames import ethernet
 from rdmapost.loopback import Loopback
+from rdmapost.providers.soft0.provider import SoftProvider
 from rdmapost.standard.wire import GRH_BYTES
 
 
@@ -265,8 +268,61 @@ def test_loopback_is_made_or_says_what_the_device_lacks(
         why = error
     assert why is None or context.kind != "soft"
     if why is not None:
-        assert str(why).endswith(f"not supported by {context.name}")
+        assert f" is not supported: {context.name} has no " in str(why)
         assert why.errno == errno.EOPNOTSUPP
+
+
+def test_traceback_of_a_missing_feature_names_an_error_that_explain_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    query = SoftProvider.query_device_ex
+
+    def without_tags(provider: Any, context: Any, attr: Any) -> None:
+        query(provider, context, attr)
+        attr.tm_caps.max_num_tags = 0
+
+    monkeypatch.setattr(SoftProvider, "query_device_ex", without_tags)
+    with rp.open_device("soft0") as soft, pytest.raises(rp.UnsupportedError) as raised:
+        Loopback(soft, srq_type=rp.SRQType.TM)
+    (line,) = traceback.format_exception_only(raised.value)
+    assert line.startswith(
+        "rdmapost.UnsupportedError: ibv_create_srq_ex is not supported: soft0 has "
+    )
+    assert [one.explanation.name for one in explain_lines([line])] == ["UnsupportedError"]
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "said"),
+    [
+        (lambda pair: pair.cut(pair.local, -4, 2), IndexError, "2 bytes at offset -4 are not wit"),
+        (lambda pair: pair.cut(pair.local, -4, 0), IndexError, "offset -4"),
+        (lambda pair: pair.cut(pair.local, 8, -2), IndexError, "-2 bytes at offset 8"),
+        (lambda pair: pair.cut(pair.local, 5000, 0), IndexError, "offset 5000"),
+        (lambda pair: pair.cut(pair.local, 4090, 7), IndexError, "not within MR"),
+        (lambda pair: pair.cut(pair, 0, 1), TypeError, "side: expected Side, got Loopback"),
+        (lambda pair: pair.received(8, 600), IndexError, "8 bytes at offset 4800"),
+        (lambda pair: pair.received(8, 511, 9), IndexError, "8 bytes at offset 4599"),
+        (lambda pair: pair.receive(4, -1), ValueError, "count=-1"),
+        (lambda pair: pair.receive(4, 1.0), TypeError, "count: expected int, got float"),
+        (lambda pair: pair.settled("z"), TypeError, "expected: expected bytes .*, got str"),
+        (lambda pair: pair.settled(b"z", 4096), IndexError, "1 byte at offset 4096"),
+        (lambda pair: pair.settled(b"z", -1), IndexError, "1 byte at offset -1"),
+    ],
+)
+def test_range_outside_the_memory_is_refused(
+    context: rp.Context, use: Any, error: type[Exception], said: str
+) -> None:
+    with Loopback(context) as pair, pytest.raises(error, match=said):
+        use(pair)
+
+
+def test_ends_of_the_memory_are_within_it(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        assert pair.cut(pair.local, 4096, 0) == []
+        assert pair.cut(pair.local, 4095, 1)[0].length == 1
+        assert pair.received(8, 511) == bytes(8)
+        assert pair.settled(b"", 4096)
+        assert pair.settled(bytes(8), 4088)
 
 
 def test_numpy_integers_of_8_bits_do_not_overflow(context: rp.Context) -> None:

@@ -100,9 +100,10 @@ def test_a_malformed_handshake_is_refused_or_incomplete():
     assert accepted > 100
 
 
-def test_a_malformed_handshake_over_a_connection_ends_at_once():
+def test_a_malformed_handshake_over_a_connection_ends_at_once(context):
     """The peer sends something wrong, in pieces, and closes; this side does not wait."""
     rng = random.Random(53)
+    cq = rp.CQ(context, 1)
     for _ in range(3000):
         ours, theirs = socket.socketpair()
         data = malformed(rng)
@@ -112,7 +113,7 @@ def test_a_malformed_handshake_over_a_connection_ends_at_once():
                 piece = rng.randint(1, 60)
                 theirs.sendall(data[at : at + piece])
                 at += piece
-        with HandshakeConnection(ours, "peer", 30, is_client=False) as line:
+        with HandshakeConnection(cq, ours, "peer", 30, is_client=False) as line:
             try:
                 line.peer()
                 line.done()

@@ -136,6 +136,101 @@ def test_run_server_says_that_no_client_came_in_time(context):
         side.run_server(listener, timeout=0.2)
 
 
+class Watched(socket.socket):
+    """A listening socket that tells when somebody accepts."""
+
+    def __init__(self) -> None:
+        super().__init__(fileno=listen(HOST, 0).detach())
+        self.asked = threading.Event()
+
+    def accept(self):
+        self.asked.set()
+        return super().accept()
+
+
+def closed_while_it_waits(
+    run: Callable[[], object], waits: threading.Event, close: Callable[[], object]
+) -> BaseException | None:
+    """Run one side in a thread, close it once it waits, and return what the run raised."""
+    raised: list[BaseException] = []
+
+    def keep() -> None:
+        try:
+            run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    assert waits.wait(LIMIT)
+    close()
+    thread.join(LIMIT)
+    return raised.pop() if raised else None
+
+
+CLOSES = pytest.mark.parametrize("what", ["pingpong", "device"])
+
+
+@CLOSES
+@pytest.mark.parametrize("timeout", [None, 10 * LIMIT])
+def test_closing_ends_a_servers_wait_for_its_client(what, timeout):
+    with rp.open_device("soft0") as context, Watched() as listener:
+        side = Pingpong(context)
+        close = side.close if what == "pingpong" else context.close_all
+        error = closed_while_it_waits(
+            lambda: side.run_server(listener, timeout=timeout), listener.asked, close
+        )
+        assert isinstance(error, rp.ClosedError)
+
+
+@CLOSES
+@pytest.mark.parametrize("sent", [b"", MESSAGE], ids=["address", "done"])
+def test_closing_ends_a_servers_wait_for_a_message(what, sent):
+    with rp.open_device("soft0") as context, listen(HOST, 0) as listener:
+        side = Pingpong(context, timeout=10 * LIMIT)
+        address = listener.getsockname()
+        gid = context.choose_gid().gid.hex().encode()
+        waits = threading.Event()
+
+        def run() -> None:
+            side.run_server(listener, timeout=LIMIT)
+
+        def connect() -> None:
+            # The listener is closed once the client has connected.
+            with socket.create_connection(address, LIMIT) as sock:
+                if sent:
+                    sock.sendall(sent[:19] + gid + b"\0")
+                    sock.recv(52)
+                else:
+                    while listener.fileno() >= 0:
+                        time.sleep(0.001)
+                waits.set()
+                read_to_end(sock)
+
+        client = threading.Thread(target=connect)
+        client.start()
+        close = side.close if what == "pingpong" else context.close_all
+        error = closed_while_it_waits(run, waits, close)
+        client.join(LIMIT)
+        assert isinstance(error, rp.ClosedError)
+
+
+@CLOSES
+def test_closing_ends_a_clients_wait_for_its_server(what):
+    waits = threading.Event()
+
+    def silent(sock: socket.socket) -> None:
+        sock.recv(52)
+        waits.set()
+        read_to_end(sock)
+
+    with rp.open_device("soft0") as context, impostor(silent) as (_, port):
+        side = Pingpong(context, timeout=10 * LIMIT)
+        close = side.close if what == "pingpong" else context.close_all
+        error = closed_while_it_waits(lambda: side.run_client(HOST, port), waits, close)
+        assert isinstance(error, rp.ClosedError)
+
+
 def test_listen_names_a_port_in_use_and_an_address_of_another_machine():
     in_use = r"cannot listen on 127\.0\.0\.1:\d+: Address already"
     with listen(HOST, 0) as first, pytest.raises(PingpongError, match=in_use):
