@@ -112,7 +112,7 @@ class FaultPlan:
         """Make a send work request complete with a status, without being executed.
 
         Several statuses planned for one wr_id go to as many work requests, in order.  With
-        SUCCESS, the work request is lost without a trace.
+        SUCCESS, it completes as if it had been executed, but nothing arrives at the peer.
 
         Args:
             wr_id: its wr_id, as posted.

@@ -101,6 +101,7 @@ PHRASES: dict[str, WCStatus | EventType] = {
     "client reregistration": EventType.CLIENT_REREGISTER,
     "GID table change": EventType.GID_CHANGE,
     "WQ fatal": EventType.WQ_FATAL,
+    "Device link speed change": EventType.DEVICE_SPEED_CHANGE,
 }
 """The texts of libibverbs for statuses and events, which most programs print."""
 _OF_VENDOR_ERR = ("vendor err", "vendor error", "vendor code", "vendor syndrome", "syndrome")
