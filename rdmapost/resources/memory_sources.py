@@ -58,7 +58,7 @@ def at(address: Any, length: Any, owner: Any) -> Source:
     """Return the memory at an address; the caller guarantees that it is valid."""
     start = within("address", address, 1, _TOP)
     size = _length(length)
-    return Source(_first("address", start, size), size, None, owner)
+    return Source(_start("address", start, size), size, None, owner)
 
 
 def dmabuf(fd: Any, offset: Any, length: Any, iova: Any) -> DMABuf:
@@ -67,13 +67,14 @@ def dmabuf(fd: Any, offset: Any, length: Any, iova: Any) -> DMABuf:
     size = _length(length)
     return DMABuf(
         descriptor,
-        _first("offset", within("offset", offset, 0, _TOP), size),
+        _start("offset", within("offset", offset, 0, _TOP), size),
         size,
-        _first("iova", within("iova", iova, 0, _TOP), size),
+        _start("iova", within("iova", iova, 0, _TOP), size),
     )
 
 
-def _first(name: str, start: int, size: int) -> int:
+def _start(name: str, start: int, size: int) -> int:
+    """Return the start of a range, which must not extend past 2^64."""
     if start + size - 1 > _TOP:
         raise ValueError(f"{name}={start:#x} and length={size} extend past 2^64")
     return start

@@ -397,6 +397,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             ClosedError: the device is closed.
             VerbsError: the device could not be queried.
         """
+        # Of a closed device choose_gid() raises ClosedError.
         if self._gid is None or self.context.closed:
             self._gid = self.context.choose_gid(self.port_num, self._gid_index)
         return self._gid

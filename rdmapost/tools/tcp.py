@@ -272,9 +272,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
             view = view[sock.send(view) :]
         except BlockingIOError:
             left = deadline - time.monotonic()
-            poller = select.poll()
-            poller.register(sock, select.POLLOUT)
-            if left <= 0 or not poller.poll(left * 1000 + 1):
+            if left <= 0 or not _wait_writable(sock, left):
                 raise TCPTimeout(f"it did not read the answers within {timeout:g} s") from None
 
 

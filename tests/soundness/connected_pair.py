@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from isolated import TIMES
+from support import threads
 
 import rdmapost as rp
 from rdmapost.providers.software.state import objects
@@ -150,22 +150,7 @@ class Rig:
         assert left_on_soft0() <= self.objects, "the soft device still has something"
 
 
-@contextlib.contextmanager
-def thread(target: Callable[[], object]) -> Iterator[list[BaseException]]:
-    """Run a function in a thread while the block runs; the list holds what it raised."""
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            target()
-        except BaseException as error:
-            raised.append(error)
-
-    beside = threading.Thread(target=run, daemon=True)
-    beside.start()
-    yield raised
-    beside.join(LIMIT)
-    assert not beside.is_alive(), "the thread has not ended"
+thread = functools.partial(threads.thread, limit=LIMIT)
 
 
 def until(condition: Callable[[], object], what: str) -> None:

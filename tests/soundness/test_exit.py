@@ -11,7 +11,7 @@ from isolated import TIMES, isolated, run_python
 HERE = pathlib.Path(__file__).resolve().parent
 
 OPEN = """
-import faulthandler, os, sys
+import contextlib, faulthandler, os, sys, threading
 faulthandler.enable()
 faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
 sys.path[:0] = sys.argv[3:]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from connected_pair import BINDABLE, LIMIT, Memory, Rig
+from connected_pair import BINDABLE, LIMIT, Memory, Rig, thread
 from interrupts import Interrupted
 from isolated import isolated
 
@@ -59,18 +59,8 @@ def bind_start(qp: rp.QP, cq: rp.CQ, mw: rp.MW, mr: rp.MR) -> None:
 
 def in_a_worker(work: Callable[[], None], timeout: float) -> None:
     """Run a function in another thread while the main one waits; fail if it raises."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    worker = threading.Thread(target=run)
-    worker.start()
-    worker.join(timeout)
-    assert not worker.is_alive()
+    with thread(work, limit=timeout) as failed:
+        pass
     assert not failed, failed
 
 

@@ -12,6 +12,7 @@ import pytest
 from connected_pair import INLINE, Rig
 from interrupts import Moment, interrupt_at_each_moment
 from isolated import isolated
+from support.threads import thread
 
 import rdmapost as rp
 
@@ -197,17 +198,8 @@ def test_posts_in_each_other_without_a_python_function_end_with_recursion_error(
 
 
 def _in_a_thread(act: Callable[[], object]) -> None:
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            raised.append(error)
-
     before = threading.stack_size(1 << 20)
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
+    with thread(act) as raised:
+        pass
     threading.stack_size(before)
     raise raised[0]

@@ -123,7 +123,7 @@ FAILURES: tuple[Explanation, ...] = (
     ),
     failure(
         "create_comp_channel",
-        "The completion channel could not be created. It is a file descriptor of its own.",
+        "The completion channel could not be created. It takes a file descriptor.",
         "ulimit -n, and ls /proc/PID/fd; dmesg.",
         causes=(
             "The process is out of file descriptors (EMFILE).",
@@ -203,7 +203,7 @@ FAILURES: tuple[Explanation, ...] = (
     ),
     failure(
         "rereg_mr",
-        "The memory region could not be changed. ibv_rereg_mr returns a negative code of its own "
+        "The memory region could not be changed. ibv_rereg_mr returns its own negative codes "
         "instead of an errno. After -4 or -5 the region must not be used, only deregistered; after "
         "-1 or -2 it is as before; after -3 it has changed.",
         "The code, and with -4 the errno. Otherwise deregister the region and register it again.",

@@ -23,6 +23,7 @@ from rdmapost.enums import MTU, Access, EventType, QPAttrMask, QPState, QPType, 
 from rdmapost.providers.roce import engine, packets
 from rdmapost.providers.roce.qp import RoceQueuePair
 from rdmapost.providers.software.completion import CompletionQueue
+from rdmapost.providers.software.device import Device as SoftwareDevice
 from rdmapost.providers.software.device_queues import SharedReceiveQueue, WorkQueue
 from rdmapost.providers.software.faults import PlannedFaults
 from rdmapost.providers.software.journaled_dict import JournaledDict
@@ -165,8 +166,7 @@ class Device(native.Record):
             made.append(packet + zlib.crc32(packet).to_bytes(ICRC_BYTES))
         self.network.carry(self.gid, path.dgid, made)
 
-    def count_qkey_violation(self) -> None:
-        self.qkey_violations += 1
+    count_qkey_violation = SoftwareDevice.count_qkey_violation
 
     def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
         if when is None:

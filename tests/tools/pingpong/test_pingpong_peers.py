@@ -15,6 +15,7 @@ from support import LIMIT, kernel
 from support.pingpong_runs import MESSAGE, TYPES, Ends, run_pair
 from support.ports import HOST, free_port, impostor, read_to_end
 from support.roce import open_roce
+from support.threads import thread
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -137,34 +138,28 @@ def test_run_server_says_that_no_client_came_in_time(context):
 
 
 class Watched(socket.socket):
-    """A listening socket that tells when somebody accepts."""
+    """A listening socket that tells when somebody accepts, and when it is closed."""
 
     def __init__(self) -> None:
         super().__init__(fileno=listen(HOST, 0).detach())
-        self.asked = threading.Event()
+        self.asked, self.ended = threading.Event(), threading.Event()
 
     def accept(self):
         self.asked.set()
         return super().accept()
+
+    def close(self):
+        super().close()
+        self.ended.set()
 
 
 def closed_while_it_waits(
     run: Callable[[], object], waits: threading.Event, close: Callable[[], object]
 ) -> BaseException | None:
     """Run one side in a thread, close it once it waits, and return what the run raised."""
-    raised: list[BaseException] = []
-
-    def keep() -> None:
-        try:
-            run()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=keep, daemon=True)
-    thread.start()
-    assert waits.wait(LIMIT)
-    close()
-    thread.join(LIMIT)
+    with thread(run) as raised:
+        assert waits.wait(LIMIT)
+        close()
     return raised.pop() if raised else None
 
 
@@ -186,7 +181,7 @@ def test_closing_ends_a_servers_wait_for_its_client(what, timeout):
 @CLOSES
 @pytest.mark.parametrize("sent", [b"", MESSAGE], ids=["address", "done"])
 def test_closing_ends_a_servers_wait_for_a_message(what, sent):
-    with rp.open_device("soft0") as context, listen(HOST, 0) as listener:
+    with rp.open_device("soft0") as context, Watched() as listener:
         side = Pingpong(context, timeout=10 * LIMIT)
         address = listener.getsockname()
         gid = context.choose_gid().gid.hex().encode()
@@ -202,8 +197,7 @@ def test_closing_ends_a_servers_wait_for_a_message(what, sent):
                     sock.sendall(sent[:19] + gid + b"\0")
                     sock.recv(52)
                 else:
-                    while listener.fileno() >= 0:
-                        time.sleep(0.001)
+                    assert listener.ended.wait(LIMIT)
                 waits.set()
                 read_to_end(sock)
 
