@@ -163,11 +163,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_gid",
         "_gid_index",
         "_groups",
+        "_has_receives",
         "_latest_change",
         "_psn",
+        "_receives_from",
         "_recv",
         "_resets",
         "_send",
+        "_sends_from",
         "_settings",
         "_srq",
         "_state",
@@ -253,7 +256,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         # What modify has set since the last reset, the last state other than ERR included.
         self._settings: dict[str, Any] = {}
         self._changes = itertools.count(1)
-        # Each change of state sets this to a new number when it begins, and when it ends.
+        # Each change of state sets this to a new number when it begins, when the device has made
+        # it, and when it ends.
         self._latest_change = 0
         # The resets whose verb has not returned: nothing is posted until all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
@@ -338,7 +342,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             checked=self.checked,
         )
         self._open_queues(self._send.in_flight, self._recv.in_flight)
-        self._note_state(QPState.RESET)
+        # Without checks the device decides.
+        self._sends_from = QPState.RTS if self.checked else QPState.RESET
+        self._receives_from = QPState.INIT if self.checked else QPState.RESET
+        self._has_receives = self._srq is None and self.qp_type not in XRC
+        self._admit_posts()
 
     def __str__(self) -> str:
         return (
@@ -366,24 +374,31 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if recv_cq is not send_cq:
                 keep_completions(recv_cq)
 
-    def _note_state(self, state: QPState) -> None:
-        self._state = state
-        # Without checks the device decides; but a reset would drop what it has just accepted.
-        resets, any_state = self._resets, not self.checked
+    def _admit_posts(self) -> None:
+        """Have the queues accept posts, or refuse them, as the noted state demands."""
+        resets = self._resets
         for change, reset in list(resets.items()):
             if reset() is None:
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
-        receives = self._srq is None and self.qp_type not in XRC
-        self._send.set_ready(any_state or state >= QPState.RTS, resets)
-        self._recv.set_ready(receives and (any_state or state is not QPState.RESET), resets)
+        # A reset would drop what is posted now. No other thread runs between the comparison and
+        # set_ready(), which is C: it would see its own state undone.
+        self._send.set_ready(self._state >= self._sends_from, resets)
+        self._recv.set_ready(self._has_receives and self._state >= self._receives_from, resets)
+
+    def _note_state(self, state: QPState, change: int) -> None:
+        """Note a state, unless another change has begun since this one."""
+        if self._latest_change == change:
+            # Here, too, no other thread comes in between.
+            self._state = state
+        self._admit_posts()
 
     def _read_state(self) -> None:
-        """Record the state that the device reports; repeat if another thread has changed it."""
+        """Note the state that the device reports; repeat if another thread has changed it."""
         latest = None
         while latest != self._latest_change:
             latest = self._latest_change
-            self._note_state(self.query().qp_state)
+            self._note_state(self.query().qp_state, latest)
 
     # ---- addressing ---------------------------------------------------------
 
@@ -603,31 +618,33 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         raw = ffi.new("struct ibv_qp_attr *")
         mask = mask_of(attrs)
         fill_qp_attr(raw, attrs)
-        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
-        to = member("qp_state", attrs.get("qp_state", state), QPState)
-        if reason := missing_attributes(self.qp_type, state, to, mask):
+        before = self._state
+        state = member("cur_qp_state", attrs.get("cur_qp_state", before), QPState)
+        to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
+        if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
-        before, change, reset = self._state, next(self._changes), _Reset()
+        change, reset = next(self._changes), _Reset()
         psn = attrs.get("sq_psn")
         if to is QPState.RESET and before > QPState.RTR:
             # It may have sent: a delayed packet must not be one that the peer expects next.
             psn = _random_psn()
         posted: list[tuple[native.InFlight, int]] = []
-        self._latest_change = change
+        if to is not None:
+            self._latest_change = change
         try:
             if to is QPState.RESET:
                 self._keep_completions()
                 # From here on posts are refused, so `posted` counts all that the reset drops.
                 self._resets[change] = weakref.ref(reset)
-                self._note_state(to)
+                self._note_state(to, change)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             self._note_modified(to, attrs, psn, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
-            self._note_state(before)
+            self._note_state(before, change)
             with contextlib.suppress(RdmaError):
                 self._read_state()
             for path in ("ah_attr", "alt_ah_attr"):
@@ -639,33 +656,36 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             # An interrupt came before or after the device made the transition.
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
-                if self.state is to:
+                if to is None or self.state is to:
                     self._note_modified(to, attrs, psn, change, posted)
             raise
         finally:
             self._resets.pop(change, None)
-            self._latest_change = next(self._changes)
+            if to is not None:
+                self._latest_change = next(self._changes)
 
     def _note_modified(
         self,
-        to: QPState,
+        to: QPState | None,
         attrs: dict[str, Any],
         psn: int | None,
         change: int,
         posted: list[tuple[native.InFlight, int]],
     ) -> None:
-        """Note a change of state that the device has made.
+        """Note a change that the device has made.
 
         Args:
-            to: the new state.
+            to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
             psn: the first packet sequence number to send from now on; None if it stays.
             change: the number of the change.
             posted: for a reset, how much each queue had posted before it.
         """
         self._psn = self._psn if psn is None else psn
-        if to is not QPState.ERR:
-            self._settings = {} if to is QPState.RESET else {**self._settings, **attrs}
+        if to is QPState.RESET:
+            self._settings = {}
+        elif to is not QPState.ERR:
+            self._settings.update(attrs)
         if to is QPState.RESET:
             self._was_reset |= change in self._resets
             self._resets.pop(change, None)
@@ -678,10 +698,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 # Its thread has not returned, but the device has reset it: posts stay from now on.
                 self._resets.clear()
             self._was_reset = False
-        if self._latest_change == change:
-            self._note_state(to)
-        if self._latest_change != change:
-            self._read_state()
+        if to is not None:
+            made = next(self._changes)
+            if self._latest_change == change:
+                # A thread that has read the state before does not note it any more.
+                self._latest_change = made
+                self._state = to
+            self._admit_posts()
+            if self._latest_change != made:
+                self._read_state()
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY
@@ -959,12 +984,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """
         self.modify(qp_state=QPState.RESET)
 
-    def _why_not_modified(self, code: int | None, to: QPState, attrs: dict[str, Any]) -> str:
+    def _why_not_modified(self, code: int | None, to: QPState | None, attrs: dict[str, Any]) -> str:
         port = self.context.query_port(self.port_num)
         if port.state.name != "ACTIVE":
             return f"port {self.port_num} is {port.state.name}; bring the link up"
         if (state := self.state) is QPState.ERR:
             return "the QP is in ERR: call to_reset() first"
+        to = state if to is None else to
         if reason := beyond_the_device(attrs, self.context.attr):
             return reason
         if code in (errno.EINVAL, errno.EOPNOTSUPP) and (
@@ -1376,7 +1402,7 @@ def settings(qp: QP) -> dict[str, Any]:
 
     qp_state is the last state other than ERR that it was brought to.
     """
-    return qp._settings
+    return qp._settings.copy()
 
 
 def oldest_send(qp: QP) -> int | None:

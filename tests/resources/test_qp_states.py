@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 import threading
 from typing import Any
 
 import pytest
 from support import ALL, GRH, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
 from support.soft_queues import reason
+from support.threads import thread
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
@@ -537,7 +539,6 @@ def test_what_a_reset_drops_is_not_outstanding_although_another_thread_has_reset
 def test_states_that_two_threads_set_are_those_of_the_device(connect):
     """Whichever comes last: the library would refuse to post otherwise, or allow what is lost."""
     pair = connect(to=QPState.RESET)
-    wrong = []
 
     def cycle() -> None:
         for _ in range(60):
@@ -546,17 +547,71 @@ def test_states_that_two_threads_set_are_those_of_the_device(connect):
                 with contextlib.suppress(ValueError, rp.VerbsError):
                     change()
 
-    threads = [threading.Thread(target=cycle) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if pair.a._state is not pair.a.query().qp_state:
-        wrong.append(pair.a._state)
-    assert not wrong
+    with thread(cycle) as first, thread(cycle) as second:
+        pass
+    assert not first + second
+    assert pair.a._state is pair.a.query().qp_state
     pair.a.to_reset()
     pair.connect()
     pair.works()
+
+
+@pytest.mark.parametrize("before", [QPState.RESET, QPState.RTS])
+def test_an_attribute_changed_beside_a_change_of_state_does_not_undo_it(
+    connect, monkeypatch, before
+):
+    """modify() without qp_state sets no state, whatever it was when the call began."""
+    pair = connect(to=before)
+    provider = provider_of(pair.a.context)
+    query_port = provider.query_port
+    begun, changed = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert changed.wait(60)
+        return query_port(*args)
+
+    monkeypatch.setattr(provider, "query_port", slow)
+    with thread(lambda: pair.a.modify(pkey_index=0)) as raised:
+        try:
+            assert begun.wait(60)
+            pair.a.to_reset()
+            pair.a.to_init()
+        finally:
+            changed.set()
+    assert not raised
+    pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
+    with pytest.raises(rp.PostError, match="INIT"):
+        pair.a.post_send(rp.Send(pair.mine[:8]))
+    assert pair.a.outstanding == (0, 1)
+
+
+def test_connect_is_right_while_another_thread_changes_attributes(connect):
+    """The other thread sets no state: the owner's calls are all legal, and so are its posts."""
+    pair = connect(to=QPState.RESET)
+    interval = sys.getswitchinterval()
+    done = threading.Event()
+
+    def tune() -> None:
+        while not done.is_set():
+            # Where the state does not allow it.
+            with contextlib.suppress(ValueError, rp.VerbsError):
+                pair.a.modify(min_rnr_timer=3)
+
+    with thread(tune) as raised:
+        sys.setswitchinterval(1e-5)
+        try:
+            for _ in range(100):
+                pair.connect()
+                pair.a.post_send(pair.wr(rp.RdmaWrite))
+                assert pair.wait(1)[0].status is rp.WCStatus.SUCCESS
+                pair.a.to_reset()
+                pair.b.to_reset()
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+    assert not raised
 
 
 def test_queue_pair_that_could_not_be_reset_can_be_posted_to(context, monkeypatch):
