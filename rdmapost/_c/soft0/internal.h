@@ -44,9 +44,12 @@ int rp_append(PyObject *queue, PyObject *item);
 /* Remove all of a list's items, which takes no memory. Nothing may be in progress. */
 void rp_clear(PyObject *list);
 
-/* Begin to journal changes; commit them; roll them back, preserving the current exception. */
+/*
+ * Begin to journal changes; commit them; roll them back, preserving the current exception. A commit
+ * fails with -1 and an exception if memory cannot be written; then roll back.
+ */
 void rp_journal_begin(void);
-void rp_journal_commit(void);
+int rp_journal_commit(void);
 void rp_journal_rollback(void);
 /* Discard the journal, as after a fork. */
 void rp_journal_forget(void);
@@ -69,8 +72,13 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
 /* ---- soft0/mapped_memory.c ------------------------------------------------ */
 
-/* Copy from memory that may be unmapped, or part of a truncated file; 0 or EFAULT. */
+/*
+ * Copy from memory that may be unmapped, or part of a truncated file; 0 or an errno: EFAULT, or in a
+ * sandbox that of a pipe.
+ */
 int rp_soft_read(char *to, uint64_t addr, uint64_t length);
+/* Whether to refuse, until the end of the transaction, all memory to write to: a write has failed. */
+void rp_soft_refuse_writes(int refuse);
 
 /* ---- soft0/faults.c ------------------------------------------------------- */
 

@@ -1,11 +1,14 @@
 /*
  * The soft device's journal: a verb's changes, until they are committed.
  *
- * It is three lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
- * changes, `later` does things that cannot be undone (copy bytes, write to a descriptor), and `last`
- * makes the new completions visible to polls. All calls are to C functions, so that no signal handler
- * runs in the middle. With no journal active, undo calls are not recorded, and the others are made
- * at once.
+ * It is four lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
+ * changes, `first` writes to memory that may not be there, `later` does things that cannot be undone
+ * (copy bytes, write to a descriptor), and `last` makes the new completions visible to polls. All
+ * calls are to C functions, so that no signal handler runs in the middle. With no journal active,
+ * undo calls are not recorded, and the others are made at once.
+ *
+ * A call in `first` may fail. As it comes before all others, the changes can still be undone: no
+ * completion has said that the bytes arrived.
  *
  * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
  * lack of memory. There is a reserve of memory for the calls of a commit or a rollback, because they
@@ -16,7 +19,8 @@
 PyObject *rp_names[NAMES];
 void (*rp_show)(PyObject *cq);
 
-static PyObject *undo, *later, *last; /* `last` also has completion queues, for rp_show() */
+/* `last` also has completion queues, for rp_show() */
+static PyObject *undo, *first, *later, *last;
 static int active; /* for the thread that holds the device's lock */
 static void *reserve; /* memory for calls that must succeed, or NULL */
 enum { RESERVE = 1 << 15 };
@@ -153,6 +157,7 @@ void rp_journal_forget(void)
 {
 	rp_clear(last);
 	rp_clear(later);
+	rp_clear(first);
 	rp_clear(undo);
 }
 
@@ -172,12 +177,28 @@ static void make(PyObject *calls)
 	}
 }
 
-void rp_journal_commit(void)
+/* Make the calls that may fail, until one does; 0, or -1 with its exception. */
+static int try_first(void)
+{
+	for (Py_ssize_t i = 0; i < PyList_Size(first); i++) {
+		PyObject *done = make_recorded(PyList_GetItem(first, i));
+
+		if (!done)
+			return -1;
+		Py_DECREF(done);
+	}
+	return 0;
+}
+
+int rp_journal_commit(void)
 {
 	active = 0;
+	if (try_first())
+		return -1;
 	make(later);
 	make(last);
 	rp_journal_forget();
+	return 0;
 }
 
 void rp_journal_rollback(void)
@@ -246,6 +267,17 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	if (!rp_is_journaled())
 		return rp_call(call);
 	if (note_call(later, call))
+		return NULL;
+	Py_RETURN_NONE;
+}
+
+/* try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses it. */
+static PyObject *try_on_commit(PyObject *self, PyObject *call)
+{
+	(void)self;
+	if (!rp_is_journaled())
+		return rp_call(call);
+	if (note_call(first, call))
 		return NULL;
 	Py_RETURN_NONE;
 }
@@ -344,6 +376,7 @@ static PyObject *forget(PyObject *self, PyObject *args)
 static PyMethodDef functions[] = {
 	{ "undo", journal_undo, METH_VARARGS, NULL },
 	{ "on_commit", on_commit, METH_VARARGS, NULL },
+	{ "try_on_commit", try_on_commit, METH_VARARGS, NULL },
 	{ "at_the_end", at_the_end, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
 	RP_METHOD(put),
@@ -365,9 +398,10 @@ int rp_add_soft_journal(PyObject *module)
 			return -1;
 	}
 	undo = PyList_New(0);
+	first = PyList_New(0);
 	later = PyList_New(0);
 	last = PyList_New(0);
-	return !undo || !later || !last ||
+	return !undo || !first || !later || !last ||
 	       rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
 			   record_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

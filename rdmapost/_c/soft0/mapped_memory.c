@@ -5,6 +5,10 @@
  * A real device pins a region's pages, so that unmapping them later does no harm. soft0 runs in the
  * process itself, which would crash: with SIGSEGV, or with SIGBUS if a file was truncated. soft0
  * therefore has the kernel copy such memory; where it is not mapped, the copy fails with EFAULT.
+ *
+ * A check before a write proves little: the memory may change in between, and in a sandbox the copy
+ * takes two descriptors. So a write may fail when it is made; then the transaction is undone, and
+ * repeated with the memory refused (soft0/journal.c).
  */
 #include "soft0/internal.h"
 
@@ -23,7 +27,7 @@
 
 enum { BOUNCE = 16384 };
 
-static int populates; /* the kernel has MADV_POPULATE_READ (Linux 5.14) */
+static int refusing; /* a write has failed since its check */
 
 static int populate(uint64_t addr, uint64_t length, int advice)
 {
@@ -86,13 +90,16 @@ static int copy_by_kernel(long call, uint64_t here, uint64_t there, uint64_t len
 	return 0;
 }
 
-/* Copy where a sandbox forbids copy_by_kernel(); each address may be mapped or not. 0, or -1. */
+/*
+ * Copy where a sandbox forbids copy_by_kernel(); each address may be mapped or not. 0, or an errno:
+ * that of a pipe, or EFAULT.
+ */
 static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 {
 	int ends[2];
 
 	if (pipe2(ends, O_CLOEXEC | O_NONBLOCK))
-		return -1;
+		return errno;
 	while (length) {
 		ssize_t n = write(ends[1], (void *)(uintptr_t)from, length);
 
@@ -104,30 +111,13 @@ static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 	}
 	close(ends[0]);
 	close(ends[1]);
-	return length ? -1 : 0;
+	return length ? EFAULT : 0;
 }
 
-/* Whether a copy is possible at all: in a sandbox it takes two descriptors. */
-static int can_copy(void)
-{
-	char from = 0, to;
-	int ends[2];
-
-	if (!copy_by_kernel(SYS_process_vm_readv, (uintptr_t)&to, (uintptr_t)&from, 1))
-		return 1;
-	if (!is_forbidden() || pipe2(ends, O_CLOEXEC))
-		return 0;
-	close(ends[0]);
-	close(ends[1]);
-	return 1;
-}
-
-/* Fault the pages in, as a device does; return whether they can be accessed. */
+/* Fault the pages in, as a device does; return whether an access is worth a try. */
 static int is_reachable(uint64_t addr, uint64_t length, int writes)
 {
-	int permitted;
-
-	if (addr + length < addr || !can_copy())
+	if (addr + length < addr || (writes && refusing))
 		return 0;
 	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
 		return 1;
@@ -137,15 +127,20 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 	 */
 	if (errno != EINVAL && !is_forbidden())
 		return 0;
-	permitted = is_permitted(addr, addr + length, writes);
-	return permitted < 0 ? !populates : permitted;
+	/* If that cannot tell, the access will. */
+	return is_permitted(addr, addr + length, writes) != 0;
+}
+
+void rp_soft_refuse_writes(int refuse)
+{
+	refusing = refuse;
 }
 
 int rp_soft_read(char *to, uint64_t addr, uint64_t length)
 {
 	if (!copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
 		return 0;
-	return is_forbidden() && !copy_by_pipe((uintptr_t)to, addr, length) ? 0 : EFAULT;
+	return is_forbidden() ? copy_by_pipe((uintptr_t)to, addr, length) : EFAULT;
 }
 
 /* Return the bytes at an address, or None if they are not mapped. */
@@ -159,8 +154,8 @@ static PyObject *read_bytes(uint64_t addr, uint64_t length)
 	Py_RETURN_NONE;
 }
 
-/* Write to an address, until the first part that is not mapped. */
-static void write_bytes(uint64_t addr, const char *from, uint64_t length)
+/* Write to an address, until the first part that is not mapped; 0, or an errno. */
+static int write_bytes(uint64_t addr, const char *from, uint64_t length)
 {
 	char bounce[BOUNCE];
 	uint64_t size;
@@ -171,9 +166,9 @@ static void write_bytes(uint64_t addr, const char *from, uint64_t length)
 		memcpy(bounce, from, size);
 		if (!copy_by_kernel(SYS_process_vm_readv, addr, (uintptr_t)bounce, size))
 			continue;
-		if (!is_forbidden() || copy_by_pipe(addr, (uintptr_t)bounce, size))
-			return;
+		return is_forbidden() ? copy_by_pipe(addr, (uintptr_t)from, length) : EFAULT;
 	}
+	return 0;
 }
 
 /* ---- memory to write to --------------------------------------------------- */
@@ -235,20 +230,23 @@ static PyObject *room_slice(PyObject *self, PyObject *slice)
 			 ROOM(self)->keeps);
 }
 
-/* room[:] = bytes of the same length */
-static int room_fill(PyObject *self, PyObject *slice, PyObject *from)
+/* fill(data): write bytes of the same length, or raise OSError. */
+static PyObject *room_fill(PyObject *self, PyObject *from)
 {
 	Py_buffer view;
+	int code = -1;
 
-	(void)slice;
-	if (!from || PyObject_GetBuffer(from, &view, PyBUF_SIMPLE))
-		return -1;
+	if (PyObject_GetBuffer(from, &view, PyBUF_SIMPLE))
+		return NULL;
 	if (view.len == ROOM(self)->length)
-		write_bytes(ROOM(self)->addr, view.buf, (uint64_t)view.len);
-	else
-		PyErr_SetString(PyExc_ValueError, "the lengths differ");
+		code = write_bytes(ROOM(self)->addr, view.buf, (uint64_t)view.len);
 	PyBuffer_Release(&view);
-	return PyErr_Occurred() ? -1 : 0;
+	if (!code)
+		Py_RETURN_NONE;
+	if (code < 0)
+		return PyErr_Format(PyExc_ValueError, "the lengths differ");
+	errno = code;
+	return PyErr_SetFromErrno(PyExc_OSError);
 }
 
 /* read(): the bytes, or None if they are not mapped. */
@@ -259,6 +257,7 @@ static PyObject *room_read(PyObject *self, PyObject *unused)
 }
 
 static PyMethodDef room_methods[] = {
+	{ "fill", room_fill, METH_O, NULL },
 	{ "read", room_read, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
@@ -269,7 +268,6 @@ static PyType_Slot room_slots[] = {
 	{ Py_tp_methods, room_methods },
 	{ Py_mp_length, room_length },
 	{ Py_mp_subscript, room_slice },
-	{ Py_mp_ass_subscript, room_fill },
 	{ 0, NULL },
 };
 
@@ -305,7 +303,6 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_mapped_memory(PyObject *module)
 {
-	populates = !populate((uintptr_t)&populates, sizeof(populates), MADV_POPULATE_READ);
 	return rp_add_type(module, "rdmapost._verbs.Room", sizeof(struct room), 0, room_slots,
 			   NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

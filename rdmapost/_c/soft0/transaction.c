@@ -34,16 +34,35 @@ struct errand {
 	struct rp_thread *sender;
 };
 
+/* Whether the call returned and only its commit failed; then *result is NULL. */
+static int fails_to_commit(PyObject *call, PyObject **result)
+{
+	rp_journal_begin();
+	*result = rp_call(call);
+	if (*result && !doomed) {
+		if (!rp_journal_commit())
+			return 0;
+		rp_journal_rollback();
+		Py_CLEAR(*result);
+		return 1;
+	}
+	rp_journal_rollback();
+	return 0;
+}
+
 static PyObject *attempt(PyObject *call)
 {
 	PyObject *result;
 
-	rp_journal_begin();
-	result = rp_call(call);
-	if (result && !doomed)
-		rp_journal_commit();
-	else
-		rp_journal_rollback();
+	if (!fails_to_commit(call, &result))
+		return result;
+	/*
+	 * Refuse all writes, not only the one that failed: another, as an atomic operation's, may
+	 * have been made, and must not be made twice.
+	 */
+	PyErr_Clear();
+	rp_soft_refuse_writes(1);
+	fails_to_commit(call, &result);
 	return result;
 }
 
@@ -190,6 +209,7 @@ long rp_soft_transact(PyObject *call)
 	PyObject *first;
 	long result_code;
 
+	rp_soft_refuse_writes(0);
 	errand.result = attempt(call);
 	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))

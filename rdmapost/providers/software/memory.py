@@ -446,14 +446,24 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def copy(source: Segments, target: Segments) -> None:
-    """On commit, copy all of the source into the target, which is at least as long."""
+    """On commit, copy all of the source into the target, which is at least as long.
+
+    Rooms come first, as the kernel may refuse to write them.
+    """
     if len(source) == len(target) == 1:
         piece, room = source[0], target[0]
         if len(piece) != len(room):
             room = room[: len(piece)]
-        native.on_commit(setitem, room, _ALL, piece)
+        _write(room, piece)
     else:
         _copy_pieces(source, target)
+
+
+def _write(room: Any, piece: Any) -> None:
+    if isinstance(room, native.Room):
+        native.try_on_commit(room.fill, piece)
+    else:
+        native.on_commit(setitem, room, _ALL, piece)
 
 
 def _copy_pieces(source: Segments, target: Segments) -> None:
@@ -465,5 +475,5 @@ def _copy_pieces(source: Segments, target: Segments) -> None:
             if not room:
                 room = next(rooms)
             size = min(len(piece), len(room))
-            native.on_commit(setitem, room[:size], _ALL, piece[:size])
+            _write(room[:size], piece[:size])
             piece, room = piece[size:], room[size:]

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from ..._arguments import within
+from ..._binding import native, start_of
 from ...enums import Access, QPState, QPType, WCOpcode, WCStatus
 from ...errors import ClosedError, RdmaError
 from ...posting.wr import RecvWR
@@ -337,12 +338,19 @@ class ServedClient:
 
     def _piece(self, buffer: memoryview, start: int, end: int) -> bytes:
         try:
-            piece = bytes(buffer[start:end])
+            view = buffer[start:end]
+            # By the kernel: if the memory is a file that was truncated, a copy ends the process.
+            piece = native.Room(start_of(view), len(view), view).read()
         except ValueError:
             self._refuse_closed()
             raise
         # Memory that the region has allocated can be read even after the region is closed.
         self._refuse_closed()
+        if piece is None:
+            raise RdmaError(
+                f"bytes {start} to {end - 1} of the memory cannot be read: its file may have been "
+                "truncated"
+            )
         return piece
 
     def _refuse_closed(self) -> None:

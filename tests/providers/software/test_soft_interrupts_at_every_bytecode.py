@@ -557,6 +557,18 @@ def send_that_fails(b: Bench) -> Verb:
 
 
 @verb
+def write_to_memory_that_has_gone_since_the_check(b: Bench) -> Verb:
+    near, _ = b.pair()
+    region = soft_device.memory.find_region(b.mr.lkey)
+    assert region is not None
+    region.unsure = 8
+    check = native.reachable
+    b.stack.callback(setattr, native, "reachable", check)
+    setattr(native, "reachable", lambda addr, *others: check(b.addr, *others))  # noqa: B010
+    return lambda: b.send(near, Opcode.RDMA_WRITE, flags=int(SendFlags.INLINE))
+
+
+@verb
 def send_that_is_flushed(b: Bench) -> Verb:
     near, _ = b.pair()
     b.modify(near, M.STATE, qp_state=QPState.ERR)

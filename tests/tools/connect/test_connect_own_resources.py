@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import mmap
 import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -248,6 +250,24 @@ def test_memory_without_a_buffer_can_be_exposed_and_not_looked_at(
             assert bytes(peer.mr.buffer[:5]) == b"found"
             seen = peer.look()
             assert (seen.sha256, seen.data) == ("", b"")
+
+
+def test_mapped_file_that_was_truncated_is_not_looked_at_instead_of_a_crash(
+    serve: Callable[..., Served], pd: rp.PD
+) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(2 * mmap.PAGESIZE)
+        with rp.MR(pd, mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE), EVERYTHING) as mr:
+            served = serve(mr=mr)
+            with served.dial() as peer:
+                mr.buffer[:5] = b"found"
+                assert peer.look(0, 5).data == b"found"
+                file.truncate(mmap.PAGESIZE)
+                assert peer.look(0, 5).data == b"found"
+                with pytest.raises(rp.RdmaError, match=r"bytes \d+ to \d+ of the memory cannot"):
+                    peer.look(mmap.PAGESIZE - 5, 10)
+            with served.dial() as peer:
+                assert peer.look(0, 5).data == b"found"
 
 
 def test_region_closed_under_a_server_refuses_new_clients_by_name(
