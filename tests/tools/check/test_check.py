@@ -146,6 +146,28 @@ def test_message_that_does_not_arrive_fails_its_check(
         row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
 
 
+@pytest.mark.parametrize("opcode", ["RDMA_WRITE", "POST_COLUMNS", "BIND_MW", "LOCAL_INV"])
+def test_uc_write_that_arrives_after_its_completion_passes_its_check(
+    soft: rp.Context, opcode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completion only says that the message has left."""
+    (row,) = [row for row in ROWS if row.opcode == opcode]
+    on_their_way: list[tuple[memoryview, bytes]] = []
+
+    def copy(source: Any, target: Any) -> None:
+        assert len(target) == 1
+        on_their_way.append((target[0], b"".join(map(bytes, source))))
+
+    def arrive(_: float) -> None:
+        for room, data in on_their_way:
+            room[: len(data)] = data
+        on_their_way.clear()
+
+    monkeypatch.setattr("rdmapost.providers.soft0.responder.copy", copy)
+    monkeypatch.setattr("rdmapost.tools.loopback.time.sleep", arrive)
+    assert row.run(Trial(soft, QPType.UC, 1, None, 5.0))
+
+
 def test_frames_that_do_not_arrive_are_unsupported(
     soft: rp.Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
