@@ -136,7 +136,8 @@ class Counters(NamedTuple):
         rnr_naks_sent, rnr_naks_received: RNR NAKs: no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
         dropped: packets that the device dropped, those with ICRC errors included: there is no such
-            queue pair, they come from another peer, or they do not fit its state.
+            queue pair, they come from another peer, or they do not fit its state; on UC and UD also
+            what cannot be executed: no receive is posted, or the rkey does not permit a write.
         rcvbuf_errors: packets that the kernel dropped before the device could read them: the
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
