@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import Any
 
 import pytest
 
 import rdmapost as rp
-from rdmapost import QPType, frames
+from rdmapost import QPType, check, frames
 from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
+from rdmapost.tools.check import runner
 
 BESIDE_THE_TABLE = {
     "POST_COLUMNS": {"RC", "UC", "XRC_SEND"},
@@ -99,6 +101,19 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
             assert row.run(Trial(context, qp_type, 1, None, 5.0))
             # Raises InUseError while anything is open on the device.
             context.close()
+
+
+def test_row_of_the_users_own_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example in the documentation."""
+    _, example = check.__doc__.split("too::\n")
+    rows = list(ROWS)
+    monkeypatch.setattr(runner, "ROWS", rows)
+    names = {"rdmapost": rp, "QPType": QPType, **vars(check), "ROWS": rows}
+    exec(textwrap.dedent(example), names)
+    assert list(run_checks(soft))[-2:] == [
+        Result("EMPTY_SEND", qp_type, "pass", "an empty message arrived")
+        for qp_type in ("RC", "UD")
+    ]
 
 
 # ---- checks detect faults ---------------------------------------------------------
