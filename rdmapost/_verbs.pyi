@@ -290,6 +290,7 @@ class Queue:
         pd: int,
         room: int,
         datagram: bool,
+        xrc: bool,
         binds: bool,
         builds: bool,
         max_sge: int,

@@ -115,6 +115,7 @@ class PostQueue(native.Queue):
             pd=limits.pd,
             room=depth if checked and bounded else _COUNT_MASK,
             datagram=sends and limits.qp_type is QPType.UD,
+            xrc=sends and limits.qp_type is QPType.XRC_SEND,
             binds=Opcode.BIND_MW in OPCODES_BY_QP_TYPE[limits.qp_type],
             builds=sends and not SEND_OPS.keys().isdisjoint(limits.flags),
             max_sge=self.max_sge if checked else _MAX_SGES,

@@ -351,6 +351,9 @@ class Refusal(NamedTuple):
     def invalid_qp_number(self) -> str:
         return f"remote_qpn={self.a:#x} is not a QP number, which has 24 bits"
 
+    def invalid_srq_number(self) -> str:
+        return f"remote_srqn={self.a:#x} is not an SRQ number, which has 24 bits"
+
     def resource_of_other_pd(self) -> str:
         return f"{self.value} does not belong to the queue pair's PD"
 

@@ -138,7 +138,7 @@ class Send(_Message):
         ah: the path to the peer, on UD; ignored elsewhere.
         remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
         remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -156,7 +156,7 @@ class SendWithImm(_Message):
         ah: the path to the peer, on UD; ignored elsewhere.
         remote_qpn: number of the peer's queue pair, 0..2^24-1, on UD; ignored elsewhere.
         remote_qkey: the peer's Q_Key, 0..2^32-1, on UD; ignored elsewhere.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -179,7 +179,7 @@ class SendWithInv(_WithBuffers):
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -198,7 +198,7 @@ class RdmaWrite(_Remote):
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
         remote_addr: address at the peer, 0..2^64-1.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -215,7 +215,7 @@ class RdmaWriteWithImm(_Remote):
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.
         remote_addr: address at the peer, 0..2^64-1.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -236,7 +236,7 @@ class RdmaRead(_Remote):
         sg_list: local buffers for the data, an SGE or a sequence of them; none for 0 bytes.
         remote_addr: address at the peer, 0..2^64-1.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -257,7 +257,7 @@ class AtomicCmpAndSwp(_Remote):
         sg_list: where the previous value goes: one SGE of 8 bytes.
         remote_addr: address of the value at the peer, a multiple of 8.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """
@@ -280,7 +280,7 @@ class AtomicFetchAndAdd(_Remote):
         sg_list: where the previous value goes: one SGE of 8 bytes.
         remote_addr: address of the value at the peer, a multiple of 8.
         rkey: the peer's key, 0..2^32-1.
-        remote_srqn: number of the peer's shared receive queue, on XRC_SEND; ignored elsewhere.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
         wr_id: comes back in the completion, 0..2^64-1.
         send_flags: SendFlags; default: SIGNALED.
     """

@@ -25,11 +25,30 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Protocol, Self
 
-from ..enums import MTU, NodeType, TransportType
+from ..enums import MTU, Access, NodeType, TransportType
 from ..errors import RdmaError
 
 ROCE = "roce:"
 """What the names of devices on UDP sockets begin with: a network device or an address follows."""
+
+DMABUF_ACCESS = (
+    Access.LOCAL_WRITE
+    | Access.REMOTE_WRITE
+    | Access.REMOTE_READ
+    | Access.REMOTE_ATOMIC
+    | Access.RELAXED_ORDERING
+)
+"""What the kernel accepts for a region of a dma-buf."""
+
+
+def refused_of_dmabuf(access: int) -> str:
+    """Name the access flags that the kernel refuses for a region of a dma-buf; "" if none.
+
+    Args:
+        access: the flags of the region.
+    """
+    refused = Access(access) & ~DMABUF_ACCESS
+    return f"a region of a dma-buf cannot have Access.{refused.name}" if refused else ""
 
 
 class RoceInterface(NamedTuple):
@@ -117,7 +136,8 @@ class Counters(NamedTuple):
         rnr_naks_sent, rnr_naks_received: RNR NAKs: no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
         dropped: packets that the device dropped, those with ICRC errors included: there is no such
-            queue pair, they come from another peer, or they do not fit its state.
+            queue pair, they come from another peer, or they do not fit its state; on UC and UD also
+            what cannot be executed: no receive is posted, or the rkey does not permit a write.
         rcvbuf_errors: packets that the kernel dropped before the device could read them: the
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an

@@ -25,6 +25,7 @@ from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ODPGeneralCap
 from ..errors import InUseError, UnsupportedError, VerbsError, is_from_system
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
+from ..providers.base import refused_of_dmabuf
 from .buffers import pointers_in
 from .device import Context, invalidated_of, provider_of
 from .device_attr import FLUSH_CAPS
@@ -364,7 +365,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             length: bytes.
             iova: the first byte's address in SGEs and in a peer's remote_addr; it and offset
                 must be at the same position in a page.
-            access: as for MR; without MW_BIND and ZERO_BASED.
+            access: as for MR, but only LOCAL_WRITE, the REMOTE flags and RELAXED_ORDERING.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -884,6 +885,12 @@ def _refused_flags(code: int | None, context: Context, access: Access) -> str:
 def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str:
     code, length, unreadable = error.errno, form.length, form.unreadable
     unsupported = isinstance(error, UnsupportedError)
+    if (
+        code == errno.EINVAL
+        and error.call == "ibv_reg_dmabuf_mr"
+        and (refused := refused_of_dmabuf(form.access))
+    ):
+        return refused
     if (unsupported or code == errno.EINVAL) and (
         reason := _refused_flags(code, context, form.access)
     ):

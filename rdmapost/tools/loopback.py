@@ -364,6 +364,8 @@ class Loopback(ResourceHolder):
             IndexError: the remote memory does not have that many bytes there.
         """
         expect("expected", expected, bytes, bytearray, memoryview)
+        # A view's length counts its items, and comparing it compares them.
+        expected = bytes(expected)
         mr = self.remote.mr
         memory = mr.buffer[_within(mr, index("offset", offset), len(expected))]
         while memory != expected:

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import ALL, Connect, Pair, needs
+from support import ALL, Connect, Pair, needs, soft_queues
 from support.posting_tap import tap
 
 import rdmapost as rp
 from rdmapost import SendFlags, WCStatus
 from rdmapost.posting.columns import Ranges
+
+soft = soft_queues.soft
 
 __all__ = ["tap"]  # a fixture
 
@@ -575,6 +577,13 @@ def test_datagram_whose_queue_pair_number_has_25_bits_is_refused(connect):
         ud.a.post_columns(rp.Send, ud.mine[:8], remote_qpn=np.array([7, 1 << 24, 7]), **to)
     assert (caught.value.index, caught.value.posted) == (1, 0)
     assert caught.value.reason == alone(ud, rp.Send(ud.mine[:8], remote_qpn=1 << 24, **to))
+
+
+def test_srq_number_of_25_bits_is_refused(soft):
+    qp, columns = soft.qp(rp.QPType.XRC_SEND), {"remote_srqn": np.array([7, 1 << 24, 7])}
+    with pytest.raises(rp.PostError, match="remote_srqn=0x1000000 is not an SRQ number") as caught:
+        qp.post_columns(rp.Send, soft.mr[:8], **columns)
+    assert (caught.value.index, caught.value.posted) == (1, 0)
 
 
 @pytest.mark.parametrize("name", ["wr_id", "remote_addr"])

@@ -77,6 +77,8 @@ class Case(NamedTuple):
 
 
 RC, UC, UD, RAW = QPType.RC, QPType.UC, QPType.UD, QPType.RAW_PACKET
+XRC = QPType.XRC_SEND
+TO_AN_SRQ = sorted(op for op, kind in WRS.items() if "remote_srqn" in kind.__dataclass_fields__)
 SYNC = OpsFlags.TM_SYNC
 BIG = 1 << 31
 MISMADE: Any = object()
@@ -586,6 +588,17 @@ CASES = [
         )
         for op in (Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO)
         for qpn in (1 << 24, U32)
+    ),
+    *(
+        Case(
+            "invalid_srq_number",
+            XRC,
+            lambda s, op=op, srqn=srqn: s.valid(op, XRC, remote_srqn=srqn),
+            f"remote_srqn={srqn:#x} is not an SRQ number, which has 24 bits",
+            lambda s, op=op: [s.valid(op, XRC, remote_srqn=0xFFFFFF)],
+        )
+        for op in TO_AN_SRQ
+        for srqn in (1 << 24, U32)
     ),
     # Drivers read it from every work request of a UD queue pair, whatever the opcode.
     *(
@@ -1240,6 +1253,21 @@ def test_prepared_datagram_keeps_a_qp_number(soft, unchecked, opcode):
     item.remote_qpn = 1 << 24
     [send] = soft.qp().prepare(rp.Send(soft.mr[:8]))
     send.remote_qpn = 1 << 24  # ignored where the QP is connected
+
+
+@provokes("invalid_srq_number")
+@pytest.mark.parametrize("opcode", TO_AN_SRQ)
+def test_prepared_xrc_send_keeps_an_srq_number(soft, unchecked, opcode):
+    [item] = soft.qp(XRC).prepare(soft.valid(opcode, XRC))
+    for srqn in (1 << 24, U32):
+        with pytest.raises(ValueError, match=f"^remote_srqn={srqn:#x} is not an SRQ number"):
+            item.remote_srqn = srqn
+    item.remote_srqn = 0xFFFFFF
+    assert item.remote_srqn == 0xFFFFFF
+    [item] = unchecked.qp(XRC).prepare(unchecked.valid(opcode, XRC))
+    item.remote_srqn = 1 << 24
+    [other] = soft.qp().prepare(soft.valid(opcode))
+    other.remote_srqn = 1 << 24  # ignored where the QP is not XRC
 
 
 @provokes("mss")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -25,8 +27,10 @@ def use(qp: rp.QP) -> None:
 
 
 def test_types_are_as_wide_as_the_documents_say(tmp_path: pathlib.Path) -> None:
-    api = pytest.importorskip("mypy.api")
+    pytest.importorskip("mypy", reason="mypy is not installed")
     source = tmp_path / "calls.py"
     source.write_text(CALLS)
-    said, errors, _ = api.run(["--strict", "--cache-dir", str(tmp_path / "cache"), str(source)])
-    assert (said.splitlines()[-1], errors) == ("Success: no issues found in 1 source file", "")
+    # Not in this process: mypy raises the thresholds of its garbage collection for good.
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache")]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("Success: no issues found in 1 source file\n", "")

@@ -454,7 +454,7 @@ static void check_rows(struct columns *c, struct request *r)
 		return;
 	}
 	for (int i = 0; i < c->used && (c->type->atomic || c->type->opcode == RP_WR_FLUSH ||
-				    c->q->datagram); i++)
+				    c->q->datagram || c->q->xrc); i++)
 		for (size_t row = 0; row < c->bad; row++)
 			if (rp_rule_of_number(c->q, c->type, c->column[i].field,
 					      c->column[i].values[row]))

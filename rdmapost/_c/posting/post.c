@@ -599,7 +599,7 @@ static int read_wr_types(struct work_queue *q, PyObject *wr_types)
 static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	static char *names[] = { "verb", "in_flight", "checked", "pd",
-				 "room", "datagram", "binds", "builds", "max_sge",
+				 "room", "datagram", "xrc", "binds", "builds", "max_sge",
 				 "max_msg_size", "max_inline_data",
 				 "max_tso_header", "max_num_tags", "wr_types",
 				 NULL };
@@ -612,9 +612,9 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKpppiKKKKO!", names, &q->verb,
-		    rp_in_flight_type, &in_flight, &q->checked, &pd, &room, &q->datagram, &q->binds,
-		    &q->builds, &q->max_sge, &max_msg_size, &max_inline, &max_header,
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKppppiKKKKO!", names, &q->verb,
+		    rp_in_flight_type, &in_flight, &q->checked, &pd, &room, &q->datagram, &q->xrc,
+		    &q->binds, &q->builds, &q->max_sge, &max_msg_size, &max_inline, &max_header,
 		    &max_tags, &PyTuple_Type, &wr_types) ||
 	    read_wr_types(q, wr_types))
 		return -1;

@@ -56,6 +56,7 @@ struct work_queue {
 	struct rp_lock lock;
 	struct rp_in_flight *in_flight; /* NULL before __init__ */
 	int verb, checked, datagram;
+	int xrc; /* its work requests name an SRQ of the peer */
 	int binds; /* the queue pair's type has BIND_MW */
 	int builds; /* it has FLUSH or ATOMIC_WRITE (send_ops_flags) */
 	int ready; /* the state accepts work requests */

@@ -21,7 +21,7 @@ _RTR, _SQE, _ERR = QPState.RTR, QPState.SQE, QPState.ERR
 
 
 def receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Process a packet, or a run of them, for a queue pair; return False if it is for another."""
+    """Process a packet, or a run of them, for a queue pair; return False if it is dropped."""
     row = packet.row
     if row.service is not qp.type or (qp.connected and packet.source != qp.path.dgid):
         return False

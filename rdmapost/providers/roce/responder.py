@@ -44,7 +44,7 @@ _NAK_CODES = {
 
 
 def receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Execute a request; return whether it was one that the queue pair accepts."""
+    """Execute a request; return False if it is dropped."""
     if qp.state not in responder.RECEIVES:
         return False
     if not qp.connected:
@@ -52,9 +52,8 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
     responder.establish(qp)
     if qp.reliable:
         _receive_reliable(qp, packet)
-    else:
-        _receive_unreliable(qp, packet)
-    return True
+        return True
+    return _receive_unreliable(qp, packet)
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
@@ -100,7 +99,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
         return False
     taken = responder.consume_receive(qp, packet)
     if taken is None:
-        return True
+        return False
     if not fits:
         # Queue pairs share the queue: a receive that is too small for all must not stay first.
         qp.end_receive(taken, WCStatus.REM_INV_REQ_ERR)
@@ -123,16 +122,19 @@ def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
     return GRH_BYTES + packet.length <= room
 
 
-def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> None:
+def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> bool:
     """Execute a packet of a UC request; a lost packet ends its message."""
     if packet.psn != qp.epsn or not _continues(qp.incoming, packet):
         _drop_incoming(qp)
         if not packet.row.begins:
-            return
+            return False
     qp.epsn = packet.psn + packet.count & PSN_MASK
     ack = responder.execute(qp, packet, _EXECUTORS[packet.opcode])
-    if ack is None or ack.type is not _ACK:
-        _drop_incoming(qp)
+    if ack is not None and ack.type is _ACK:
+        return True
+    _drop_incoming(qp)
+    # A receive that ends with an error takes the packet, and fails the queue pair.
+    return qp.state is _ERR
 
 
 def _drop_incoming(qp: RoceQueuePair) -> None:

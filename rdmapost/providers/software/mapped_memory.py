@@ -11,15 +11,7 @@ from ..._arguments import counted
 from ..._binding import native
 from ...enums import Access
 from ...errors import VerbsError, is_from_system
-
-_DMABUF_ACCESS = (
-    Access.LOCAL_WRITE
-    | Access.REMOTE_WRITE
-    | Access.REMOTE_READ
-    | Access.REMOTE_ATOMIC
-    | Access.RELAXED_ORDERING
-)
-"""What the kernel accepts for a region of a dma-buf."""
+from ..base import refused_of_dmabuf
 
 
 def check_mapped(name: str, start: int, length: int, write: bool) -> None:
@@ -58,8 +50,8 @@ def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> mem
         VerbsError: the kernel would refuse it too.
     """
     name = "ibv_reg_dmabuf_mr"
-    if access & ~_DMABUF_ACCESS:
-        raise VerbsError(name, errno.EINVAL, "a dma-buf region cannot have this access")
+    if refused := refused_of_dmabuf(access):
+        raise VerbsError(name, errno.EINVAL, refused)
     extra = offset % mmap.ALLOCATIONGRANULARITY
     if extra != iova % mmap.ALLOCATIONGRANULARITY:
         raise VerbsError(

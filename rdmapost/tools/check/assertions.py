@@ -23,12 +23,24 @@ def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
         RdmaWrite(sg_list=pair.local.mr[:], wr_id=7, **pair.target(offset, rkey))
     )
     completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=7)
-    length = pair.local.mr.length
-    # A UC write completes without an acknowledgement, so wait for its data.
-    if pair.local.qp.qp_type is not QPType.UC or not pair.settled(
-        bytes(pair.local.mr.buffer), offset
-    ):
-        same_bytes("remote memory", at(pair, offset, length), pair.local.mr.buffer)
+    written(pair, offset, bytes(pair.local.mr.buffer))
+
+
+def written(pair: Loopback, offset: int, expected: bytes) -> None:
+    """Check that a write whose completion has come is in the remote memory.
+
+    Args:
+        pair: the queue pairs.
+        offset: bytes from the start of the remote memory.
+        expected: the bytes that were written.
+
+    Raises:
+        Failed: the memory holds others.
+    """
+    if pair.local.qp.qp_type is QPType.UC:
+        # A UC write completes without an acknowledgement, so wait for its data.
+        pair.settled(expected, offset)
+    same_bytes("remote memory", at(pair, offset, len(expected)), expected)
 
 
 def at(pair: Loopback, offset: int, length: int) -> bytes:

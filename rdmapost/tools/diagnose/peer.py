@@ -92,7 +92,8 @@ def _check_qp(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
         yield Finding("qp-type-mismatch", "problem", evidence, remedy)
         return
     if there.qp_state not in RECEIVES:
-        evidence = f"its peer {peer} is in {there.qp_state.name}: it does not receive"
+        does_not = "send" if peer.qp_type is QPType.XRC_SEND else "receive"
+        evidence = f"its peer {peer} is in {there.qp_state.name}: it does not {does_not}"
         remedy = _how_to_receive(snap, peer, there.qp_state)
         yield Finding("peer-state", "problem", evidence, remedy)
     if None not in (qp.pd, peer.pd) and qp.pd is not peer.pd:

@@ -65,8 +65,10 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
     """Check the state."""
     qp, state = snap.qp, snap.attr.qp_state
     severity, what = _STATES.get(state, _UNKNOWN)
-    if state is QPState.RTR and qp.qp_type is QPType.XRC_RECV:
+    if state in (QPState.RTR, QPState.RTS) and qp.qp_type is QPType.XRC_RECV:
         severity, what = "ok", "it receives, and has no sends"
+    elif state is QPState.RTS and qp.qp_type is QPType.XRC_SEND:
+        what = "it sends, and has no receives"
     # Elsewhere there is no connection, and the peer has not failed.
     connect, both = "qp.connect()", ""
     if qp.qp_type in CONNECTED:

@@ -104,8 +104,9 @@ _FAILED_TO: dict[Rank, dict[str, str]] = {
         rf"destroy {_SRQ}": "destroy_srq",
         rf"close {_XRCD}": "close_xrcd",
         rf"create {_A}(?:rc |uc |ud |xrc )?{_SIDE}qps?\b": "create_qp",
-        # ibv_*_pingpong print the latter after a failed move to RTR or RTS.
-        r"(?:modify|modifying) (?:\S+ )?qp\b|connect to remote qp\b": "modify_qp",
+        # ibv_*_pingpong and perftest print the latter after a failed move to RTR or RTS.
+        r"(?:modify|modifying) (?:\S+ )?qp\b|connect to remote qp\b|"
+        r"connect the hca's\b": "modify_qp",
         rf"query {_A}qp\b": "query_qp",
         rf"destroy {_A}{_SIDE}qps?\b": "destroy_qp",
         rf"attach (?:\S+ )?(?:qps? )?to {_GROUP}": "attach_mcast",
@@ -143,6 +144,7 @@ _OTHER_LINES: dict[Rank, dict[str, str]] = {
         # perftest, ibv_*_pingpong
         r"\bport number \d+ state is (?:down|init|armed)": "port-down",
         r"\bparse wc failed\b": "parse_wc",
+        r"\bcompletion with error at (?:client|server)\b": "completion",
         r"^\s*accept\(\) failed(?: for client \d+)?\s*$": "exchange",
         r"\brxe_cq_chk_attr: cqe": "create_cq",
         r"\brequested sq size might be too big|"

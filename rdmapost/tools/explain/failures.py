@@ -378,6 +378,15 @@ FAILURES: tuple[Explanation, ...] = (
         see=("ibv_rc_pingpong(1)",),
     ),
     failure(
+        "completion",
+        "perftest: a work request ended with an error. The line after it names the status.",
+        "'Failed status N: wr_id N syndrom 0xN', the line after it: explain that.",
+        "The other side's output: it may have ended first.",
+        constant="completion",
+        causes=("A work request failed, here or at the peer; only the status says how.",),
+        see=("ibv_poll_cq(3)",),
+    ),
+    failure(
         "exchange",
         "The two programs could not exchange their endpoints over TCP. RDMA is not involved yet.",
         "The other side's output first: it ended, or reports the cause.",

@@ -231,8 +231,9 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
         lines: the lines, such as a log.
 
     Returns:
-        what the lines name, in order of first appearance. WR_FLUSH_ERR and the RDMA CM's
-        DISCONNECTED come last, because another error causes them; SUCCESS, the events of
+        what the lines name, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
+        DISCONNECTED and perftest's "Completion with error at client" come last, because another
+        error causes them; SUCCESS, the events of
         every connection (ESTABLISHED) and findings that are "ok" are left out unless the lines
         name nothing else.
     """
@@ -262,7 +263,7 @@ def _follows(mention: Mention) -> bool:
     """Tell whether another error, or the end of a run, has caused this one."""
     one = mention.explanation
     return (one.kind, one.number) == ("status", WCStatus.WR_FLUSH_ERR) or (
-        one.kind == "cm_event" and one.name == "DISCONNECTED"
+        (one.kind, one.name) in (("cm_event", "DISCONNECTED"), ("failure", "completion"))
     )
 
 

@@ -41,7 +41,8 @@ class Pingpong(ResourceHolder):
     """One side of a ping-pong; a context manager that runs once.
 
     Args:
-        context: an open device.
+        context: an open device; close() refuses to close it before the Pingpong, and close_all()
+            closes both.
         qp_type: RC, UC or UD; the same on both sides.
         size: bytes per message, at least 1, and on UD at most the port's MTU; the same on
             both sides.  By default 4096, or 1024 on UD, like the stock programs.
@@ -69,6 +70,7 @@ class Pingpong(ResourceHolder):
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: a number is out of range, or the type is not supported.
+        ClosedError: the device is closed.
         RdmaError: the port has no GID, or not the one asked for.
         VerbsError: the device refused.
     """
@@ -173,7 +175,8 @@ class Pingpong(ResourceHolder):
         Raises:
             PingpongError: the server cannot be reached, breaks the handshake, does
                 not answer, or has gone; or the data is not what was sent.
-            ClosedError: the Pingpong or the device is closed, or is closed during the run.
+            ClosedError: the Pingpong is closed, before or during the run: by its close(), or by
+                the context's close_all().
             RdmaError: it has already run.
             VerbsError: the device refused.
         """
@@ -210,7 +213,8 @@ class Pingpong(ResourceHolder):
                 the data is not that of a client that validates.
             TypeError: timeout is not a number.
             ValueError: it is NaN.
-            ClosedError: the Pingpong or the device is closed, or is closed during the run.
+            ClosedError: the Pingpong is closed, before or during the run: by its close(), or by
+                the context's close_all().
             RdmaError: it has already run.
             VerbsError: the device refused.
         """

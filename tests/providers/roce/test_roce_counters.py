@@ -17,7 +17,7 @@ from support.cli_runner import run
 from support.roce import open_roce
 
 import rdmapost as rp
-from rdmapost import WCStatus
+from rdmapost import QPType, WCStatus
 
 DEVICE = "roce:lo"
 CAP_NET_ADMIN = 12
@@ -74,6 +74,37 @@ def test_damaged_packets_are_counted_as_icrc_errors_and_dropped(context):
     until(lambda: context.counters().packets_received == 3)
     now = context.counters()
     assert (now.icrc_errors, now.dropped, now.bytes_received) == (3, 3, 192)
+
+
+@pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
+def test_message_without_a_receive_is_counted_as_dropped(context, connect, qp_type):
+    """Nothing else tells of it: there is no NAK."""
+    pair: Pair = connect(qp_type)
+    for count in (1, 2):
+        pair.a.post_send(pair.send(pair.mine[:8]))
+        pair.wait()
+        until(lambda count=count: context.counters().dropped == count)
+    pair.works()
+    assert context.counters().dropped == 2
+
+
+def test_uc_write_that_its_key_does_not_permit_is_counted_as_dropped(context, connect):
+    pair: Pair = connect(QPType.UC)
+    target = {"remote_addr": pair.theirs.addr, "rkey": pair.theirs.rkey ^ 1}
+    pair.a.post_send(rp.RdmaWrite(pair.mine[:5000], **target))
+    pair.wait()
+    # Its first packet names the key; without that, the second one begins nothing.
+    until(lambda: context.counters().dropped == 2)
+    pair.works()
+
+
+def test_uc_message_that_ends_a_receive_with_an_error_is_not_counted_as_dropped(context, connect):
+    pair: Pair = connect(QPType.UC)
+    pair.b.post_recv(rp.RecvWR(pair.theirs[:4], wr_id=7))
+    pair.a.post_send(pair.send(pair.mine[:8], wr_id=9))
+    statuses = {wc.wr_id: wc.status for wc in pair.cq.wait(2, LIMIT)}
+    assert statuses[7] is WCStatus.LOC_LEN_ERR
+    assert context.counters().dropped == 0
 
 
 STOPPED = """

@@ -615,8 +615,17 @@ def test_dmabuf_without_local_write_may_be_read_only(rc, fd):
     [
         (0, 8, 1, ALL, "offset and iova must have the same offset within a page"),
         (0, 5 * PAGE, 0, ALL, f"it has {4 * PAGE} bytes"),
-        (0, 8, 0, ALL | Access.MW_BIND, "cannot have this access"),
-        (0, 8, 0, ALL | Access.ZERO_BASED, "cannot have this access"),
+        *(
+            (0, 8, 0, ALL | flag, f"a region of a dma-buf cannot have Access.{flag.name}")
+            for flag in (
+                Access.MW_BIND,
+                Access.ZERO_BASED,
+                Access.HUGETLB,
+                Access.FLUSH_GLOBAL,
+                Access.FLUSH_PERSISTENT,
+                Access.MW_BIND | Access.HUGETLB,
+            )
+        ),
     ],
 )
 def test_dmabuf_that_the_kernel_would_refuse_is_refused(rc, fd, offset, length, iova, access, text):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from typing import Any
 
 import pytest
 
 import rdmapost as rp
-from rdmapost import QPType, frames
+from rdmapost import QPType, check, frames
 from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
+from rdmapost.tools.check import runner
 
 BESIDE_THE_TABLE = {
     "POST_COLUMNS": {"RC", "UC", "XRC_SEND"},
@@ -101,6 +103,19 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
             context.close()
 
 
+def test_row_of_the_users_own_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example in the documentation."""
+    _, example = check.__doc__.split("too::\n")
+    rows = list(ROWS)
+    monkeypatch.setattr(runner, "ROWS", rows)
+    names = {"rdmapost": rp, "QPType": QPType, **vars(check), "ROWS": rows}
+    exec(textwrap.dedent(example), names)
+    assert list(run_checks(soft))[-2:] == [
+        Result("EMPTY_SEND", qp_type, "pass", "an empty message arrived")
+        for qp_type in ("RC", "UD")
+    ]
+
+
 # ---- checks detect faults ---------------------------------------------------------
 
 
@@ -144,6 +159,28 @@ def test_message_that_does_not_arrive_fails_its_check(
     (row,) = [row for row in ROWS if row.opcode == opcode]
     with pytest.raises(Failed):
         row.run(Trial(soft, QPType[qp_type], 1, None, 0.2))
+
+
+@pytest.mark.parametrize("opcode", ["RDMA_WRITE", "POST_COLUMNS", "BIND_MW", "LOCAL_INV"])
+def test_uc_write_that_arrives_after_its_completion_passes_its_check(
+    soft: rp.Context, opcode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completion only says that the message has left."""
+    (row,) = [row for row in ROWS if row.opcode == opcode]
+    on_their_way: list[tuple[memoryview, bytes]] = []
+
+    def copy(source: Any, target: Any) -> None:
+        assert len(target) == 1
+        on_their_way.append((target[0], b"".join(map(bytes, source))))
+
+    def arrive(_: float) -> None:
+        for room, data in on_their_way:
+            room[: len(data)] = data
+        on_their_way.clear()
+
+    monkeypatch.setattr("rdmapost.providers.soft0.responder.copy", copy)
+    monkeypatch.setattr("rdmapost.tools.loopback.time.sleep", arrive)
+    assert row.run(Trial(soft, QPType.UC, 1, None, 5.0))
 
 
 def test_frames_that_do_not_arrive_are_unsupported(

@@ -61,6 +61,25 @@ def test_healthy_xrc_pair_has_no_problem(context, stack):
         assert wrong(here, there) == wrong(there, here) == []
 
 
+def test_xrc_sides_do_not_claim_what_they_cannot_do(context, stack):
+    needs(context.attr.device_cap_flags & rp.DeviceCap.XRC, "XRC", context)
+    from rdmapost.loopback import Loopback
+
+    def said(name, *sides):
+        [finding] = [finding for finding in sides[0].diagnose(*sides[1:]) if finding.name == name]
+        return finding.evidence
+
+    with Loopback(context, QPType.XRC_SEND) as pair:
+        here, there = pair.local.qp, pair.remote.qp
+        assert said("qp-state", here) == "in RTS: it sends, and has no receives"
+        assert said("qp-state", there) == "in RTS: it receives, and has no sends"
+        there.to_err()
+        assert said("peer-state", here, there).endswith("is in ERR: it does not receive")
+    with Loopback(context, QPType.XRC_SEND) as pair:
+        pair.local.qp.to_err()
+        assert said("peer-state", pair.remote.qp, pair.local.qp).endswith("it does not send")
+
+
 def test_xrc_target_in_err_is_diagnosed(context, stack):
     """It has no CQ of its own."""
     needs(context.attr.device_cap_flags & rp.DeviceCap.XRC, "XRC", context)

@@ -39,6 +39,9 @@ LINES = [
     ("Completion with error 12: wr_id 0 syndrom 0x81", ["RETRY_EXC_ERR"]),
     (" Failed status 4: wr_id 0 syndrom 0x51", ["LOC_PROT_ERR"]),
     ("Failed status 12: wr_id 0 syndrom 0x81 scnt=128, ccnt=0", ["RETRY_EXC_ERR"]),
+    ("Completion with error at client", ["completion"]),
+    (" Completion with error at server.", ["completion"]),
+    (" Unable to Connect the HCA's through the link", ["modify_qp"]),
     ("mlx5: cqe with status: 0x0c", ["RETRY_EXC_ERR"]),
     # NCCL
     ("status=12 opcode=129 len=0 vendor err 129", ["RETRY_EXC_ERR"]),
@@ -444,6 +447,12 @@ NCCL WARN NET/IB : Got completion from peer with status=12 opcode=0 len=0 vendor
 NCCL WARN NET/IB : Got completion from peer with status=12 opcode=0 len=0 vendor err 129
 NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory
 """
+
+
+def test_status_after_perftests_completion_with_error_comes_first() -> None:
+    log = (" Completion with error at client", " Failed status 12: wr_id 0 syndrom 0x81")
+    names = [mention.explanation.name for mention in explain_lines(log)]
+    assert names == ["RETRY_EXC_ERR", "completion"]
 
 
 @pytest.mark.parametrize("args", [[], ["-"]], ids=["without arguments", "dash"])

@@ -6,6 +6,7 @@ import errno
 import os
 import traceback
 import weakref
+from array import array
 from typing import Any
 
 import pytest
@@ -323,6 +324,16 @@ def test_ends_of_the_memory_are_within_it(context: rp.Context) -> None:
         assert pair.received(8, 511) == bytes(8)
         assert pair.settled(b"", 4096)
         assert pair.settled(bytes(8), 4088)
+
+
+def test_settled_compares_the_bytes_of_a_buffer_of_any_format(context: rp.Context) -> None:
+    numbers = array("I", [1, 2, 3])
+    with Loopback(context, timeout=0.1) as pair:
+        pair.remote.mr.buffer[8:20] = numbers.tobytes()
+        assert pair.settled(memoryview(numbers), 8)
+        assert pair.settled(memoryview(numbers)[::2], 8) is False
+        with pytest.raises(IndexError, match="12 bytes at offset 4088"):
+            pair.settled(memoryview(numbers), 4088)
 
 
 def test_numpy_integers_of_8_bits_do_not_overflow(context: rp.Context) -> None:
