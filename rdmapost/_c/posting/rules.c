@@ -136,7 +136,7 @@ static int check_writable(struct post *post, const struct request *r)
 
 #define MISALIGNED(number) ((number) % 8)
 #define NO_FLUSH_TYPE(number) (!(number) || (number) > 3) /* IBV_FLUSH_GLOBAL, _PERSISTENT */
-#define IS_NO_NUMBER(number) ((number) >> 24) /* a header has 24 bits for that of a QP or SRQ */
+#define EXCEEDS_24_BITS(number) ((number) >> 24) /* the numbers of QPs and SRQs have 24 */
 
 const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number)
@@ -152,9 +152,9 @@ const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *
 	if (type->opcode == RP_WR_FLUSH && field->at == offsetof(struct rp_built_wr, level))
 		return number > 1 ? "no_flush_level" : NULL;
 	if (q->datagram && field->at == offsetof(struct ibv_send_wr, wr.ud.remote_qpn))
-		return IS_NO_NUMBER(number) ? "invalid_qp_number" : NULL;
+		return EXCEEDS_24_BITS(number) ? "invalid_qp_number" : NULL;
 	if (q->xrc && field->at == offsetof(struct ibv_send_wr, qp_type.xrc.remote_srqn))
-		return IS_NO_NUMBER(number) ? "invalid_srq_number" : NULL;
+		return EXCEEDS_24_BITS(number) ? "invalid_srq_number" : NULL;
 	return NULL;
 }
 
@@ -184,14 +184,14 @@ static int check_datagram(const struct work_queue *q, struct post *post, const s
 		return rp_refuse(post, "no_address_handle", 0);
 	if (((struct ibv_ah *)r->ah->address)->pd != q->pd)
 		return refuse_for(post, "resource_of_other_pd", r->ah);
-	return !IS_NO_NUMBER(qpn) || rp_refuse(post, "invalid_qp_number", qpn);
+	return !EXCEEDS_24_BITS(qpn) || rp_refuse(post, "invalid_qp_number", qpn);
 }
 
 static int check_srq_number(struct post *post, const struct request *r)
 {
 	uint32_t srqn = send_wr(post, r)->qp_type.xrc.remote_srqn;
 
-	return !IS_NO_NUMBER(srqn) || rp_refuse(post, "invalid_srq_number", srqn);
+	return !EXCEEDS_24_BITS(srqn) || rp_refuse(post, "invalid_srq_number", srqn);
 }
 
 #define WINDOW_ACCESS                                                                           \
