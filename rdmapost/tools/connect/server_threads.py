@@ -128,7 +128,7 @@ class ServerThread:
         return here and self._call is not None and self._call() is not None
 
     def is_this(self) -> bool:
-        """Whether this is the thread that asks."""
+        """Whether the calling thread is this one."""
         return self._id == _thread.get_ident() and self.exists()
 
     def wait_until_begun(self) -> bool:
