@@ -378,7 +378,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
         """Return what to set once the device has a form: (slot, object, value) each."""
-        # No generator: without memory for its function, Python 3.13 crashes.
+        # No generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),
             (_pd, self, form.pd),

@@ -109,7 +109,7 @@ def _random_psn() -> int:
 
 
 class _Reset:
-    """A reset in progress; only the call that makes it refers to it."""
+    """Exists while a reset is in progress; only the call that resets refers to it."""
 
     __slots__ = ("__weakref__",)
 
@@ -586,7 +586,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_modify_qp(3).
         """
-        # Not locals(): without memory, CPython 3.13's crashes.
+        # Not locals(): CPython 3.13's crashes when memory runs out.
         given: dict[str, Any] = {
             "qp_state": qp_state,
             "cur_qp_state": cur_qp_state,

@@ -391,7 +391,7 @@ static PyObject *progress(void)
 		leave();
 		end_step(&use);
 	}
-	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
+	/* Deliver a control verb's exception, too: a thread waiting in C may never do so. */
 	return rp_deliver();
 }
 

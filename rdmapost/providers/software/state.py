@@ -128,11 +128,11 @@ _errors: list[tuple[str, BaseException]] = []
 
 
 def _execute_next(worker: Any, is_late: bool) -> int:
-    """Do one part of a worker's pending work; return whether to call again, or -1: in a later verb.
+    """Do one part of a worker's pending work; return 0, 1: call again, or -1: in a later verb.
 
     Args:
-        worker: None for what is due.
-        is_late: whether this verb has worked for so long that the rest is better left to others.
+        worker: None for the work that is due.
+        is_late: whether this verb has run for so long that other verbs should do the rest.
     """
     if worker is None:
         run_due()

@@ -35,7 +35,7 @@ class ServerState:
     """A server's settings, and its clients.
 
     The arguments are serve()'s; `call` calls on_event with an event, `ask` calls on_connect with a
-    client and returns its result, and `exposed` has make_exposure's arguments.
+    client and returns its result, and `exposed` is passed to make_exposure.
     """
 
     def __init__(
