@@ -431,7 +431,7 @@ class _WaitList:
             self._try(self.on_event)
         else:
             self.stop(self._poller.claims)
-            # Even if another list leads now.
+            # Stop watching even if another list leads now.
             self._stop_watching()
 
     def deliver(self) -> None:

@@ -735,7 +735,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
             invalidated_of(self.pd.context).pop(self._index, None)
 
     def __str__(self) -> str:
-        # Also the start of a ClosedError's message.
+        # A ClosedError's message starts with this, too.
         rkey = self._peek("rkey")
         return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
 

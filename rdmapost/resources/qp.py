@@ -389,7 +389,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _note_state(self, state: QPState, change: int) -> None:
         """Note a state, unless another change has begun since this one."""
         if self._latest_change == change:
-            # Here, too, no other thread comes in between.
+            # No other thread comes in between here, either.
             self._state = state
         self._admit_posts()
 
@@ -412,7 +412,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             ClosedError: the device is closed.
             VerbsError: the device could not be queried.
         """
-        # Of a closed device choose_gid() raises ClosedError.
+        # On a closed device choose_gid() raises ClosedError.
         if self._gid is None or self.context.closed:
             self._gid = self.context.choose_gid(self.port_num, self._gid_index)
         return self._gid

@@ -176,8 +176,8 @@ static inline struct request *room_for_request(struct post *post)
 
 /*
  * Hold an object as long as the work request is in flight: 1, or -1 with an exception. Only the
- * latest are searched for duplicates, so that each of many SGEs takes as long to read; holding one
- * twice does no harm.
+ * latest are searched for duplicates, so that the time for an SGE does not grow with their number;
+ * holding one twice does no harm.
  */
 static int hold(struct post *post, PyObject *object)
 {

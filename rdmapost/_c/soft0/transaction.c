@@ -149,7 +149,7 @@ static int start_thread(struct errand *errand)
 	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
-	/* Without an identifier the thread may run all the same: then it has taken the errand. */
+	/* Even without an identifier the thread may run: then it has taken the errand. */
 	if (!thread && take_errand(capsule)) {
 		Py_DECREF(capsule);
 		return -1;

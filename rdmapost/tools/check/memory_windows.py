@@ -225,7 +225,7 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
     Raises:
         Failed: the result is unknown or contradictory.
     """
-    # Only these bytes: the regions may be of gigabytes.
+    # Only these bytes: the regions may have gigabytes.
     written = pair.remote.mr.buffer[offset : offset + _PROBE]
     before = bytes(written)
     pair.local.mr.buffer[:_PROBE] = random.randbytes(_PROBE)

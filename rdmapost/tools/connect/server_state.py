@@ -85,7 +85,7 @@ class ServerState:
         # Held while one piece of a large memory is read, so that any number of looks keep only one
         # core busy.
         self.look_lock = threading.Lock()
-        # By number.
+        # Keyed by number.
         self.clients: dict[int, ServedClient] = {}
         # Clients with a resource that the owner's resources still use.
         self._unreleased: list[ServedClient] = []
@@ -173,7 +173,7 @@ class ServerState:
 
 def is_coroutine_function(callback: object) -> bool:
     """Whether calling it returns a coroutine."""
-    # Also if only its type's __call__ is one.
+    # An instance counts, too, if its type's __call__ is a coroutine function.
     method = getattr(type(callback), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(method)
 
