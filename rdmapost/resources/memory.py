@@ -249,7 +249,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
-        buffer_addr: address of the first byte, also if access has ZERO_BASED; None for a
+        buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a
             dma-buf, which has no address here.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
             memory is released when the region is closed. A region made from an address, a

@@ -862,7 +862,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 	return list ? -1 : n;
 }
 
-/* Read an argument that counts completions; -1 with an exception, also if it is negative. */
+/* Read an argument that counts completions; -1 with an exception, even if it is negative. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);

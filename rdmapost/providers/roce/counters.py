@@ -22,7 +22,7 @@ class Counted(native.Record):
         self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
 
     def now(self, rcvbuf_errors: int) -> Counters:
-        """Return the counters, with the one that the kernel keeps."""
+        """Return the counters, including the one that the kernel keeps."""
         others = dict(vars(self))
         both = {direction: others.pop(direction) for direction in ("sent", "received")}
         return Counters(

@@ -159,7 +159,7 @@ def _log_errors() -> None:
     while True:
         try:
             name, error = _errors.pop()
-        except IndexError:  # also when another thread took the last one
+        except IndexError:  # none is left: another thread may have taken it
             return
         _log.error(
             "%s failed to execute a work request, which ends with FATAL_ERR", name, exc_info=error
