@@ -31,7 +31,7 @@ def loopback(
     depth: int | None = None,
     **options: Any,
 ) -> Iterator[Loopback]:
-    """Open the device and make two queue pairs on it.
+    """Open the device and create two queue pairs on it.
 
     Args:
         out: where to print; the document gets the opcode and settings.

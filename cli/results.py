@@ -80,7 +80,7 @@ def verify(
 
 
 def mismatch(index: int, count: int) -> RdmaError:
-    """Make the error for data that is not what was sent."""
+    """Return the error for data that is not what was sent."""
     which = f"message {index + 1} of {count}: " if count > 1 else ""
     return RdmaError(
         f"{which}the device reported success, but the data that arrived is not the data that was "

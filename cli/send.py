@@ -136,7 +136,7 @@ def _access(invalidate: bool) -> dict[str, Any]:
 
 
 def _keys(pair: Loopback, count: int) -> list[int]:
-    """Make keys on the other side that can be invalidated."""
+    """Create keys on the other side that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.standard.opcodes import OPCODES_BY_QP_TYPE
     from rdmapost.tools.check.memory_windows import bind_wr

@@ -116,7 +116,7 @@ def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, ta
 def _tags(
     out: Output, target: Target, settings: PostSettings, opcode: OpsOpcode, payload: bytes
 ) -> Iterator[Loopback]:
-    """Make a pair whose remote side matches tags, with receives for unexpected messages.
+    """Create a pair whose remote side matches tags, with receives for unexpected messages.
 
     The memory of these receives follows the tagged buffer.
     """

@@ -135,7 +135,7 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
         if device_is_required():
             raise
         if isinstance(error, NoRdmaError):
-            # Without libibverbs, whether there is a device is unknown.
+            # Without libibverbs, there may be a device that cannot be seen.
             echo(f"using {SOFT}, the software device of this process: {error}", err=True)
             return open_device(SOFT), "because libibverbs cannot be loaded"
         lacking = "no RDMA device"

@@ -1,7 +1,7 @@
 """A receiver that grows with its load: more receives and more completions, while messages arrive.
 
 It starts with 8 receives for all of its senders. Completions are taken in batches: half of the
-receives at once under load, or what has come within 50 ms. As long as batches fill up it doubles
+receives at once under load, or what arrived within 50 ms. As long as batches fill up it doubles
 its CQ and its SRQ. `cancel_waits` ends it.
 
 The last sender shows how a wait that cannot be satisfied names the work request that failed.

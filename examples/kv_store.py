@@ -107,8 +107,8 @@ class Client:
     def _write(self, slot: int, version: int, content: bytes) -> None:
         raw = version.to_bytes(8, sys.byteorder) + checksum_of(content) + content
         self.mr.buffer[:SLOT] = raw
-        # The version comes last, because it unlocks the slot. One queue pair's writes arrive in
-        # the order of their posting, so only the last one needs a completion.
+        # The version comes last, because it unlocks the slot. A queue pair's writes arrive in
+        # posting order, so only the last one needs a completion.
         self.qp.post_send(
             [
                 rp.RdmaWrite(self.mr[8:SLOT], **self._at(slot, 8), send_flags=0),

@@ -26,7 +26,7 @@ PyObject *rp_mr_ranges(PyObject *mr, PyObject *const *args, Py_ssize_t nargs);
 PyObject *rp_mr_getitem(PyObject *mr, PyObject *bounds);
 PyObject *rp_poll_into(PyObject *cq, PyObject *buffer);
 
-/* ---- each file's types and functions: 0, or -1 with an exception ------- */
+/* ---- each adds a file's types and functions; 0, or -1 with an exception --- */
 
 int rp_add_threads(void);
 int rp_add_exceptions(void);

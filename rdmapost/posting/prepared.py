@@ -131,8 +131,8 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # A copy: other threads may add to it. (No generator: without memory for one, Python 3.13
-        # crashes.)
+        # A copy: other threads may add to it. (No generator: if there is no memory for one, Python
+        # 3.13 crashes.)
         refs = tuple(self._batches.values())
         return iter([batch for ref in refs if (batch := ref()) is not None])
 

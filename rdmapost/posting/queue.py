@@ -159,7 +159,7 @@ class PostQueue(native.Queue):
         Args:
             owner: the queue pair.
             wr: the bind; its rkey is ignored, because the device chooses it.
-            sure: whether a failed call certainly posted nothing.
+            sure: whether a failed call is known to have posted nothing.
 
         Raises:
             PostError: it was refused, here or by the device.

@@ -1,6 +1,6 @@
 """Work requests as dataclasses, one for every opcode.
 
-A class has exactly the fields that its opcode uses, by the man pages' names
+A class has exactly the fields that its opcode uses, named as in the man pages
 (ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)) and accepts no
 others.  All integers are in host byte order.
 
@@ -170,7 +170,7 @@ class SendWithImm(_Message):
 class SendWithInv(_WithBuffers):
     """Send a message that invalidates one of the peer's keys (RC, UC, XRC_SEND).
 
-    RoCE and InfiniBand have no such packet on UC: there a device may refuse it, also in the
+    RoCE and InfiniBand have no such packet on UC: there a device may refuse it, even in the
     completion (LOC_QP_OP_ERR).
 
     The peer must keep the window or the region open until its receive completes; otherwise the

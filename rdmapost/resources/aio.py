@@ -91,7 +91,7 @@ async def completions(
                 while True:
                     queue.wake_those_with_enough(True)
                     await waiter.woken
-                    # First: a cancelled wait takes nothing, even if completions have come since.
+                    # First: a cancelled wait takes nothing, even if completions have arrived since.
                     if poller.cancels != cancels:
                         raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
                     if poller.wait(cq, count, 0, 0.0, found) is None:
@@ -156,7 +156,7 @@ async def _sleep_at(waits: _WaitList, deadline: float | None, taken: dict[Any, A
 
 
 def _nothing() -> None:
-    """Refer to nothing, as a weak reference whose object is gone."""
+    """Return None, as a weak reference does when its object is gone."""
 
 
 def _expire(waits: weakref.ref[_WaitList]) -> None:
@@ -189,7 +189,7 @@ def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
     if queue is not None:
         queue.deliver_or_fail()
     promised = _promised(cq)
-    # A failure belongs to the next wait: these have come.
+    # A failure belongs to the next wait: these have arrived.
     with contextlib.suppress(ClosedError, VerbsError):
         available = poller.fill(cq, wanted + promised) - promised
         poller.poll(cq, max(0, min(wanted, available)), found)
@@ -431,7 +431,7 @@ class _WaitList:
             self._try(self.on_event)
         else:
             self.stop(self._poller.claims)
-            # Even if another list leads now.
+            # Stop watching even if another list leads now.
             self._stop_watching()
 
     def deliver(self) -> None:

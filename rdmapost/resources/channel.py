@@ -44,7 +44,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         expect("context", context, Context)
         self.context = context
         self._cqs: dict[int, weakref.ref[CQ]] = {}
-        # By the address of the CQ's struct.
+        # Keyed by the address of the CQ's struct.
         self._events = {}
         self._poller = native.Poller(None, {}, {}, 0, 0, -1, None)
         provider = provider_of(context)

@@ -452,7 +452,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             available = self._poller.wait(self, count, 0, timeout, found)
             if available is None:
                 if max_entries is not None:
-                    # A failure is left to the next poll: count completions have come.
+                    # A failure is left to the next poll: count completions have arrived.
                     with contextlib.suppress(ClosedError, VerbsError):
                         self._poller.poll(self, max_entries - len(found), found)
                 return found

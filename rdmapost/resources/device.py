@@ -368,8 +368,8 @@ class Context(EventSource, struct="ibv_context"):
     def async_fd(self) -> int:
         """File descriptor that is readable when an asynchronous event is pending.
 
-        On soft0 it is also readable when a work request is due for a retry, which any call to the
-        device then makes; so get_async_event() may find no event and return None.
+        On soft0 it is also readable when a work request is due for a retry. The next call to the
+        device makes the retry, so get_async_event() may find no event and return None.
 
         Raises:
             ClosedError: the device is closed.

@@ -39,7 +39,7 @@ class PortAttr:
         lid, sm_lid: local identifiers; 0 on Ethernet.
         phys_state: 5 is LinkUp, 3 is Disabled.
         active_speed, active_width: encoded as in the man page.
-        active_speed_ex: the speed, also if it does not fit into active_speed (XDR and later); 0
+        active_speed_ex: the speed, even if it does not fit into active_speed (XDR and later); 0
             if libibverbs or the driver is older: then see active_speed.
         port_cap_flags: what it can do.
         bad_pkey_cntr, qkey_viol_cntr: how many packets had a wrong P_Key or Q_Key.

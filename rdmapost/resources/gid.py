@@ -140,7 +140,7 @@ def _reason(best: GIDTableEntry, table: list[GIDTableEntry]) -> str:
 
 
 def no_such_gid(device: str, port_num: int, gid_index: int, table: list[GIDTableEntry]) -> str:
-    """Say that a port of a device lacks a GID index, and which it has."""
+    """Say that a port has no GID with this index, and list the indexes of those it has."""
     valid = ", ".join([str(entry.gid_index) for entry in table]) or "none"
     return (
         f"{device} port {port_num} has no GID with index {gid_index}; the valid ones are: {valid}"

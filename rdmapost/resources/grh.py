@@ -66,7 +66,7 @@ class GRH:
         if len(raw) < GRH_BYTES:
             raise ValueError(f"a GRH has {GRH_BYTES} bytes, not {len(raw)}")
         is_ipv6 = raw[0] >> 4 == 6
-        # 20 bytes of an IPv6 address may look like IPv4, but the checksum will hardly be right.
+        # 20 bytes of an IPv6 address may look like IPv4, but the checksum is unlikely to be right.
         # Packets that stay on the machine have no checksum.
         if raw[_IPV4_AT] == IPV4_VERSION_IHL and (
             not is_ipv6 or not checksum_residue(raw[_IPV4_AT:])

@@ -250,7 +250,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
-        buffer_addr: address of the first byte, also if access has ZERO_BASED; None for a
+        buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a
             dma-buf, which has no address here.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
             memory is released when the region is closed. A region made from an address, a
@@ -379,7 +379,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
         """Return what to set once the device has a form: (slot, object, value) each."""
-        # No generator: without memory for its function, Python 3.13 crashes.
+        # No generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),
             (_pd, self, form.pd),
@@ -736,7 +736,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
             invalidated_of(self.pd.context).pop(self._index, None)
 
     def __str__(self) -> str:
-        # Also the start of a ClosedError's message.
+        # A ClosedError's message starts with this, too.
         rkey = self._peek("rkey")
         return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
 

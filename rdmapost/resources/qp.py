@@ -109,7 +109,7 @@ def _random_psn() -> int:
 
 
 class _Reset:
-    """A reset in progress; only the call that makes it refers to it."""
+    """Exists while a reset is in progress; only the call that resets refers to it."""
 
     __slots__ = ("__weakref__",)
 
@@ -389,7 +389,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _note_state(self, state: QPState, change: int) -> None:
         """Note a state, unless another change has begun since this one."""
         if self._latest_change == change:
-            # Here, too, no other thread comes in between.
+            # No other thread comes in between here, either.
             self._state = state
         self._admit_posts()
 
@@ -412,7 +412,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             ClosedError: the device is closed.
             VerbsError: the device could not be queried.
         """
-        # Of a closed device choose_gid() raises ClosedError.
+        # On a closed device choose_gid() raises ClosedError.
         if self._gid is None or self.context.closed:
             self._gid = self.context.choose_gid(self.port_num, self._gid_index)
         return self._gid
@@ -586,7 +586,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_modify_qp(3).
         """
-        # Not locals(): without memory, CPython 3.13's crashes.
+        # Not locals(): CPython 3.13's crashes when memory runs out.
         given: dict[str, Any] = {
             "qp_state": qp_state,
             "cur_qp_state": cur_qp_state,

@@ -247,7 +247,7 @@ def close_quietly(resource: Resource) -> None:
 
 
 def creator(resource: Resource) -> int:
-    """Return the process that opened a resource, by its ID."""
+    """Return the ID of the process that opened a resource."""
     return resource._pid
 
 

@@ -212,7 +212,7 @@ class Loopback(ResourceHolder):
         }
 
     def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
-        """Make a memory window that is closed with the loopback.
+        """Create a memory window that is closed with the loopback.
 
         Args:
             mw_type: the type of the window.
@@ -224,7 +224,7 @@ class Loopback(ResourceHolder):
         return self._used.add(MW(self._pd, mw_type))
 
     def region(self, length: int, access: int) -> MR:
-        """Make another region on the PD that both sides share; it is closed with the loopback.
+        """Create another region on the PD that both sides share; it is closed with the loopback.
 
         Args:
             length: bytes.

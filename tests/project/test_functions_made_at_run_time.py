@@ -24,7 +24,7 @@ SOURCES = [
 AT_IMPORT = {("resources/resource.py", "_once"), ("resources/resource.py", "_fixed")}
 """Functions that run only when a class is made."""
 WITH_VERBS = {"posting", "providers", "resources"}
-"""Folders without generators: dropped without memory, an unfinished one complains on stderr."""
+"""Folders without generators: an unfinished one, dropped out of memory, complains on stderr."""
 NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp, ast.ClassDef)
 OF_LIBRARY = {"ExitStack", "asdict", "contextlib.ExitStack", "dataclasses.asdict", "json.dumps"}
 """What makes functions in the standard library and can be avoided."""

@@ -1,4 +1,4 @@
-"""Polling and waiting under interrupts, finalizers and threads, and without memory.
+"""Polling and waiting under interrupts, finalizers and threads, and out of memory.
 
 No completion is lost, no lock stays held, and nothing waits forever.
 """
@@ -236,7 +236,7 @@ def test_close_without_memory_loses_no_completion():
     """Of a queue pair, which first takes the completions that a device might drop."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     program = WITHOUT_MEMORY.split("failed = ")[0] + CLOSES
-    # What soft0 cannot clean up without memory is reported on standard error.
+    # What soft0 cannot clean up when memory runs out is reported on standard error.
     assert run_python(program, **LOSES_MEMORY).stdout == "True []\n"
 
 
@@ -281,7 +281,7 @@ print(failed > 0, lost)
 def test_wait_for_more_without_memory_loses_no_completion(how):
     """The first are taken before the others, which may not fit in memory."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
-    # asyncio reports on standard error what it cannot clean up without memory.
+    # asyncio reports on standard error what it cannot clean up when memory runs out.
     done = run_python(WAITS_WITHOUT_MEMORY, how, **LOSES_MEMORY)
     assert done.stdout == "True []\n", done.stderr
 

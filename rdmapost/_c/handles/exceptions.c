@@ -95,7 +95,7 @@ void rp_raise_later(PyObject *exception)
 	if (!exception)
 		return;
 	rp_data_lock();
-	/* From a handler that raises every time, keep only the first. */
+	/* If a handler raises every time, keep only its first exception. */
 	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
 		waits |= Py_TYPE(PyList_GetItem(raised, i)) == Py_TYPE(exception);
 	if (gettid() != getpid())

@@ -368,7 +368,7 @@ static int binds_windows(struct rp_handle *h)
 	return binder && RP_LOAD(&binder->windows);
 }
 
-/* Hold back an unreachable queue pair; returns whether it was necessary and possible. */
+/* Hold back an unreachable queue pair if necessary; returns whether it is held back now. */
 static int hold_back(struct rp_handle *h)
 {
 	if (!binds_windows(h) || is_done(h) || rp_exiting || RP_LOAD(&h->held_since) ||
@@ -777,7 +777,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 /*
  * _end_making(well): the constructor has ended. If it created no struct, another may begin. If it did
  * and then failed, close the handle, because a traceback may keep it alive for long; if that is
- * impossible, list it, so that closing its parents names it.
+ * impossible, list it, so that a refusal to close its parents names it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
@@ -1156,7 +1156,7 @@ static int release(struct rp_handle *h, struct pause *pause)
 	h->releasing = 1;
 	if (ask(h, "_release"))
 		return -1;
-	/* Raises, or closes the queues that were only waiting to be closed. */
+	/* _refuse_posted raises, or closes the queues that were only waiting to be closed. */
 	while (load(&h->posted)) {
 		if (!ask(h, "_refuse_posted"))
 			continue;
@@ -1333,7 +1333,7 @@ static int close_insistently(struct rp_handle *h)
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
 		    (PyErr_ExceptionMatches(rp_errors.in_use) && is_busy(h)))
 			break;
-		/* An InUseError is stale here: the last user has left, and left the close to us. */
+		/* An InUseError is stale here: the last user has gone, and left the close to us. */
 		if (PyErr_ExceptionMatches(rp_errors.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
@@ -1413,7 +1413,7 @@ void rp_close_put_off(void)
 		} else if (is_done(h) || !close_insistently(h)) {
 			in_use = 0;
 		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
-			/* A handle that this thread is closing may use it: retry after that. */
+			/* A handle that this thread is closing may use it: retry later. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
 			put_off(h, BY_CALLER);

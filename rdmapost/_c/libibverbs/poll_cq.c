@@ -1,4 +1,4 @@
-/* Polling a CQ: ibv_poll_cq, or ibv_start_poll of an extended CQ, spinning. */
+/* Polling a CQ once or for a time, with ibv_poll_cq or an extended CQ's ibv_start_poll. */
 #include "libibverbs/shim.h"
 
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,

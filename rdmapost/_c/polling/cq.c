@@ -534,7 +534,7 @@ static int put_kept_row(char **rows, struct rp_completion *s)
 	return 0;
 }
 
-/* Whether a completion is of a receive whose sender has invalidated a key. */
+/* Whether a completion reports a receive whose sender has invalidated a key. */
 static inline int invalidates(const struct ibv_wc *wc)
 {
 	return wc->status == IBV_WC_SUCCESS && wc->wc_flags & IBV_WC_WITH_INV &&
@@ -862,7 +862,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 	return list ? -1 : n;
 }
 
-/* Read an argument that counts completions; -1 with an exception, also if it is negative. */
+/* Read an argument that counts completions; -1 with an exception, even if it is negative. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);
@@ -1169,7 +1169,7 @@ METHOD(wait_for)
 	while (is_open(use.handle)) {
 		Py_ssize_t n;
 
-		/* First: a cancelled wait takes nothing, even if completions have come since. */
+		/* First: a cancelled wait takes nothing, even if completions have arrived since. */
 		if (RP_LOAD(&p->cancels) != cancels) {
 			rp_raise_cancelled((PyObject *)use.handle);
 			break;

@@ -80,7 +80,7 @@ static struct rp_sent *get_sent(struct prepared *p)
 
 /* ---- preparing ----------------------------------------------------------- */
 
-/* Check all; the index of the first that is refused, or -1. */
+/* Check all; returns the index of the first that is refused, or -1. */
 static Py_ssize_t check_all(struct prepared *p)
 {
 	struct post *post = &p->post;
@@ -271,7 +271,7 @@ static int release_held(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	/* Any code can find a list that is being prepared through the collector, and call this. */
+	/* Through the collector, any code can find a list that is being prepared, and call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
 		release_held(self);
 }
@@ -638,7 +638,7 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	return sges ? sges : PyTuple_New(0);
 }
 
-/* Replace an SGE by one of the same region; returns 0 if it has another region, or is refused. */
+/* Replace an SGE with one of the same region; returns 0 for another region or a refused SGE. */
 static int put_sge(struct prepared *p, size_t index, PyObject *value)
 {
 	struct request *r = &p->post.requests[index];

@@ -176,8 +176,8 @@ static inline struct request *room_for_request(struct post *post)
 
 /*
  * Hold an object as long as the work request is in flight: 1, or -1 with an exception. Only the
- * latest are searched for duplicates, so that each of many SGEs takes as long to read; holding one
- * twice does no harm.
+ * latest are searched for duplicates, so that the time for an SGE does not grow with their number;
+ * holding one twice does no harm.
  */
 static int hold(struct post *post, PyObject *object)
 {
@@ -317,7 +317,7 @@ int rp_append_sge(struct post *post, struct request *r, const struct ibv_sge *sg
 
 /* ---- fields -------------------------------------------------------------- */
 
-/* Read a resource, whose pointer a driver follows, or None. */
+/* Read a field that is None or a resource; a driver will follow the resource's pointer. */
 static int read_resource(struct post *post, struct request *r, const struct field *field,
 			 PyObject *value)
 {
@@ -465,7 +465,7 @@ struct request *rp_open_request(struct work_queue *q, struct post *post, PyObjec
 	if (!r || room_for_bytes(post, size) < 0)
 		return NULL;
 	post->count++;
-	/* In halves: for the whole of it, GCC uses "rep stos", which takes longer than the rest. */
+	/* Clear it in halves: for all of it GCC uses "rep stos", slower than the rest of this. */
 	memset(r, 0, half);
 	memset((char *)r + half, 0, sizeof(*r) - half);
 	r->wr = wr;

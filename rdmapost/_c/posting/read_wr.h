@@ -83,7 +83,7 @@ static inline int rp_read_int(PyObject *value, uint64_t max, uint64_t *number)
 {
 	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
 		return 0;
-	/* As wide as unsigned long long, whose call takes four times as long. */
+	/* PyLong_AsUnsignedLongLong, for a type as wide, takes four times as long. */
 	*number = PyLong_AsUnsignedLong(value);
 	return *number <= max && (*number != (uint64_t)-1 || !PyErr_Occurred());
 }

@@ -208,7 +208,7 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "Ow*", &file, &buffer))
 		return NULL;
-	/* Here, where no signal handler can fork before the call: a fork closes the socket. */
+	/* Get it here, where no handler can fork before the call: a fork closes the socket. */
 	fd = PyObject_AsFileDescriptor(file);
 	if (fd < 0) {
 		PyBuffer_Release(&buffer);

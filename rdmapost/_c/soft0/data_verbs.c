@@ -294,7 +294,7 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 		return NULL;
 	queue = (struct device_queue *)cq;
 	rp_data_lock();
-	/* Without memory it stays armed: a later completion announces this one too. */
+	/* If memory runs out it stays armed: a later completion announces this one, too. */
 	if ((queue->armed == ARMED_NEXT || (queue->armed && solicited)) && !rp_append(events, cq)) {
 		queue->armed = 0;
 		eventfd_write(fd, 1);

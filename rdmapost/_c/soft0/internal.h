@@ -21,7 +21,7 @@
 
 /* ---- soft0/device.c ------------------------------------------------------- */
 
-/* Also held while Python runs: check rp_soft_busy() (soft0.h) first. */
+/* It is also held while Python runs: check rp_soft_busy() (soft0.h) first. */
 RP_SHARED struct rp_lock rp_soft_lock;
 
 /* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */

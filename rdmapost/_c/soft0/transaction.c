@@ -168,7 +168,7 @@ static int start_thread(struct errand *errand)
 	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
-	/* Without an identifier the thread may run all the same: then it has taken the errand. */
+	/* Even without an identifier the thread may run: then it has taken the errand. */
 	if (!thread && take_errand(capsule)) {
 		Py_DECREF(capsule);
 		return -1;
@@ -411,7 +411,7 @@ static PyObject *progress(void)
 		leave();
 		end_step(&use);
 	}
-	/* Also a control verb's exception: a thread waiting in C may never deliver it. */
+	/* Deliver a control verb's exception, too: a thread waiting in C may never do so. */
 	return rp_deliver();
 }
 

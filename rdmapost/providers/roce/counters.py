@@ -10,7 +10,7 @@ class Counted(native.Record):
     """Counters; a step that is rolled back does not change them.
 
     Attributes:
-        sent, received: packets, and their bytes: each pair is changed at once, for every packet.
+        sent, received: (packets, bytes). A new pair for every packet changes both at once.
 
     The others are named as in Counters.
     """
@@ -22,7 +22,7 @@ class Counted(native.Record):
         self.icrc_errors = self.dropped = self.send_errors = self.faults = 0
 
     def now(self, rcvbuf_errors: int) -> Counters:
-        """Return the counters, with the one that the kernel keeps."""
+        """Return the counters, including the one that the kernel keeps."""
         others = dict(vars(self))
         both = {direction: others.pop(direction) for direction in ("sent", "received")}
         return Counters(

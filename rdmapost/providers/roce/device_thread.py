@@ -1,11 +1,11 @@
 """The thread that processes a device's packets while no other thread does.
 
-Every verb, and so every poll, first receives the packets that have come and has the engine process
-them. So does a thread that waits for a completion, because the socket is among the descriptors that
-it waits for. While no thread does either, the device's own thread looks for packets. It sleeps
-first if another thread may be quicker, because two threads that take turns with the GIL are slower
-than one. It does not sleep if another thread runs Python code all the time: then each return to the
-GIL costs 5 ms (the interpreter's switch interval).
+Every verb, and so every poll, first receives the packets that have arrived and has the engine
+process them. So does a thread that waits for a completion, because the socket is among the
+descriptors that it waits for. While no thread does either, the device's own thread looks for
+packets. It sleeps first if another thread may be quicker, because two threads that take turns with
+the GIL are slower than one. It does not sleep if another thread runs Python code all the time:
+then taking the GIL again costs 5 ms (the interpreter's switch interval).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ atexit.register(_end_threads)
 
 
 def start(wake_fds: tuple[int, ...]) -> Any:
-    """Start a device's thread, which a rollback ends again; return the socket that ends it.
+    """Start a device's thread, and return the socket that ends it; a rollback ends it, too.
 
     Args:
         wake_fds: the descriptors that are readable when there is something to do.

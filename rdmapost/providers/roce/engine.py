@@ -1,4 +1,4 @@
-"""The engine: what the device calls, and nothing else.
+"""The engine: the functions that the device calls.
 
 It has no sockets and no clock. Packets, posts and times go in; completions come out, and packets
 through the device's ``send``. Each call is one step and one transaction, so that a request sees in

@@ -56,7 +56,7 @@ def beginning(application: str, interface: str) -> bytes:
 
     Args:
         application: the program that writes it.
-        interface: the name of what sends and receives the packets.
+        interface: the name of the device that sends and receives the packets.
     """
     end = _option(_END_OF_OPTIONS, b"")
     section = _SECTION_BODY.pack(_BYTE_ORDER_MAGIC, 1, 0, _LENGTH_UNKNOWN)

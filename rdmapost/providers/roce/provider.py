@@ -51,7 +51,7 @@ class RoceProvider(SoftwareProvider):
         ]
 
     def find(self, name: str) -> DeviceInfo:
-        """Return the device of a name, which begins with "roce:".
+        """Return the device with this name, which begins with "roce:".
 
         Raises:
             NoDeviceError: this machine has no such network device or address.
@@ -140,7 +140,7 @@ def _check_type(name: str, qp_type: int) -> None:
 
 
 def _opened_as(address: LocalAddress) -> str | None:
-    """Name the device of this process that has an address."""
+    """Say which open device of this process has this address; None if none has."""
     for name, device in list(open_devices.items()):
         if isinstance(device, RoceDevice) and device.address == address:
             return f"{name}, which this process has opened: open it by that name"

@@ -326,7 +326,7 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
         packet = held[key]
         ahead = distance(key, psn)
         if ahead <= 0:
-            # At once: del would wait for the end of the step, in which it may be found again.
+            # Not del: that would wait for the end of the step, in which it may be found again.
             held.pop(key)
         if ahead <= 0 < ahead + packet.count:
             return packet.after(-ahead) if ahead else packet

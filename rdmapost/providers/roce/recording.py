@@ -133,7 +133,7 @@ class Recording:
             ClosedError: this is the child of a fork now.
             BaseException: what the thread has raised.
         """
-        # Before the thread starts. The reference is removed when nothing refers to the capture.
+        # Do this before the thread starts. The reference goes when nothing refers to the capture.
         _known.append(weakref.ref(self, _known.remove))
         run = self._run
         self._thread = weakref.ref(run)
@@ -333,7 +333,7 @@ class Recording:
 
 
 def _open_whole(path: str | bytes, flags: int) -> int:
-    """Open a file as open() does, but leave in it what it has, and wait for no reader of a FIFO."""
+    """Open a file as open() does, but do not truncate it, or wait for a reader of a FIFO."""
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK, 0o666)
     except OSError as error:

@@ -254,7 +254,7 @@ def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
 
 
 def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int, limit: int) -> int:
-    """Add packets of a request to what is to be sent; return the next PSN."""
+    """Add packets of a request to the bursts to send; return the next PSN."""
     form, wqe = request.form, request.wqe
     if form.middle is form.only or request.end - request.psn == 1:
         _add_only(qp, bursts, request, psn)
@@ -369,7 +369,7 @@ _EXTENSIONS: dict[str, Callable[[RoceQueuePair, SendRequest, int], tuple[Any, ..
 
 
 def receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Process an acknowledgement or a response; return whether it was one that can be."""
+    """Process an acknowledgement or a response; return False if it answers nothing sent."""
     if qp.state is not _RTS and qp.state is not _SQD:
         return False
     psn = qp.una + distance(packet.psn, qp.una & PSN_MASK)

@@ -146,7 +146,7 @@ def _drop_incoming(qp: RoceQueuePair) -> None:
 
 
 def _continues(incoming: Incoming | None, packet: Packet) -> bool:
-    """Whether a packet may follow what has arrived of a message."""
+    """Whether a packet may come next in a message that has partly arrived."""
     if incoming is None:
         return packet.row.begins
     writes = incoming.operation in _WRITES
@@ -237,8 +237,8 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     else:
-        # Even if the packet does not ask: when a burst overflows the socket's buffer, the packet at
-        # its end, which asks, may be lost each time.
+        # Even if the packet requests none: when a burst overflows the socket's buffer, the packet
+        # at its end, which requests one, may be lost each time.
         _send_ack(qp)
 
 

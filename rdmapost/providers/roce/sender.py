@@ -68,7 +68,7 @@ class Sender(native.Record):
             return
         packet = bytes(data[:size])
         if about is not None:
-            # By the time that it goes, it may be damaged, and its work request gone.
+            # By the time that it is sent, it may be damaged, and its work request gone.
             about = functools.partial(trace.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)

@@ -104,7 +104,7 @@ def _sent_block(
 def received(
     device: Any, source: bytes, port: int, covered: bytes, tos: int, ttl: int, size: int, each: int
 ) -> None:
-    """Give captures the packets in a device's buffer, which have not been checked.
+    """Give captures the packets in a device's buffer, before they are checked.
 
     Args:
         device: the device.
@@ -113,8 +113,8 @@ def received(
         covered: their IP and UDP headers as the ICRC covers them.
         tos: the type of service, or the traffic class.
         ttl: the time to live, or the hop limit.
-        size: their bytes.
-        each: the bytes of each packet but the last one.
+        size: their total length in bytes.
+        each: the length of each packet except the last.
     """
     known = device, source, port, covered, tos, ttl, time.time_ns()
     _put(device, _received_block, known, device.receiver.buffer, size, each)

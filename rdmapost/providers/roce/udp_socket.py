@@ -94,7 +94,7 @@ def bind(place: str) -> tuple[LocalAddress, Any]:
     for address in candidates(place):
         socket_type = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         made = native.made(_socket.socket.close, _socket.socket, address.family, socket_type)
-        # Before it has the address.
+        # Share it before it has the address.
         share(made)
         try:
             _prepare(made, address)

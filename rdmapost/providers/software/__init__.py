@@ -1,10 +1,10 @@
-"""What all software devices share: RDMA in this process, in Python, by the specification.
+"""What all software devices share: RDMA in this process, in Python, as specified.
 
 ``provider`` and ``queue_verbs`` have the control verbs, ``state`` the object behind each C struct.
 Below them, one file per concept, which knows no C structs: ``device``, ``qp`` the state machine,
 ``transport_messages`` the messages between queue pairs, ``responder`` what a request does,
-``memory`` the keys, ``completion`` the completion queues and events. How messages travel is each
-device's own: ``providers.soft0``, ``providers.roce``.
+``memory`` the keys, ``completion`` the completion queues and events. Each device moves messages in
+its own way: ``providers.soft0``, ``providers.roce``.
 
 A signal handler may raise between any two bytecodes, so a control verb, and the execution of each
 work request, is a transaction: C commits its changes when it returns, and rolls them back if it

@@ -39,8 +39,8 @@ _Event = TypeVar("_Event")
 class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
-    The descriptor is an epoll of an eventfd and of what wakes the device (Device.wake_fds): that
-    wakes a sleeper, which makes progress.
+    The descriptor is an epoll of an eventfd and of Device.wake_fds: when the device has work, a
+    sleeper wakes up and does it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -69,7 +69,7 @@ class _EventSource(native.Record, Generic[_Event]):
 
     def forget(self, thing: object) -> None:
         """Drop the pending events of an object that is being destroyed, as the kernel does."""
-        # No lambda or generator: without memory for its function, Python 3.13 crashes.
+        # No lambda or generator: if there is no memory for its function, Python 3.13 crashes.
         kept: deque[_Event] = deque()
         for event in self.events:
             if self.about(event) is not thing:

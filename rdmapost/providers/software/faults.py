@@ -94,7 +94,7 @@ class FaultPlan:
     def fail_post(self, errno: int, *, after: int = 0) -> None:
         """Refuse a send work request with an errno.
 
-        If another fault already refuses that work request, the next one that none refuses fails.
+        If another fault already refuses that work request, this one takes the next that none does.
 
         Args:
             errno: what the post returns, 1..4095.

@@ -94,7 +94,7 @@ class Window(native.Record):
 
     __slots__ = ("access", "addr", "length", "pd", "qpn", "region", "rkey", "type", "valid")
 
-    # Of the bound range; unset without a region.
+    # These describe the bound range, and are unset without a region.
     addr: int
     length: int
     access: int

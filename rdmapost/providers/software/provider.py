@@ -228,7 +228,7 @@ class SoftwareProvider:
         keys = device_of(pd, name).memory
         region = keys.register(domain, iova, memory, access, start_of(memory), call=name)
         mr = ffi.new("struct ibv_mr *")
-        # As libibverbs sets it.
+        # The addr that ibv_reg_dmabuf_mr returns.
         mr.addr = ffi.cast("char *", offset)
         return _describe(name, mr, pd, length, region)
 

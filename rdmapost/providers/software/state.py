@@ -128,11 +128,11 @@ _errors: list[tuple[str, BaseException]] = []
 
 
 def _execute_next(worker: Any, is_late: bool) -> int:
-    """Do one part of a worker's pending work; return whether to call again, or -1: in a later verb.
+    """Do one part of a worker's pending work; return 0, 1: call again, or -1: in a later verb.
 
     Args:
-        worker: None for what is due.
-        is_late: whether this verb has worked for so long that the rest is better left to others.
+        worker: None for the work that is due.
+        is_late: whether this verb has run for so long that other verbs should do the rest.
     """
     if worker is None:
         run_due()
@@ -159,7 +159,7 @@ def _log_errors() -> None:
     while True:
         try:
             name, error = _errors.pop()
-        except IndexError:  # also when another thread took the last one
+        except IndexError:  # none is left: another thread may have taken it
             return
         _log.error(
             "%s failed to execute a work request, which ends with FATAL_ERR", name, exc_info=error

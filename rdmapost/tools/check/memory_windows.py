@@ -143,7 +143,7 @@ def binder(pair: Loopback) -> Side:
 
 
 def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0) -> BindMW:
-    """Make a work request that binds a window to a range of the remote memory, for writes.
+    """Build a work request that binds a window to a range of the remote memory, for writes.
 
     Args:
         pair: the queue pairs.
@@ -225,7 +225,7 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
     Raises:
         Failed: the result is unknown or contradictory.
     """
-    # Only these bytes: the regions may be of gigabytes.
+    # Only these bytes: the regions may have gigabytes.
     written = pair.remote.mr.buffer[offset : offset + _PROBE]
     before = bytes(written)
     pair.local.mr.buffer[:_PROBE] = random.randbytes(_PROBE)

@@ -72,7 +72,7 @@ def _tag_sync(trial: Trial) -> str:
 
 
 def _tags(trial: Trial) -> Loopback:
-    """Make a pair whose remote side matches tags and has one receive for unexpected messages."""
+    """Create a pair whose remote side matches tags, with one receive for unexpected messages."""
     pair = trial.loopback(
         local_size=TMH_BYTES + _PAYLOAD, remote_size=_SLOTS * _ROOM, srq_type=SRQType.TM
     )

@@ -7,8 +7,8 @@ One side serves and the other dials::
         peer.qp.post_send(rp.RdmaWrite(peer.mr[:5], **peer.target()))
         peer.wait()
 
-``aserve`` and ``adial`` are the same for asyncio. If you already have an out-of-band channel, use
-``Endpoint``, which is one line of text.
+``aserve`` and ``adial`` are the same for asyncio. If you already have an out-of-band channel,
+exchange an ``Endpoint`` over it, which is one line of text.
 """
 
 from typing import TYPE_CHECKING

@@ -61,9 +61,9 @@ async def adial(
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
-            queue pair is created in its protection domain. With its own key the server may do what
-            its access permits, and with your windows on it what they grant: for windows only, give
-            it LOCAL_WRITE | MW_BIND.
+            queue pair is created in its protection domain. With the region's key the server has
+            the region's access; with the key of one of your windows, that window's. To let it use
+            only windows, give the region LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
@@ -80,7 +80,7 @@ async def adial(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or does not go with another one.
+        ValueError: an argument is out of range, or conflicts with another one.
         ClosedError: mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
@@ -252,10 +252,11 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         """Wait for completions on this side (cq.completions): Connection.wait for asyncio.
 
         Args:
-            count, timeout: as there.
+            count, timeout: as for Connection.wait.
 
         Raises:
-            WaitTimeout, WaitCancelled, TypeError, ValueError, ClosedError, VerbsError: as there.
+            WaitTimeout, WaitCancelled, TypeError, ValueError, ClosedError, VerbsError: as
+                Connection.wait does.
             RdmaError: it belongs to another event loop, or its event loop is closed; or a thread
                 or another event loop is already waiting on the same CQ.
         """
@@ -267,13 +268,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         """Ask the server what has arrived in one of its receives: Connection.report for asyncio.
 
         Args:
-            index, timeout: as there.
+            index, timeout: as for Connection.report.
 
         Returns:
             The arrival, or None if it did not come in time.
 
         Raises:
-            TypeError, ValueError, ClosedError, ConnectError: as there.
+            TypeError, ValueError, ClosedError, ConnectError: as Connection.report does.
             RdmaError: it belongs to another event loop, or its event loop is closed.
         """
         for request, wait in self._report_requests(index, timeout):
@@ -286,13 +287,13 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         """Ask the server what its memory holds: Connection.look for asyncio.
 
         Args:
-            offset, length: as there.
+            offset, length: as for Connection.look.
 
         Returns:
-            A digest of all of them, and the first 1024 bytes, as there.
+            A digest of all those bytes, and the first 1024 of them.
 
         Raises:
-            TypeError, ValueError, ClosedError, ConnectError: as there.
+            TypeError, ValueError, ClosedError, ConnectError: as Connection.look does.
             RdmaError: it belongs to another event loop, or its event loop is closed.
         """
         seen = await self._ask(self._ask_look(offset, length))

@@ -85,7 +85,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         self._pid = os.getpid()
         # Why it was closed, if not by close(): ": " and the reason.
         self._closed_by = ""
-        # The server, HOST:PORT, while it is open.
+        # The server, HOST:PORT, while the connection is open.
         self._where = ""
         self.headroom = GRH_BYTES if qp_type is QPType.UD else 0
         self.address: dict[str, Any] = {}
@@ -119,7 +119,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             stack.before_closing(partial(drop_outstanding, self.qp))
 
     def _handshake(self, token: str | None) -> IORequests:
-        """Connect the queue pair to the server's; a failure is the same error as from dial()."""
+        """Connect the queue pair to the server's; raise the errors of dial()."""
         qp_type, fabric = self.qp.qp_type, fabric_of(self.qp.context)
         hello = Hello(token, fabric, qp_type, self.qp.endpoint(), self._private_data)
         offer = yield from self._session.ask(hello)
@@ -149,11 +149,11 @@ class BaseConnection(native.Finalizer, NotCopied):
         """Return the fields of a work request that name a place in the server's memory.
 
         Args:
-            offset: bytes from its start.
+            offset: bytes from the start of that memory.
 
         Raises:
             TypeError: offset is not an integer.
-            ValueError: it is negative, or outside the exposed memory.
+            ValueError: offset is negative, or outside the exposed memory.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
@@ -198,7 +198,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         return Look(*bytes_within(self.offer.size, offset, length))
 
     def _abandon(self) -> None:
-        """Close the TCP connection without a Bye, in any thread that runs a finalizer."""
+        """Close the TCP connection without a Bye; a finalizer may call this in any thread."""
         raise NotImplementedError
 
     def _release(self) -> None:

@@ -34,7 +34,7 @@ from .server_state import check_token
 from .wakeup import Wakeup
 
 MARGIN_S = 1.0
-"""How long an answer may take, besides the time that the server was asked to wait."""
+"""How long an answer may take, in addition to the time that the server was asked to wait."""
 
 
 def dial(
@@ -71,9 +71,9 @@ def dial(
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
-            queue pair is created in its protection domain. With its own key the server may do what
-            its access permits, and with your windows on it what they grant: for windows only, give
-            it LOCAL_WRITE | MW_BIND.
+            queue pair is created in its protection domain. With the region's key the server has
+            the region's access; with the key of one of your windows, that window's. To let it use
+            only windows, give the region LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
@@ -90,7 +90,7 @@ def dial(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or does not go with another one.
+        ValueError: an argument is out of range, or conflicts with another one.
         ClosedError: mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
@@ -345,9 +345,9 @@ class Connection(BaseConnection, ClosesOnExit):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions on this side (cq.wait).
 
-        A server that goes away does not end a wait: what is in flight to it ends with an error by
-        itself, and posted receives do not.  Wait with a timeout, and then see whether the
-        connection is ``closed``.
+        A server that goes away does not end a wait.  Work requests in flight to it end with an
+        error; posted receives do not end.  Wait with a timeout, and then see whether the connection
+        is ``closed``.
 
         Args:
             count: how many.
@@ -401,8 +401,8 @@ class Connection(BaseConnection, ClosesOnExit):
             length: bytes; default: all that follow.
 
         Returns:
-            A digest of all of them, and the first 1024 bytes: compare digests, or look again,
-            for the rest.  Both are empty if the server does not reveal them, because the memory
+            A digest of all those bytes, and the first 1024 of them; for the rest, compare digests
+            or look again.  Both are empty if the server does not reveal them, because the memory
             also holds others' data and may not be read.
 
         Raises:
@@ -466,7 +466,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
         Everything includes what the caller has created on the connection's own PD (qp.pd), such as
         address handles (qp.ah_to), regions and windows.  The PD of an mr or srq given to dial stays
-        open, with all on it that is not the connection's.
+        open, with everything on it that does not belong to the connection.
 
         When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
@@ -509,7 +509,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._ask(Bye())
 
     def _shut_down(self, sock: socket.socket, limit: float) -> None:
-        """Send a Bye although a request may be unfinished; wait for the server to hang up."""
+        """Send a Bye even if a request is unfinished; wait for the server to hang up."""
         deadline = time.monotonic() + limit
         poller = select.poll()
         with suppress_system_errors:

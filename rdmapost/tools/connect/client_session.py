@@ -25,7 +25,7 @@ class NoData(Enum):
 
 
 Outcome: TypeAlias = bytes | OSError | NoData
-"""The outcome of an I/O request: the bytes received (none if it was to send), or why it failed."""
+"""The outcome of an I/O request: the bytes received (none after a send), or why it failed."""
 
 IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
 """Yields bytes to send, or b"" to receive some, and the deadline by time.monotonic()."""
@@ -110,7 +110,7 @@ class ClientSession:
         return self.late and isinstance(error, ConnectTimeout)
 
     def is_over(self, data: bytes) -> bool:
-        """Handle bytes that came without a request; return whether the server has ended it."""
+        """Handle bytes that came without a request; return whether the connection has ended."""
         if data:
             # This may be a late answer.
             self.protocol.receive(data)

@@ -30,7 +30,7 @@ class Exposure:
 
     Attributes:
         size: bytes of the exposed memory.
-        access: what a client may do with it, of REMOTE_READ, REMOTE_WRITE and REMOTE_ATOMIC.
+        access: what a client may do with it: REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC.
         count: receives that are posted for each client.
         receive_size: bytes of message that each receive holds.
         data: the initial contents; the rest is zeros.

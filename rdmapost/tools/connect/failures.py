@@ -45,14 +45,14 @@ class ProtocolError(ConnectError):
 
 
 def from_tcp(error: TCPError) -> ConnectError:
-    """Make the error for a host that cannot be found, or an address that cannot be listened on."""
+    """Return the error for an unknown host, or for an address that cannot be listened on."""
     if isinstance(error, TimeoutError):
         return ConnectTimeout(str(error))
     return ConnectError(str(error), "unreachable", error.errno)
 
 
 def not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
-    """Make the error for a connection that failed."""
+    """Return the error for a failed attempt to connect."""
     if isinstance(error, TCPError):
         return from_tcp(error)
     if isinstance(error, TimeoutError):

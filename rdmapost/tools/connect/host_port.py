@@ -8,7 +8,7 @@ from typing import Any
 from ..._arguments import expect, within
 
 DEFAULT_PORT = 18600
-"""TCP port of a server; ibv_rc_pingpong has 18515."""
+"""TCP port of a server; ibv_rc_pingpong uses 18515."""
 
 
 def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:

@@ -63,8 +63,8 @@ class LineReader:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
             self._searched = len(pending)
             return None
-        # Slicing the bytearray itself without memory would fail with a misleading error, that it
-        # has exported buffers.
+        # Slicing the bytearray itself would fail, when memory runs out, with a misleading error:
+        # that it has exported buffers.
         with memoryview(pending) as view:
             line = bytes(view[:end])
         del pending[: end + 1]
@@ -107,7 +107,7 @@ def token_matches(given: Any, token: str | None) -> bool:
 
 
 class ServerProtocol:
-    """The server's side; it asks for a token unless that is None."""
+    """The server's side; it requires the token unless that is None."""
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token

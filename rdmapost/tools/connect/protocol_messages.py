@@ -364,7 +364,7 @@ class Error:
 
     Attributes:
         code: the type of error, one of CODES.
-        text: one line for a reader.
+        text: one line for people to read.
     """
 
     code: str = field(metadata=_with(_member({code: code for code in CODES})))

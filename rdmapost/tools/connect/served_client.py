@@ -56,7 +56,7 @@ class ServedClient:
     """A client's queue pair, memory and posted receives; the server creates it.
 
     Each client has its own protection domain: no other client can use its resources, even by
-    guessing a key.  With an MR or SRQ of the owner's, all of them share its protection domain.
+    guessing a key.  With an MR or SRQ of the owner's, all clients share its protection domain.
 
     Attributes:
         number: the client's number, from 1.
@@ -304,7 +304,7 @@ class ServedClient:
         A client without read access learns only what it has written itself.
 
         Args:
-            offset, length: of the bytes.
+            offset, length: which bytes.
 
         Raises:
             TypeError: an argument is not an integer.
@@ -362,7 +362,7 @@ class ServedClient:
         """Return what has changed from the initial contents, and yield as look does.
 
         Return None for the owner's MR, whose initial contents are unknown, and for a closed region,
-        whose current contents are.
+        whose current contents are unknown.
         """
         if not self.offer.access & _CHANGES or self._exposure.mr is not None or self.mr.closed:
             return None

@@ -102,7 +102,7 @@ def serve(
         token: what a client must know, up to 256 characters; None admits everyone.
             Use a random one: 64 wrong ones a second are checked, 32 from one address.
         max_clients: how many at once.
-        timeout: seconds for each step; the hello has 5 at most.
+        timeout: seconds for each step; at most 5 for the hello.
         idle_timeout: drop a client that has made no request and sent no message for this
             many seconds, even if its connection is alive.  The server cannot see RDMA
             reads, writes and atomics: keep None, no limit, for clients that do nothing
@@ -120,16 +120,16 @@ def serve(
             "rejected". Only aserve takes a coroutine function.
 
     Returns:
-        The running server; a context manager.  If it becomes unreachable it ends,
-        with a ResourceWarning.
+        The running server; a context manager.  If it is dropped without close(), it
+        ends, with a ResourceWarning.
 
     If a signal handler's exception interrupts the start of the server, the threads that have
-    started end first. If the exception comes as serve() returns, the server is unreachable: it
+    started end first. If the exception comes as serve() returns, nothing refers to the server: it
     ends, and its device can be closed, a moment after the exception has been handled.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, or does not go with another one; or access is
+        ValueError: an argument is out of range, or conflicts with another one; or access is
             less than the remote rights of an mr with MW_BIND.
         ClosedError: mr, srq or cq is closed.
         RdmaError: the port has no GID; or the device has no atomics and they are asked for; or

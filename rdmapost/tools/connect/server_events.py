@@ -61,7 +61,7 @@ class Left:
 
     Attributes:
         client: its number.
-        address: where it came from.
+        address: its address, HOST:PORT.
         reason: why, in one line.
         changed: the changes in the memory that it could write to, or None.
     """
@@ -77,7 +77,7 @@ class Refused:
     """A connection was refused, or dropped before it became a client.
 
     Attributes:
-        address: where it came from.
+        address: the peer's address, HOST:PORT.
         code: the type of error, one of protocol_messages.CODES or "lost".
         text: the error sent to the client, in one line.
     """

@@ -138,7 +138,7 @@ class ServerSession:
             what = "half a message" if self._protocol.lines.partial else "nothing"
             text = f"{what} came from the client within {limit:g} s"
             if self._protocol.state is not SessionState.OPEN:
-                text += f": its {self._protocol.state.name.lower()} was to come"
+                text += f": its {self._protocol.state.name.lower()} was expected"
             return self.end("timeout", text)
         return b""
 
@@ -165,7 +165,7 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release the client's resources, and report it; do nothing a second time.
+        """Release the client's resources, and report its end; a second call does nothing.
 
         If memory runs out, call it again.
         """
@@ -298,7 +298,7 @@ class ServerSession:
         except Exception:
             _log.exception("client %d: its last messages and writes are unknown", client.number)
         finally:
-            # In finally, because without memory even logging fails.
+            # In finally, because even logging fails when memory runs out.
             reason += self._release_client(client)
         left = Left(client.number, self._address, reason, changed)
         # Only now, so that close() repeats all this if memory ran out above.

@@ -35,7 +35,7 @@ class ServerState:
     """A server's settings, and its clients.
 
     The arguments are serve()'s; `call` calls on_event with an event, `ask` calls on_connect with a
-    client and returns its result, and `exposed` has make_exposure's arguments.
+    client and returns its result, and `exposed` is passed to make_exposure.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class ServerState:
         self._on_connect, self._ask = on_connect, ask
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        # Weak references: a place that is no longer held leaves this set without code of ours,
+        # Weak references: a place that is no longer held leaves this set without our code,
         # which could run out of memory.
         self._places: set[weakref.ref[Place]] = set()
         # Held while one piece of a large memory is read, so that any number of looks keep only one
         # core busy.
         self.look_lock = threading.Lock()
-        # By number.
+        # Keyed by number.
         self.clients: dict[int, ServedClient] = {}
         # Clients with a resource that the owner's resources still use.
         self._unreleased: list[ServedClient] = []
@@ -173,7 +173,7 @@ class ServerState:
 
 def is_coroutine_function(callback: object) -> bool:
     """Whether calling it returns a coroutine."""
-    # Also if only its type's __call__ is one.
+    # An instance counts, too, if its type's __call__ is a coroutine function.
     method = getattr(type(callback), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(method)
 

@@ -128,7 +128,7 @@ class ServerThread:
         return here and self._call is not None and self._call() is not None
 
     def is_this(self) -> bool:
-        """Whether this is the thread that asks."""
+        """Whether the calling thread is this one."""
         return self._id == _thread.get_ident() and self.exists()
 
     def wait_until_begun(self) -> bool:
@@ -275,7 +275,7 @@ class ServerThreads:
                     time.sleep(MEMORY_S)
 
     def _release(self) -> None:
-        # Even if the acceptor has failed.
+        # The acceptor may have failed without setting it.
         self.ended = True
         _running.discard(self)
         stop_listening(self._listener)
@@ -370,7 +370,7 @@ class ServerThreads:
                 try:
                     self._run_session(sock, session)
                 finally:
-                    # As in _accept.
+                    # No other thread releases these, as in _accept.
                     while True:
                         try:
                             session.close()

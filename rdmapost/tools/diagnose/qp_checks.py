@@ -139,7 +139,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_short(snap: Snapshot, total: float) -> bool:
-    """Whether the time is short for the peer of a roce device, a process that may be busy."""
+    """Whether the time is short for a roce device's peer: its process may be busy."""
     return snap.qp.context.kind == "roce" and total < _SHORT_S
 
 

@@ -1,7 +1,7 @@
 """What a status, an errno, an opcode, a state, a flag or an event means, and what to do about it.
 
-The texts are data, one file per kind; ``explain`` finds them by name or number, and
-``explain_lines`` in what programs print.
+The texts are data, one file per kind. ``explain`` looks up a name or number; ``explain_lines``
+finds the names and numbers in what programs print.
 """
 
 from __future__ import annotations

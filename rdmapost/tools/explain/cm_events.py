@@ -202,4 +202,4 @@ HARMLESS = frozenset(
         "TIMEWAIT_EXIT",
     }
 )
-"""Events of every connection, which are not failures."""
+"""Events that report progress, not failures."""

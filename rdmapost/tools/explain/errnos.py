@@ -152,7 +152,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "A RAW_PACKET queue pair, or flow steering, without CAP_NET_RAW.",
             "A UD Q_Key with its highest bit set, which is privileged (CAP_NET_RAW).",
             "ibv_reg_mr with a limit of 0 on locked memory and no CAP_IPC_LOCK.",
-            "A device of another network namespace (rdma system show: exclusive mode).",
+            "A device in another network namespace (rdma system show: exclusive mode).",
         ),
         look_at=(
             "CapEff in /proc/self/status, decoded by capsh --decode=...",
@@ -527,4 +527,4 @@ def undocumented(name: str) -> Explanation:
 
 
 ALIASES = {"ENOTSUP": "EOPNOTSUPP", "EWOULDBLOCK": "EAGAIN"}
-"""Second names of the same numbers."""
+"""Second names of errnos, and the names under which they are explained."""

@@ -125,8 +125,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         causes=(
             "Nothing listens at this address and TCP port, or a firewall drops the packets.",
             "The server has ended, or dropped this client.",
-            "'wrong token': the client gave no token, or another than the server's (token=, "
-            "--token).",
+            "'wrong token': the client gave no token, or not the server's (token=, --token).",
         ),
         look_at=("The message names the address and what the other side said.",),
     ),

@@ -159,7 +159,7 @@ _OTHER_LINES: dict[Rank, dict[str, str]] = {
 
 
 def _rows(of: dict[Rank, dict[str, str]], letter: str) -> dict[str, tuple[str, Rank, str]]:
-    """Return the rows of a table: pattern, rank and name, by the name of the group that matches."""
+    """Return a table's rows (pattern, rank, name), each under the name of its group in a regex."""
     flat = [(pattern, rank, name) for rank, rows in of.items() for pattern, name in rows.items()]
     return {f"{letter}{at}": row for at, row in enumerate(flat)}
 
@@ -202,7 +202,7 @@ def is_failure(text: str) -> bool:
 
 
 def failed_call(line: str) -> tuple[Explanation, Rank] | None:
-    """Explain the failed call that a line in lower case names."""
+    """Explain the failed call that a line names; the line must be in lower case."""
     if not any(hint in line for hint in _HINTS):
         return None
     if (move := _MOVES.search(line)) and FAILED.search(line):

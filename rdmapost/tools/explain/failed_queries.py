@@ -12,7 +12,7 @@ QUERIES: tuple[Explanation, ...] = (
         causes=(
             "The kernel has no RDMA, or its modules are not loaded (ENOSYS): modprobe ib_uverbs, "
             "on the host.",
-            "A container or a sandbox without /sys, or without the permission (EPERM).",
+            "A container or a sandbox without /sys, or without permission (EPERM).",
             "The process is out of memory or of file descriptors (ENOMEM, EMFILE).",
         ),
     ),
@@ -91,7 +91,7 @@ QUERIES: tuple[Explanation, ...] = (
         "query_rt_values_ex",
         "The device's clock could not be read.",
         "ibv_devinfo -v: hca_core_clock, or 'core clock not supported'.",
-        causes=("The driver has no clock that programs may read (EOPNOTSUPP), as Soft-RoCE.",),
+        causes=("The driver has no clock that programs may read (EOPNOTSUPP), as on Soft-RoCE.",),
     ),
     failure(
         "get_async_event",

@@ -1,4 +1,4 @@
-"""Explanations of failed calls that release something: it still exists afterwards."""
+"""Explanations of failed releases, after which the object still exists."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def _release(name: str, what: str, used: str) -> Explanation:
 
     Args:
         name: the verb without ibv_.
-        what: what was to be released.
-        used: what uses it, so that the verb returns EBUSY.
+        what: the kind of object.
+        used: what may still use the object, for which the verb returns EBUSY.
     """
     return failure(
         name,

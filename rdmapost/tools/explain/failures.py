@@ -24,7 +24,7 @@ FAILURES: tuple[Explanation, ...] = (
             "The queue pair is not in RESET: it was moved before. The RDMA CM itself moves queue "
             "pairs created by rdma_create_qp.",
             "The mask does not fit the type: RC and UC take qp_access_flags, UD takes qkey.",
-            "An access flag that the device lacks, as for atomics.",
+            "An access flag that the device lacks, such as REMOTE_ATOMIC.",
             "EPERM: a Q_Key with its highest bit set, without CAP_NET_RAW.",
         ),
         see=_MODIFY,
@@ -197,7 +197,7 @@ FAILURES: tuple[Explanation, ...] = (
             "fd is not a dma-buf, or has been closed (EBADF, EINVAL).",
             "offset and length are not within the buffer, or iova and offset differ within a page "
             "(EINVAL).",
-            "The exporter does not let this device reach its memory, as across PCIe root ports.",
+            "The exporter does not let this device reach its memory: across PCIe root ports, say.",
         ),
         see=("ibv_reg_mr(3)",),
     ),
@@ -246,7 +246,7 @@ FAILURES: tuple[Explanation, ...] = (
             "EPERM: the window and the region have different PDs.",
             "The region lacks MW_BIND, or the window gets REMOTE_WRITE or REMOTE_ATOMIC and the "
             "region lacks LOCAL_WRITE.",
-            "ENOMEM: no room in the send queue, where a bind takes a place like a send.",
+            "ENOMEM: no room in the send queue, where a bind takes a slot, as a send does.",
         ),
         see=("ibv_bind_mw(3)", "ibv_alloc_mw(3)"),
     ),
@@ -331,7 +331,7 @@ FAILURES: tuple[Explanation, ...] = (
         "(N)' is how many were posted.",
         causes=(
             "The receive queue is full: more than max_recv_wr, or max_wr of an SRQ.",
-            "The queue pair is in RESET, has an SRQ, or the SGEs are more than max_recv_sge.",
+            "The queue pair is in RESET or has an SRQ; or there are more SGEs than max_recv_sge.",
         ),
     ),
     failure(
@@ -464,4 +464,4 @@ SAME_CALL = {
     "wr_complete": "post_send",
     "wr_flush": "post_send",
 }
-"""Verbs that fail for the same causes as another, and that other verb."""
+"""Verbs that fail for the same reasons as another verb, and that other verb."""

@@ -12,20 +12,20 @@ _port = partial(explanation_of, see=("ibv_query_port(3)", "ibv_devinfo(1)", "rdm
 PORT_STATES = (
     _port(
         PortState.NOP,
-        "The device does not say in which state the port is.",
+        "The device does not report the state of the port.",
         "The link itself: ip link (RoCE), ibstat (InfiniBand).",
     ),
     _port(
         PortState.DOWN,
         "The port has no link, and carries no traffic. Posts are accepted, and fail with "
         "RETRY_EXC_ERR on RC.",
-        "phys_state in ibv_devinfo: Polling means that no cable or no partner is there.",
+        "phys_state in ibv_devinfo: Polling means that there is no cable or no link partner.",
         "RoCE: ip link show of its network device; ip link set NAME up.",
         "A second port of the same device, which may have the link: rdmapost devices.",
         causes=(
             "The network device is down (RoCE).",
             "No cable, a broken one, or the switch port is disabled.",
-            "The link type is not that of the switch: InfiniBand against Ethernet.",
+            "The port and the switch have different link types: InfiniBand and Ethernet.",
         ),
         soft_roce="The state follows the network device that rxe runs on.",
     ),
@@ -50,7 +50,7 @@ PORT_STATES = (
     ),
     _port(
         PortState.ACTIVE_DEFER,
-        "The port was active and has lost its link a moment ago. It goes back to ACTIVE if the "
+        "The port was active and lost its link a moment ago. It goes back to ACTIVE if the "
         "link returns in time, and to DOWN otherwise.",
         "The error counters of the link: perfquery, ethtool -S.",
         causes=("A bad cable or transceiver.",),

@@ -152,7 +152,7 @@ class Mention:
     Attributes:
         explanation: what it means.
         line: the first of these lines.
-        number: which line that is, from 1.
+        number: the number of that line, from 1.
         count: how many lines mention it.
     """
 
@@ -176,7 +176,7 @@ def _names() -> dict[str, Explanation]:
     found: dict[str, Explanation] = {}
     for one in (*EVENTS, *STATUSES, *ERRNOS, *EXCEPTIONS):
         if one.kind != "wc_flag":
-            # QP_FATAL and the like are found in IBV_EVENT_QP_FATAL, too.
+            # QP_FATAL and IBV_EVENT_QP_FATAL, for example.
             found |= {one.name: one, one.constant: one}
     # REJECTED alone may be anything.
     return found | {one.constant: one for one in CM_EVENTS}
@@ -185,7 +185,7 @@ def _names() -> dict[str, Explanation]:
 def _any_of(phrases: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of phrases in lower case that are not parts of longer words.
 
-    Its alternatives begin with a letter each, which lets a search skip all other places.
+    Each alternative begins with a literal character, so a search skips all other positions.
     """
     of: dict[str, list[str]] = {}
     # Longest first, so that "local access error" is not matched as "local access".
@@ -214,7 +214,7 @@ _CONNECT_ERROR = re.compile(
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
     r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
 )
-"""ConnectError and ConnectTimeout without their module, before a text of this library: httpx has
+"""ConnectError and ConnectTimeout without their module, followed by this library's text: httpx has
 exceptions of the same names."""
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 """The message of WaitTimeout."""
@@ -228,7 +228,7 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
     ``rdmapost doctor``.
 
     Args:
-        lines: the lines, such as a log.
+        lines: lines of text, such as a log's.
 
     Returns:
         what the lines name, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's

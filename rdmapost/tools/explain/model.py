@@ -44,7 +44,7 @@ KINDS = {
     "finding": "finding of a diagnosis",
     "term": "term",
 }
-"""The kinds of names, in the order of the output, and how the output calls them."""
+"""The kinds of names, in output order, and what the output calls them."""
 
 UNNUMBERED = frozenset({"failure", "exception", "finding", "term"})
 """The kinds whose names have no number."""
@@ -65,7 +65,7 @@ _MEMBERS: dict[type[Enum], tuple[str, str]] = {
     WCFlags: ("wc_flag", "IBV_WC_"),
     EventType: ("event", "IBV_EVENT_"),
 }
-"""The kind of each enumeration, and what its constants in C begin with."""
+"""The kind of each enumeration, and the prefix of its constants in C."""
 
 ENUMERATIONS = {kind: cls.__name__ for cls, (kind, _) in _MEMBERS.items()}
 """The enumeration of each kind; errnos and exceptions have none."""
@@ -79,7 +79,7 @@ class Explanation:
         kind: "status", "errno", "opcode", "ops_opcode", "wc_opcode", "qp_type",
             "qp_state", "port_state", "mig_state", "send_flag", "ops_flag", "access",
             "wc_flag", "event", "cm_event", "failure", "exception", "finding" or "term".
-        name: as in the enumerations of this package, or of errno(3); an exception's class; a
+        name: as in this package's enumerations or in errno(3); an exception's class; a
             Finding's name; a failed call without its prefix.
         number: its value; 0 for a failure, an exception, a finding or a term.
         constant: its name in C; an exception's name with its module.
@@ -117,7 +117,7 @@ class Explanation:
 def explanation_of(
     member: IntEnum | IntFlag, meaning: str, *look_at: str, **texts: Any
 ) -> Explanation:
-    """Build an enum member's explanation; the other attributes are passed through."""
+    """Build an enum member's explanation; `texts` are its other attributes."""
     kind, prefix = _MEMBERS[type(member)]
     name = member.name or ""
     texts = {"look_at": look_at, **texts}

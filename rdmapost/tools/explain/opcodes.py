@@ -130,8 +130,8 @@ OPCODES: tuple[Explanation, ...] = (
     _opcode(
         Opcode.ATOMIC_CMP_AND_SWP,
         "If the 64-bit value at remote_addr equals compare_add, replace it with swap. The previous "
-        "value is written to the one SGE of 8 bytes, in host order; it equals compare_add exactly "
-        "if the swap took place.",
+        "value is written to the one SGE of 8 bytes, in host order; it equals compare_add if "
+        "and only if the swap took place.",
         "The value changed or not, no completion. It is atomic with respect to other atomics of "
         "that device (atomic_cap HCA), and to its CPUs only with GLOB.",
         causes=(

@@ -61,7 +61,7 @@ QP_TYPES: tuple[Explanation, ...] = (
     ),
     _type(
         QPType.XRC_SEND,
-        "The initiator of an extended reliable connection: as RC, but every message names a "
+        "The initiator of an extended reliable connection: like RC, but every message names a "
         "shared receive queue at the peer (remote_srqn). One connection reaches all processes "
         "that share the peer's XRC domain. It cannot receive.",
         "Acknowledged and retried like RC: timeout, retry_cnt, rnr_retry.",

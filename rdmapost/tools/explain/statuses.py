@@ -46,7 +46,7 @@ STATUSES: tuple[Explanation, ...] = (
             "posting order, whatever their size: the message may have consumed a different receive "
             "than you expected.",
             "On a UD receive: the buffer is too small for the 40 bytes of GRH and the payload. "
-            "soft0 reports it so, and the QP is in ERR. A roce device keeps the QP in RTS: it "
+            "soft0 reports this, and the QP is in ERR. A roce device keeps the QP in RTS: it "
             "drops the datagram and keeps the receive, or ends an SRQ's with REM_INV_REQ_ERR.",
             "On a UD send: more bytes than the path MTU; UD does not split messages.",
             "On any send: more than the port's max_msg_sz; or an SGE of length 0, which some "
@@ -123,7 +123,7 @@ STATUSES: tuple[Explanation, ...] = (
         look_at=(
             "addr, length and lkey of every SGE, against mr.addr, mr.length and mr.lkey.",
             "mr.pd, which must be qp.pd, and mr.access.",
-            "SGEs made by mr[a:b] cannot lie outside the region: use them instead of numbers.",
+            "SGEs from mr[a:b] cannot lie outside the region: use them instead of numbers.",
             "On-demand paging: dmesg, for a page fault that could not be served.",
         ),
         soft_roce="An unknown lkey on a SEND or WRITE gives LOC_QP_OP_ERR, and on Linux 6.12 any "
@@ -388,7 +388,7 @@ STATUSES: tuple[Explanation, ...] = (
         "complete.",
         causes=(
             "The peer's QP was reset, destroyed or taken to ERR in the middle of the operation, "
-            "on devices that report it so.",
+            "on devices that report this.",
             "In the specification: an RD channel that was suspended.",
         ),
         look_at=(
@@ -434,7 +434,7 @@ STATUSES: tuple[Explanation, ...] = (
             "A read whose response stalls: the peer pages memory in, or the network is congested.",
         ),
         look_at=(
-            "The QP's timeout, and whatever applies of 'rdmapost explain RETRY_EXC_ERR'.",
+            "The QP's timeout, and whatever applies from 'rdmapost explain RETRY_EXC_ERR'.",
             "On-demand paging or very slow memory (GPU, persistent) at the peer.",
         ),
     ),
@@ -461,7 +461,7 @@ STATUSES: tuple[Explanation, ...] = (
         causes=(
             "TAG_DEL of an entry that a message has consumed: its TM_RECV completion comes, or "
             "has come, and carries the data.",
-            "A TAG_DEL that names an entry twice.",
+            "A second TAG_DEL of the same entry.",
             "The device lost track of the list and asks to be resynchronised.",
         ),
         look_at=(

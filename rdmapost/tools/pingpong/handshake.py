@@ -354,7 +354,7 @@ class HandshakeConnection(ClosesOnExit):
                 raise PingpongError(f"{self.who}: {error}") from None
 
     def _receive(self, limit: int, end: float) -> bytes | None:
-        """Wait for bytes; return None if none came in time, and no bytes at the end."""
+        """Wait for bytes; return None if none came in time, or b"" at the end of the stream."""
         left = max(0.0, end - time.monotonic())
         return wait_for_descriptor(
             self._owner, self._sock.fileno(), partial(self._receive_now, limit), left

@@ -372,7 +372,7 @@ class Pingpong(ResourceHolder):
         return times, max(0, received_at - began - left_out) / 1e9
 
     def _spin(self, received: int) -> list[WC]:
-        """Poll for completions; ``received`` messages have come."""
+        """Poll for completions; ``received`` messages have arrived."""
         poll, clock = self._cq.poll, time.monotonic
         end = clock() + self.timeout
         while not (found := poll(2)):
@@ -383,7 +383,7 @@ class Pingpong(ResourceHolder):
         return found
 
     def _sleep(self, received: int) -> list[WC]:
-        """Wait for a completion; ``received`` messages have come."""
+        """Wait for a completion; ``received`` messages have arrived."""
         try:
             return self._cq.wait(1, self.timeout)
         except WaitTimeout:

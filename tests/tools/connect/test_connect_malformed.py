@@ -119,7 +119,7 @@ def test_a_slow_client_gets_a_timeout_error_and_delays_no_other(
     assert code == "timeout"
     assert "within 1 s" in text
     expected = "hello" if step in ("at once", "in the hello") else "ready"
-    assert f"its {expected} was to come" in text
+    assert f"its {expected} was expected" in text
     assert ("half a message" in text) == (step.startswith("in "))
     assert served.server.clients == []
 
@@ -132,7 +132,7 @@ def test_a_hello_times_out_after_five_seconds_however_long_the_timeout(
         sock.settimeout(LIMIT / 2)
         code, text = one_error(sock)
     assert code == "timeout"
-    assert text == "half a message came from the client within 5 s: its hello was to come"
+    assert text == "half a message came from the client within 5 s: its hello was expected"
 
 
 def test_a_hello_sent_byte_by_byte_times_out(
