@@ -618,22 +618,25 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         raw = ffi.new("struct ibv_qp_attr *")
         mask = mask_of(attrs)
         fill_qp_attr(raw, attrs)
-        before = self._state
-        state = member("cur_qp_state", attrs.get("cur_qp_state", before), QPState)
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
         change, reset = next(self._changes), _Reset()
-        psn = attrs.get("sq_psn")
+        if to is not None:
+            self._latest_change = change
+        # Read it only now: another thread's change ended before, or takes a later number.
+        before, psn = self._state, attrs.get("sq_psn")
         if to is QPState.RESET and before > QPState.RTR:
             # It may have sent: a delayed packet must not be one that the peer expects next.
             psn = _random_psn()
         posted: list[tuple[native.InFlight, int]] = []
-        if to is not None:
-            self._latest_change = change
+        executed = None
         try:
+            if to is QPState.INIT:
+                executed = self._executed_reset()
             if to is QPState.RESET:
                 self._keep_completions()
                 # From here on posts are refused, so `posted` counts all that the reset drops.
@@ -641,10 +644,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._note_state(to, change)
                 posted += [(queue, queue.posted) for queue in self._in_flight]
             self._verb(provider_of(self.context).modify_qp, raw, mask)
+            if executed is not None:
+                # Posts stay from now on.
+                self._resets.pop(executed, None)
             self._note_modified(to, attrs, psn, change, posted)
         except VerbsError as error:
             self._resets.pop(change, None)
-            self._note_state(before, change)
+            if to is QPState.RESET:
+                self._note_state(before, change)
             with contextlib.suppress(RdmaError):
                 self._read_state()
             for path in ("ah_attr", "alt_ah_attr"):
@@ -663,6 +670,20 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._resets.pop(change, None)
             if to is not None:
                 self._latest_change = next(self._changes)
+
+    def _executed_reset(self) -> int | None:
+        """Return the number of a reset that the device has made, but whose verb has not returned.
+
+        If the device is in RESET, one reset is in progress, and none has returned, it is that one.
+        """
+        pending = list(self._resets)
+        if self._was_reset or len(pending) != 1:
+            return None
+        with contextlib.suppress(RdmaError):
+            is_reset = self.query().qp_state is QPState.RESET
+            if is_reset and not self._was_reset and list(self._resets) == pending:
+                return pending[0]
+        return None
 
     def _note_modified(
         self,
@@ -694,9 +715,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             for queue, count in posted:
                 queue.clear_until(count)
         elif to is QPState.INIT:
-            if not self._was_reset and len(self._resets) == 1:
-                # Its thread has not returned, but the device has reset it: posts stay from now on.
-                self._resets.clear()
             self._was_reset = False
         if to is not None:
             made = next(self._changes)

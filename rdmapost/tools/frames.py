@@ -36,7 +36,7 @@ _PSH_ACK, _ACK = 0x18, 0x10
 
 
 def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
-    """Build the header of a frame between two made-up addresses.
+    """Return the header of a frame between two made-up addresses.
 
     Args:
         ethertype: the type of the payload, 0..65535.
@@ -49,7 +49,7 @@ def ethernet(ethertype: int = _EXPERIMENTAL) -> bytes:
 
 
 def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
-    """Build an eager tag-matching message.
+    """Return an eager tag-matching message.
 
     Args:
         tag: 0..2^64-1.
@@ -66,7 +66,7 @@ def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
 
 
 def tcp(qp_type: QPType) -> bytes:
-    """Build the header of a TSO work request: TCP over IPv4, with the link's header in front.
+    """Return the header of a TSO work request: TCP over IPv4, with the link's header in front.
 
     Args:
         qp_type: RAW_PACKET for Ethernet, UD for IP over InfiniBand (RFC 4391).

@@ -261,9 +261,9 @@ def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monke
     found = []
 
     class Late(rp.QP):
-        def _note_state(self, state):
+        def _admit_posts(self):
             found.append(self in open_handles())
-            super()._note_state(state)
+            super()._admit_posts()
 
     with Late(pd, QPType.RC, cq) as qp:
         assert found == [False]
@@ -424,7 +424,7 @@ def test_what_a_failed_constructor_leaves_open_is_named(monkeypatch):
             return answers[0] if answers else destroy(qp)
 
         monkeypatch.setattr(provider, "destroy_qp", destroy_qp)
-        monkeypatch.setattr(rp.QP, "_note_state", Mock(side_effect=ZeroDivisionError))
+        monkeypatch.setattr(rp.QP, "_admit_posts", Mock(side_effect=ZeroDivisionError))
         with (
             pytest.raises(ZeroDivisionError) as raised,
             pytest.warns(ResourceWarning, match="RC QP"),

@@ -561,7 +561,9 @@ def test_an_attribute_changed_beside_a_change_of_state_does_not_undo_it(
     connect, monkeypatch, before
 ):
     """modify() without qp_state sets no state, whatever it was when the call began."""
-    pair = connect(to=before)
+    pair = connect()
+    if before is QPState.RESET:
+        pair.a.to_reset()
     provider = provider_of(pair.a.context)
     query_port = provider.query_port
     begun, changed = threading.Event(), threading.Event()
@@ -585,6 +587,72 @@ def test_an_attribute_changed_beside_a_change_of_state_does_not_undo_it(
     with pytest.raises(rp.PostError, match="INIT"):
         pair.a.post_send(rp.Send(pair.mine[:8]))
     assert pair.a.outstanding == (0, 1)
+
+
+def test_a_refused_change_beside_others_does_not_bring_back_the_state_before_them(
+    connect, monkeypatch
+):
+    """Another thread has connected the queue pair since that state was read."""
+    pair = connect(to=QPState.RESET)
+    provider = provider_of(pair.a.context)
+    query_port, query_qp = provider.query_port, provider.query_qp
+    begun, connected, refused, posted = (threading.Event() for _ in range(4))
+
+    def beside(verb: Any, reached: threading.Event, continues: threading.Event) -> Any:
+        def slow(*args: Any) -> Any:
+            if threading.current_thread() is not threading.main_thread():
+                reached.set()
+                assert continues.wait(60)
+            return verb(*args)
+
+        return slow
+
+    monkeypatch.setattr(provider, "query_port", beside(query_port, begun, connected))
+    monkeypatch.setattr(provider, "query_qp", beside(query_qp, refused, posted))
+    with thread(pair.a.to_init) as raised:
+        try:
+            assert begun.wait(60)
+            pair.connect()
+            connected.set()
+            assert refused.wait(60)
+            pair.works()
+        finally:
+            connected.set()
+            posted.set()
+    assert [type(error) for error in raised] == [rp.VerbsError]
+    pair.works()
+
+
+def test_receive_of_init_is_refused_while_a_reset_that_would_drop_it_has_begun(
+    connect, monkeypatch
+):
+    """From INIT to INIT is no sign that the device has made that reset."""
+    pair = connect(to=QPState.RESET)
+    pair.a.to_init()
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    begun, refused = threading.Event(), threading.Event()
+
+    def modify_qp(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert refused.wait(60)
+        return modify(*args)
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with thread(pair.a.to_reset) as raised:
+        try:
+            assert begun.wait(60)
+            pair.a.to_init()
+            with pytest.raises(rp.PostError, match="another thread"):
+                pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
+        finally:
+            refused.set()
+    assert not raised
+    assert pair.a.outstanding == (0, 0)
+    pair.b.to_reset()
+    pair.connect()
+    pair.works()
 
 
 def test_connect_is_right_while_another_thread_changes_attributes(connect):

@@ -46,7 +46,8 @@ void rp_clear(PyObject *list);
 
 /*
  * Begin to journal changes; commit them; roll them back, preserving the current exception. A commit
- * fails with -1 and an exception if memory cannot be written; then roll back.
+ * fails with an exception if memory cannot be written; then roll back. It returns -1, or -2 if it
+ * has written what must not be written twice.
  */
 void rp_journal_begin(void);
 int rp_journal_commit(void);
@@ -77,8 +78,10 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
  * sandbox that of a pipe.
  */
 int rp_soft_read(char *to, uint64_t addr, uint64_t length);
-/* Whether to refuse, until the end of the transaction, all memory to write to: a write has failed. */
-void rp_soft_refuse_writes(int refuse);
+/* Begin a transaction: no write has failed yet. */
+void rp_soft_allow_writes(void);
+/* Until the end of the transaction, refuse all memory to write to, not only where a write failed. */
+void rp_soft_refuse_writes(void);
 
 /* ---- soft0/faults.c ------------------------------------------------------- */
 

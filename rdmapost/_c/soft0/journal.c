@@ -1,14 +1,15 @@
 /*
  * The soft device's journal: a verb's changes, until they are committed.
  *
- * It is four lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
- * changes, `first` writes to memory that may not be there, `later` does things that cannot be undone
- * (copy bytes, write to a descriptor), and `last` makes the new completions visible to polls. All
- * calls are to C functions, so that no signal handler runs in the middle. With no journal active,
- * undo calls are not recorded, and the others are made at once.
+ * It is five lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
+ * changes, `first` and then `once` write to memory that may not be there, `later` does things that
+ * cannot be undone (copy bytes, write to a descriptor), and `last` makes the new completions visible
+ * to polls. All calls are to C functions, so that no signal handler runs in the middle. With no
+ * journal active, undo calls are not recorded, and the others are made at once.
  *
- * A call in `first` may fail. As it comes before all others, the changes can still be undone: no
- * completion has said that the bytes arrived.
+ * A call in `first` or `once` may fail. As it comes before the others, the changes can still be
+ * undone, and the verb repeated: no completion has said that the bytes arrived. What must not be
+ * written twice, as the result of an atomic operation, is in `once`, after what can be.
  *
  * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
  * lack of memory. There is a reserve of memory for the calls of a commit or a rollback, because they
@@ -20,7 +21,7 @@ PyObject *rp_names[NAMES];
 void (*rp_show)(PyObject *cq);
 
 /* `last` also has completion queues, for rp_show() */
-static PyObject *undo, *first, *later, *last;
+static PyObject *undo, *first, *once, *later, *last;
 static int active; /* for the thread that holds the device's lock */
 static void *reserve; /* memory for calls that must succeed, or NULL */
 enum { RESERVE = 1 << 15 };
@@ -157,6 +158,7 @@ void rp_journal_forget(void)
 {
 	rp_clear(last);
 	rp_clear(later);
+	rp_clear(once);
 	rp_clear(first);
 	rp_clear(undo);
 }
@@ -177,24 +179,28 @@ static void make(PyObject *calls)
 	}
 }
 
-/* Make the calls that may fail, until one does; 0, or -1 with its exception. */
-static int try_first(void)
+/* Make calls that may fail, until one does; returns how many were made. */
+static Py_ssize_t try_calls(PyObject *calls)
 {
-	for (Py_ssize_t i = 0; i < PyList_Size(first); i++) {
-		PyObject *done = make_recorded(PyList_GetItem(first, i));
+	Py_ssize_t made;
+
+	for (made = 0; made < PyList_Size(calls); made++) {
+		PyObject *done = make_recorded(PyList_GetItem(calls, made));
 
 		if (!done)
-			return -1;
+			break;
 		Py_DECREF(done);
 	}
-	return 0;
+	return made;
 }
 
 int rp_journal_commit(void)
 {
+	Py_ssize_t made = 0;
+
 	active = 0;
-	if (try_first())
-		return -1;
+	if (try_calls(first) < PyList_Size(first) || (made = try_calls(once)) < PyList_Size(once))
+		return made ? -2 : -1;
 	make(later);
 	make(last);
 	rp_journal_forget();
@@ -271,15 +277,27 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
+static PyObject *note_or_make(PyObject *calls, PyObject *call)
+{
+	if (!rp_is_journaled())
+		return rp_call(call);
+	if (note_call(calls, call))
+		return NULL;
+	Py_RETURN_NONE;
+}
+
 /* try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses it. */
 static PyObject *try_on_commit(PyObject *self, PyObject *call)
 {
 	(void)self;
-	if (!rp_is_journaled())
-		return rp_call(call);
-	if (note_call(first, call))
-		return NULL;
-	Py_RETURN_NONE;
+	return note_or_make(first, call);
+}
+
+/* The same for what must not be written twice. */
+static PyObject *try_once_on_commit(PyObject *self, PyObject *call)
+{
+	(void)self;
+	return note_or_make(once, call);
 }
 
 static PyObject *at_the_end(PyObject *self, PyObject *call)
@@ -377,6 +395,7 @@ static PyMethodDef functions[] = {
 	{ "undo", journal_undo, METH_VARARGS, NULL },
 	{ "on_commit", on_commit, METH_VARARGS, NULL },
 	{ "try_on_commit", try_on_commit, METH_VARARGS, NULL },
+	{ "try_once_on_commit", try_once_on_commit, METH_VARARGS, NULL },
 	{ "at_the_end", at_the_end, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
 	RP_METHOD(put),
@@ -399,9 +418,10 @@ int rp_add_soft_journal(PyObject *module)
 	}
 	undo = PyList_New(0);
 	first = PyList_New(0);
+	once = PyList_New(0);
 	later = PyList_New(0);
 	last = PyList_New(0);
-	return !undo || !first || !later || !last ||
+	return !undo || !first || !once || !later || !last ||
 	       rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
 			   record_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;

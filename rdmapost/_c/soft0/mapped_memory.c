@@ -8,7 +8,7 @@
  *
  * A check before a write proves little: the memory may change in between, and in a sandbox the copy
  * takes two descriptors. So a write may fail when it is made; then the transaction is undone, and
- * repeated with the memory refused (soft0/journal.c).
+ * repeated with that memory refused (soft0/transaction.c).
  */
 #include "soft0/internal.h"
 
@@ -27,7 +27,12 @@
 
 enum { BOUNCE = 16384 };
 
-static int refusing; /* a write has failed since its check */
+/* Where writes have failed since their checks, in this transaction. */
+enum { MAX_REFUSED = 8 };
+static struct {
+	uint64_t start, end;
+} refused[MAX_REFUSED];
+static int refusals; /* MAX_REFUSED + 1: everything is refused */
 
 static int populate(uint64_t addr, uint64_t length, int advice)
 {
@@ -114,10 +119,38 @@ static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 	return length ? EFAULT : 0;
 }
 
+void rp_soft_allow_writes(void)
+{
+	refusals = 0;
+}
+
+void rp_soft_refuse_writes(void)
+{
+	refusals = MAX_REFUSED + 1;
+}
+
+static void refuse_range(uint64_t start, uint64_t length)
+{
+	if (refusals >= MAX_REFUSED) {
+		rp_soft_refuse_writes();
+		return;
+	}
+	refused[refusals].start = start;
+	refused[refusals++].end = start + length;
+}
+
+static int is_refused(uint64_t start, uint64_t end)
+{
+	for (int i = 0; i < refusals && refusals <= MAX_REFUSED; i++)
+		if (start < refused[i].end && refused[i].start < end)
+			return 1;
+	return refusals > MAX_REFUSED;
+}
+
 /* Fault the pages in, as a device does; return whether an access is worth a try. */
 static int is_reachable(uint64_t addr, uint64_t length, int writes)
 {
-	if (addr + length < addr || (writes && refusing))
+	if (addr + length < addr || (writes && is_refused(addr, addr + length)))
 		return 0;
 	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
 		return 1;
@@ -129,11 +162,6 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 		return 0;
 	/* If that cannot tell, the access will. */
 	return is_permitted(addr, addr + length, writes) != 0;
-}
-
-void rp_soft_refuse_writes(int refuse)
-{
-	refusing = refuse;
 }
 
 int rp_soft_read(char *to, uint64_t addr, uint64_t length)
@@ -245,6 +273,7 @@ static PyObject *room_fill(PyObject *self, PyObject *from)
 		Py_RETURN_NONE;
 	if (code < 0)
 		return PyErr_Format(PyExc_ValueError, "the lengths differ");
+	refuse_range(ROOM(self)->addr, (uint64_t)ROOM(self)->length);
 	errno = code;
 	return PyErr_SetFromErrno(PyExc_OSError);
 }

@@ -34,35 +34,29 @@ struct errand {
 	struct rp_thread *sender;
 };
 
-/* Whether the call returned and only its commit failed; then *result is NULL. */
-static int fails_to_commit(PyObject *call, PyObject **result)
-{
-	rp_journal_begin();
-	*result = rp_call(call);
-	if (*result && !doomed) {
-		if (!rp_journal_commit())
-			return 0;
-		rp_journal_rollback();
-		Py_CLEAR(*result);
-		return 1;
-	}
-	rp_journal_rollback();
-	return 0;
-}
-
+/* Repeat the call until its commit succeeds: each time, it is refused the memory that failed. */
 static PyObject *attempt(PyObject *call)
 {
 	PyObject *result;
+	int failed;
 
-	if (!fails_to_commit(call, &result))
-		return result;
-	/*
-	 * Refuse all writes, not only the one that failed: another, as an atomic operation's, may
-	 * have been made, and must not be made twice.
-	 */
-	PyErr_Clear();
-	rp_soft_refuse_writes(1);
-	fails_to_commit(call, &result);
+	for (;;) {
+		rp_journal_begin();
+		result = rp_call(call);
+		if (!result || doomed)
+			break;
+		failed = rp_journal_commit();
+		if (!failed)
+			return result;
+		rp_journal_rollback();
+		Py_DECREF(result);
+		if (failed == -2)
+			rp_soft_refuse_writes();
+		if (!PyErr_ExceptionMatches(PyExc_OSError))
+			return NULL;
+		PyErr_Clear();
+	}
+	rp_journal_rollback();
 	return result;
 }
 
@@ -209,7 +203,7 @@ long rp_soft_transact(PyObject *call)
 	PyObject *first;
 	long result_code;
 
-	rp_soft_refuse_writes(0);
+	rp_soft_allow_writes();
 	errand.result = attempt(call);
 	first = errand.result ? NULL : rp_take_exception();
 	if (first && !doomed && !send(&errand))

@@ -24,6 +24,10 @@ def check_mapped(name: str, start: int, length: int, write: bool) -> None:
         raise VerbsError(name, errno.EFAULT, "the process has no such access to this memory")
 
 
+_SHARED_ANONYMOUS = ([b"/dev/zero"], [b"/dev/zero (deleted)"])
+"""How /proc/self/maps names shared anonymous memory, which nobody can truncate."""
+
+
 def may_shrink(start: int, length: int) -> bool:
     """Whether memory is a mapped file, which another process can truncate."""
     end = start + length
@@ -36,8 +40,7 @@ def may_shrink(start: int, length: int) -> bool:
     for line in maps.splitlines():
         bounds, _, _, _, inode, *path = line.split(None, 5)
         low, high = bounds.split(b"-")
-        # Shared anonymous memory is listed as this file.
-        is_file = inode != b"0" and not (path and path[0].startswith(b"/dev/zero"))
+        is_file = inode != b"0" and path not in _SHARED_ANONYMOUS
         if is_file and int(low, 16) < end and int(high, 16) > start:
             return True
     return False

@@ -466,6 +466,14 @@ def _write(room: Any, piece: Any) -> None:
         native.on_commit(setitem, room, _ALL, piece)
 
 
+def replace(number: bytes, target: Any) -> None:
+    """On commit, replace a number by one computed from it: once, even if the verb is repeated."""
+    if isinstance(target, native.Room):
+        native.try_once_on_commit(target.fill, number)
+    else:
+        native.on_commit(setitem, target, _ALL, number)
+
+
 def _copy_pieces(source: Segments, target: Segments) -> None:
     rooms = iter(target)
     room: Any = b""

@@ -27,7 +27,7 @@ from ...enums import (
 from ...standard.wire import GRH_BYTES
 from .completion import NO_TAG
 from .device_queues import SharedReceiveQueue, WorkQueue
-from .memory import ErrorStatus, RemoteAccessError, contents, copy
+from .memory import ErrorStatus, RemoteAccessError, contents, copy, replace
 from .transport_messages import ACK, Ack, AckType, Request, Segments
 
 if TYPE_CHECKING:
@@ -241,9 +241,9 @@ def atomic(qp: QueuePair, request: Request) -> Ack | None:
     old: int
     (old,) = _UINT64.unpack(contents(target))
     if request.opcode == Opcode.ATOMIC_FETCH_AND_ADD:
-        copy([_UINT64.pack((old + request.compare) & _MASK64)], [target])
+        replace(_UINT64.pack((old + request.compare) & _MASK64), target)
     elif old == request.compare:
-        copy([_UINT64.pack(request.swap)], [target])
+        replace(_UINT64.pack(request.swap), target)
     return Ack(AckType.ACK, value=old)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import sys
+import tempfile
 import tracemalloc
 
 import pytest
@@ -17,6 +19,8 @@ import rdmapost as rp
 from rdmapost import Access, AdviseMRAdvice, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.software.mapped_memory import may_shrink
+from rdmapost.resources.qp import DEFAULT_QKEY
+from rdmapost.standard.opcodes import MULTICAST_QPN
 
 context = soft_context
 PAGE = mmap.PAGESIZE
@@ -89,6 +93,7 @@ NUMBERS = {
     "process_vm": {"x86_64": (310, 311), "aarch64": (270, 271)},
     "madvise": {"x86_64": (28, 28), "aarch64": (233, 233)},
 }
+SECCOMP = {"x86_64": 317, "aarch64": 277}
 
 def forbid(calls):
     # Load the number of the system call; for two of them return EPERM, else allow it.
@@ -102,7 +107,8 @@ def forbid(calls):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.POINTER(Instruction))]
     program = Program(len(code), (Instruction * len(code))(*code))
     assert not libc.prctl(38, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS"
-    assert not libc.prctl(22, 2, ctypes.byref(program), 0, 0), "PR_SET_SECCOMP"
+    # SECCOMP_SET_MODE_FILTER, for all threads: a roce device has one.
+    assert not libc.syscall(SECCOMP[platform.machine()], 1, 1, ctypes.byref(program)), "seccomp"
 """
 """As a sandbox does, with seccomp."""
 
@@ -295,6 +301,80 @@ def test_memory_that_cannot_be_written_when_it_is_written_completes_with_an_erro
     assert number == "6 True"
 
 
+@pytest.fixture
+def becomes_read_only(monkeypatch):
+    """Two pages; the returned function makes one read-only after each check of its memory."""
+    libc = ctypes.CDLL(None)
+    libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    memory = mmap.mmap(-1, 2 * PAGE)
+    check = native.reachable
+
+    def protect(page: int, protection: int) -> None:
+        assert not libc.mprotect(_address(memory) + page * PAGE, PAGE, protection)
+
+    def becomes_read_only(page: int) -> None:
+        def reachable(start: int, *args: int) -> bool:
+            found = check(start, *args)
+            if found and (start - _address(memory)) // PAGE == page:
+                protect(page, mmap.PROT_READ)
+            return found
+
+        protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
+        monkeypatch.setattr(native, "reachable", reachable)
+
+    yield memory, becomes_read_only
+    monkeypatch.undo()
+    for page in range(2):
+        protect(page, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def test_memory_that_cannot_be_written_leaves_other_receivers_of_the_message_alone(
+    context, becomes_read_only
+):
+    memory, read_only = becomes_read_only
+    with contextlib.ExitStack() as stack:
+        pd = stack.enter_context(rp.PD(context))
+        cq = stack.enter_context(rp.CQ(context))
+        a, b, sender = (stack.enter_context(rp.QP(pd, rp.QPType.UD, cq)) for _ in range(3))
+        mr = stack.enter_context(rp.MR.at(pd, _address(memory), 2 * PAGE, ALL))
+        sent = stack.enter_context(rp.MR(pd, 64))
+        path = rp.AHAttr(port_num=1, dgid="ff0e::1", sgid_index=0)
+        ah = stack.enter_context(rp.AH(pd, path))
+        for qp in (a, b, sender):
+            qp.connect()
+        for page, qp in enumerate((a, b)):
+            qp.attach_mcast("ff0e::1")
+            qp.post_recv(rp.RecvWR(mr[page * PAGE : page * PAGE + 64], wr_id=page))
+        sent.buffer[:8] = b"received"
+        read_only(1)
+        sender.post_send(
+            rp.Send(sent[:8], ah=ah, remote_qpn=MULTICAST_QPN, remote_qkey=DEFAULT_QKEY, wr_id=9)
+        )
+        statuses = {wc.wr_id: wc.status.name for wc in cq.wait(3)}
+        assert statuses == {0: "SUCCESS", 1: "LOC_PROT_ERR", 9: "SUCCESS"}
+        assert memory[40:48] == b"received"
+
+
+@pytest.mark.parametrize(
+    ("read_only", "status", "executed"),
+    [("result", WCStatus.LOC_PROT_ERR, 1), ("target", WCStatus.REM_ACCESS_ERR, 0)],
+)
+def test_atomic_between_two_memories_is_not_executed_twice_if_one_cannot_be_written(
+    rc, becomes_read_only, read_only, status, executed
+):
+    """The verb is repeated without that memory, after the other may have been written."""
+    memory, make_read_only = becomes_read_only
+    with rp.MR.at(rc.pd, _address(memory), 2 * PAGE, ALL) as mr:
+        make_read_only(["target", "result"].index(read_only))
+        rc.a.post_send(
+            rp.AtomicFetchAndAdd(
+                mr[PAGE : PAGE + 8], remote_addr=mr.addr, rkey=mr.rkey, compare_add=1
+            )
+        )
+        assert rc.cq.wait()[0].status is status
+        assert int.from_bytes(memory[:8], sys.byteorder) == executed
+
+
 INLINE_WITHOUT_DESCRIPTORS = """
 import errno, os, resource
 import rdmapost as rp
@@ -465,6 +545,16 @@ def test_anonymous_map_is_not_taken_for_a_file(pd):
     for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
         memory = mmap.mmap(-1, 3 * PAGE, flags=flags)
         assert not may_shrink(_address(memory), 3 * PAGE)
+
+
+def test_file_whose_path_begins_like_shared_anonymous_memory_is_taken_for_a_file():
+    """/proc/self/maps lists shared anonymous memory as /dev/zero (deleted)."""
+    if not os.access("/dev", os.W_OK):
+        pytest.skip("no file can be created in /dev")
+    with tempfile.NamedTemporaryFile(dir="/dev", prefix="zero-") as file:
+        file.truncate(PAGE)
+        memory = mmap.mmap(file.fileno(), PAGE)
+        assert may_shrink(_address(memory), PAGE)
 
 
 def test_maps_are_searched_for_files_in_the_whole_range(fd):
