@@ -187,12 +187,15 @@ class BaseConnection(native.Finalizer, NotCopied):
         limit = seconds(timeout)
         if not self.offer.receives:
             return
-        deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
-        left = math.inf
-        while left > LONGEST_WAIT_S:
-            left = max(0.0, deadline - time.monotonic())
+        left = math.inf if limit is None else max(0.0, limit)
+        deadline = time.monotonic() + left
+        while True:
             wait = min(left, LONGEST_WAIT_S)
             yield Report(number, int(wait * 1000)), wait
+            if left <= LONGEST_WAIT_S:
+                return
+            # Rounded because errors show it.
+            left = round(max(0.0, deadline - time.monotonic()), 1)
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
         return Look(*bytes_within(self.offer.size, offset, length))
