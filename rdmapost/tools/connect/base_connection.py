@@ -26,6 +26,7 @@ from ...resources.qp import QP
 from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
 from ..reachability import fabric_of
+from ..remote_fields import remote_fields
 from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
@@ -153,7 +154,8 @@ class BaseConnection(native.Finalizer, NotCopied):
 
         Raises:
             TypeError: offset is not an integer.
-            ValueError: offset is negative, or outside the exposed memory.
+            ValueError: offset is negative, or outside the exposed memory; or this is a UD
+                connection, which cannot access it: send with **address.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
@@ -162,7 +164,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             raise ValueError(
                 f"offset={offset} is not in the server's {counted(self.offer.size, 'byte')}"
             )
-        return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
+        return remote_fields(self.qp.qp_type, self.offer.addr + offset, self.offer.rkey)
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
         """Create another region of local memory; it is closed with the connection.
