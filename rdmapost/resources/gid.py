@@ -59,7 +59,7 @@ def gid_argument(name: str, given: Any) -> GID:
 
 
 def _gid_bytes(name: str, value: Any) -> bytes:
-    expect(name, value, bytes, str, bytearray, memoryview)
+    expect(name, value, GID, bytes, str, bytearray, memoryview)
     if isinstance(value, str):
         try:
             raw = IPv6Address(value).packed

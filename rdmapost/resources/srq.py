@@ -253,7 +253,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
     @property
     def outstanding(self) -> int:
-        """How many receives are posted and not completed, not counting the matching list.
+        """How many receives are posted and not known to be done, not counting the matching list.
 
         Raises:
             ClosedError: the SRQ was inherited through a fork.

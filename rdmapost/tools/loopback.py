@@ -20,12 +20,14 @@ from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
 from ..standard.wire import GRH_BYTES
+from .remote_fields import remote_fields
 from .resource_stack import ResourceHolder, ResourceStack, drop_outstanding
 
 __all__ = ["Loopback", "Side"]
 
 _EVERY_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.REMOTE_READ | Access.REMOTE_ATOMIC
 _POLL_INTERVAL_S = 0.0005
+_QP_TYPES = (QPType.RC, QPType.UC, QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,8 @@ class Loopback(ResourceHolder):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an argument is out of range, the device has no such port, or it cannot
-            hold that many completions.
+        ValueError: an argument is out of range, qp_type is another type, the device has no such
+            port, or it cannot hold that many completions.
         RdmaError: the port has no GID.
         UnsupportedError: the device lacks what was asked for; the message says what.
         VerbsError: the device refused; the message says what.
@@ -108,6 +110,12 @@ class Loopback(ResourceHolder):
     ) -> None:
         expect("context", context, Context)
         qp_type = member("qp_type", qp_type, QPType)
+        if qp_type not in _QP_TYPES:
+            names = ", ".join([each.name for each in _QP_TYPES])
+            raise ValueError(
+                f"qp_type: expected one of {names} (whose remote side is an XRC_RECV), "
+                f"got {qp_type.name}"
+            )
         local_size = within("local_size", local_size, 0)
         remote_size = within("remote_size", remote_size, 0)
         depth = within("depth", depth, 1)
@@ -238,20 +246,23 @@ class Loopback(ResourceHolder):
     def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
         """Return the fields of a work request that address the remote memory.
 
+        On XRC_SEND they include those of ``address``: pass only one of the two.
+
         Args:
             offset: bytes from its start.
             rkey: the key to use; default: the region's.
 
         Raises:
             TypeError: offset is not an integer.
+            ValueError: the type is UD or RAW_PACKET, which cannot access remote memory: send with
+                **address.
         """
         mr = self.remote.mr
         # Convert to int, because a numpy integer could overflow.
         address = mr.addr + index("offset", offset)
-        fields = {"remote_addr": address, "rkey": mr.rkey if rkey is None else rkey}
-        if self.local.qp.qp_type is QPType.XRC_SEND:
-            fields |= self.address
-        return fields
+        fields = remote_fields(self.local.qp.qp_type, address, mr.rkey if rkey is None else rkey)
+        # On XRC, remote_srqn; empty on the other types.
+        return fields | self.address
 
     # ---- receiving ----------------------------------------------------------
 

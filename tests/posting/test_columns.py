@@ -479,7 +479,8 @@ def test_blocks_of_a_region_are_no_remote_addresses(rc):
 
 @pytest.mark.parametrize("base", ["x", 4096, None])
 def test_blocks_of_what_is_no_region_are_refused(rc, base):
-    with pytest.raises(TypeError, match=f"^{base!r} is not a registered region$"):
+    says = rf"^sg_list: {base!r} is not a registered region; use mr\.blocks\(index, size\)$"
+    with pytest.raises(TypeError, match=says):
         rc.a.post_columns(rp.Send, rp.Blocks(base, np.arange(2), 8))
     assert rc.a.outstanding.send == 0
 

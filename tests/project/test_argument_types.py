@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     ),
     "GID of a truth": (
         lambda context, pd, cq: rp.GID(True),
-        "value: expected bytes or str or bytearray or memoryview, got bool",
+        "value: expected GID or bytes or str or bytearray or memoryview, got bool",
     ),
     "device by bytes": (
         lambda context, pd, cq: rp.open_device(b"x"),
@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[Make, str]] = {
     ),
     "endpoint with a number for a GID": (
         lambda context, pd, cq: rp.Endpoint(1, 2, 3, 0, rp.MTU.MTU_1024),
-        "gid: expected bytes or str or bytearray or memoryview, got int",
+        "gid: expected GID or bytes or str or bytearray or memoryview, got int",
     ),
     "wait for half a completion": (
         lambda context, pd, cq: cq.wait(0.5),

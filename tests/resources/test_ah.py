@@ -42,8 +42,8 @@ def test_source_gid_that_the_port_lacks_is_named(pd, context):
     ("field", "error", "words"),
     [
         ({"port_num": 1.0}, TypeError, "port_num: expected int, got float"),
-        ({"dgid": True}, TypeError, "dgid: expected bytes or str or .*, got bool"),
-        ({"dgid": []}, TypeError, "dgid: expected bytes or str or .*, got list"),
+        ({"dgid": True}, TypeError, "dgid: expected GID or bytes or str or .*, got bool"),
+        ({"dgid": []}, TypeError, "dgid: expected GID or bytes or str or .*, got list"),
         ({"dgid": b"x"}, ValueError, "dgid: a GID has 16 bytes, not 1"),
         ({"dgid": b"y" * 17}, ValueError, "dgid: a GID has 16 bytes, not 17"),
         ({"dgid": "fe80"}, ValueError, "dgid: .*'fe80'"),

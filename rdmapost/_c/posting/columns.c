@@ -378,7 +378,8 @@ static int read_local(struct columns *c, struct request *r)
 	mr = rp_item(c->sg_list, 0);
 	size = rp_item(c->sg_list, 2);
 	if (!rp_is_instance(mr, rp_known.mr) || !rp_start_of_region(mr, &sge))
-		return PyErr_Format(PyExc_TypeError, "%R is not a registered region", mr), -1;
+		return PyErr_Format(PyExc_TypeError, "sg_list: %R is not a registered region; use mr.%s",
+				    mr, blocks ? "blocks(index, size)" : "ranges(offsets, lengths)"), -1;
 	if (blocks && read_one(c, size_name, size, 0, &addr.scale))
 		return -1;
 	addr.base = sge.addr;

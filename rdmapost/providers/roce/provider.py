@@ -132,11 +132,10 @@ class RoceProvider(SoftwareProvider):
 
 def _check_type(name: str, qp_type: int) -> None:
     if qp_type not in _TYPES:
-        raise UnsupportedError(
-            name,
-            errno.EOPNOTSUPP,
-            f"roce devices have no {QPType(qp_type).name} queue pairs; soft0 has",
-        )
+        text = f"roce devices have no {QPType(qp_type).name} queue pairs"
+        if qp_type in queue_verbs.QP_TYPES:
+            text += "; soft0 has"
+        raise UnsupportedError(name, errno.EOPNOTSUPP, text)
 
 
 def _opened_as(address: LocalAddress) -> str | None:

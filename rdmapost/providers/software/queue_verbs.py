@@ -9,7 +9,7 @@ from ..._arguments import counted
 from ..._binding import ffi, lib, native
 from ...enums import MigState, Opcode, QPAttrMask, QPType, SendOps, SRQAttrMask
 from ...errors import UnsupportedError, VerbsError
-from ...standard.opcodes import CONSUMES_RECEIVE, OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
+from ...standard.opcodes import CONSUMES_RECEIVE, QP_TYPES_BY_OPCODE, SEND_OPS
 from ...standard.qp_states import FIELDS
 from .addressing import AddressHandle
 from .completion import CompletionQueue
@@ -23,6 +23,9 @@ MAX_SGE = lib.RP_SOFT_MAX_SGE
 MAX_SRQ_WR = 16384
 MAX_INLINE = 1024
 MAX_TSO_HEADER = 512
+
+QP_TYPES = frozenset(QPType) - {QPType.DRIVER}
+"""Those of soft0; other software devices have fewer."""
 
 _SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
 _SEND_OPS = {
@@ -133,8 +136,9 @@ def make_qp(
     context: Any, pd: Any, init: Any, domain: XRCDomain | None = None, *, extended: bool = False
 ) -> Any:
     """Create a queue pair, inside a verb."""
-    if init.qp_type not in OPCODES_BY_QP_TYPE or init.qp_type == QPType.DRIVER:
-        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, "unknown QP type")
+    if init.qp_type not in QP_TYPES:
+        text = f"soft0 has no {QPType(init.qp_type).name} queue pairs"
+        raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, text)
     target = init.qp_type == QPType.XRC_RECV
     if (domain is not None, bool(pd)) != (target, not target):
         raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")

@@ -26,6 +26,7 @@ from ...resources.qp import QP
 from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
 from ..reachability import fabric_of
+from ..remote_fields import remote_fields
 from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
@@ -153,7 +154,8 @@ class BaseConnection(native.Finalizer, NotCopied):
 
         Raises:
             TypeError: offset is not an integer.
-            ValueError: offset is negative, or outside the exposed memory.
+            ValueError: offset is negative, or outside the exposed memory; or this is a UD
+                connection, which cannot access it: send with **address.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
@@ -162,7 +164,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             raise ValueError(
                 f"offset={offset} is not in the server's {counted(self.offer.size, 'byte')}"
             )
-        return {"remote_addr": self.offer.addr + offset, "rkey": self.offer.rkey}
+        return remote_fields(self.qp.qp_type, self.offer.addr + offset, self.offer.rkey)
 
     def region(self, length: int, access: int = Access.LOCAL_WRITE) -> MR:
         """Create another region of local memory; it is closed with the connection.
@@ -187,12 +189,15 @@ class BaseConnection(native.Finalizer, NotCopied):
         limit = seconds(timeout)
         if not self.offer.receives:
             return
-        deadline = math.inf if limit is None else time.monotonic() + max(0.0, limit)
-        left = math.inf
-        while left > LONGEST_WAIT_S:
-            left = max(0.0, deadline - time.monotonic())
+        left = math.inf if limit is None else max(0.0, limit)
+        deadline = time.monotonic() + left
+        while True:
             wait = min(left, LONGEST_WAIT_S)
             yield Report(number, int(wait * 1000)), wait
+            if left <= LONGEST_WAIT_S:
+                return
+            # Rounded because errors show it.
+            left = round(max(0.0, deadline - time.monotonic()), 1)
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
         return Look(*bytes_within(self.offer.size, offset, length))

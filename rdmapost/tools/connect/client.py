@@ -168,7 +168,8 @@ class Connection(BaseConnection, ClosesOnExit):
             private_data.
         address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
-        timeout: seconds for each step of a request; a wait has its own.
+        timeout: seconds for each step of a request; wait has its own, and report adds its own and
+            one second.
 
     If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
     (KeyboardInterrupt), the connection stays usable: the late answer is dropped. In the rare case
@@ -384,8 +385,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ConnectError: the server is gone, no longer has the report, the connection
                 was closed meanwhile, or a signal handler has interrupted another request
                 of this thread.
-            ConnectTimeout: there was no answer in time, or other requests took too long; the
-                connection stays usable.
+            ConnectTimeout: there was no answer within timeout, the connection's timeout and one
+                more second, or other requests took too long; the connection stays usable.
         """
         for request, wait in self._report_requests(index, timeout):
             answer = self._ask(request, wait + MARGIN_S)

@@ -20,7 +20,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
     """Compare the queue pair with what is known of its peer."""
     peer = snap.peer
     if peer is None:
-        if snap.connected and _is_of_this_process(snap):
+        if _is_gone(snap):
             yield _closed(f"its peer, QP {snap.attr.dest_qp_num:#x},")
         elif snap.connected:
             path = snap.attr.ah_attr
@@ -40,10 +40,14 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
         yield from _check_qp(snap, *snap.local_peer)
 
 
-def _is_of_this_process(snap: Snapshot) -> bool:
-    """Whether only this process can have the peer: no other one has a software device's address."""
+def _is_gone(snap: Snapshot) -> bool:
+    """Whether it is connected to a queue pair that is closed.
+
+    Only this process can have the peer if no other one has its address, a software device's.
+    """
     is_software = snap.qp.context.kind in ("soft", "roce")
-    return is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
+    is_here = is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]
+    return snap.connected and is_here and snap.found is None
 
 
 def _closed(peer: str) -> Finding:
@@ -70,7 +74,9 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     for name, here, there in wrong:
         evidence = f"{here}, but the peer's endpoint has {there}"
         yield Finding(name, "problem", evidence, _AGAIN)
-    if not wrong:
+    if not wrong and _is_gone(snap):
+        yield _closed(f"its peer, QP {peer.qp_num:#x},")
+    elif not wrong:
         yield Finding("peer", "ok", f"connected to {peer}")
     largest = min(snap.port.active_mtu, peer.mtu)
     if attr.path_mtu is not None and attr.path_mtu < largest:

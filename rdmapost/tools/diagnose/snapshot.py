@@ -35,6 +35,7 @@ class Snapshot:
         port: its port.
         table: the GIDs of its port.
         peer: the other side: a queue pair in this process, or its endpoint.
+        found: the queue pair in this process that it is connected to.
         peer_attr: the peer's attributes, if it is in this process; in ERR, as in ``attr``.
         given: the caller named the peer; otherwise it was found by its number.
         system: the machine's files.
@@ -45,6 +46,7 @@ class Snapshot:
     port: PortAttr
     table: list[GIDTableEntry]
     peer: QP | Endpoint | None
+    found: QP | None
     peer_attr: QPAttr | None
     given: bool
     system: System
@@ -98,12 +100,15 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     port = context.query_port(qp.port_num)
     table = context.query_gid_table(qp.port_num)
     given = peer is not None
-    if peer is None and qp.qp_type in CONNECTED and worked_in(qp, attr) in RECEIVES:
-        peer = _find(qp, attr, port, table)
+    found = None
+    if qp.qp_type in CONNECTED and worked_in(qp, attr) in RECEIVES:
+        found = _find(qp, attr, port, table)
+    if peer is None:
+        peer = found
     peer_attr = None
     if is_queue_pair(peer) and not peer.closed:
         peer_attr = _attributes(peer)
-    return Snapshot(qp, attr, port, table, peer, peer_attr, given, System())
+    return Snapshot(qp, attr, port, table, peer, found, peer_attr, given, System())
 
 
 def is_queue_pair(thing: object) -> TypeGuard[QP]:

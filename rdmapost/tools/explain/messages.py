@@ -204,7 +204,7 @@ _BY_FINDING = {one.name: one for one in FINDINGS}
 _BY_PORT_STATE = {one.name: one for one in PORT_STATES}
 _STATUS = {one.number: one for one in STATUSES}
 _ERRNO = {one.number: one for one in ERRNOS}
-_OURS = {one.name for one in EXCEPTIONS if one.constant == f"rdmapost.{one.name}"} - {"RdmaError"}
+_OURS = {one.name for one in EXCEPTIONS if one.constant == f"rdmapost.{one.name}"}
 _OURS |= {"PingpongError"}
 """Exceptions that no other library has; others count only with their module."""
 _WORDS = _any_of(_BY_PHRASE)
@@ -212,6 +212,12 @@ _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})
 _CONNECT_ERROR = re.compile(
     r"(?<!\.)(?:ConnectError|ConnectTimeout): "
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
+    # Without the port, only what others do not say.
+    r"\S+ (?:refused(?:: | the connection: start )|cannot be reached: |"
+    r"(?:took the connection and )?did not (?:answer within|take a request within) |"
+    r"closed the connection.* and did not answer)|"
+    r"host \S+ cannot be (?:found|looked up): |host \S+: the name service did not answer|"
+    r"other threads' requests to |"
     r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
 )
 """ConnectError and ConnectTimeout without their module, followed by this library's text: httpx has

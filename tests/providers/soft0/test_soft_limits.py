@@ -50,6 +50,12 @@ def test_cq_of_an_unsupported_size_is_refused(context, wc_flags):
         assert cq.cqe == 1 << 20
 
 
+def test_queue_pair_of_a_type_that_only_drivers_know_is_refused_by_its_name(pd):
+    with rp.CQ(pd.context) as cq, pytest.raises(rp.UnsupportedError) as caught:
+        rp.QP(pd, QPType.DRIVER, cq)
+    assert str(caught.value).endswith("soft0 has no DRIVER queue pairs")
+
+
 @pytest.mark.parametrize("attr", [{"sgid_index": 99}, {"port_num": 2}, {"dgid": None, "dlid": 7}])
 def test_address_handle_without_a_usable_path_is_refused(pd, context, attr):
     gid = context.choose_gid().gid

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from support import LIMIT, run_python
@@ -28,6 +30,7 @@ from support.serving import (
 
 import rdmapost as rp
 from rdmapost import connect
+from rdmapost.tools.connect import base_connection
 
 serve = servers
 
@@ -243,6 +246,22 @@ class _Stalled:
 
     def let_go(self) -> None:
         self._let_go.set()
+
+
+def test_report_that_times_out_names_the_seconds_that_were_asked_for(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what was left of them when the request was sent."""
+    stalled = _Stalled(serve)
+    with stalled.served.dial(timeout=0.2) as peer:
+        peer.qp.post_send(rp.Send(peer.mr[:4]))
+        peer.wait(1, LIMIT)
+        slow = SimpleNamespace(monotonic=itertools.count().__next__)
+        monkeypatch.setattr(base_connection, "time", slow)
+        with pytest.raises(connect.ConnectTimeout) as caught:
+            peer.report(3, timeout=0.1)
+        stalled.let_go()
+    assert "did not answer within 1.3 s;" in str(caught.value)
 
 
 def test_a_request_that_times_out_leaves_the_connection_usable(

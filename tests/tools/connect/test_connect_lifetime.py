@@ -678,6 +678,14 @@ def test_target_refuses_an_offset_outside_the_exposed_memory(
             peer.target(0, 5)  # type: ignore[call-arg]
 
 
+def test_target_of_a_datagram_connection_is_refused_and_names_address(
+    serve: Callable[..., Served],
+) -> None:
+    says = r"UD queue pairs cannot .*: send with \*\*address$"
+    with serve().dial(qp_type=rp.QPType.UD) as peer, pytest.raises(ValueError, match=says):
+        peer.target()
+
+
 def test_parse_address_refuses_what_is_not_text() -> None:
     text: Any = None
     with pytest.raises(TypeError, match="text: expected str, got NoneType"):

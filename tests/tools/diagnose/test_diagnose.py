@@ -214,12 +214,14 @@ def test_failed_queue_pair_says_what_waits_in_the_cq(rc):
 
 
 def test_closed_queue_pair_is_a_finding(rc):
+    endpoint = rc.b.endpoint()
+    assert wrong(rc.a, endpoint) == []
     rc.b.close()
     assert wrong(rc.b) == ["qp-closed"]
     assert wrong(rc.a, rc.b) == ["peer-closed"]
     # No queue pair in this process has the peer's number now.
     if rc.a.context.kind in ("soft", "roce"):
-        assert wrong(rc.a) == ["peer-closed"]
+        assert wrong(rc.a) == wrong(rc.a, endpoint) == ["peer-closed"]
     else:
         finding = named(rc.a.diagnose(), "peer-unknown")
         assert "is not open in this process" in finding.evidence

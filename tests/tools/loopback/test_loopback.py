@@ -117,6 +117,12 @@ def test_failed_close_is_a_note_on_the_error_of_the_block(context: rp.Context) -
         ({"depth": 0}, ValueError, "depth=0"),
         ({"depth": None}, TypeError, "depth: expected int, got NoneType"),
         ({"qp_type": "RC"}, TypeError, "qp_type: expected"),
+        (
+            {"qp_type": QPType.XRC_RECV},
+            ValueError,
+            r"^qp_type: .* RC, .* XRC_SEND \(whose remote side is an XRC_RECV\), got XRC_RECV$",
+        ),
+        ({"qp_type": QPType.DRIVER}, ValueError, "^qp_type: expected one of RC, .*, got DRIVER$"),
         ({"timeout": float("nan")}, ValueError, "timeout"),
         ({"timeout": 0}, ValueError, "timeout"),
         ({"timeout": "1"}, TypeError, "timeout"),
@@ -229,6 +235,22 @@ def test_write_and_read_over_xrc_reach_the_remote_memory(context: rp.Context) ->
         pair.local.qp.post_send(rp.RdmaWrite(sg_list=pair.local.mr[:3], **pair.target(5)))
         pair.sent()[0].check()
         assert bytes(pair.remote.mr.buffer[4:9]) == b"\0abc\0"
+
+
+def test_target_on_xrc_includes_the_address(context: rp.Context) -> None:
+    with make(context, QPType.XRC_SEND) as pair:
+        assert pair.srq is not None
+        assert pair.address == {"remote_srqn": pair.srq.srq_num}
+        assert pair.target().items() >= pair.address.items()
+
+
+@pytest.mark.parametrize("qp_type", [QPType.UD, QPType.RAW_PACKET])
+def test_target_of_what_cannot_access_remote_memory_is_refused(
+    context: rp.Context, qp_type: QPType
+) -> None:
+    says = rf"{qp_type.name} queue pairs cannot .*: send with \*\*address$"
+    with make(context, qp_type) as pair, pytest.raises(ValueError, match=says):
+        pair.target()
 
 
 def test_frame_arrives_on_raw_packet(context: rp.Context) -> None:
