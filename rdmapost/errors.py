@@ -285,6 +285,13 @@ def where_explained(what: str | int) -> str:
     return f"see 'rdmapost explain {name}'"
 
 
+def describe_refusal(errno: int) -> str:
+    """Name an error number, and say where it is explained, if it is."""
+    if errno not in _errno.errorcode:
+        return describe_errno(errno)
+    return f"{describe_errno(errno)}; {where_explained(errno)}"
+
+
 def describe_errno(errno: int) -> str:
     """Name an error number: ``EINVAL (22, Invalid argument)``."""
     name = _errno.errorcode.get(errno)

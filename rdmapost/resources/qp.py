@@ -31,7 +31,7 @@ from ..enums import (
     SendFlags,
     SendOps,
 )
-from ..errors import RdmaError, VerbsError, describe_errno, where_explained
+from ..errors import RdmaError, VerbsError, describe_refusal
 from ..posting.columns import Column, LocalRows, with_c_methods
 from ..posting.fields import Verb
 from ..posting.prepared import Batch, prepare
@@ -1462,4 +1462,4 @@ def _why_refused(qp: QP, code: int, wr: Any) -> str:
         return f"{name} says that the queue is full, or the work request too large for it"
     if code == errno.EINVAL and qp._state < QPState.RTS:
         return f"{name} refused it: the QP is in {qp._state.name}"
-    return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+    return f"{name} refused with {describe_refusal(code)}"

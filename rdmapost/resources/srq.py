@@ -11,14 +11,7 @@ from typing import Any
 from .._arguments import counted, expect, fill, member, shown, within
 from .._binding import address_of, ffi, lib
 from ..enums import DeviceCap, QPType, SRQAttrMask, SRQType, WCExFlags
-from ..errors import (
-    ClosedError,
-    RdmaError,
-    UnsupportedError,
-    VerbsError,
-    describe_errno,
-    where_explained,
-)
+from ..errors import ClosedError, RdmaError, UnsupportedError, VerbsError, describe_refusal
 from ..posting.columns import Column, LocalRows, with_c_methods
 from ..posting.fields import Verb
 from ..posting.queue import PostQueue, Reasons
@@ -448,7 +441,7 @@ def _why_refused(srq: SRQ, code: int, wr: Any) -> str:
         )
     if code == errno.ENOMEM:
         return f"{name} says that the queue is full (max_wr={srq.max_wr})"
-    return f"{name} refused with {describe_errno(code)}; {where_explained(code)}"
+    return f"{name} refused with {describe_refusal(code)}"
 
 
 _REASONS = Reasons(_why_refused)

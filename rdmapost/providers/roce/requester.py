@@ -180,7 +180,7 @@ def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
             if (forced := faults.take_status(wqe.wr_id)) is not None:
                 if forced:
                     raise ErrorStatus(forced)
-                qp.end_first_send(WCStatus.SUCCESS)
+                qp.end_first_send(WCStatus.SUCCESS, requester.planned_size(wqe))
                 continue
         local = _LOCAL.get(opcode)
         if local is None:

@@ -18,7 +18,7 @@ from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ..software.device_queues import WQE
 from ..software.memory import ErrorStatus, copy, part
-from ..software.requester import bind, local_invalidate, needs_rd_atomic, room
+from ..software.requester import bind, local_invalidate, needs_rd_atomic, planned_size, room
 from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 from . import datagram, raw
 from .qp import SoftQueuePair
@@ -95,7 +95,9 @@ def _carry_out(qp: SoftQueuePair, wqe: WQE) -> int:
     """
     faults = qp.context.faults
     if faults.statuses and (forced := faults.take_status(wqe.wr_id)) is not None:
-        raise ErrorStatus(forced)
+        if forced:
+            raise ErrorStatus(forced)
+        return planned_size(wqe)
     opcode = wqe.opcode
     if opcode not in qp.opcodes:
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from ...enums import WCStatus
+from ...enums import Opcode, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from .device_queues import WQE
 from .memory import ErrorStatus
 from .qp import QueuePair
+
+_READ = int(Opcode.RDMA_READ)
+_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 
 
 def room(wqe: WQE) -> int:
@@ -19,6 +22,13 @@ def room(wqe: WQE) -> int:
         # An inline copy cannot be written to.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
     return message_size(wqe)
+
+
+def planned_size(wqe: WQE) -> int:
+    """Return the byte_len of a work request that a fault plan completes with SUCCESS."""
+    if wqe.opcode == _READ:
+        return room(wqe)
+    return 8 if wqe.opcode in _ATOMICS else 0
 
 
 def message_size(wqe: WQE) -> int:

@@ -75,7 +75,7 @@ _FAILED_TO: dict[Rank, dict[str, str]] = {
         r"get (?:the )?(?:ib |rdma )?devices? list": "get_device_list",
         r"get context for|open (?:the )?(?:rdma |ib |infiniband )?device": "open_device",
         r"release context|close (?:the )?device": "close_device",
-        r"query (?:the )?device\b": "query_device_ex",
+        r"query (?:the )?device\b|get device attributes": "query_device_ex",
         r"(?:get|query) port (?:info|attr)|query port\b": "query_port",
         r"(?:read|query|get) (?:the )?s?gid\b": "query_gid",
         r"(?:read|query|get) (?:the )?pkey\b": "query_pkey",
@@ -118,7 +118,8 @@ _FAILED_TO: dict[Rank, dict[str, str]] = {
         r"connect to \S+:\d+|listen to port \d|"
         r"(?:read|write|read/write|send|send/recv) (?:remote|local) address|"
         r"(?:read remote|send) termination ack|"
-        r"exchange data between server and client|init the socket connection": "exchange",
+        r"exchange data between server and client|init the socket connection|"
+        r"open file descriptor for socket connection": "exchange",
     },
 }
 _OTHER_LINES: dict[Rank, dict[str, str]] = {

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 from support import GRH, LIMIT, Pair, until
 from support.pcapng import check_headers, payload_of, read
-from support.roce import open_roce
+from support.roce import open_roce, skip_unless_free
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
+from rdmapost.loopback import Loopback
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.faults import Direction, damage, fate_of
 from rdmapost.providers.software.faults import PacketFaults
@@ -404,6 +405,37 @@ def test_roce_devices_inject_the_faults_of_soft0(context, connect):
     context.faults.complete_with(9, WCStatus.RETRY_EXC_ERR)
     pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=9))
     assert pair.cq.wait(1)[0].status is WCStatus.RETRY_EXC_ERR
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_planned_success_has_the_length_of_a_real_one(device):
+    skip_unless_free(device)
+    with rp.open_device(device) as context:
+        lengths = []
+        for planned in (False, True):
+            with Loopback(context) as loopback:
+                mr = loopback.local.mr
+                for wr in (
+                    rp.RdmaRead(mr[:24], wr_id=1, **loopback.target()),
+                    rp.AtomicFetchAndAdd(mr[:8], wr_id=2, compare_add=1, **loopback.target()),
+                    rp.RdmaWrite(mr[:24], wr_id=3, **loopback.target()),
+                ):
+                    if planned:
+                        context.faults.complete_with(wr.wr_id, WCStatus.SUCCESS)
+                    loopback.local.qp.post_send(wr)
+                    lengths.append(loopback.sent()[0].check().byte_len)
+        assert lengths[:3] == lengths[3:]
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_refused_post_with_an_unknown_errno_names_no_explanation(device):
+    """`rdmapost explain` does not know it."""
+    skip_unless_free(device)
+    with rp.open_device(device) as context, Loopback(context) as loopback:
+        context.faults.fail_post(4095)
+        with pytest.raises(rp.PostError) as caught:
+            loopback.local.qp.post_send(rp.Send(loopback.local.mr[:8]))
+        assert str(caught.value) == f"ibv_post_send: {device} refused with errno 4095 [4095]"
 
 
 def test_capture_has_what_is_sent_and_what_comes(context, connect, tmp_path):

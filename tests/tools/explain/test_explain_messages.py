@@ -42,6 +42,8 @@ LINES = [
     ("Completion with error at client", ["completion"]),
     (" Completion with error at server.", ["completion"]),
     (" Unable to Connect the HCA's through the link", ["modify_qp"]),
+    (" Couldn't get device attributes", ["query_device_ex"]),
+    ("Unable to open file descriptor for socket connection", ["exchange"]),
     ("mlx5: cqe with status: 0x0c", ["RETRY_EXC_ERR"]),
     # NCCL
     ("status=12 opcode=129 len=0 vendor err 129", ["RETRY_EXC_ERR"]),
