@@ -109,9 +109,23 @@ def _random_psn() -> int:
 
 
 class _Reset:
-    """Exists while a reset is in progress; only the call that resets refers to it."""
+    """A reset in progress; only the calls that use it refer to it.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        change: its number.
+        alone: no other reset was in progress after it began.
+        left: after it began, the device was still in another state.
+        noted: what it dropped has been released.
+        posted: how much each queue had posted when it began.
+        psn: the first packet sequence number to send afterwards; None if it stays.
+    """
+
+    __slots__ = ("__weakref__", "alone", "change", "left", "noted", "posted", "psn")
+
+    def __init__(self, change: int, psn: int | None) -> None:
+        self.change, self.psn = change, psn
+        self.alone = self.left = self.noted = False
+        self.posted: list[tuple[native.InFlight, int]] = []
 
 
 class QP(HasWorkQueues, struct="ibv_qp"):
@@ -165,6 +179,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_groups",
         "_has_receives",
         "_latest_change",
+        "_latest_reset",
         "_psn",
         "_receives_from",
         "_recv",
@@ -174,7 +189,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_settings",
         "_srq",
         "_state",
-        "_was_reset",
         "checked",
         "max_inline_data",
         "max_recv_sge",
@@ -261,8 +275,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._latest_change = 0
         # The resets whose verb has not returned: nothing is posted until all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
-        # Whether a reset, or the creation, has returned since it last left RESET.
-        self._was_reset = True
+        # The number of the one that began last.
+        self._latest_reset = 0
         self._psn = _random_psn()
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
@@ -618,40 +632,33 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         raw = ffi.new("struct ibv_qp_attr *")
         mask = mask_of(attrs)
         fill_qp_attr(raw, attrs)
+        if self._resets:
+            # The device may have made one of them.
+            self._read_state()
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
-        change, reset = next(self._changes), _Reset()
+        change = next(self._changes)
+        reset, executed = _Reset(change, attrs.get("sq_psn")), None
         if to is not None:
             self._latest_change = change
-        # Read it only now: another thread's change ended before, or takes a later number.
-        before, psn = self._state, attrs.get("sq_psn")
-        if to is QPState.RESET and before > QPState.RTR:
-            # It may have sent: a delayed packet must not be one that the peer expects next.
-            psn = _random_psn()
-        posted: list[tuple[native.InFlight, int]] = []
-        executed = None
         try:
-            if to is QPState.INIT:
-                executed = self._executed_reset()
             if to is QPState.RESET:
-                self._keep_completions()
-                # From here on posts are refused, so `posted` counts all that the reset drops.
-                self._resets[change] = weakref.ref(reset)
-                self._note_state(to, change)
-                posted += [(queue, queue.posted) for queue in self._in_flight]
+                self._begin_reset(reset)
+            elif to is QPState.INIT:
+                executed = self._executed_reset()
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             if executed is not None:
-                # Posts stay from now on.
-                self._resets.pop(executed, None)
-            self._note_modified(to, attrs, psn, change, posted)
+                # Its thread has not returned, but what is posted from now on stays.
+                self._note_reset(executed)
+                self._resets.pop(executed.change, None)
+            self._note_modified(to, attrs, change, reset)
         except VerbsError as error:
             self._resets.pop(change, None)
-            if to is QPState.RESET:
-                self._note_state(before, change)
+            self._admit_posts()
             with contextlib.suppress(RdmaError):
                 self._read_state()
             for path in ("ah_attr", "alt_ah_attr"):
@@ -661,61 +668,78 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             raise
         except BaseException:
             # An interrupt came before or after the device made the transition.
-            self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
                 if to is None or self.state is to:
-                    self._note_modified(to, attrs, psn, change, posted)
+                    self._note_modified(to, attrs, change, reset)
             raise
         finally:
-            self._resets.pop(change, None)
+            if self._resets.pop(change, None) is not None:
+                self._admit_posts()
             if to is not None:
                 self._latest_change = next(self._changes)
 
-    def _executed_reset(self) -> int | None:
-        """Return the number of a reset that the device has made, but whose verb has not returned.
+    def _begin_reset(self, reset: _Reset) -> None:
+        """Refuse posts from now on, and record what the reset drops."""
+        self._keep_completions()
+        self._resets[reset.change] = weakref.ref(reset)
+        self._latest_reset = reset.change
+        self._admit_posts()
+        reset.posted = [(queue, queue.posted) for queue in self._in_flight]
+        reset.alone = len(self._resets) == 1
+        state = self._state
+        with contextlib.suppress(RdmaError):
+            state = self.query().qp_state
+            reset.left = state is not QPState.RESET
+        if state > QPState.RTR:
+            # It may have sent: a delayed packet must not be one that the peer expects next.
+            reset.psn = _random_psn()
 
-        If the device is in RESET, one reset is in progress, and none has returned, it is that one.
+    def _executed_reset(self) -> _Reset | None:
+        """Return a reset that the device has made, but whose verb has not returned.
+
+        If the device is in RESET now, was not when the latest reset had begun, and no other reset
+        was in progress then, it is that one.
         """
-        pending = list(self._resets)
-        if self._was_reset or len(pending) != 1:
+        latest = self._latest_reset
+        pending = self._resets.get(latest)
+        reset = None if pending is None else pending()
+        if reset is None or not (reset.alone and reset.left):
             return None
         with contextlib.suppress(RdmaError):
-            is_reset = self.query().qp_state is QPState.RESET
-            if is_reset and not self._was_reset and list(self._resets) == pending:
-                return pending[0]
+            if self.query().qp_state is QPState.RESET and self._latest_reset == latest:
+                return reset
         return None
 
+    def _note_reset(self, reset: _Reset) -> None:
+        """Release what a reset has dropped, without completions."""
+        if reset.noted:
+            return
+        if reset.psn is not None:
+            self._psn = reset.psn
+        self._settings = {}
+        self._keep_completions()
+        for queue, count in reset.posted:
+            queue.clear_until(count)
+        reset.noted = True
+
     def _note_modified(
-        self,
-        to: QPState | None,
-        attrs: dict[str, Any],
-        psn: int | None,
-        change: int,
-        posted: list[tuple[native.InFlight, int]],
+        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset
     ) -> None:
         """Note a change that the device has made.
 
         Args:
             to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
-            psn: the first packet sequence number to send from now on; None if it stays.
             change: the number of the change.
-            posted: for a reset, how much each queue had posted before it.
+            reset: what a reset drops.
         """
-        self._psn = self._psn if psn is None else psn
         if to is QPState.RESET:
-            self._settings = {}
-        elif to is not QPState.ERR:
-            self._settings.update(attrs)
-        if to is QPState.RESET:
-            self._was_reset |= change in self._resets
+            self._note_reset(reset)
             self._resets.pop(change, None)
-            # A reset drops what is posted, without completions.
-            self._keep_completions()
-            for queue, count in posted:
-                queue.clear_until(count)
-        elif to is QPState.INIT:
-            self._was_reset = False
+        else:
+            self._psn = attrs.get("sq_psn", self._psn)
+            if to is not QPState.ERR:
+                self._settings.update(attrs)
         if to is not None:
             made = next(self._changes)
             if self._latest_change == change:
@@ -935,6 +959,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 "max_rd_atomic": max_rd_atomic,
             }
         )
+        if self._resets:
+            self._read_state()
         was_reset = self._state is QPState.RESET
         try:
             self._climb(remote, options)
@@ -1435,7 +1461,12 @@ def sends_for_receive(qp: QP) -> int | None:
     return count
 
 
+_RESETTING = "a change of the QP's state to RESET is in progress, and would drop it"
+
+
 def _why_not_sending(qp: QP) -> str:
+    if qp._resets:
+        return _RESETTING
     # Another thread may have changed the state since the post was refused.
     return check_send_state(qp._state) or (
         f"the QP was not ready to send; it is now in {qp._state.name}: another thread has changed "
@@ -1445,6 +1476,8 @@ def _why_not_sending(qp: QP) -> str:
 
 def _why_not_receiving(qp: QP) -> str:
     qp._refuse_without_receives()
+    if qp._resets:
+        return _RESETTING
     if qp._state is not QPState.RESET:
         return (
             f"the QP was in RESET; it is now in {qp._state.name}: another thread has changed its "

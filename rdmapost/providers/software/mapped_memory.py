@@ -37,7 +37,8 @@ def may_shrink(start: int, length: int) -> bool:
         if not is_from_system(error):
             raise
         return True
-    for line in maps.splitlines():
+    # Not splitlines(): a file's name may have other line ends.
+    for line in filter(None, maps.split(b"\n")):
         bounds, _, _, _, inode, *path = line.split(None, 5)
         low, high = bounds.split(b"-")
         is_file = inode != b"0" and path not in _SHARED_ANONYMOUS
