@@ -655,6 +655,97 @@ def test_receive_of_init_is_refused_while_a_reset_that_would_drop_it_has_begun(
     pair.works()
 
 
+def test_refused_reset_beside_others_does_not_disturb_them(connect, monkeypatch):
+    """The device refuses qkey in RESET; until then posts wait, and the state is the device's."""
+    pair = connect(to=QPState.RESET)
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    begun, connected = threading.Event(), threading.Event()
+
+    def modify_qp(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert connected.wait(60)
+        return modify(*args)
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with thread(lambda: pair.a.modify(qp_state=QPState.RESET, qkey=3)) as raised:
+        try:
+            assert begun.wait(60)
+            pair.connect()
+            with pytest.raises(rp.PostError, match="RESET is in progress"):
+                pair.a.post_send(pair.send(pair.mine[:8]))
+        finally:
+            connected.set()
+    assert [type(error) for error in raised] == [rp.VerbsError]
+    pair.works()
+
+
+def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_pair_is_in_init(
+    connect, monkeypatch
+):
+    """Another thread has seen that the device made the reset, and has left RESET."""
+    pair = connect()
+    pair.a.post_recv(rp.RecvWR(pair.mine[:8], wr_id=1))
+    psn = pair.a.psn
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+
+    def modify_qp(*args: Any) -> Any:
+        monkeypatch.undo()
+        assert not modify(*args)
+        with thread(pair.a.to_init) as raised:
+            pass
+        assert not raised
+        pair.a.post_recv(rp.RecvWR(pair.mine[8:16], wr_id=2))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with pytest.raises(KeyboardInterrupt):
+        pair.a.to_reset()
+    assert pair.a.outstanding == (0, 1)
+    assert pair.a.psn != psn
+    pair.b.to_reset()
+    pair.connect()
+    pair.b.post_send(rp.Send(pair.theirs[:8], wr_id=3))
+    assert sorted(wc.check().wr_id for wc in pair.wait(2)) == [2, 3]
+
+
+def test_receive_is_refused_during_a_reset_although_an_interrupt_has_ended_an_earlier_one(
+    connect, monkeypatch
+):
+    """The device is in RESET because of the earlier one, which proves nothing of the later one."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    begun, refused = threading.Event(), threading.Event()
+
+    def interrupted(*args: Any) -> Any:
+        modify(*args)
+        raise KeyboardInterrupt
+
+    def modify_qp(*args: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            begun.set()
+            assert refused.wait(60)
+        return modify(*args)
+
+    monkeypatch.setattr(provider, "modify_qp", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair.a.to_reset()
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with thread(pair.a.to_reset) as raised:
+        try:
+            assert begun.wait(60)
+            pair.a.to_init()
+            with pytest.raises(rp.PostError, match="RESET is in progress"):
+                pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
+        finally:
+            refused.set()
+    assert not raised
+    assert pair.a.outstanding == (0, 0)
+
+
 def test_connect_is_right_while_another_thread_changes_attributes(connect):
     """The other thread sets no state: the owner's calls are all legal, and so are its posts."""
     pair = connect(to=QPState.RESET)

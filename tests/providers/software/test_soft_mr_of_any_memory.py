@@ -557,6 +557,17 @@ def test_file_whose_path_begins_like_shared_anonymous_memory_is_taken_for_a_file
         assert may_shrink(_address(memory), PAGE)
 
 
+def test_file_whose_name_has_a_line_end_does_not_disturb_the_search(tmp_path):
+    """The kernel escapes only a newline in /proc/self/maps."""
+    path = tmp_path / "a\rb"
+    path.write_bytes(bytes(PAGE))
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), PAGE)
+    assert may_shrink(_address(memory), PAGE)
+    anonymous = mmap.mmap(-1, PAGE)
+    assert not may_shrink(_address(anonymous), PAGE)
+
+
 def test_maps_are_searched_for_files_in_the_whole_range(fd):
     memory = mmap.mmap(fd, 4 * PAGE)
     address = _address(memory)
