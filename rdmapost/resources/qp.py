@@ -108,24 +108,37 @@ def _random_psn() -> int:
     return int.from_bytes(os.urandom(3))
 
 
-class _Reset:
-    """A reset in progress; only the calls that use it refer to it.
+class _Terms:
+    """What a connection uses, from a reset on; a reset replaces it whole.
 
     Attributes:
-        change: its number.
-        alone: no other reset was in progress after it began.
-        left: after it began, the device was still in another state.
-        noted: what it dropped has been released.
-        posted: how much each queue had posted when it began.
-        psn: the first packet sequence number to send afterwards; None if it stays.
+        psn: the first packet sequence number to send.
+        settings: what modify has set, the last state other than ERR included.
     """
 
-    __slots__ = ("__weakref__", "alone", "change", "left", "noted", "posted", "psn")
+    __slots__ = ("psn", "settings")
 
-    def __init__(self, change: int, psn: int | None) -> None:
-        self.change, self.psn = change, psn
-        self.alone = self.left = self.noted = False
+    def __init__(self, psn: int) -> None:
+        self.psn = psn
+        self.settings: dict[str, Any] = {}
+
+
+class _Reset:
+    """A reset in progress; only the call that resets refers to it.
+
+    Attributes:
+        alone: no other reset was in progress after it began.
+        left: after it began, the device was still in another state.
+        posted: how much each queue had posted when it began.
+        before, after: the terms when it began, and those that it brings.
+    """
+
+    __slots__ = ("__weakref__", "after", "alone", "before", "left", "posted")
+
+    def __init__(self, before: _Terms) -> None:
+        self.alone = self.left = False
         self.posted: list[tuple[native.InFlight, int]] = []
+        self.before, self.after = before, _Terms(before.psn)
 
 
 class QP(HasWorkQueues, struct="ibv_qp"):
@@ -180,15 +193,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_has_receives",
         "_latest_change",
         "_latest_reset",
-        "_psn",
         "_receives_from",
         "_recv",
         "_resets",
         "_send",
         "_sends_from",
-        "_settings",
         "_srq",
         "_state",
+        "_terms",
         "checked",
         "max_inline_data",
         "max_recv_sge",
@@ -267,8 +279,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
-        # What modify has set since the last reset, the last state other than ERR included.
-        self._settings: dict[str, Any] = {}
         self._changes = itertools.count(1)
         # Each change of state sets this to a new number when it begins, when the device has made
         # it, and when it ends.
@@ -277,7 +287,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # The number of the one that began last.
         self._latest_reset = 0
-        self._psn = _random_psn()
+        self._terms = _Terms(_random_psn())
 
         init = ffi.new("struct ibv_qp_init_attr_ex *")
         if send_cq is not None and recv_cq is not None:
@@ -434,7 +444,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     @property
     def psn(self) -> int:
         """First packet sequence number that it sends; the peer must expect it."""
-        return self._psn
+        return self._terms.psn
 
     def endpoint(self) -> Endpoint:
         """Return what the peer needs to connect to this queue pair.
@@ -634,28 +644,30 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         fill_qp_attr(raw, attrs)
         if self._resets:
             # The device may have made one of them.
-            self._read_state()
+            with contextlib.suppress(VerbsError):
+                self._read_state()
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
-        change = next(self._changes)
-        reset, executed = _Reset(change, attrs.get("sq_psn")), None
+        change, terms, made = next(self._changes), self._terms, False
+        reset, executed = _Reset(terms), None
         if to is not None:
             self._latest_change = change
         try:
             if to is QPState.RESET:
-                self._begin_reset(reset)
-            elif to is QPState.INIT:
-                executed = self._executed_reset()
+                self._begin_reset(change, reset)
+            elif to is QPState.INIT and self._resets:
+                executed = self._release_dropped()
+                terms = self._terms
             self._verb(provider_of(self.context).modify_qp, raw, mask)
+            made = True
             if executed is not None:
                 # Its thread has not returned, but what is posted from now on stays.
-                self._note_reset(executed)
-                self._resets.pop(executed.change, None)
-            self._note_modified(to, attrs, change, reset)
+                self._resets.pop(executed, None)
+            self._note_modified(to, attrs, change, reset, terms)
         except VerbsError as error:
             self._resets.pop(change, None)
             self._admit_posts()
@@ -669,22 +681,23 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         except BaseException:
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
-                if to is None or self.state is to:
-                    self._note_modified(to, attrs, change, reset)
+                if made or (to is not None and self.state is to):
+                    self._note_modified(to, attrs, change, reset, terms)
             raise
         finally:
-            if self._resets.pop(change, None) is not None:
+            if to is QPState.RESET:
+                self._resets.pop(change, None)
                 self._admit_posts()
             if to is not None:
                 self._latest_change = next(self._changes)
 
-    def _begin_reset(self, reset: _Reset) -> None:
+    def _begin_reset(self, change: int, reset: _Reset) -> None:
         """Refuse posts from now on, and record what the reset drops."""
         self._keep_completions()
-        self._resets[reset.change] = weakref.ref(reset)
-        self._latest_reset = reset.change
+        self._resets[change] = weakref.ref(reset)
+        self._latest_reset = change
         self._admit_posts()
-        reset.posted = [(queue, queue.posted) for queue in self._in_flight]
+        reset.posted = self._posted()
         reset.alone = len(self._resets) == 1
         state = self._state
         with contextlib.suppress(RdmaError):
@@ -692,38 +705,43 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             reset.left = state is not QPState.RESET
         if state > QPState.RTR:
             # It may have sent: a delayed packet must not be one that the peer expects next.
-            reset.psn = _random_psn()
+            reset.after.psn = _random_psn()
 
-    def _executed_reset(self) -> _Reset | None:
-        """Return a reset that the device has made, but whose verb has not returned.
+    def _posted(self) -> list[tuple[native.InFlight, int]]:
+        """Return how much each queue has posted so far."""
+        return [(queue, queue.posted) for queue in self._in_flight]
 
-        If the device is in RESET now, was not when the latest reset had begun, and no other reset
-        was in progress then, it is that one.
+    def _drop(self, posted: list[tuple[native.InFlight, int]]) -> None:
+        """Release what a reset has dropped, without completions."""
+        self._keep_completions()
+        for queue, count in posted:
+            queue.clear_until(count)
+
+    def _release_dropped(self) -> int | None:
+        """Release what resets in progress have dropped, if the device is in RESET.
+
+        Returns:
+            the number of a reset that the device has made, but whose verb has not returned: the
+            latest, if no other was in progress after it began, and the device was in another state
+            then; otherwise None.
         """
-        latest = self._latest_reset
+        latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)
         reset = None if pending is None else pending()
-        if reset is None or not (reset.alone and reset.left):
+        posted, fresh = self._posted(), _Terms(_random_psn())
+        try:
+            if self.query().qp_state is not QPState.RESET:
+                return None
+        except RdmaError:
             return None
-        with contextlib.suppress(RdmaError):
-            if self.query().qp_state is QPState.RESET and self._latest_reset == latest:
-                return reset
-        return None
-
-    def _note_reset(self, reset: _Reset) -> None:
-        """Release what a reset has dropped, without completions."""
-        if reset.noted:
-            return
-        if reset.psn is not None:
-            self._psn = reset.psn
-        self._settings = {}
-        self._keep_completions()
-        for queue, count in reset.posted:
-            queue.clear_until(count)
-        reset.noted = True
+        if self._terms is terms:
+            self._terms = fresh
+        self._drop(posted)
+        proven = reset is not None and reset.alone and reset.left
+        return latest if proven and self._latest_reset == latest else None
 
     def _note_modified(
-        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset
+        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset, terms: _Terms
     ) -> None:
         """Note a change that the device has made.
 
@@ -732,23 +750,31 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             attrs: the attributes that were set.
             change: the number of the change.
             reset: what a reset drops.
+            terms: the connection's when the change began.
         """
         if to is QPState.RESET:
-            self._note_reset(reset)
+            if self._terms is reset.before:
+                self._terms = reset.after
+            elif self._terms is not reset.after:
+                # Another thread has reset and used it meanwhile.
+                self._release_dropped()
+            self._drop(reset.posted)
             self._resets.pop(change, None)
         else:
-            self._psn = attrs.get("sq_psn", self._psn)
+            if "sq_psn" in attrs:
+                terms.psn = attrs["sq_psn"]
             if to is not QPState.ERR:
-                self._settings.update(attrs)
+                terms.settings.update(attrs)
         if to is not None:
-            made = next(self._changes)
+            number = next(self._changes)
             if self._latest_change == change:
                 # A thread that has read the state before does not note it any more.
-                self._latest_change = made
+                self._latest_change = number
                 self._state = to
             self._admit_posts()
-            if self._latest_change != made:
-                self._read_state()
+            if self._latest_change != number:
+                with contextlib.suppress(VerbsError):
+                    self._read_state()
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY
@@ -960,7 +986,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             }
         )
         if self._resets:
-            self._read_state()
+            with contextlib.suppress(VerbsError):
+                self._read_state()
         was_reset = self._state is QPState.RESET
         try:
             self._climb(remote, options)
@@ -1446,7 +1473,7 @@ def settings(qp: QP) -> dict[str, Any]:
 
     qp_state is the last state other than ERR that it was brought to.
     """
-    return qp._settings.copy()
+    return qp._terms.settings.copy()
 
 
 def oldest_send(qp: QP) -> int | None:

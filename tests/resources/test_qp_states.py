@@ -746,6 +746,35 @@ def test_receive_is_refused_during_a_reset_although_an_interrupt_has_ended_an_ea
     assert pair.a.outstanding == (0, 0)
 
 
+def test_reset_that_returns_late_leaves_the_psn_of_the_next_connection(connect, monkeypatch):
+    """The peer expects the one that endpoint() has told it."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    modify = provider.modify_qp
+    reset, connected = threading.Event(), threading.Event()
+
+    def modify_qp(*args: Any) -> Any:
+        code = modify(*args)
+        if threading.current_thread() is not threading.main_thread():
+            reset.set()
+            assert connected.wait(60)
+        return code
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with thread(pair.a.to_reset) as raised:
+        try:
+            assert reset.wait(60)
+            # Another reset, so that the first one cannot be told from it.
+            pair.a.to_reset()
+            pair.b.to_reset()
+            pair.connect()
+        finally:
+            connected.set()
+    assert not raised
+    assert pair.a.psn == pair.a.query().sq_psn
+    pair.works()
+
+
 def test_connect_is_right_while_another_thread_changes_attributes(connect):
     """The other thread sets no state: the owner's calls are all legal, and so are its posts."""
     pair = connect(to=QPState.RESET)

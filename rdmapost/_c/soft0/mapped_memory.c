@@ -129,22 +129,25 @@ void rp_soft_refuse_writes(void)
 	refusals = MAX_REFUSED + 1;
 }
 
-static void refuse_range(uint64_t start, uint64_t length)
-{
-	if (refusals >= MAX_REFUSED) {
-		rp_soft_refuse_writes();
-		return;
-	}
-	refused[refusals].start = start;
-	refused[refusals++].end = start + length;
-}
-
 static int is_refused(uint64_t start, uint64_t end)
 {
 	for (int i = 0; i < refusals && refusals <= MAX_REFUSED; i++)
 		if (start < refused[i].end && refused[i].start < end)
 			return 1;
 	return refusals > MAX_REFUSED;
+}
+
+static void refuse_range(uint64_t start, uint64_t length)
+{
+	/* Without memory for its exception, a write is tried again. */
+	if (is_refused(start, start + length))
+		return;
+	if (refusals >= MAX_REFUSED) {
+		rp_soft_refuse_writes();
+		return;
+	}
+	refused[refusals].start = start;
+	refused[refusals++].end = start + length;
 }
 
 /* Fault the pages in, as a device does; return whether an access is worth a try. */
