@@ -424,6 +424,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             latest = self._latest_change
             self._note_state(self.query().qp_state, latest)
 
+    def _read_state_beside_resets(self) -> None:
+        """Read the state if a reset is in progress: the device may have made it already."""
+        if self._resets:
+            with contextlib.suppress(VerbsError):
+                self._read_state()
+
     # ---- addressing ---------------------------------------------------------
 
     @property
@@ -642,10 +648,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         raw = ffi.new("struct ibv_qp_attr *")
         mask = mask_of(attrs)
         fill_qp_attr(raw, attrs)
-        if self._resets:
-            # The device may have made one of them.
-            with contextlib.suppress(VerbsError):
-                self._read_state()
+        self._read_state_beside_resets()
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
@@ -665,12 +668,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
-                # Its thread has not returned, but what is posted from now on stays.
+                # Its verb has not returned, but the device keeps what is posted from now on.
                 self._resets.pop(executed, None)
             self._note_modified(to, attrs, change, reset, terms)
         except VerbsError as error:
             self._resets.pop(change, None)
-            self._admit_posts()
             with contextlib.suppress(RdmaError):
                 self._read_state()
             for path in ("ah_attr", "alt_ah_attr"):
@@ -985,9 +987,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 "max_rd_atomic": max_rd_atomic,
             }
         )
-        if self._resets:
-            with contextlib.suppress(VerbsError):
-                self._read_state()
+        self._read_state_beside_resets()
         was_reset = self._state is QPState.RESET
         try:
             self._climb(remote, options)

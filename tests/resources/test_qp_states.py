@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import sys
 import threading
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from support import ALL, GRH, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
 from support.soft_queues import reason
-from support.threads import thread
+from support.threads import stopped, thread
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
@@ -466,29 +467,13 @@ def test_what_is_posted_after_a_reset_stays_although_its_thread_has_not_returned
     """Another thread sees that the device has reset the queue pair, and uses it again."""
     pair = connect()
     provider = provider_of(pair.a.context)
-    modify = provider.modify_qp
-    reset, used_again = threading.Event(), threading.Event()
-    thread = threading.Thread(target=pair.a.to_reset)
-
-    def modify_qp(*args: Any) -> Any:
-        code = modify(*args)
-        if threading.current_thread() is thread:
-            reset.set()
-            assert used_again.wait(60)
-        return code
-
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    thread.start()
-    try:
-        assert reset.wait(60)
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp", after=True) as raised:
         pair.a.connect(pair.b.endpoint(), rnr_retry=7)
         pair.b.to_reset()
         pair.b.connect(pair.a.endpoint())
         # It waits for a receive.
         pair.a.post_send(rp.Send(pair.mine[:8], wr_id=7))
-    finally:
-        used_again.set()
-        thread.join()
+    assert not raised
     assert pair.a.outstanding == (1, 0)
     assert pair.a.state is QPState.RTS
     with pytest.raises(rp.InUseError):
@@ -504,20 +489,7 @@ def test_what_a_reset_drops_is_not_outstanding_although_another_thread_has_reset
     """Between the two, that thread has connected it again; until both are done it cannot post."""
     pair = connect()
     provider = provider_of(pair.a.context)
-    modify = provider.modify_qp
-    begun, connected = threading.Event(), threading.Event()
-    thread = threading.Thread(target=pair.a.to_reset)
-
-    def modify_qp(*args: Any) -> Any:
-        if threading.current_thread() is thread:
-            begun.set()
-            assert connected.wait(60)
-        return modify(*args)
-
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    thread.start()
-    try:
-        assert begun.wait(60)
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp") as raised:
         pair.a.to_reset()
         pair.a.connect(pair.b.endpoint(), rnr_retry=7)
         for post in (
@@ -526,9 +498,7 @@ def test_what_a_reset_drops_is_not_outstanding_although_another_thread_has_reset
         ):
             with pytest.raises(rp.PostError, match="RESET is in progress"):
                 post()
-    finally:
-        connected.set()
-        thread.join()
+    assert not raised
     assert pair.a.outstanding == (0, 0)
     assert pair.a.state is QPState.RESET
     pair.b.to_reset()
@@ -565,23 +535,10 @@ def test_an_attribute_changed_beside_a_change_of_state_does_not_undo_it(
     if before is QPState.RESET:
         pair.a.to_reset()
     provider = provider_of(pair.a.context)
-    query_port = provider.query_port
-    begun, changed = threading.Event(), threading.Event()
-
-    def slow(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert changed.wait(60)
-        return query_port(*args)
-
-    monkeypatch.setattr(provider, "query_port", slow)
-    with thread(lambda: pair.a.modify(pkey_index=0)) as raised:
-        try:
-            assert begun.wait(60)
-            pair.a.to_reset()
-            pair.a.to_init()
-        finally:
-            changed.set()
+    change = functools.partial(pair.a.modify, pkey_index=0)
+    with stopped(change, monkeypatch, provider, "query_port") as raised:
+        pair.a.to_reset()
+        pair.a.to_init()
     assert not raised
     pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
     with pytest.raises(rp.PostError, match="INIT"):
@@ -630,24 +587,10 @@ def test_receive_of_init_is_refused_while_a_reset_that_would_drop_it_has_begun(
     pair = connect(to=QPState.RESET)
     pair.a.to_init()
     provider = provider_of(pair.a.context)
-    modify = provider.modify_qp
-    begun, refused = threading.Event(), threading.Event()
-
-    def modify_qp(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert refused.wait(60)
-        return modify(*args)
-
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    with thread(pair.a.to_reset) as raised:
-        try:
-            assert begun.wait(60)
-            pair.a.to_init()
-            with pytest.raises(rp.PostError, match="RESET is in progress"):
-                pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
-        finally:
-            refused.set()
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp") as raised:
+        pair.a.to_init()
+        with pytest.raises(rp.PostError, match="RESET is in progress"):
+            pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
     assert not raised
     assert pair.a.outstanding == (0, 0)
     pair.b.to_reset()
@@ -659,24 +602,11 @@ def test_refused_reset_beside_others_does_not_disturb_them(connect, monkeypatch)
     """The device refuses qkey in RESET; until then posts wait, and the state is the device's."""
     pair = connect(to=QPState.RESET)
     provider = provider_of(pair.a.context)
-    modify = provider.modify_qp
-    begun, connected = threading.Event(), threading.Event()
-
-    def modify_qp(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert connected.wait(60)
-        return modify(*args)
-
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    with thread(lambda: pair.a.modify(qp_state=QPState.RESET, qkey=3)) as raised:
-        try:
-            assert begun.wait(60)
-            pair.connect()
-            with pytest.raises(rp.PostError, match="RESET is in progress"):
-                pair.a.post_send(pair.send(pair.mine[:8]))
-        finally:
-            connected.set()
+    refused = functools.partial(pair.a.modify, qp_state=QPState.RESET, qkey=3)
+    with stopped(refused, monkeypatch, provider, "modify_qp") as raised:
+        pair.connect()
+        with pytest.raises(rp.PostError, match="RESET is in progress"):
+            pair.a.post_send(pair.send(pair.mine[:8]))
     assert [type(error) for error in raised] == [rp.VerbsError]
     pair.works()
 
@@ -718,30 +648,19 @@ def test_receive_is_refused_during_a_reset_although_an_interrupt_has_ended_an_ea
     pair = connect()
     provider = provider_of(pair.a.context)
     modify = provider.modify_qp
-    begun, refused = threading.Event(), threading.Event()
 
     def interrupted(*args: Any) -> Any:
         modify(*args)
         raise KeyboardInterrupt
 
-    def modify_qp(*args: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert refused.wait(60)
-        return modify(*args)
-
-    monkeypatch.setattr(provider, "modify_qp", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pair.a.to_reset()
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    with thread(pair.a.to_reset) as raised:
-        try:
-            assert begun.wait(60)
-            pair.a.to_init()
-            with pytest.raises(rp.PostError, match="RESET is in progress"):
-                pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
-        finally:
-            refused.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(provider, "modify_qp", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.a.to_reset()
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp") as raised:
+        pair.a.to_init()
+        with pytest.raises(rp.PostError, match="RESET is in progress"):
+            pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
     assert not raised
     assert pair.a.outstanding == (0, 0)
 
@@ -750,26 +669,11 @@ def test_reset_that_returns_late_leaves_the_psn_of_the_next_connection(connect, 
     """The peer expects the one that endpoint() has told it."""
     pair = connect()
     provider = provider_of(pair.a.context)
-    modify = provider.modify_qp
-    reset, connected = threading.Event(), threading.Event()
-
-    def modify_qp(*args: Any) -> Any:
-        code = modify(*args)
-        if threading.current_thread() is not threading.main_thread():
-            reset.set()
-            assert connected.wait(60)
-        return code
-
-    monkeypatch.setattr(provider, "modify_qp", modify_qp)
-    with thread(pair.a.to_reset) as raised:
-        try:
-            assert reset.wait(60)
-            # Another reset, so that the first one cannot be told from it.
-            pair.a.to_reset()
-            pair.b.to_reset()
-            pair.connect()
-        finally:
-            connected.set()
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp", after=True) as raised:
+        # Another reset, so that the first one cannot be told from it.
+        pair.a.to_reset()
+        pair.b.to_reset()
+        pair.connect()
     assert not raised
     assert pair.a.psn == pair.a.query().sq_psn
     pair.works()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
 
 from support import LIMIT
 
@@ -30,3 +33,39 @@ def thread(target: Callable[[], object], limit: float = LIMIT) -> Iterator[list[
     yield raised
     beside.join(limit)
     assert not beside.is_alive(), "the thread has not ended"
+
+
+@contextlib.contextmanager
+def stopped(
+    target: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    verb: str,
+    *,
+    after: bool = False,
+) -> Iterator[list[BaseException]]:
+    """Run a function in a thread that stops at a verb while the block runs; see thread().
+
+    Args:
+        target: the function.
+        monkeypatch: pytest's.
+        owner, verb: the verb, a method; the main thread does not stop at it.
+        after: stop when the verb has been carried out, instead of before.
+    """
+    call = getattr(owner, verb)
+    reached, continues = threading.Event(), threading.Event()
+
+    def stop(*args: Any) -> Any:
+        result = call(*args) if after else None
+        if threading.current_thread() is not threading.main_thread():
+            reached.set()
+            assert continues.wait(LIMIT)
+        return result if after else call(*args)
+
+    monkeypatch.setattr(owner, verb, stop)
+    with thread(target) as raised:
+        try:
+            assert reached.wait(LIMIT)
+            yield raised
+        finally:
+            continues.set()

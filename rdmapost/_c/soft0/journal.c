@@ -9,7 +9,7 @@
  *
  * A call in `first` or `once` may fail. As it comes before the others, the changes can still be
  * undone, and the verb repeated: no completion has said that the bytes arrived. What must not be
- * written twice, as the result of an atomic operation, is in `once`, after what can be.
+ * written twice, such as the result of an atomic operation, is in `once`, after what can be.
  *
  * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
  * lack of memory. There is a reserve of memory for the calls of a commit or a rollback, because they
@@ -267,16 +267,6 @@ static PyObject *journal_undo(PyObject *self, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-static PyObject *on_commit(PyObject *self, PyObject *call)
-{
-	(void)self;
-	if (!rp_is_journaled())
-		return rp_call(call);
-	if (note_call(later, call))
-		return NULL;
-	Py_RETURN_NONE;
-}
-
 static PyObject *note_or_make(PyObject *calls, PyObject *call)
 {
 	if (!rp_is_journaled())
@@ -284,6 +274,12 @@ static PyObject *note_or_make(PyObject *calls, PyObject *call)
 	if (note_call(calls, call))
 		return NULL;
 	Py_RETURN_NONE;
+}
+
+static PyObject *on_commit(PyObject *self, PyObject *call)
+{
+	(void)self;
+	return note_or_make(later, call);
 }
 
 /* try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses it. */
@@ -303,11 +299,7 @@ static PyObject *try_once_on_commit(PyObject *self, PyObject *call)
 static PyObject *at_the_end(PyObject *self, PyObject *call)
 {
 	(void)self;
-	if (!rp_is_journaled())
-		return rp_call(call);
-	if (note_call(last, call))
-		return NULL;
-	Py_RETURN_NONE;
+	return note_or_make(last, call);
 }
 
 /* made(undo, callable, *args): call callable; undo(result) reverts that. */

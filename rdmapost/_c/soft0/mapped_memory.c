@@ -139,7 +139,7 @@ static int is_refused(uint64_t start, uint64_t end)
 
 static void refuse_range(uint64_t start, uint64_t length)
 {
-	/* Without memory for its exception, a write is tried again. */
+	/* A write is tried again if there is no memory for its exception. */
 	if (is_refused(start, start + length))
 		return;
 	if (refusals >= MAX_REFUSED) {

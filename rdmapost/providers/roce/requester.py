@@ -18,6 +18,7 @@ from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ...standard.wire import ICRC_BYTES
 from ..software import requester
 from ..software.memory import ErrorStatus, copy, part
+from ..software.requester import ATOMICS, READ
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, SOLICITED_EVENT, Form, Packet, Path, distance
 from .qp import HOLD_SECONDS, SendRequest, hold, next_held
@@ -46,10 +47,9 @@ _RTS, _SQD, _UD = QPState.RTS, QPState.SQD, QPType.UD
 _FENCE, _SOLICITED = int(SendFlags.FENCE), int(SendFlags.SOLICITED)
 _PRIVILEGED_QKEY = 0x8000_0000
 _LOCAL = {int(Opcode.LOCAL_INV): requester.local_invalidate, int(Opcode.BIND_MW): requester.bind}
-_READ, _FLUSH, _ATOMIC_WRITE = (int(Opcode.RDMA_READ), int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE))
-_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
+_FLUSH, _ATOMIC_WRITE = int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)
 _FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
-_RESPONDED = _ATOMICS | {_READ}
+_RESPONDED = ATOMICS | {READ}
 """What an ACK does not end: the response is missing."""
 _COUNTED = _RESPONDED | {_ATOMIC_WRITE}
 _MASK64 = (1 << 64) - 1
@@ -207,7 +207,7 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
         requester.needs_rd_atomic(qp)
         if qp.reads >= qp.attr["max_rd_atomic"]:
             return None
-    if opcode == _READ:
+    if opcode == READ:
         offset = qp.read_offset
         size = requester.room(wqe) - offset
         if size > READ_PACKETS * mtu:
@@ -224,7 +224,7 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
         count = -(-size // mtu) or 1
     else:
         size = wqe.length if opcode == _FLUSH else 8
-        if opcode in _ATOMICS and requester.room(wqe) < 8:
+        if opcode in ATOMICS and requester.room(wqe) < 8:
             raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     request = SendRequest(wqe, form, path, psn, count, offset, size, counts, last)
     native.put(qp.requests, request)
@@ -491,11 +491,11 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
     done = (qp.una - request.psn) * qp.mtu
     end = qp.una + packet.count
     value = b""
-    if wqe.opcode == _READ and row in packets.READ_RESPONSES:
+    if wqe.opcode == READ and row in packets.READ_RESPONSES:
         # Each is as long as the MTU but the last, which says that it is.
         size = min(packet.count * qp.mtu, request.size - done)
         fits = end <= request.end and packet.length == size and row.ends == (end == request.end)
-    elif wqe.opcode in _ATOMICS and row is packets.ATOMIC_ACKNOWLEDGE:
+    elif wqe.opcode in ATOMICS and row is packets.ATOMIC_ACKNOWLEDGE:
         value = packet.value.to_bytes(8, sys.byteorder)
         size, fits = 8, True
     else:

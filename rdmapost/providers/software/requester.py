@@ -8,8 +8,8 @@ from .device_queues import WQE
 from .memory import ErrorStatus
 from .qp import QueuePair
 
-_READ = int(Opcode.RDMA_READ)
-_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
+READ = int(Opcode.RDMA_READ)
+ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 
 
 def room(wqe: WQE) -> int:
@@ -26,9 +26,9 @@ def room(wqe: WQE) -> int:
 
 def planned_size(wqe: WQE) -> int:
     """Return the byte_len of a work request that a fault plan completes with SUCCESS."""
-    if wqe.opcode == _READ:
+    if wqe.opcode == READ:
         return room(wqe)
-    return 8 if wqe.opcode in _ATOMICS else 0
+    return 8 if wqe.opcode in ATOMICS else 0
 
 
 def message_size(wqe: WQE) -> int:

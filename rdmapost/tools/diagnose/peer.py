@@ -43,7 +43,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
 def _is_gone(snap: Snapshot) -> bool:
     """Whether it is connected to a queue pair that is closed.
 
-    Only this process can have the peer if no other one has its address, a software device's.
+    No other process has a software device's address, so a peer there that is not found is closed.
     """
     is_software = snap.qp.context.kind in ("soft", "roce")
     is_here = is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]

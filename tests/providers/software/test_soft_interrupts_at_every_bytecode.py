@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 from support import ALL, prints
@@ -563,8 +564,9 @@ def write_to_memory_that_has_gone_since_the_check(b: Bench) -> Verb:
     assert region is not None
     region.unsure = 8
     check = native.reachable
-    b.stack.callback(setattr, native, "reachable", check)
-    setattr(native, "reachable", lambda addr, *others: check(b.addr, *others))  # noqa: B010
+    b.stack.enter_context(
+        mock.patch.object(native, "reachable", lambda addr, *others: check(b.addr, *others))
+    )
     return lambda: b.send(near, Opcode.RDMA_WRITE, flags=int(SendFlags.INLINE))
 
 
