@@ -43,8 +43,6 @@ _ELEMENTS = {
 """The member of an event that names its subject. Events about the whole device have no subject,
 and neither do events of unknown types."""
 _NO_EVENT = int(ffi.cast("enum ibv_event_type", -1))
-_RESETS = 8
-"""How often to reset a queue pair that is in ERR afterwards."""
 
 
 def _failed(call: str, code: int) -> VerbsError:
@@ -275,24 +273,7 @@ class VerbsProvider:
         _zero("ibv_query_srq", lib.ibv_query_srq(srq, attr))
 
     def modify_qp(self, qp: Any, attr: Any, mask: int) -> None:
-        if mask & lib.IBV_QP_STATE and attr.qp_state == lib.IBV_QPS_RESET:
-            self._reset_qp(qp, attr, mask)
-        else:
-            _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
-
-    def _reset_qp(self, qp: Any, attr: Any, mask: int) -> None:
-        # If a request that Soft-RoCE is handling fails during the reset, ibv_modify_qp() returns 0
-        # and the queue pair is in ERR (rxe_qp_reset() in Linux 6.12).
-        found = ffi.new("struct ibv_qp_attr *")
-        init = ffi.new("struct ibv_qp_init_attr *")
-        for _ in range(_RESETS):
-            _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
-            query = lib.ibv_query_qp(qp, found, lib.IBV_QP_STATE, init)
-            if query or found.qp_state != lib.IBV_QPS_ERR:
-                return
-        error = _failed("ibv_modify_qp", errno.EBUSY)
-        error.hint = f"the device moved the QP to ERR again after each of {_RESETS} resets"
-        raise error
+        _zero("ibv_modify_qp", lib.ibv_modify_qp(qp, attr, mask))
 
     def query_qp(self, qp: Any, attr: Any, mask: int, init_attr: Any) -> None:
         _zero("ibv_query_qp", lib.ibv_query_qp(qp, attr, mask, init_attr))

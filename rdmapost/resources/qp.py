@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
+_RESETS = 8
+"""How often to reset a queue pair that the device moves to ERR again."""
 _ALTERNATE = QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 """States after INIT from which RTS can be reached, or in which it is reached."""
@@ -129,7 +131,7 @@ class _Reset:
     Attributes:
         alone: no other reset was in progress after it began.
         left: after it began, the device was still in another state.
-        posted: how much each queue had posted when it began.
+        posted: how much each queue had posted when the device was called.
         before, after: the terms when it began, and those that it brings.
     """
 
@@ -662,10 +664,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         try:
             if to is QPState.RESET:
                 self._begin_reset(change, reset)
-            elif to is QPState.INIT and self._resets:
-                executed = self._release_dropped()
-                terms = self._terms
-            self._verb(provider_of(self.context).modify_qp, raw, mask)
+                self._have_reset(raw, mask, change, reset)
+            else:
+                if to is QPState.INIT and self._resets:
+                    executed = self._release_dropped()
+                    terms = self._terms
+                self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
                 # Its verb has not returned, but the device keeps what is posted from now on.
@@ -699,7 +703,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._resets[change] = weakref.ref(reset)
         self._latest_reset = change
         self._admit_posts()
-        reset.posted = self._posted()
         reset.alone = len(self._resets) == 1
         state = self._state
         with contextlib.suppress(RdmaError):
@@ -708,6 +711,29 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if state > QPState.RTR:
             # It may have sent: a delayed packet must not be one that the peer expects next.
             reset.after.psn = _random_psn()
+
+    def _have_reset(self, raw: Any, mask: int, change: int, reset: _Reset) -> None:
+        """Have the device make a reset that has begun, again if the QP is in ERR afterwards.
+
+        If a request that Soft-RoCE is handling fails during the reset, ibv_modify_qp() returns 0
+        and the queue pair is in ERR (rxe_qp_reset() in Linux 6.12).
+        """
+        for _ in range(_RESETS):
+            reset.posted = self._posted()
+            self._verb(provider_of(self.context).modify_qp, raw, mask)
+            try:
+                state = self.query().qp_state
+            except VerbsError:
+                return
+            # Another thread may have seen the QP in RESET, and use it: ERR is its own then.
+            if state is not QPState.ERR or change not in self._resets:
+                return
+            self._drop(reset.posted)
+        raise VerbsError(
+            "ibv_modify_qp",
+            errno.EBUSY,
+            hint=f"the device moved the QP to ERR again after each of {_RESETS} resets",
+        )
 
     def _posted(self) -> list[tuple[native.InFlight, int]]:
         """Return how much each queue has posted so far."""

@@ -255,7 +255,7 @@ class Loopback(ResourceHolder):
         Raises:
             TypeError: offset is not an integer.
             ValueError: the type is UD or RAW_PACKET, which cannot access remote memory: send with
-                **address.
+                ``**address``.
         """
         mr = self.remote.mr
         # Convert to int, because a numpy integer could overflow.

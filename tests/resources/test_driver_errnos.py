@@ -140,12 +140,15 @@ def test_refusal_of_a_verb_names_the_device(on_null):
 
 @pytest.mark.parametrize(("fails", "state"), [(1, "RESET"), (7, "RESET"), (8, "ERR")])
 def test_queue_pair_that_the_device_moves_to_err_is_reset_again(on_null, fails, state):
-    """A request that the device was handling may fail during the reset."""
+    """A request that it was handling may fail during the reset; what was posted is dropped."""
     text = on_null(
         """
         context, pd, cq = resources()
         qp = rp.QP(pd, rp.QPType.RC, cq)
-        print(said(qp.to_reset), qp.state.name, qp.query().qp_state.name, sep="; ")
+        qp.to_init()
+        with rp.MR(pd, 64) as mr:
+            qp.post_recv(rp.RecvWR(mr[:8]))
+            print(said(qp.to_reset), qp.state.name, qp.query().qp_state.name, sep="; ")
         """,
         NULL_RESETS_FAIL=str(fails),
     )

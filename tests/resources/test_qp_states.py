@@ -483,6 +483,19 @@ def test_what_is_posted_after_a_reset_stays_although_its_thread_has_not_returned
     assert pair.a.outstanding == (0, 0)
 
 
+def test_reset_is_not_repeated_if_another_thread_has_used_the_queue_pair_and_moved_it_to_err(
+    connect, monkeypatch
+):
+    """A device may move it to ERR during a reset, which is repeated then."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    with stopped(pair.a.to_reset, monkeypatch, provider, "modify_qp", after=True) as raised:
+        pair.a.to_init()
+        pair.a.to_err()
+    assert not raised
+    assert pair.a.state is QPState.ERR
+
+
 def test_what_a_reset_drops_is_not_outstanding_although_another_thread_has_reset_it_too(
     connect, monkeypatch
 ):

@@ -78,6 +78,8 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
  * sandbox that of a pipe.
  */
 int rp_soft_read(char *to, uint64_t addr, uint64_t length);
+/* How many ranges are refused one by one; after that, all memory is. */
+enum { RP_MAX_REFUSED = 8 };
 /* Begin a transaction: no write has failed yet. */
 void rp_soft_allow_writes(void);
 /* Until the end of the transaction, refuse all memory to write to, not only where a write failed. */

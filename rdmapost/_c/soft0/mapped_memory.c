@@ -28,11 +28,10 @@
 enum { BOUNCE = 16384 };
 
 /* Where writes have failed since their checks, in this transaction. */
-enum { MAX_REFUSED = 8 };
 static struct {
 	uint64_t start, end;
-} refused[MAX_REFUSED];
-static int refusals; /* MAX_REFUSED + 1: everything is refused */
+} refused[RP_MAX_REFUSED];
+static int refusals; /* RP_MAX_REFUSED + 1: everything is refused */
 
 static int populate(uint64_t addr, uint64_t length, int advice)
 {
@@ -126,15 +125,15 @@ void rp_soft_allow_writes(void)
 
 void rp_soft_refuse_writes(void)
 {
-	refusals = MAX_REFUSED + 1;
+	refusals = RP_MAX_REFUSED + 1;
 }
 
 static int is_refused(uint64_t start, uint64_t end)
 {
-	for (int i = 0; i < refusals && refusals <= MAX_REFUSED; i++)
+	for (int i = 0; i < refusals && refusals <= RP_MAX_REFUSED; i++)
 		if (start < refused[i].end && refused[i].start < end)
 			return 1;
-	return refusals > MAX_REFUSED;
+	return refusals > RP_MAX_REFUSED;
 }
 
 static void refuse_range(uint64_t start, uint64_t length)
@@ -142,7 +141,7 @@ static void refuse_range(uint64_t start, uint64_t length)
 	/* A write is tried again if there is no memory for its exception. */
 	if (is_refused(start, start + length))
 		return;
-	if (refusals >= MAX_REFUSED) {
+	if (refusals >= RP_MAX_REFUSED) {
 		rp_soft_refuse_writes();
 		return;
 	}

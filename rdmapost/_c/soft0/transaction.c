@@ -38,7 +38,7 @@ struct errand {
 static PyObject *attempt(PyObject *call)
 {
 	PyObject *result;
-	int failed;
+	int failed, commits = 0;
 
 	for (;;) {
 		rp_journal_begin();
@@ -50,7 +50,7 @@ static PyObject *attempt(PyObject *call)
 			return result;
 		rp_journal_rollback();
 		Py_DECREF(result);
-		if (failed == -2)
+		if (failed == -2 || ++commits > RP_MAX_REFUSED)
 			rp_soft_refuse_writes();
 		if (!PyErr_ExceptionMatches(PyExc_OSError))
 			return NULL;

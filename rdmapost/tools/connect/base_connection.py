@@ -155,7 +155,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         Raises:
             TypeError: offset is not an integer.
             ValueError: offset is negative, or outside the exposed memory; or this is a UD
-                connection, which cannot access it: send with **address.
+                connection, which cannot access it: send with ``**address``.
             ClosedError: another process opened the connection.
         """
         self._refuse_inherited()
