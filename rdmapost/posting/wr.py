@@ -557,7 +557,7 @@ def use_fast_init() -> None:
         if "__init__" not in vars(wr_type):
             continue
         wr_type.__signature__ = _Signature(wr_type, inspect.signature(wr_type))
-        # In the order in which they can be passed.
+        # Positional arguments come first.
         ordered = sorted(fields(wr_type), key=operator.attrgetter("kw_only"))
         once(
             native.quick_init,

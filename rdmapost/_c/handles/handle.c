@@ -948,7 +948,7 @@ static PyObject *get_now(PyObject *self, PyObject *const *member)
 
 static PyObject *get_parents(PyObject *self, void *unused)
 {
-	/* Also for a region that is being re-registered: the device still has it. */
+	/* A region has parents while it is re-registered, too: the device still has it. */
 	PyObject *parents = get_now(self, &((struct rp_handle *)self)->parents);
 
 	(void)unused;

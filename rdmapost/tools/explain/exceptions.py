@@ -107,8 +107,8 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         causes=(
             "The device's user-space driver is not installed (libibverbs warns about it): "
             "apt-get install ibverbs-providers.",
-            "The kernel's driver is not loaded, or the container or network namespace does not "
-            "have the device.",
+            "The kernel's driver or ib_uverbs is not loaded, or the container or network namespace "
+            "does not have the device.",
         ),
         look_at=("rdmapost devices: the devices found. rdmapost doctor: why there is none.",),
     ),

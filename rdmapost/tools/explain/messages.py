@@ -66,6 +66,7 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     # libibverbs
     "libibverbs: Warning: RLIMIT_MEMLOCK": "ENOMEM",
     "no userspace device-specific driver found": "NoDeviceError",
+    "couldn't read uverbs ABI version": "NoDeviceError",
     # libmlx5, the kernel's mlx5
     "dump error cqe": "vendor_err",
     "got completion with error": "vendor_err",

@@ -121,6 +121,7 @@ LINES = [
         "/sys/class/infiniband_verbs/uverbs0",
         ["NoDeviceError"],
     ),
+    ("libibverbs: Warning: couldn't read uverbs ABI version.", ["NoDeviceError"]),
     (" Failed to modify QP 0x11 to RTR", ["modify_qp_to_rtr"]),
     ("Failed to modify QP to INIT, ret=22", ["modify_qp_to_init", "EINVAL"]),
     ("No IB devices found", ["NoDeviceError"]),
