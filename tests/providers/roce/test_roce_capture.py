@@ -379,7 +379,7 @@ def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect,
     pair.works()
     assert capture.error is not None
     assert capture.error.errno == errno.EFBIG
-    with pytest.raises(rp.RdmaError, match=rf"{path} ended after \d+ packets: File too large"):
+    with pytest.raises(rp.RdmaError, match=rf"{path} ended after \d+ packets?: File too large"):
         capture.close()
     capture.close()
     until(lambda: caplog.text.count("File too large") == 1)
