@@ -29,7 +29,7 @@ from ..providers.base import refused_of_dmabuf
 from .buffers import pointers_in
 from .device import Context, invalidated_of, provider_of
 from .device_attr import FLUSH_CAPS
-from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, is_mapped, source_of
+from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, may_be_mapped, source_of
 from .resource import Resource, open_handles
 from .work_queues import UsedByWorkRequests
 
@@ -237,9 +237,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             export); or an array with ``__cuda_array_interface__`` or ``__dlpack__``, on a GPU
             or not, which is also kept alive; or a number of bytes to allocate, zeroed and
             page-aligned. Do not truncate a mapped file while its mapping is registered: any
-            access past its new end, INLINE included, would kill the process (SIGBUS). On soft0,
-            if memory is an mmap.mmap or a numpy array over one, the work request completes with
-            an error instead, and INLINE is refused (PostError, EFAULT).
+            access past its new end, INLINE included, would kill the process (SIGBUS). On software
+            devices the work request completes with an error instead, and INLINE is refused
+            (PostError, EFAULT).
         access: the permitted accesses, an Access. Read-only memory, such as bytes or a mapping
             with PROT_READ, cannot have LOCAL_WRITE.
 
@@ -832,7 +832,7 @@ def _source_of(memory: Any, access: Access) -> Source:
             f"a memory region needs a {needed}, not {type(memory).__name__} ({error}){or_else}"
         ) from None
     view = _bytes_of(memory, exported, writable)
-    return Source(start_of(view), len(view), view, None, mapped=is_mapped(exported))
+    return Source(start_of(view), len(view), view, None, mapped=may_be_mapped(exported))
 
 
 def _exports(memory: Any) -> bool:

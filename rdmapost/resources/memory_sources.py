@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import mmap
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
@@ -18,6 +18,7 @@ from .._binding import ffi, native
 _TOP = (1 << 64) - 1
 _IN_THIS_PROCESS = frozenset({1, 3, 11})
 """The DLPack device types whose memory the CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost."""
+_ALLOCATED = (bytes, bytearray, array)
 _MAX_OWNERS = 16
 _OPAQUE = 3
 """kDLOpaqueHandle: the DLPack type code of handles, which have no known layout."""
@@ -32,7 +33,7 @@ class Source(NamedTuple):
         view: the memory as bytes; None unless this process can certainly read it.
         keeps: the object that keeps the memory alive; the region holds it.
         given: whether the view shows the caller's memory.
-        mapped: whether an mmap.mmap exports the memory: its file, if any, can be truncated.
+        mapped: whether the memory may be a mapped file, which can be truncated.
         read_only: whether the owner declares the memory read-only.
     """
 
@@ -87,15 +88,21 @@ def _length(length: Any) -> int:
     return within("length", size, 1, _TOP)
 
 
-def is_mapped(view: memoryview) -> bool:
-    """Whether an mmap.mmap is among a buffer's known exporters."""
+def may_be_mapped(view: memoryview) -> bool:
+    """Whether a buffer may be a mapped file: unless its exporter is known to allocate memory."""
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):
-        if isinstance(owner, mmap.mmap):
-            return True
-        # A numpy array has its exporter in `base`.
-        owner = owner.obj if isinstance(owner, memoryview) else getattr(owner, "base", None)
-    return False
+        if isinstance(owner, memoryview):
+            owner = owner.obj
+        elif isinstance(owner, _ALLOCATED):
+            return False
+        else:
+            # A numpy array has its exporter in `base`, or None if it allocated the memory.
+            base = getattr(owner, "base", owner)
+            if base is None or base is owner:
+                return base is owner
+            owner = base
+    return True
 
 
 def has_interface(memory: Any) -> bool:
@@ -172,7 +179,7 @@ def _of_dlpack(memory: Any, writable: bool) -> Source:
     else:
         scale = item // 8
         length = _extent(shape, None if strides is None else [n * scale for n in strides], scale)
-    source = at(start, length, keeper)._replace(read_only=bool(read_only))
+    source = at(start, length, keeper)._replace(read_only=bool(read_only), mapped=True)
     if device not in _IN_THIS_PROCESS:
         return source
     # Views of `held` keep the tensor alive.

@@ -194,6 +194,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_groups",
         "_has_receives",
         "_latest_change",
+        "_latest_reading",
         "_latest_reset",
         "_receives_from",
         "_recv",
@@ -284,7 +285,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._changes = itertools.count(1)
         # Each change of state sets this to a new number when it begins, when the device has made
         # it, and when it ends.
-        self._latest_change = 0
+        self._latest_change = self._latest_reading = 0
         # The resets whose verb has not returned: nothing is posted until all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # The number of the one that began last.
@@ -412,19 +413,20 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._send.set_ready(self._state >= self._sends_from, resets)
         self._recv.set_ready(self._has_receives and self._state >= self._receives_from, resets)
 
-    def _note_state(self, state: QPState, change: int) -> None:
-        """Note a state, unless another change has begun since this one."""
-        if self._latest_change == change:
-            # No other thread comes in between here, either.
-            self._state = state
-        self._admit_posts()
+    def _read_state(self) -> QPState:
+        """Return the state that the device reports, and note it.
 
-    def _read_state(self) -> None:
-        """Note the state that the device reports; repeat if another thread has changed it."""
-        latest = None
-        while latest != self._latest_change:
-            latest = self._latest_change
-            self._note_state(self.query().qp_state, latest)
+        It is read again if meanwhile the state was changed, or noted by a call that began later.
+        """
+        while True:
+            latest, reading = self._latest_change, next(self._changes)
+            state = self.query().qp_state
+            if self._latest_change == latest and self._latest_reading < reading:
+                # No other thread runs between the comparison and these, either.
+                self._latest_reading = reading
+                self._state = state
+                self._admit_posts()
+                return state
 
     def _read_state_beside_resets(self) -> None:
         """Read the state if a reset is in progress: the device may have made it already."""
@@ -511,8 +513,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     @property
     def state(self) -> QPState:
         """Its state, as the device reports it now."""
-        self._read_state()
-        return self._state
+        return self._read_state()
 
     def query(self) -> QPAttr:
         """Return its current attributes.

@@ -602,12 +602,12 @@ def test_exception_while_an_exporter_is_looked_at_reaches_the_caller(pd):
     class Stop(Exception):
         pass
 
-    class Array(bytearray):
+    class Map(mmap.mmap):
         @property
         def base(self):
             raise Stop
 
-    memory = Array(64)
+    memory = Map(-1, 64)
     with pytest.raises(Stop):
         rp.MR(pd, memory)
-    memory.append(1)
+    memory.close()

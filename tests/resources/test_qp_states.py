@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from support import ALL, GRH, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
+from support import ALL, GRH, LIMIT, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
 from support.soft_queues import reason
 from support.threads import stopped, thread
 
@@ -652,6 +652,52 @@ def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_p
     pair.connect()
     pair.b.post_send(rp.Send(pair.theirs[:8], wr_id=3))
     assert sorted(wc.check().wr_id for wc in pair.wait(2)) == [2, 3]
+
+
+def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_read_before(
+    connect, monkeypatch
+):
+    """What the reset dropped is released, too, and the queue pair can be connected again."""
+    pair = connect()
+    pair.a.post_recv(rp.RecvWR(pair.mine[:8], wr_id=1))
+    provider = provider_of(pair.a.context)
+    modify, query, admit = provider.modify_qp, provider.query_qp, rp.QP._admit_posts
+    main = threading.current_thread()
+    has_read, goes_on = threading.Event(), threading.Event()
+    reader = threading.Thread(target=lambda: pair.a.state, daemon=True)
+
+    def query_qp(*args: Any) -> None:
+        query(*args)
+        if threading.current_thread() is reader:
+            has_read.set()
+            assert goes_on.wait(LIMIT)
+
+    def modify_qp(*args: Any) -> None:
+        reader.start()
+        assert has_read.wait(LIMIT)
+        modify(*args)
+        monkeypatch.setattr(rp.QP, "_admit_posts", admit_posts)
+        raise KeyboardInterrupt
+
+    def admit_posts(qp: rp.QP) -> None:
+        # The interrupted thread has noted RESET.
+        if threading.current_thread() is main and not goes_on.is_set():
+            goes_on.set()
+            reader.join(LIMIT)
+        admit(qp)
+
+    monkeypatch.setattr(provider, "query_qp", query_qp)
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with pytest.raises(KeyboardInterrupt):
+        pair.a.to_reset()
+    monkeypatch.undo()
+    assert not reader.is_alive()
+    assert pair.a.outstanding == (0, 0)
+    with pytest.raises(rp.PostError, match="RESET"):
+        pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
+    pair.b.to_reset()
+    pair.connect()
+    pair.works()
 
 
 def test_receive_is_refused_during_a_reset_although_an_interrupt_has_ended_an_earlier_one(

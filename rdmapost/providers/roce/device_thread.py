@@ -86,10 +86,9 @@ def start(wake_fds: tuple[int, ...]) -> Any:
     _threads[stopped] = running
     try:
         _thread.start_new_thread(_watch, (watched, stopped, running))
-    except (RuntimeError, MemoryError) as error:
+    except RuntimeError:
+        # After a MemoryError the thread may run: it ends when the rollback closes `stop`.
         stopped.close()
-        if isinstance(error, MemoryError):
-            raise
         raise OSError(errno.EAGAIN, "pthread_create") from None
     return stop
 

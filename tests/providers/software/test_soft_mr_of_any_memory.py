@@ -463,6 +463,8 @@ HOW = {
     "mmap": "theirs = rp.MR(pd, mmap.mmap(fd, N), ALL)",
     "view": "theirs = rp.MR(pd, memoryview(mmap.mmap(fd, N))[4096:].cast('I'), ALL)\n"
     "    mine = rp.MR(pd, N - 4096, ALL)",
+    "ctypes": "import ctypes\n"
+    "    theirs = rp.MR(pd, (ctypes.c_char * N).from_buffer(mmap.mmap(fd, N)), ALL)",
     "rereg": "theirs = rp.MR(pd, 64, ALL); theirs.rereg(memory=mmap.mmap(fd, N))",
 }
 
@@ -494,7 +496,7 @@ def test_file_map_that_has_become_shorter_completes_with_an_error(rc, fd, shared
 
 
 INLINE_CUT = """
-import array, errno, mmap, os
+import array, ctypes, errno, mmap, os
 import rdmapost as rp
 from rdmapost import SendFlags
 fd = os.memfd_create("test")
@@ -503,7 +505,8 @@ with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as
     a, b = (rp.QP(pd, rp.QPType.RC, cq, max_inline_data=64) for _ in range(2))
     a.connect(b.endpoint()); b.connect(a.endpoint())
     theirs = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
-    mr = rp.MR(pd, mmap.mmap(fd, 1 << 16), rp.Access.LOCAL_WRITE)
+    mapped = mmap.mmap(fd, 1 << 16)
+    mr = rp.MR(pd, {memory}, rp.Access.LOCAL_WRITE)
     os.ftruncate(fd, 4096)
     remote = dict(
         remote_addr=theirs.addr, rkey=theirs.rkey,
@@ -527,8 +530,42 @@ with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as
 """
 
 
-def test_inline_from_a_file_map_that_has_become_shorter_is_refused_instead_of_a_crash():
-    assert prints(INLINE_CUT).split() == ["True", "0"] * 3 + ["7", "0"]
+@pytest.mark.parametrize("memory", ["mapped", "(ctypes.c_int * (1 << 14)).from_buffer(mapped)"])
+def test_inline_from_a_file_map_that_has_become_shorter_is_refused_instead_of_a_crash(memory):
+    program = INLINE_CUT.replace("{memory}", memory)
+    assert prints(program).split() == ["True", "0"] * 3 + ["7", "0"]
+
+
+DLPACK_CUT = """
+import mmap, os, numpy
+import rdmapost as rp
+class Tensor:
+    def __init__(self, array):
+        self.array = array
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+    def __dlpack_device__(self):
+        return 1, 0
+fd = os.memfd_create("test")
+os.ftruncate(fd, 1 << 16)
+ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    a, b = (rp.QP(pd, rp.QPType.RC, cq) for _ in range(2))
+    a.connect(b.endpoint()); b.connect(a.endpoint())
+    mine = rp.MR(pd, 64, ALL)
+    theirs = rp.MR(pd, Tensor(numpy.frombuffer(mmap.mmap(fd, 1 << 16), "u1")), ALL)
+    os.ftruncate(fd, 4096)
+    for offset in 0, 8192:
+        a.post_send(rp.RdmaWrite(mine[:8], remote_addr=theirs.addr + offset, rkey=theirs.rkey))
+        print(cq.wait()[0].status.name)
+    for each in (a, b, theirs, mine):
+        each.close()
+"""
+
+
+def test_tensor_in_a_file_map_that_has_become_shorter_completes_with_an_error():
+    pytest.importorskip("numpy")
+    assert prints(DLPACK_CUT).split() == ["SUCCESS", "REM_ACCESS_ERR"]
 
 
 def test_numpy_map_of_a_file_that_has_become_shorter_completes_with_an_error(rc, fd):
