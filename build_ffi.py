@@ -48,7 +48,7 @@ class build_ext(_build_ext.build_ext):
         if FREE_THREADED:
             for ext in self.distribution.ext_modules:
                 ext.py_limited_api = False
-                # cffi says _CFFI_NO_LIMITED_API by itself.
+                # cffi defines _CFFI_NO_LIMITED_API by itself.
                 ext.define_macros = []
         super().finalize_options()
 

@@ -26,7 +26,7 @@ def main() -> None:
         if sys.stdout is None:
             sys.stdout = _unwritable(1)
         elif isinstance(sys.stdout, io.TextIOWrapper):
-            # What the terminal's encoding lacks is escaped, as on stderr.
+            # Characters that the terminal's encoding lacks are escaped, as on stderr.
             sys.stdout.reconfigure(errors="backslashreplace")
         from .app import app
 

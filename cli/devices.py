@@ -67,7 +67,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
     if len(failures) == len(names):
         raise failures[0][1]
     for name, why in failures:
-        # One that cannot be opened does not hide the others.
+        # A device that cannot be opened does not hide the others.
         echo(f"rdmapost devices: {why}", err=True)
         found.append({"name": name, "error": str(why), "ports": []})
     ports = [port for device in found for port in device["ports"]]

@@ -125,7 +125,7 @@ class Peer:
     Attributes:
         host, port: where it listens.
         token: the token to show, or None.
-        offset: where in its memory.
+        offset: bytes from the start of its memory.
     """
 
     host: str
@@ -336,7 +336,7 @@ def flag_options(*names: str) -> Callable[[Command], Command]:
 
 
 _QP_TYPES = {"rc": "RC", "uc": "UC", "ud": "UD", "xrc": "XRC_SEND", "raw": "RAW_PACKET"}
-"""Their names on the command line and in QPType."""
+"""The names of the queue pair types on the command line, and in QPType."""
 
 
 class _QPTypeChoice(_Choice):
@@ -400,7 +400,7 @@ def post_options_for(
 send_options = post_options_for(*_QP_TYPES, count=True)
 write_options = post_options_for("rc", "uc", "xrc", count=True, where=", to N consecutive places")
 read_options = post_options_for("rc", "xrc", count=True)
-"""Reads and atomics."""
+"""The options of reads and atomics."""
 
 
 class _DataFile(click.File):
@@ -421,7 +421,7 @@ def payload_options_for(
 
     Args:
         size_unless_given: default size of the generated data; None for a short text.
-        whole: pass bytes to the command, instead of a Payload.
+        whole: whether to pass bytes to the command, instead of a Payload.
     """
     text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"
     size_default = f"  [default: {size_unless_given}]" if size_unless_given else ""

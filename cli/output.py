@@ -19,7 +19,7 @@ _WIDTH = 80
 
 
 def width(stream: TextIO | None = None) -> int:
-    """Return the width of a stream's terminal (default: stdout's); 80 if it is none."""
+    """Return the width of a stream's terminal (default: stdout's); 80 if it is not a terminal."""
     stream = sys.stdout if stream is None else stream
     if not _is_terminal(stream):
         return _WIDTH
@@ -27,7 +27,7 @@ def width(stream: TextIO | None = None) -> int:
 
 
 def coloured(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Colour text for a stream (stdout), if it is a terminal and NO_COLOR is not set."""
+    """Return text coloured if the stream (default: stdout) is a terminal and NO_COLOR is unset."""
     stream = sys.stdout if stream is None else stream
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not _is_terminal(stream):
         return text
@@ -49,7 +49,7 @@ class Output:
         command: the command that the arguments name, as in help, for errors in its arguments.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
-        failure: the error to report after the result, if the command failed but has one.
+        failure: the error to report after the result, if the command failed but has a result.
     """
 
     json: bool = False
@@ -81,7 +81,7 @@ class Output:
 
 
 def quoted(text: str) -> str:
-    """Return text in quotes; escape what stdout's encoding cannot represent."""
+    """Return text in quotes; escape characters that stdout's encoding cannot represent."""
     import json
 
     shown = json.dumps(text, ensure_ascii=False)

@@ -13,7 +13,7 @@ from .results import record
 
 
 def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
-    """End the command with a usage error if a queue cannot be that deep, because of ``what``."""
+    """End the command with a usage error, which names ``what``, if no queue can be that deep."""
     for name in limits:
         limit = getattr(context.attr, name)
         if depth > limit:

@@ -34,8 +34,8 @@ def loopback(
     """Open the device and create two queue pairs on it.
 
     Args:
-        out: where to print; the document gets the opcode and settings.
-        target, settings, opcode: the command's options, and what it posts.
+        out: the command's output; its document gets the opcode and settings.
+        target, settings, opcode: the command's options, and the opcode that it posts.
         inlined: bytes of one inline work request.
         depth: work requests that each queue must hold; default: settings.count.
         local_size, remote_size, options: as in Loopback.

@@ -290,7 +290,7 @@ def _places(out: Output, connection: Connection, peer: Peer, length: int, count:
 
 
 def _settled(connection: Connection, place: int, length: int, digest: str) -> Seen | None:
-    """Return what the memory holds; on UC wait for the data to arrive.
+    """Return the contents of the memory; on UC wait for the data to arrive.
 
     Returns:
         What the server reports, or None if clients may not read the memory.

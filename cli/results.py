@@ -13,7 +13,7 @@ from .output import Output, fields, quoted
 from .payload import Payload, Progress
 
 _SHOWN = 4096
-"""Bytes of data in the output, at most."""
+"""The most bytes of data in the output."""
 
 
 def start_document(
@@ -80,7 +80,7 @@ def verify(
 
 
 def mismatch(index: int, count: int) -> RdmaError:
-    """Return the error for data that is not what was sent."""
+    """Return the error for data that differs from the data sent."""
     which = f"message {index + 1} of {count}: " if count > 1 else ""
     return RdmaError(
         f"{which}the device reported success, but the data that arrived is not the data that was "
@@ -125,7 +125,7 @@ def as_text(data: bytes) -> tuple[str, str]:
 
 def _as_text(data: Shown) -> tuple[str, str]:
     try:
-        # Leave out a last character of which only some bytes are shown.
+        # Leave out a last character whose bytes are not all shown.
         text, _ = codecs.utf_8_decode(data.head, "strict", data.length <= _SHOWN)
     except UnicodeDecodeError:
         return data.head.hex(), "hex"

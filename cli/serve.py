@@ -327,7 +327,7 @@ class _Printer:
             self._show(self._events.popleft())
 
     def serving(self, server: Server) -> None:
-        """Print the server's address and what it exposes."""
+        """Print the server's address and its exposure."""
         from rdmapost.tools.connect.protocol_messages import access_names
 
         host, port = server.address[:2]

@@ -124,7 +124,7 @@ def device_is_required() -> bool:
 
 
 def _open(out: Output, target: Target) -> tuple[Context, str]:
-    """Open the device, and say why this one."""
+    """Open the device; return it, and why it was chosen."""
     if target.device is not None:
         return open_device(target.device), "asked for"
     if os.environ.get("RDMAPOST_DEVICE"):

@@ -133,7 +133,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
     """
     bits = index(name, given)
     if bits < 0 or bits & ~int(allowed):
-        raise ValueError(f"{name}={bits:#x} is not made of {made_of}")
+        raise ValueError(f"{name}={bits:#x} is not a combination of {made_of}")
     return type(allowed)(bits)
 
 
@@ -164,7 +164,7 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
         # Takes numbers of all types but, unlike float(), does not parse text.
         value = math.ldexp(given, 0)
     except TypeError as error:
-        # numpy's arrays have __float__, and most refuse.
+        # numpy's arrays have __float__, and most of them raise TypeError.
         own = hasattr(type(given), "__float__") or hasattr(type(given), "__index__")
         found = type(given).__name__
         raise TypeError(f"{name}: expected {expected}, got {found}") from (error if own else None)

@@ -27,7 +27,7 @@ def _complete() -> None:
             for name in names:
                 found = ffi.typeof(f"{prefix}{name} *").item
                 if found.kind in ("struct", "union"):
-                    # An opaque one has neither a size nor fields.
+                    # An opaque struct has neither a size nor fields.
                     with contextlib.suppress(ffi.error):
                         ffi.sizeof(found)
                         found.fields  # noqa: B018
@@ -45,7 +45,7 @@ _results: dict[object, Any] = {}
 
 
 def once(function: Callable[..., Any], key: object, *args: object) -> Any:
-    """Call a function of C unless it has been called with this key; return what it returned.
+    """Call a C function unless it has been called with this key; return its result.
 
     C accepts such a call once in a process, but an interrupted import is repeated.  Call it where
     the modules of the arguments are complete (in a package's ``__init__``): an incomplete module

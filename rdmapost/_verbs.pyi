@@ -15,17 +15,17 @@ lib: Any
 class Handle:
     @property
     def closed(self) -> bool: ...
-    # The struct; None if closed.
+    # The struct; None if the handle is closed.
     @property
     def _handle(self) -> Any: ...
     @property
     def _parents(self) -> tuple[Any, ...]: ...
-    # Release the regions that a window let go of when its key was invalidated.  Return whether
+    # Release the regions from which an invalidation of its key has unbound a window. Return whether
     # there were any.
     def _unbind_invalidated(self) -> bool: ...
-    # Return an attribute of the struct; None if closed.
+    # Return an attribute of the struct; None if the handle is closed.
     def _peek(self, name: str, /) -> Any: ...
-    # Whether its last user is to close it.
+    # Whether the handle's last user closes it.
     _abandoned: bool
     @property
     def _pid(self) -> int: ...
@@ -35,7 +35,7 @@ class Handle:
     # Whether its constructor is running.
     @property
     def _unfinished(self) -> bool: ...
-    # Whether this thread runs the constructor, or none has begun it.
+    # Whether this thread is in the constructor, or no constructor has begun.
     @property
     def _making(self) -> bool: ...
     def _begin_making(self) -> None: ...
@@ -43,8 +43,8 @@ class Handle:
     def close(self) -> None: ...
     def __del__(self) -> None: ...
 
-    # Take ownership of what create(*args) returns, as a child of each parent; return the struct.
-    # `keeps` lives as long as the handle; `access` is for C.
+    # Take ownership of the struct that create(*args) returns, as a child of each parent; return the
+    # struct. `keeps` lives as long as the handle; `access` is for C.
     def _make(
         self,
         create: Callable[..., Any],
@@ -58,10 +58,10 @@ class Handle:
         form: Any = None,
     ) -> Any: ...
 
-    # Register a memory region again by function(struct, *args[1:]), and be a child of the parents;
-    # set `form` and `attributes`, (slot, object, value) each, at the moment it has changed; then
-    # call _settle().  Raises while anything uses the region; returns False if its parents are not
-    # `before`.
+    # Register a memory region again by function(struct, *args[1:]), as a child of the new parents.
+    # At the moment when the device has changed it, set `form` and `attributes`, (slot, object,
+    # value) each; then call _settle(). Raises while anything uses the region; returns False if its
+    # parents are no longer the tuple `before`.
     def _remake(
         self,
         function: Callable[..., Any],
@@ -77,7 +77,7 @@ class Handle:
         /,
     ) -> bool: ...
 
-    # What a region is made of, for the device; and the form before that, until it is released.
+    # A region's memory, access and PD; and its previous form, until that is released.
     @property
     def _form(self) -> Any: ...
     @property
@@ -88,23 +88,23 @@ class Handle:
     @property
     def _rkey(self) -> int: ...
 
-    # It can only be closed: _remake() has failed.
+    # Whether the handle can only be closed, because _make() or _remake() has failed.
     @property
     def _spoiled(self) -> bool: ...
 
-    # Call a function with the struct and `args`, in which a handle is replaced by its struct.
+    # Call a function with the struct and `args`, in which each handle is replaced by its struct.
     def _verb(self, function: Callable[..., Any], /, *args: Any) -> Any: ...
     def _open_struct(self) -> Any: ...
     def _wake(self) -> None: ...
     def _release(self) -> None: ...
     def _forget(self) -> None: ...
 
-# C calls _finalize() when the object is dropped, and again if a signal handler interrupts it; what
-# the handler raises, which __del__ would lose, is raised in the main thread.
+# C calls _finalize() when the object is dropped, and again if a signal handler interrupts it. The
+# handler's exception, which __del__ would lose, is raised in the main thread.
 class Finalizer:
     def __del__(self) -> None: ...
 
-# A subclass's __del__: call the finalizer, then that of every resource, whatever it raises.
+# A subclass's __del__: call its finalizer, then that of every resource, whatever the first raises.
 class Finalizing:
     def __init__(self, finalizer: Any, bind: type, /) -> None: ...
 
@@ -122,14 +122,14 @@ def read_dlpack(
 def reachable(addr: int, length: int, write: bool, /) -> bool: ...
 def permitted(addr: int, length: int, write: bool, /) -> bool: ...
 
-# Memory at an address, which may not be there; the last argument keeps it.
+# Memory at an address, which may not be mapped; `keeps` keeps it alive.
 class Room:
     def __init__(self, addr: int, length: int, keeps: Any, /) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, bounds: slice, /) -> Room: ...
-    # Write all of it; OSError if it is not there, or if a sandbox leaves no way to write.
+    # Write all of it; OSError if it is not mapped, or if a sandbox leaves no way to write.
     def fill(self, data: Any, /) -> None: ...
-    # Its bytes, or None if they are not there.
+    # Its bytes, or None if they are not mapped.
     def read(self) -> bytes | None: ...
 
 # ClosedError, RdmaError, InUseError; a function that raises for a failed call and its errno; ffi; a
@@ -148,8 +148,8 @@ def describe_handles(
     /,
 ) -> None: ...
 
-# With False: all handles are about to be closed at exit, so threads that this wakes end silently.
-# With True: all are closed, so finalizers do nothing.
+# With False: all handles are about to be closed at exit, so threads that the closes wake end
+# silently. With True: all that can be closed are, so finalizers do nothing.
 def exiting(closed_all: bool, /) -> None: ...
 
 # Whether this thread is in the middle of a verb, in which a close is deferred.
@@ -167,17 +167,17 @@ class InFlight:
     # The outstanding work request with this index, counted from the oldest: its wr_id, and what it
     # holds (one resource, a tuple of them, or None).
     def entry(self, index: int, /) -> tuple[int, Any] | None: ...
-    # How many have been posted.
+    # How many work requests have been posted.
     @property
     def posted(self) -> int: ...
-    # Drop those of what had been posted when `posted` had this value: the queue was reset then.
+    # Drop the records of the first `posted` work requests: the queue has been reset since.
     def clear_until(self, posted: int, /) -> None: ...
-    # Let completions find it in a dict, by its number, without keeping it alive.
-    # LOCAL_INVs that succeed are counted in `invalidated`: a window's counts (handle.c), by the
-    # index of its keys (all but the low byte).
+    # Let completions find the queue in `queues`, by its number, without keeping it alive.
+    # LOCAL_INVs that succeed are counted in `invalidated`, which has each window's counts
+    # (handle.c), by the index of its keys (all but the low byte).
     def enroll(self, queues: dict[int, Any], invalidated: dict[int, bytes], /) -> None: ...
 
-# Make the records those of a handle's queues: its close drops them, whatever fails in Python.
+# Make the records those of a handle's queues: its close drops them, even if Python code fails.
 def own_queues(handle: Handle, /, *queues: InFlight) -> None: ...
 def peek_queues(queues: dict[int, Any], cookie: int, /) -> int | None: ...
 
@@ -243,12 +243,12 @@ class Poller:
 # _c/polling/comp_channel.c: ibv_get_cq_event(3) and ibv_ack_cq_events(3) in one.
 def get_cq_event(channel: int, cqs: dict[int, None], /) -> bool | None: ...
 
-# _c/posting/wr_init.c: the base of the work requests, whose __init__ is that of a dataclass but
-# quicker.
+# _c/posting/wr_init.c: the base of the work requests, whose __init__ does the same as a
+# dataclass's, but faster.
 class WR: ...
 
-# A class and the __init__ that dataclasses made; the number of positional fields; the name and
-# default of each field.
+# Register a class, the __init__ that dataclasses made, the number of positional fields, and the
+# name and default of each field.
 def quick_init(
     wr_type: type, init: Any, positional: int, fields: tuple[tuple[str, Any], ...], /
 ) -> None: ...
@@ -265,8 +265,8 @@ class Buffer:
 class TagHandle:
     """Names an entry of one SRQ's matching list; posting a TagAdd creates it."""
 
-# _c/posting/wr_types.c: the classes that work requests refer to; and a row of fields.py: the name,
-# offset, size and kind of each field.  Returns the number of the class.
+# _c/posting/wr_types.c: register a class that work requests refer to; and a row of fields.py, with
+# the name, offset, size and kind of each field. describe_wr() returns the number of the class.
 def describe_resource(name: str, type: type, /) -> None: ...
 def describe_wr(
     wr_type: type,
@@ -278,8 +278,8 @@ def describe_wr(
     /,
 ) -> int: ...
 
-# _c/posting/post.c; posting/queue.py derives from it, with the methods that C calls to explain a
-# refusal.
+# _c/posting/post.c; posting/queue.py derives a class from it, with the methods that C calls to
+# explain a refusal.
 class Queue:
     def __init__(
         self,
@@ -302,10 +302,10 @@ class Queue:
     ) -> None: ...
     def bind_mw(self, owner: Handle, wr: Any, sure: bool, /) -> None: ...
     def set_ready(self, ready: bool, resets: dict[Any, Any] = {}, /) -> None: ...
-    # How many work requests may be outstanding.
+    # Set how many work requests may be outstanding.
     def set_room(self, room: int, /) -> None: ...
 
-# _c/module.c: replace a class's method by C's of that name, with this docstring.
+# _c/module.c: replace a class's method with the C method of that name, and give it this docstring.
 def add_method(cls: type, name: str, doc: str, /) -> None: ...
 
 # _c/posting/prepared.c.
@@ -346,14 +346,14 @@ class Record: ...
 def undo(function: Callable[..., Any], /, *args: Any) -> None: ...
 def on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
 
-# For Room.fill, which may raise when it is called, before all on_commit functions: then the verb is
-# rolled back and repeated, and reachable() returns False for that memory.
+# For Room.fill, which is called before all on_commit functions. If it raises, the verb is rolled
+# back and repeated, and reachable() returns False for that memory.
 def try_on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
 
-# The same for what must not be written twice, after all try_on_commit functions.
+# The same for a write that must not be made twice; it is made after all try_on_commit functions.
 def try_once_on_commit(function: Callable[..., Any], /, *args: Any) -> None: ...
 
-# Call this after all on_commit functions.
+# Call the function after all on_commit functions.
 def at_the_end(function: Callable[..., Any], /, *args: Any) -> None: ...
 
 # Return function(*args), which undo(result) undoes.
@@ -405,8 +405,8 @@ class WQE:
     tag: int
     mask: int
 
-# A work queue or a completion queue.  C adds to `pending` and takes from it, changes `armed` and
-# `used`, and does so also in the middle of a verb or a transaction, from a signal handler.
+# A work queue or a completion queue. C adds to `pending` and takes from it, and changes `armed` and
+# `used`, even in the middle of a verb or a transaction, when a signal handler posts or polls.
 class DeviceQueue:
     pending: deque[Any]
     armed: int
@@ -421,20 +421,21 @@ class DeviceQueue:
     faults: PostFaults
     slots: DeviceQueue
 
-# _c/soft0/faults.c: planned failures of sends: each an errno (1..4095), and how many sends are
-# accepted before it (below 2^63).
+# _c/soft0/faults.c: planned failures of sends: for each, the errno (1..4095), and the number of
+# sends accepted before it (below 2^63).
 class PostFaults:
     def add(self, after: int, errno: int, /) -> None: ...
     def clear(self) -> None: ...
 
-# For on_commit: take slots (free them if negative); and drop the posted work requests and free all.
+# For on_commit: take slots (or free them, if the number is negative); and drop the posted work
+# requests and free all slots.
 def use_slots(queue: DeviceQueue, slots: int, /) -> None: ...
 def clear(queue: DeviceQueue, /) -> None: ...
 
-# The work requests in its `pending`.
+# Return the work requests in the queue's `pending`.
 def posted(queue: DeviceQueue, /) -> tuple[Any, ...]: ...
 
-# Set `depth`; return whether that was possible, as no more slots are taken.
+# Set `depth`, unless more slots are taken; return whether it was set.
 def resize(queue: DeviceQueue, depth: int, /) -> bool: ...
 
 # Add an entry to a completion queue; polls see it once it is committed.
@@ -445,11 +446,10 @@ def announce(cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /) -
 def signal(fd: int, events: deque[Any], /) -> None: ...
 def set_timer(fd: int, ns: int, /) -> None: ...
 
-# _c/soft0/transaction.c: call a function as one verb.  An exception that it returns is raised too,
-# but takes nothing back.
+# _c/soft0/transaction.c: call a function as one verb, which is undone if the function raises.
 def verb(function: Callable[..., Any], /, *args: Any) -> Any: ...
 
-# Whether this thread is in the middle of one, or of work of the device: nothing may wait then.
+# Whether this thread is in the middle of a verb or of the device's work, where nothing may wait.
 def in_step() -> bool: ...
 
 # Let the device execute pending work requests, as posts and polls do.
@@ -458,16 +458,24 @@ def run_device() -> None: ...
 # In the child of a fork: enable the garbage collector if a thread of the parent had paused it.
 def after_fork() -> None: ...
 
-# For on_commit: retry at this time (-1: never); and have an object's work requests executed.
+# For on_commit: run the device at this time (-1: never); and have an object's work requests
+# executed.
 def schedule_at(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
-# _c/soft0/device.c: what C uses: the object behind each struct; the objects with pending work;
-# the devices that look for packets in every verb; do one part of the work (of None: what is due),
-# and return whether to call again, or -1 if the rest waits for a later verb, as it may if this
-# one is late; fail it after an exception, and return the same (if it raises MemoryError, it is
-# retried later); log those exceptions; start over after a fork; refuse a verb in the middle of a
-# verb; and some of Python's functions.
+# _c/soft0/device.c: give C the parts of the device that it uses (providers/software/state.py):
+# - objects: the object behind each struct;
+# - ready: the objects with pending work;
+# - wires: the devices that look for packets in every verb;
+# - execute_next: do one part of an object's work (of None: the work that is due); return 1 to be
+#   called again, 0 if nothing is left, or -1 if the rest waits for a later verb, as it may if this
+#   one is late;
+# - give_up: fail the work after an exception, and return the same; if this raises MemoryError, the
+#   work is retried later;
+# - log_errors: log those exceptions;
+# - reset: start over after a fork;
+# - refuse: refuse a verb in the middle of another;
+# - setattr, delattr, pop: Python's own.
 def soft_device(
     objects: dict[int, Any],
     ready: list[Any],
@@ -497,8 +505,8 @@ def roce_build(
     /,
 ) -> int: ...
 
-# Send them to a struct sockaddr, each `segment` bytes but the last.  Return 0 or an errno, which is
-# also appended to `errors`, with `about`.
+# Send packets to a struct sockaddr, each of `segment` bytes except the last. Return 0 or an errno,
+# which is also appended to `errors`, with `about`.
 def roce_send(
     fd: int,
     address: bytes,
@@ -511,17 +519,17 @@ def roce_send(
     /,
 ) -> int: ...
 
-# Receive a datagram, or several that the kernel has joined.  Return its size, that of each but the
-# last, the sender's struct sockaddr, TOS and TTL; None if there is none.
+# Receive a datagram, or several that the kernel has joined. Return their total size, the size of
+# each except the last, the sender's struct sockaddr, TOS and TTL; None if there is no datagram.
 def roce_receive(file: Any, buffer: bytearray, /) -> tuple[int, int, bytes, int, int] | None: ...
 
-# Give each packet that is damaged the opcode 0xFF.  Return how many are.
+# Set the opcode of each damaged packet to 0xFF. Return the number of damaged packets.
 def roce_check(buffer: bytearray, size: int, segment: int, flow: bytes, /) -> int: ...
 
 # Return a packet's identification, 0 for IPv6, -1 if it is damaged.
 def roce_id(buffer: bytearray | bytes, at: int, size: int, flow: bytes, /) -> int: ...
 
-# Return how many packets with the same opcode and destination and consecutive PSNs begin there.
+# Return how many packets with the same opcode and destination and consecutive PSNs begin at `at`.
 def roce_run(buffer: bytearray | bytes, size: int, segment: int, at: int, /) -> int: ...
 
 # Copy the payloads of packets, without `skip` bytes of headers, into the target.

@@ -76,7 +76,7 @@ class _Flags(IntFlag):
 
 
 class _Reported(_Named):
-    """An enumeration of what a device reports; see ``reported``."""
+    """An enumeration of values that a device reports; see ``reported``."""
 
     def __repr__(self) -> str:
         return super().__repr__() if is_known(self) else int.__repr__(self)
@@ -90,7 +90,7 @@ _Enum = TypeVar("_Enum", bound=_Reported)
 
 
 def reported(enum: type[_Enum], number: int) -> _Enum:
-    """Return what a device reported as a member of an enumeration; never raise.
+    """Return a value that a device reported as a member of an enumeration; never raise.
 
     A value that only a newer libibverbs or driver knows becomes a number of the same type: it
     equals the number, is shown as it, and has it as its name.
@@ -376,7 +376,7 @@ class AdviseMRAdvice(_Named):
     PREFETCH_WRITE = 1
     """Bring the pages in, to be written."""
     PREFETCH_NO_FAULT = 2
-    """Let the device know the pages that are in, and bring no others in."""
+    """Tell the device about the pages that are present, and bring no others in."""
 
 
 class AdviseMRFlags(_Flags):

@@ -36,7 +36,7 @@ def is_from_system(error: OSError) -> bool:
 
 
 class _SuppressSystemErrors:
-    """Suppresses what system calls raise, but not what signal handlers raise."""
+    """Suppresses the errors of system calls, but not those that signal handlers raise."""
 
     def __enter__(self) -> None:
         pass
@@ -56,10 +56,10 @@ suppress_system_errors = _SuppressSystemErrors()
 class RdmaError(Exception):
     """Base of every exception of this package.
 
-    Pickling, as by a multiprocessing pool, and copying keep the arguments, the
-    attributes and the notes.  Pickling does not fail: an argument
-    or attribute that cannot be pickled, such as a work request that names a
-    region, arrives as its repr(), a str.  A deep copy shares what cannot be copied.
+    Pickling, as by a multiprocessing pool, and copying keep the arguments, the attributes and the
+    notes. Pickling does not fail: an argument or attribute that cannot be pickled, such as a work
+    request that names a region, arrives as its repr(), a str. A deep copy shares the values that
+    cannot be copied.
     """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -117,10 +117,10 @@ class InUseError(RdmaError):
 
 
 class CloseError(RdmaError):
-    """Context.close_all() could not close everything; what it could is closed.
+    """Context.close_all() could not close everything; the rest is closed.
 
     Attributes:
-        errors: what each resource that is still open, and then the device, raised.
+        errors: the error of each resource that is still open, and then that of the device.
     """
 
     def __init__(self, text: str, errors: tuple[RdmaError, ...]) -> None:
@@ -225,8 +225,8 @@ class WaitTimeout(RdmaError, TimeoutError):
     Those that arrived are not lost: the next poll or wait returns them.
 
     Attributes:
-        failed: the first WC among those that arrived that has an error status; None if
-            none has.
+        failed: of the completions that arrived, the first with an error status, a WC; None if there
+            is none.
     """
 
     def __init__(self, text: str = "", *, failed: WC | None = None) -> None:

@@ -75,7 +75,7 @@ PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count
 	PyObject *tuple = NULL;
 	int whole = 1;
 
-	/* Python's own: from 3.14 on, deallocating another empty tuple crashes. */
+	/* Python's own empty tuple: from 3.14 on, deallocating any other crashes. */
 	if (!count)
 		return PyTuple_New(0);
 	for (Py_ssize_t i = 0; i < count; i++)

@@ -1,9 +1,9 @@
 """How the fields of a work request map to the members of the structs that a device reads.
 
-``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr`` (ibv_post_recv(3)),
-``struct ibv_ops_wr`` (ibv_post_srq_ops(3)), and for what ibv_wr_post(3) posts, ``struct
-rp_built_wr`` (``_c/posting/build_wr.c``).  Every class of work requests has a row here,
-and nowhere else; cffi knows the offsets of the members.
+The structs are ``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr``
+(ibv_post_recv(3)), ``struct ibv_ops_wr`` (ibv_post_srq_ops(3)) and, for the opcodes that only
+ibv_wr_post(3) has, ``struct rp_built_wr`` (``_c/posting/build_wr.c``). Every class of work requests
+has a row here, and nowhere else; cffi knows the offsets of the members.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _WRRow(NamedTuple):
             opcode, flags) is not listed.
         writes: the device writes to the buffers.
         atomic: it takes an aligned address, and a buffer, if any, of 8 bytes for the old value.
-        struct: where the members are, if not in the verb's struct.
+        struct: the struct that has the members, if it is not the verb's.
     """
 
     members: dict[str, str]
@@ -135,7 +135,7 @@ _FIELD_TYPES = {
     "handle": "t",
     "recv_wr_id": "m",
 }
-"""What a field is where it is not a number in host order; see ``_c/posting/wr_types.h``."""
+"""The types of the fields that are not numbers in host order; see ``_c/posting/wr_types.h``."""
 
 
 def _member(struct: str, path: str) -> tuple[int, int]:
@@ -190,4 +190,4 @@ NUMBER_FIELDS: dict[type, dict[str, int]] = {
     for rows in _WR_ROWS.values()
     for wr_type, row in rows.items()
 }
-"""By class and name, the index in its row of each field that is a number."""
+"""For each class, the index in its row of each numeric field, by name."""

@@ -1,8 +1,8 @@
 """Lists that are checked and packed once, and posted many times.
 
-``batch = qp.prepare([...])``, then ``batch.post()`` any number of times.  Change
-what differs between posts in place, through ``batch[index]``.
-The work is in C (``_c/posting/prepared.c``).
+``batch = qp.prepare([...])``, then ``batch.post()`` any number of times. Change the fields that
+differ between posts in place, through ``batch[index]``. The work is in C
+(``_c/posting/prepared.c``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ class PreparedWR(native.PreparedItem):
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
-        sg_list: local buffers, an SGE or a sequence of them; as many as before.
+        sg_list: local buffers, an SGE or a sequence of them; a new list must have as many as the
+            old one.
         imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap: if the opcode has them.
         remote_qpn, remote_qkey, remote_srqn: if the opcode and the queue pair's type have them.
     """
 
     __slots__ = ("_batch", "_index")
 
-    # Those of its opcode are properties of a subclass (_class_for).
+    # The fields of its opcode are properties of a subclass (_class_for).
     imm_data: int
     invalidate_rkey: int
     remote_addr: int
@@ -131,7 +132,7 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # A copy: other threads may add to it. (No generator: if there is no memory for one, Python
+        # A copy: other threads may add lists. (No generator: if there is no memory for one, Python
         # 3.13 crashes.)
         refs = tuple(self._batches.values())
         return iter([batch for ref in refs if (batch := ref()) is not None])
@@ -144,7 +145,7 @@ class OpenBatches:
         """Add a list, and now and then remove those that no longer exist."""
         self._batches[next(_numbers)] = weakref.ref(batch)
         if len(self._batches) > self._enough:
-            # Not in a weakref callback: what a signal handler raises there is lost.
+            # Not in a weakref callback: an exception that a signal handler raises there is lost.
             for number, ref in tuple(self._batches.items()):
                 if ref() is None:
                     self._batches.pop(number, None)
@@ -154,7 +155,7 @@ class OpenBatches:
 def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Batch:
     """Check and pack work requests for a queue, as QP.prepare says.
 
-    Its owner closes the list when it is closed, and finds it in `batches`.
+    The queue's owner finds the list in `batches`, and closes it when the owner is closed.
     """
     batch = Batch()
     if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):

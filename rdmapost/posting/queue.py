@@ -1,7 +1,7 @@
 """The queues that work requests are posted to, and the errors for refused ones.
 
-Posting is done in C (``_c/posting/post.h`` says how): reading the work requests, checking them,
-recording them as in flight, and the call. A list stops at the first work request that cannot be
+Posting is done in C (``_c/posting/post.h`` says how): C reads the work requests, checks them,
+records them as in flight, and makes the call. A list stops at the first work request that cannot be
 posted; those before it are posted.
 """
 
@@ -31,9 +31,9 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
     Verb.ibv_post_srq_recv: (RecvWR, "max_wr", "max_sge"),
     Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_sge"),
 }
-"""What is posted with each verb, and the attributes that set the queue's size."""
+"""The class that each verb posts, and the attributes that set the queue's size."""
 _ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY}
-"""The errnos of rules that a later post may pass; other rules have EINVAL."""
+"""The errnos of the rules that the same post may satisfy later; the other rules have EINVAL."""
 
 
 class Reasons(NamedTuple):
@@ -71,7 +71,7 @@ class PostQueue(native.Queue):
 
     Args:
         verb: the verb that posts to it.
-        limits: what the queue was created with.
+        limits: the limits that the queue was created with.
         depth: how many work requests it holds.
         reasons: why its owner or the device refuses a post.
         checked: check work requests; refuse one when ``depth`` are outstanding.
@@ -79,10 +79,11 @@ class PostQueue(native.Queue):
 
     Attributes:
         verb: the verb's name.
-        wr_type: the base class of what is posted to it.
+        wr_type: the base class of the work requests that are posted to it.
         limits, depth, checked: as given.
-        depth_name, sge_name: the attributes that set its depth, and how many SGEs each may have.
-        in_flight: what is posted and not known to be done.
+        depth_name, sge_name: the names of the attributes that set its depth, and the number of SGEs
+            in each work request.
+        in_flight: the work requests that are posted and not known to be done.
         tagged: the receives on its matching list, if operations are posted to it.
     """
 
@@ -206,7 +207,7 @@ class PostQueue(native.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request, or with ``posted`` -1 a prepared one's new field, was refused."""
+        """Say why a work request (with ``posted`` -1: a prepared one's new value) was refused."""
         code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
             # No state of the queue pair accepts this opcode.
@@ -215,8 +216,8 @@ class PostQueue(native.Queue):
             reason = self._reasons.not_ready(owner)
         else:
             if rule == "full":
-                # An ordinary list stops at the first work request without a slot; a prepared one is
-                # posted whole or not at all.
+                # An ordinary list stops at the first work request without a slot; a prepared list
+                # is posted whole or not at all.
                 a, b = 1 if posted == index else len(wrs), len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
@@ -258,10 +259,10 @@ class PostQueue(native.Queue):
         Args:
             owner: the queue pair or SRQ.
             wr_type: the class of work requests.
-            fields: as they were given.
-            index, count: which row of how many.
+            fields: the arguments of the call, by name.
+            index, count: the row's index, and the number of rows.
             ready: whether the queue accepts work requests.
-            code: what the device returned; 0 if the row was refused here.
+            code: the errno that the device returned; 0 if the row was refused here.
             posted: how many rows were posted; -1 if the device did not say.
         """
         fields.pop("signal_every", None)
@@ -276,7 +277,8 @@ class PostQueue(native.Queue):
         except PostError as error:
             error.index, error.count = index, count
             raise
-        # The caller's objects gave another value, or another thread changed the queue or a region.
+        # The caller's objects returned another value, or another thread changed the queue or a
+        # region.
         reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
         raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)

@@ -1,6 +1,6 @@
-"""What may be posted where, and why something is refused; ``standard/opcodes.py`` has the table.
+"""The rules of a post, and the messages of refusals; ``standard/opcodes.py`` has the table.
 
-C checks what is posted (``_c/posting/rules.c``); the message of each rule is here, by name.
+C checks the work requests (``_c/posting/rules.c``); the message of each rule is here, by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .wr import SGE, SendWR
 def _flags_of(opcode: Opcode) -> SendFlags:
     flags = SendFlags.SIGNALED | SendFlags.FENCE
     if opcode in CONSUMES_RECEIVE:
-        # Only what completes a receive at the peer can be solicited.
+        # Only a message that completes a receive at the peer can be solicited.
         flags |= SendFlags.SOLICITED
     if opcode in CONSUMES_RECEIVE | {Opcode.RDMA_WRITE}:
         flags |= SendFlags.INLINE
@@ -33,7 +33,7 @@ def _flags_of(opcode: Opcode) -> SendFlags:
 
 
 FLAGS_BY_OPCODE = {opcode: _flags_of(opcode) for opcode in QP_TYPES_BY_OPCODE}
-"""Which flags have a meaning on an opcode, on any QP type."""
+"""The flags that have a meaning on each opcode, on at least one QP type."""
 
 _IP_CSUM_CAP = {
     QPType.RC: DeviceCap.RC_IP_CSUM,
@@ -112,7 +112,7 @@ def too_long_a_list(queue: QueueLimits, count: int) -> str:
 
 
 class QueueLimits(Protocol):
-    """What the messages say about a queue."""
+    """The attributes of a queue that the messages mention."""
 
     verb: str
     wr_type: type

@@ -276,7 +276,7 @@ class AtomicFetchAndAdd(_Remote):
     ``remote_addr`` is a multiple of 8.  The sum wraps at 2^64.
 
     Attributes:
-        compare_add: what to add, 0..2^64-1.
+        compare_add: the number to add, 0..2^64-1.
         sg_list: where the previous value goes: one SGE of 8 bytes.
         remote_addr: address of the value at the peer, a multiple of 8.
         rkey: the peer's key, 0..2^32-1.
@@ -314,8 +314,8 @@ class BindMW(SendWR):
 
     Attributes:
         mw: the window.
-        rkey: its new rkey: ``mw.rkey``, usually with other low 8 bits, so that the old key ends;
-            ``mw.next_rkey()`` gives one.
+        rkey: its new rkey: ``mw.rkey``, usually with different low 8 bits, so that the old key
+            becomes invalid; ``mw.next_rkey()`` gives one.
         mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
             if the peer may write or do atomics; otherwise the bind ends with MW_BIND_ERR.
         addr: address of the first byte of the range.
@@ -343,8 +343,8 @@ class TSO(_WithBuffers):
     Attributes:
         sg_list: the payload, an SGE or a sequence of them.
         hdr: the header, at most 65535 bytes and at most the QP's max_tso_header: on RAW_PACKET an
-            Ethernet, IP and TCP (or UDP) header, on UD an IP over InfiniBand one (RFC 4391), as
-            rdmapost.frames.tcp makes them.  One that the device cannot parse ends with
+            Ethernet, IP and TCP (or UDP) header, on UD an IP over InfiniBand header (RFC 4391), as
+            rdmapost.frames.tcp makes them. If the device cannot parse it, the TSO ends with
             LOC_QP_OP_ERR.
         mss: payload bytes in each frame, 1..65535.
         ah: the path to the peer, on UD; ignored elsewhere.
@@ -368,8 +368,8 @@ class AtomicWrite(SendWR):
     """Write a 64-bit value to remote memory atomically (RC, XRC_SEND; ibv_wr_atomic_write).
 
     A reader sees the old value or the new one, never a part of each; an RDMA_WRITE of 8 bytes does
-    not promise that.  ``remote_addr`` is a multiple of 8.  The queue pair must be created with
-    ``send_ops_flags=SendOps.ATOMIC_WRITE``.  The peer needs REMOTE_WRITE.
+    not guarantee that. ``remote_addr`` is a multiple of 8. The queue pair must be created with
+    ``send_ops_flags=SendOps.ATOMIC_WRITE``. The peer needs REMOTE_WRITE.
 
     Attributes:
         atomic_wr: the value, 0..2^64-1; it is copied at the post.
@@ -390,8 +390,8 @@ class AtomicWrite(SendWR):
 class Flush(SendWR):
     """Make earlier writes visible or persistent in remote memory (RC, XRC_SEND; ibv_wr_flush).
 
-    It completes when all that this queue pair wrote before it is visible or persistent.  The queue
-    pair must be created with ``send_ops_flags=SendOps.FLUSH``.  The peer needs FLUSH_GLOBAL or
+    It completes when everything that this queue pair wrote earlier is visible or persistent. The
+    queue pair must be created with ``send_ops_flags=SendOps.FLUSH``. The peer needs FLUSH_GLOBAL or
     FLUSH_PERSISTENT, both in its region and in the access of its queue pair.
 
     Attributes:
@@ -476,7 +476,7 @@ class TagDel(OpsWR):
     """Remove a tagged receive from the matching list.
 
     Attributes:
-        handle: the handle that posting the TagAdd has set.
+        handle: the handle that was set when the TagAdd was posted.
         wr_id: comes back in the completion, 0..2^64-1.
         flags: OpsFlags; default: SIGNALED.
         unexpected_cnt: unexpected messages seen so far, with OpsFlags.TM_SYNC.
@@ -553,7 +553,7 @@ _FAST: tuple[Any, ...] = (
 def use_fast_init() -> None:
     """Let C do the work of a dataclass's __init__ (``_c/posting/wr_init.c``), in half the time."""
     for wr_type in _FAST:
-        # An interrupted import may have done it.
+        # An interrupted import may have removed it already.
         if "__init__" not in vars(wr_type):
             continue
         wr_type.__signature__ = _Signature(wr_type, inspect.signature(wr_type))

@@ -1,4 +1,4 @@
-"""Providers: what executes the control verbs.
+"""Providers, which execute the control verbs.
 
 Each is loaded on first use, so soft0 costs nothing unless it is opened.  A fork waits
 until no thread is loading one: the child could never finish an import that a thread of its parent

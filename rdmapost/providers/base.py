@@ -29,7 +29,7 @@ from ..enums import MTU, Access, NodeType, TransportType
 from ..errors import RdmaError
 
 ROCE = "roce:"
-"""What the names of devices on UDP sockets begin with: a network device or an address follows."""
+"""The prefix of the names of devices on UDP sockets; a network device or an address follows."""
 
 DMABUF_ACCESS = (
     Access.LOCAL_WRITE
@@ -38,7 +38,7 @@ DMABUF_ACCESS = (
     | Access.REMOTE_ATOMIC
     | Access.RELAXED_ORDERING
 )
-"""What the kernel accepts for a region of a dma-buf."""
+"""The access flags that the kernel accepts for a region of a dma-buf."""
 
 
 def refused_of_dmabuf(access: int) -> str:
@@ -128,16 +128,17 @@ class Counters(NamedTuple):
     """What a device has counted since it was opened.
 
     Attributes:
-        packets_sent, packets_received: packets, those that were dropped included, but not
+        packets_sent, packets_received: packets, including those that were dropped, but not
             send_errors.
         bytes_sent, bytes_received: their bytes, without the headers of IP and UDP.
         retransmitted: packets of requests that were sent again.
         naks_sent, naks_received: NAKs, other than RNR NAKs.
-        rnr_naks_sent, rnr_naks_received: RNR NAKs: no receive was posted.
+        rnr_naks_sent, rnr_naks_received: RNR NAKs, sent because no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
-        dropped: packets that the device dropped, those with ICRC errors included: there is no such
-            queue pair, they come from another peer, or they do not fit its state; on UC and UD also
-            what cannot be executed: no receive is posted, or the rkey does not permit a write.
+        dropped: packets that the device dropped, including those with ICRC errors: there is no such
+            queue pair, they come from another peer, or they do not fit the queue pair's state; on
+            UC and UD also requests that cannot be executed, because no receive is posted or the
+            rkey does not permit the write.
         rcvbuf_errors: packets that the kernel dropped before the device could read them: the
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
@@ -213,13 +214,13 @@ class Capture(metaclass=ABCMeta):
     def close(self) -> None:
         """End the capture, and complete the file.
 
-        The end of the device ends it, too.  On a capture that has ended, and in the child of a
-        fork, this does nothing.
+        Closing the device ends it, too.  On a capture that has ended, and in the child of a fork,
+        this does nothing.
 
-        A signal handler or a finalizer may call this while the device is in the middle of
-        something, and must not wait for a file.  Then nothing more is captured, but the file may
-        become complete only later: close it again to wait for that, and for any error, which is
-        otherwise logged.
+        If a signal handler or a finalizer calls this while the device is in the middle of a step,
+        it does not wait for the file.  Then nothing more is captured, but the file may become
+        complete only later: call this again to wait for that, and to have any error raised, which
+        is otherwise logged.
 
         Raises:
             RdmaError: the capture had ended early, because the file could not be written; or the
@@ -238,18 +239,18 @@ class Provider(Protocol):
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:
-        """Find a device for open_device(), and explain any error of that in the with block."""
+        """Find a device for open_device(); if that fails in the with block, explain why."""
         ...
 
     def open_device(self, device: Any) -> Any: ...
     def close_device(self, context: Any) -> None: ...
     def lacks(self, call: str) -> bool:
-        """Whether the library that is loaded lacks one of its exported functions."""
+        """Whether the loaded library does not export this function."""
         ...
 
     def query_device_ex(self, context: Any, attr: Any) -> None: ...
     def query_port(self, context: Any, port_num: int, attr: Any) -> int:
-        """Fill a ``struct ibv_port_attr``, and return active_speed_ex, which later ones have."""
+        """Fill a ``struct ibv_port_attr``; return active_speed_ex, a member of newer versions."""
         ...
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]: ...
@@ -264,13 +265,13 @@ class Provider(Protocol):
         """Get and acknowledge the next event, if any is pending.
 
         Args:
-            events: where it is stored, under a new key, atomically with reading it, so that
+            events: the event is stored here under a new key, atomically with reading it, so that
                 an interrupt cannot lose it.
         """
         ...
 
     def read_async_event(self, event: Any) -> tuple[int, Any]:
-        """Return an event's type, and the struct or port number that it is about, or None."""
+        """Return an event's type and its subject: a struct, a port number or None."""
         ...
 
     def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
@@ -284,12 +285,12 @@ class Provider(Protocol):
 
         Args:
             path: the file.
-            wr_id_of: returns the caller's wr_id for the device's, or None.
+            wr_id_of: maps the device's wr_id to the caller's, or to None.
         """
         ...
 
     def counters(self, context: Any) -> Counters:
-        """Return what the device has counted."""
+        """Return the device's counters."""
         ...
 
     def alloc_pd(self, context: Any) -> Any: ...
@@ -335,7 +336,7 @@ class Provider(Protocol):
     def create_cq_ex(
         self, context: Any, cqe: int, channel: Any, comp_vector: int, wc_flags: int
     ) -> Any:
-        """Create a CQ with the extra fields of some WCExFlags; return its ibv_cq."""
+        """Create a CQ whose completions have the extra fields of wc_flags; return its ibv_cq."""
         ...
 
     def resize_cq(self, cq: Any, cqe: int) -> None: ...
@@ -352,7 +353,7 @@ class Provider(Protocol):
         """Get and acknowledge an event from a non-blocking channel.
 
         Args:
-            events: where the address of its CQ's struct is stored, atomically with reading the
+            events: the address of the CQ's struct is stored here, atomically with reading the
                 event, so that an interrupt cannot lose it.
 
         Returns:

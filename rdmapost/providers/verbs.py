@@ -313,7 +313,7 @@ class _DeviceList:
 
 
 class _FoundDevice(_DeviceList):
-    """A device in that list, by its name."""
+    """The device with a given name in that list."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -2,9 +2,9 @@
 
 It implements CQ.completions, ``async for wc in cq``, CompChannel.cq_event and Context.async_event.
 
-There is no thread and no periodic polling.  A task requests an event, polls
-again, and only then sleeps; code that takes an event requests the next one and
-polls again before any task sleeps on.  So no event is missed.
+There is no thread and no periodic polling. A task requests an event, polls again, and only then
+sleeps; code that takes an event requests the next one and polls again before any task goes on
+sleeping. So no event is missed.
 
 Completions stay in the CQ until a task takes all that it asked for in one call, during which it
 cannot be cancelled. So cancelling a task loses no completion.
@@ -189,7 +189,7 @@ def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
     if queue is not None:
         queue.deliver_or_fail()
     promised = _promised(cq)
-    # A failure belongs to the next wait: these have arrived.
+    # A failure is left to the next wait: these completions have arrived.
     with contextlib.suppress(ClosedError, VerbsError):
         available = poller.fill(cq, wanted + promised) - promised
         poller.poll(cq, max(0, min(wanted, available)), found)
@@ -386,7 +386,7 @@ class _WaitList:
             self.rest()
 
     def rest(self) -> None:
-        """Do what is due when the last task has left."""
+        """Stop: the last task has left."""
         self.stop(self._poller.claims)
 
     def start(self) -> None:
@@ -405,7 +405,7 @@ class _WaitList:
             raise
 
     def refuse(self) -> None:
-        """Say who takes the events already."""
+        """Say who already takes the events."""
         if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
@@ -494,7 +494,7 @@ class _CQWaits(_WaitList):
         self.wake_those_with_enough(True)
 
     def on_event(self) -> None:
-        # Usually nobody sleeps on, and no other event is needed.
+        # Usually no task goes on sleeping, and no other event is needed.
         if not self.wake_those_with_enough(False):
             self.deliver()
 
@@ -588,7 +588,7 @@ class _ChannelWaits(_WaitList):
         """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
         channel: CompChannel = self.owner
         try:
-            # Reading an event makes soft0 retry what is due.
+            # When an event is read, soft0 makes the retries that are due.
             while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
                 pass
             reported = {}
@@ -627,7 +627,7 @@ _AnyWaitList = TypeVar("_AnyWaitList", bound=_WaitList)
 def _wait_list(
     owner: Any, make: Callable[[asyncio.AbstractEventLoop, Any], _AnyWaitList]
 ) -> _AnyWaitList:
-    """Return where tasks of this event loop wait for a resource."""
+    """Return the wait list in which tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
     waits: _AnyWaitList | None = owner._poller.tasks
     # If another loop has one, claim() will refuse.

@@ -226,7 +226,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         ValueError: cqe or comp_vector is out of range, wc_flags has bits that are not in
             WCExFlags, or the channel belongs to another open device.
         ClosedError: the device is closed.
-        UnsupportedError: the device cannot report what wc_flags says.
+        UnsupportedError: the device cannot report a field that wc_flags names.
         VerbsError: the device refused.
     """
 

@@ -592,7 +592,7 @@ def in_flight_of(context: Context) -> dict[int, Any]:
 
 
 def invalidated_of(context: Context) -> dict[int, bytes]:
-    """Return where a device's invalidations of keys are counted (native.InFlight.enroll)."""
+    """Return the dict that counts a device's invalidations of keys (native.InFlight.enroll)."""
     return context._invalidated
 
 

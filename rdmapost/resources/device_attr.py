@@ -48,7 +48,7 @@ class PortAttr:
         sm_sl: service level of the subnet manager.
         subnet_timeout: the longest delay of a packet in the subnet, 4.096 us * 2^subnet_timeout.
         init_type_reply: what the subnet manager initialized.
-        flags, port_cap_flags2: bits of the man page.
+        flags, port_cap_flags2: bits described in the man page.
     """
 
     port_num: int
@@ -165,9 +165,10 @@ class DeviceAttr:
         max_mr: regions.
         max_pd: protection domains.
         max_qp_rd_atom: incoming RDMA reads and atomics that one queue pair handles at once.
-        max_qp_init_rd_atom: outgoing ones that one queue pair may have outstanding.
-        max_res_rd_atom: incoming ones that the whole device handles at once.
-        atomic_cap: with what atomics are atomic.
+        max_qp_init_rd_atom: outgoing RDMA reads and atomics that one queue pair may have
+            outstanding.
+        max_res_rd_atom: incoming RDMA reads and atomics that the whole device handles at once.
+        atomic_cap: how far atomics are atomic.
         max_mw: memory windows.
         max_raw_ipv6_qp: raw IPv6 queue pairs.
         max_raw_ethy_qp: raw Ethertype queue pairs.

@@ -12,7 +12,7 @@ from .gid import GID, GIDLike, gid_argument
 
 _HEX = r"0x[0-9a-f]{1,16}"
 _FIELDS = {"qp_num": _HEX, "psn": _HEX, "gid": r"[^\s%]{1,64}", "lid": _HEX, "mtu": r"[0-9]{1,9}"}
-"""The form of each field of a line, in their order."""
+"""The form of each field of a line, in order."""
 _LINE = re.compile(" ".join(f"{name}=({form})" for name, form in _FIELDS.items()))
 _BY_BYTES = {mtu.bytes: mtu for mtu in MTU}
 _BITS = {"qp_num": 24, "psn": 24, "lid": 16}
@@ -22,8 +22,8 @@ _BITS = {"qp_num": 24, "psn": 24, "lid": 16}
 class Endpoint:
     """A queue pair's address, as its peer needs it.
 
-    ``str(endpoint)`` is one line of text and ``Endpoint.parse`` reads it back,
-    so any channel carries it.
+    ``str(endpoint)`` is one line of text and ``Endpoint.parse`` reads it back, so any channel can
+    carry it.
 
     Attributes:
         qp_num: number of the queue pair, 0..2^24-1.

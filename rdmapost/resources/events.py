@@ -42,7 +42,7 @@ def next_cq_event(channel: CompChannel, cqs: Container[CQ] | None = None) -> CQ 
 
     Args:
         channel: the channel.
-        cqs: only events of these.
+        cqs: return only an event of one of these; None for any.
     """
     for address in channel._events.copy():
         known = channel._cqs.get(address)
@@ -98,7 +98,7 @@ def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> Wai
     failed = cq._poller.first_failed()
     if failed is not None:
         text += f"; {failed._ending()}"
-    # soft0 does not know in the middle of another verb.
+    # soft0 cannot tell in the middle of another verb.
     with contextlib.suppress(RdmaError):
         if has_overrun(cq):
             text += f"; {OVERRUN}"

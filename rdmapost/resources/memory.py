@@ -35,9 +35,9 @@ from .work_queues import UsedByWorkRequests
 
 _MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
-"""The errnos of devices that refuse to deregister a region with a window."""
+"""The errnos of devices that refuse to deregister a region to which a window is bound."""
 _RETRIES = 4
-"""How often to retry a close that the device refuses although no window is bound."""
+"""How many times to retry a close that the device refuses although no window is bound."""
 _RKEY = operator.attrgetter("rkey")
 _NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
@@ -151,7 +151,8 @@ class _Form:
         buffer: DMABuf | None = None,
         same: _Form | None = None,
     ) -> None:
-        # Share the memory that `same` holds: another thread may be releasing it.
+        # Share the memory that `same` holds, rather than export it again: another thread may be
+        # releasing it.
         self.pd, self.access, self.source = pd, access, source
         self.read_only = False
         self.taken = False
@@ -210,7 +211,7 @@ def _checked_access(given: Any) -> Access:
 
 
 def _refuse_rereg(old: _Form, access: Access, memory: Any) -> None:
-    """Refuse what ibv_rereg_mr(3) cannot do."""
+    """Refuse changes that ibv_rereg_mr(3) cannot make."""
     if old.source is None:
         raise UnsupportedError(
             "ibv_rereg_mr", errno.EOPNOTSUPP, "a dma-buf region cannot be registered again"
@@ -330,8 +331,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         The caller guarantees that the memory stays mapped and is not freed until the region is
         closed. On software devices, a work request that uses memory which is no longer mapped, or
         may no longer be read or written, completes with an error. (A write that is in progress when
-        that happens may be lost instead, and before Linux 5.14 one beyond the end of a truncated
-        file.) Memory that was freed and reused is overwritten.
+        that happens may be lost instead; so may, before Linux 5.14, a write beyond the end of a
+        truncated file.) Memory that was freed and reused is overwritten.
 
         Args:
             pd: the protection domain.
@@ -355,7 +356,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     ) -> Self:
         """Register part of a dma-buf, such as a GPU's memory (ibv_reg_dmabuf_mr(3)).
 
-        soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If that is truncated,
+        soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If it is truncated,
         work requests that use the missing part complete with an error.
 
         Args:
@@ -373,12 +374,12 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ClosedError: the PD is closed.
             UnsupportedError: the device cannot register dma-bufs, or libibverbs is older than 34.
             VerbsError: the device refused; EBADF or EINVAL: fd is not a dma-buf (on soft0 also
-                what mmap says of it, such as EACCES or ENODEV).
+                mmap's errnos, such as EACCES or ENODEV).
         """
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
-        """Return what to set once the device has a form: (slot, object, value) each."""
+        """Return the attributes to set once the device has a form: (slot, object, value) each."""
         # No generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),
@@ -395,7 +396,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     # Read-only: peers use them, and SGEs are made from them.
     @_fixed
     def access(self) -> Access:
-        """What may be done with it."""
+        """The permitted accesses."""
         return self._access
 
     @_fixed
@@ -636,7 +637,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     def _refuse_change(self) -> None:
         """Raise InUseError if the region is in use and cannot be registered again.
 
-        If it is not, it was in use when this was called.
+        If this returns, the region was in use when this was called, but no longer is.
         """
         if self._unbind_windows():
             return
@@ -720,7 +721,8 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.pd = pd
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
-        # C counts in these the binds and invalidations of each of its keys (handle.c).
+        # In these bytes, C counts the binds and invalidations of each of the window's keys
+        # (handle.c).
         counts = bytes(256 * 16) if self.mw_type is MWType.TYPE_2 else None
         try:
             self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)
@@ -863,7 +865,7 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
 
 
 _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
-"""The calls that a library or a driver may lack; every one has ibv_reg_mr."""
+"""The calls that a library or a driver may lack; all have ibv_reg_mr."""
 
 
 def _refused_flags(code: int | None, context: Context, access: Access) -> str:

@@ -28,8 +28,8 @@ class MulticastGroups:
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[Group, bool | None]] = {}
-        """By the number of the call that attached it: the group, and True once the call has
-        returned, False where it was interrupted, None while it runs."""
+        """For each attach call, by number: the group, and True once the call has returned, False if
+        it was interrupted, None while it runs."""
         self._seen: set[Group] = set()
         """Groups that may have a record already; a group that is not here has none."""
 
@@ -52,7 +52,7 @@ class MulticastGroups:
         self._take_out(before)
 
     def detach(self, verb: Callable[[GID, int], object], group: Group) -> None:
-        """Call the verb that detaches from a group, and record it."""
+        """Call the verb that detaches from a group, and remove the group's records."""
         before = self._ended(group)
         verb(*group)
         self._take_out(before)
@@ -67,7 +67,7 @@ class MulticastGroups:
         return {group for group, _ in self._calls.copy().values()}
 
     def _ended(self, group: Group) -> list[int]:
-        """Return the keys of the attach calls for a group that have returned."""
+        """Return the keys of a group's attach calls that have returned or were interrupted."""
         calls = self._calls.copy().items()
         return [number for number, (noted, on) in calls if on is not None and noted == group]
 

@@ -77,10 +77,10 @@ if TYPE_CHECKING:
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
 _RESETS = 8
-"""How often to reset a queue pair that the device moves to ERR again."""
+"""How many times to reset a queue pair that the device moves to ERR again."""
 _ALTERNATE = QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
-"""States after INIT from which RTS can be reached, or in which it is reached."""
+"""RTS, and the states after INIT from which it can be reached."""
 
 _EVERY_REMOTE_ACCESS = (
     Access.REMOTE_READ
@@ -111,11 +111,11 @@ def _random_psn() -> int:
 
 
 class _Terms:
-    """What a connection uses, from a reset on; a reset replaces it whole.
+    """The parameters of a connection, from one reset to the next, which replaces this object.
 
     Attributes:
         psn: the first packet sequence number to send.
-        settings: what modify has set, the last state other than ERR included.
+        settings: the attributes that modify has set, including the last state other than ERR.
     """
 
     __slots__ = ("psn", "settings")
@@ -132,7 +132,7 @@ class _Reset:
         alone: no other reset was in progress after it began.
         left: after it began, the device was still in another state.
         posted: how much each queue had posted when the device was called.
-        before, after: the terms when it began, and those that it brings.
+        before, after: the terms when it began, and those that it sets.
     """
 
     __slots__ = ("__weakref__", "after", "alone", "before", "left", "posted")
@@ -288,7 +288,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._latest_change = self._latest_reading = 0
         # The resets whose verb has not returned: nothing is posted until all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
-        # The number of the one that began last.
+        # The number of the reset that began last.
         self._latest_reset = 0
         self._terms = _Terms(_random_psn())
 
@@ -402,14 +402,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 keep_completions(recv_cq)
 
     def _admit_posts(self) -> None:
-        """Have the queues accept posts, or refuse them, as the noted state demands."""
+        """Have the queues accept posts or refuse them, according to the noted state."""
         resets = self._resets
         for change, reset in list(resets.items()):
             if reset() is None:
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
-        # A reset would drop what is posted now. No other thread runs between the comparison and
-        # set_ready(), which is C: it would see its own state undone.
+        # A reset would drop work requests that are posted now. No other thread runs between the
+        # comparison and set_ready(), which is C; if one could, this call might undo the state that
+        # it had set.
         self._send.set_ready(self._state >= self._sends_from, resets)
         self._recv.set_ready(self._has_receives and self._state >= self._receives_from, resets)
 
@@ -429,7 +430,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 return state
 
     def _read_state_beside_resets(self) -> None:
-        """Read the state if a reset is in progress: the device may have made it already."""
+        """Read the state if a reset is in progress: the device may have made the reset already."""
         if self._resets:
             with contextlib.suppress(VerbsError):
                 self._read_state()
@@ -536,8 +537,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         completion.  soft0 and Soft-RoCE promise no order.
 
         Args:
-            opcode: RDMA_READ for reads that this queue pair posts; RDMA_WRITE or SEND for what its
-                peer posts to it.
+            opcode: RDMA_READ for reads that this queue pair posts; RDMA_WRITE or SEND for its
+                peer's writes or sends.
             flags: QueryQPDataInOrderFlags; without RETURN_CAPS, only WHOLE_MSG can be returned.
 
         Raises:
@@ -673,7 +674,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
-                # Its verb has not returned, but the device keeps what is posted from now on.
+                # The reset's verb has not returned, but the device keeps work requests posted from
+                # now on.
                 self._resets.pop(executed, None)
             self._note_modified(to, attrs, change, reset, terms)
         except VerbsError as error:
@@ -714,7 +716,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             reset.after.psn = _random_psn()
 
     def _have_reset(self, raw: Any, mask: int, change: int, reset: _Reset) -> None:
-        """Have the device make a reset that has begun, again if the QP is in ERR afterwards.
+        """Have the device make a reset that has begun; repeat it if the QP is in ERR afterwards.
 
         If a request that Soft-RoCE is handling fails during the reset, ibv_modify_qp() returns 0
         and the queue pair is in ERR (rxe_qp_reset() in Linux 6.12).
@@ -726,7 +728,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 state = self.query().qp_state
             except VerbsError:
                 return
-            # Another thread may have seen the QP in RESET, and use it: ERR is its own then.
+            # Another thread may have seen the QP in RESET and used it: then the ERR is that
+            # thread's.
             if state is not QPState.ERR or change not in self._resets:
                 return
             self._drop(reset.posted)
@@ -741,18 +744,18 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return [(queue, queue.posted) for queue in self._in_flight]
 
     def _drop(self, posted: list[tuple[native.InFlight, int]]) -> None:
-        """Release what a reset has dropped, without completions."""
+        """Release the work requests that a reset has dropped, without completions."""
         self._keep_completions()
         for queue, count in posted:
             queue.clear_until(count)
 
     def _release_dropped(self) -> int | None:
-        """Release what resets in progress have dropped, if the device is in RESET.
+        """Release the work requests dropped by resets in progress, if the device is in RESET.
 
         Returns:
-            the number of a reset that the device has made, but whose verb has not returned: the
-            latest, if no other was in progress after it began, and the device was in another state
-            then; otherwise None.
+            the number of the latest reset, if the device is known to have made it although its verb
+            has not returned: no other reset was in progress after it began, and the device was in
+            another state then. Otherwise None.
         """
         latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)
@@ -778,14 +781,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
             change: the number of the change.
-            reset: what a reset drops.
-            terms: the connection's when the change began.
+            reset: the record of the reset; used only if `to` is RESET.
+            terms: the connection's terms when the change began.
         """
         if to is QPState.RESET:
             if self._terms is reset.before:
                 self._terms = reset.after
             elif self._terms is not reset.after:
-                # Another thread has reset and used it meanwhile.
+                # Another thread has reset and used the queue pair meanwhile.
                 self._release_dropped()
             self._drop(reset.posted)
             self._resets.pop(change, None)
@@ -797,7 +800,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if to is not None:
             number = next(self._changes)
             if self._latest_change == change:
-                # A thread that has read the state before does not note it any more.
+                # A thread that read the state earlier will no longer note it.
                 self._latest_change = number
                 self._state = to
             self._admit_posts()
@@ -974,9 +977,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         In ERR, call to_reset() first, on both sides.
 
-        An option of a transition that is already made is applied if ibv_modify_qp can change it
-        in the queue pair's state, and refused otherwise.  In RTS without options, the call only
-        checks the peer.  Options that the type does not have are ignored.
+        An option of a transition that has already been made is applied if ibv_modify_qp can change
+        it in the queue pair's state, and refused otherwise. In RTS without options, the call only
+        checks the peer. Options that the type does not have are ignored.
 
         If the call fails, a queue pair that was in RESET is back in RESET; any other stays in the
         state that it has reached.
@@ -1269,7 +1272,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             remote_addr: a number for all rows, a column, or ``Blocks``.
             rkey, imm_data, invalidate_rkey, compare_add, swap, atomic_wr: as in wr_type, each a
                 number for all rows or a column.
-            length, type, level: the same, of a Flush.
+            length, type, level: likewise, for a Flush.
             ah: the address handle of all rows.
             remote_qpn, remote_qkey, remote_srqn: numbers or columns, as above.
 
@@ -1451,9 +1454,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         as a finding.
 
         Args:
-            peer: the peer's queue pair, or its endpoint(), which has neither its path_mtu nor
-                its state and receives.  A connected queue pair finds a peer on the same open
-                device by itself.
+            peer: the peer's queue pair, or its endpoint(), which tells neither its path_mtu nor its
+                state and receives. A connected queue pair finds a peer on the same open device by
+                itself.
 
         Returns:
             findings, the problems first.

@@ -20,7 +20,7 @@ from .srq import SRQ
 from .xrcd import XRCD
 
 NOT_PERMITTED = frozenset({errno.EPERM, errno.EACCES})
-"""What a device returns if the process may not create RAW_PACKET queue pairs."""
+"""The errnos that a device returns if the process may not create RAW_PACKET queue pairs."""
 
 XRC = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 """The types whose receives come from the SRQ that a message names."""
@@ -112,11 +112,11 @@ def create_call(
         context: the open device.
         pd: the protection domain; None for XRC_RECV.
         xrcd: the XRC domain of an XRC_RECV queue pair.
-        init: a struct ibv_qp_init_attr_ex; its type, queues and capabilities are
-            set, and the capabilities become what was granted.
+        init: a struct ibv_qp_init_attr_ex; its type, queues and capabilities are set, and the call
+            replaces the capabilities with those granted.
         max_tso_header: bytes of a TSO's header, 0 for no TSO.
-        send_ops_flags: what ibv_wr_*() is to post, 0 for nothing.
-        checked: refuse what the device says it cannot do.
+        send_ops_flags: the opcodes that ibv_wr_*() is to post; 0 for none.
+        checked: refuse operations for which the device reports no capability.
 
     Raises:
         ClosedError: the PD or the XRC domain is closed.

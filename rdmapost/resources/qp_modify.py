@@ -28,7 +28,7 @@ RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
 
 _PATH_OPTIONS = {"sl", "traffic_class"}
 _ATTRIBUTES = {"access": "qp_access_flags", "sl": "ah_attr", "traffic_class": "ah_attr"}
-"""The attribute that an option sets, where its name is another."""
+"""The attribute that an option sets, if its name is not the option's."""
 _CLIMB = (QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS)
 
 
@@ -64,7 +64,7 @@ def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
 def refuse_missing_entries(
     context: Context, port_num: int, raw: Any, attrs: dict[str, Any]
 ) -> None:
-    """Check the ports, and the indices of their tables, that the attributes name.
+    """Check the ports that the attributes name, and the indices in the ports' tables.
 
     Args:
         context: the device.

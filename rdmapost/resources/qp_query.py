@@ -111,7 +111,7 @@ QUERY_MASK = int(
     # The kernel reports no rate limit, and libibverbs refuses its bit.
     & ~QPAttrMask.RATE_LIMIT
 )
-"""What a query asks for."""
+"""The attributes that a query asks for."""
 _CAP = ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline_data")
 _STRUCTS = ("ah_attr", "alt_ah_attr", "init_attr")
 

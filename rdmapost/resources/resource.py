@@ -95,7 +95,7 @@ class Resource(native.Handle, ClosesOnExit):
     _type_name = "resource"
     _undone = "closed"
     _left = "the device keeps it until the process ends"
-    """What the warning says when a finalizer cannot destroy one."""
+    """The end of the warning for a resource that a finalizer cannot destroy."""
     _rank = 0
     """Its place in the order of closing at exit: lower ranks first."""
     _inner = False
@@ -103,7 +103,7 @@ class Resource(native.Handle, ClosesOnExit):
 
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
-        # Its own finalizer, or one of a base class in front.
+        # The class's own finalizer, or that of a base class before Resource.
         finalizer: Any = cls.__del__
         if finalizer is not native.Handle.__del__ and not isinstance(finalizer, native.Finalizing):
             finalizer = native.Finalizing(finalizer, types.MethodType)
@@ -145,13 +145,13 @@ class Resource(native.Handle, ClosesOnExit):
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
-        """End the tool that holds the device open by this resource: close_all() comes first."""
+        """End the tool that holds the device open by this resource; close_all() does so first."""
 
     def _refuse_children(self) -> bool:
         """Close children that nothing refers to; raise InUseError if others are open.
 
         Returns:
-            Whether any was closed; if not, what is still a child is being created or closed.
+            Whether any was closed; if not, any remaining child is being created or closed.
         """
         children = open_children(self)
         some_closed = close_dropped(children)
@@ -219,8 +219,8 @@ def _failed(function: Callable[..., Any], code: int) -> NoReturn:
 
 
 _open: dict[int, Any] = {}
-"""Weak references to what is open, by address, in creation order; strong ones to what a device
-refused to destroy."""
+"""Weak references to the open resources, by address, in creation order; strong ones to those that
+a device refused to destroy."""
 
 native.describe_handles(
     ClosedError,
@@ -252,7 +252,7 @@ def creator(resource: Resource) -> int:
 
 
 def open_children(resource: Resource) -> list[Any]:
-    """Return what must be closed before a resource, the oldest first."""
+    """Return the resources that must be closed before a given one, the oldest first."""
     return [
         handle
         for handle in reversed(open_handles())
@@ -270,7 +270,8 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
         The resources that are still open, each with its error, in the order of closing.
 
     Raises:
-        Exception: what a signal handler raised meanwhile; everything that can be closed is.
+        Exception: an exception that a signal handler raised meanwhile; everything that can be
+            closed is.
     """
     interrupts: list[Exception] = []
     errors = _close_in_order(resource, interrupts)
@@ -302,7 +303,7 @@ def _close_in_order(resource: Resource, interrupts: list[Exception]) -> list[tup
         errors = _close_each(left, interrupts)
         if len(errors) == len(left):
             return errors
-        # Some of these were in use by others that are closed now.
+        # Some of these were in use by resources that are closed now.
         left = [handle for handle, _ in errors]
     return []
 
@@ -365,7 +366,7 @@ def _hangs_on(handle: Any, resource: Resource) -> bool:
 
 
 def open_handles() -> list[Any]:
-    """Return what this process has opened and not closed, the newest first.
+    """Return the resources that this process has opened and not closed, the newest first.
 
     Resources under construction are not included: only their constructors know them.
     """
@@ -395,7 +396,7 @@ def resource_at(struct: Any) -> Resource | None:
 
 
 def close_all() -> None:
-    """Close what is open: the interpreter is about to tear the modules down.
+    """Close all open resources: the interpreter is about to tear the modules down.
 
     Windows go before queue pairs and regions, and children before their
     parents, which are older.

@@ -97,10 +97,10 @@ def wait_for_event(
     """Wait in a thread for the next event.
 
     Args:
-        source: what reports it.
+        source: the resource that reports the event.
         timeout: seconds, not checked yet.
-        next_event: removes and returns an event that the source has read, or returns None.  It
-            must be a Python function, so that no interrupt comes between the two.
+        next_event: removes and returns an event that the source has read, or returns None. It must
+            be a Python function, so that no interrupt comes between the removal and the return.
         refused: the error message if asyncio tasks are waiting for the events.
     """
     timeout = seconds(timeout)

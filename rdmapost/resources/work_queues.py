@@ -37,7 +37,7 @@ class HasWorkQueues(Resource):
             queue.enroll(in_flight_of(self.context), invalidated_of(self.context))
 
     def _keep_completions(self) -> None:
-        """Poll what has completed, before the device drops it."""
+        """Poll the available completions before the device drops them."""
         raise NotImplementedError
 
     def _release(self) -> None:

@@ -41,7 +41,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
         self.context = context
         fd, oflags = within("fd", fd, -1, (1 << 31) - 1), index("oflags", oflags)
         if oflags & ~(os.O_CREAT | os.O_EXCL):
-            raise ValueError(f"oflags={oflags:#x} is not made of os.O_CREAT and os.O_EXCL")
+            raise ValueError(f"oflags={oflags:#x} is not a combination of os.O_CREAT and os.O_EXCL")
         init = ffi.new("struct ibv_xrcd_init_attr *")
         init.comp_mask = lib.IBV_XRCD_INIT_ATTR_FD | lib.IBV_XRCD_INIT_ATTR_OFLAGS
         init.fd, init.oflags = fd, oflags

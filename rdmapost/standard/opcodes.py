@@ -32,7 +32,7 @@ QP_TYPES_BY_OPCODE: dict[Opcode, frozenset[QPType]] = {
 """The table of ibv_post_send(3), and of ibv_wr_post(3) for the last two, by rows."""
 
 SEND_OPS = {Opcode.FLUSH: SendOps.FLUSH, Opcode.ATOMIC_WRITE: SendOps.ATOMIC_WRITE}
-"""Opcodes that only ibv_wr_post(3) has, and what a queue pair must be created with for them."""
+"""Opcodes that only ibv_wr_post(3) has, and the flags that a queue pair needs for them."""
 
 OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
     qp_type: frozenset(op for op, types in QP_TYPES_BY_OPCODE.items() if qp_type in types)

@@ -16,7 +16,7 @@ _RNR_MILLISECONDS = (
 
 
 def ack_timeout(timeout: int) -> float:
-    """Return the seconds that a sender waits for an acknowledgement.
+    """Return how many seconds a sender waits for an acknowledgement.
 
     Args:
         timeout: the attribute, 0..31; 0: forever (math.inf).
@@ -25,7 +25,7 @@ def ack_timeout(timeout: int) -> float:
 
 
 def rnr_timer(min_rnr_timer: int) -> float:
-    """Return the seconds that a sender waits after an RNR NAK.
+    """Return how many seconds a sender waits after an RNR NAK.
 
     Args:
         min_rnr_timer: the attribute of the receiving side, 0..31.
@@ -34,7 +34,7 @@ def rnr_timer(min_rnr_timer: int) -> float:
 
 
 def until_retry_exc(timeout: int, retry_cnt: int) -> float:
-    """Return the seconds until an unanswered send fails with RETRY_EXC_ERR.
+    """Return the number of seconds until an unanswered send fails with RETRY_EXC_ERR.
 
     Args:
         timeout: the attribute, 0..31; 0: forever (math.inf).
@@ -44,7 +44,7 @@ def until_retry_exc(timeout: int, retry_cnt: int) -> float:
 
 
 def until_rnr_retry_exc(rnr_retry: int, min_rnr_timer: int) -> float:
-    """Return the seconds until a send without a receive fails with RNR_RETRY_EXC_ERR.
+    """Return the number of seconds until a send without a receive fails with RNR_RETRY_EXC_ERR.
 
     Args:
         rnr_retry: the sender's attribute, 0..7; 7: forever (math.inf).

@@ -42,7 +42,7 @@ DONT_FRAGMENT = 0x4000
 ROCE_V2_PORT = 4791
 """The UDP port that RoCE v2 packets go to."""
 ROCE_V2_BYTES = IPV4.size + UDP_BYTES + BTH_BYTES + RETH_BYTES + IMM_BYTES + ICRC_BYTES
-"""The most that RoCE v2 over IPv4 adds to the payload of a packet."""
+"""The most bytes that RoCE v2 over IPv4 adds to the payload of a packet."""
 
 IPV4_MAPPED = bytes(10) + b"\xff\xff"
 """The start of a GID that holds an IPv4 address."""
@@ -69,7 +69,7 @@ def checksum_residue(data: bytes | bytearray | memoryview) -> int:
 
     It is 0 for data that includes a correct checksum.
     """
-    # 2^16 is 1 modulo 2^16 - 1, so a long number leaves the sum of its words.
+    # 2^16 is 1 modulo 2^16 - 1, so a long number has the same remainder as the sum of its words.
     return int.from_bytes(data if len(data) % 2 == 0 else bytes(data) + b"\0") % 0xFFFF
 
 
@@ -85,7 +85,7 @@ def ipv4_header(
 ) -> bytes:
     """Return an IPv4 header without options, with its checksum."""
     fields = (IPV4_VERSION_IHL, tos, length, identification, fragment, ttl, protocol)
-    # The sum of the 16-bit words is the remainder of the whole (RFC 1071).
+    # The checksum is the complement of the sum of the 16-bit words (RFC 1071).
     checksum = -checksum_residue(IPV4.pack(*fields, 0, src, dst)) % 0xFFFF
     return IPV4.pack(*fields, checksum, src, dst)
 

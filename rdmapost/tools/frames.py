@@ -95,10 +95,10 @@ def what_is_wrong(
 
     Args:
         packets: in order of arrival.
-        hdr: what tcp() made.
+        hdr: the header that tcp() returned.
         qp_type: as in tcp().
         payload: the data that was segmented.
-        mss: bytes of payload in each.
+        mss: bytes of payload in each packet but the last.
     """
     starts = range(0, len(payload) or 1, mss)
     if len(packets) != len(starts):

@@ -69,8 +69,8 @@ class Loopback(ResourceHolder):
         send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, to post these.
         srq_type: give the remote side a shared receive queue: BASIC, or TM with a matching
             list of `depth` tags.  XRC_SEND always has one.
-        port_num: the port of both, from 1.
-        gid_index: the GID of both; default: chosen by choose_gid.
+        port_num: the port of both queue pairs, from 1.
+        gid_index: the GID of both queue pairs; default: chosen by choose_gid.
         timeout: seconds for all waits in total, more than 0.
 
     Attributes:
@@ -325,8 +325,8 @@ class Loopback(ResourceHolder):
         """Return the sg_list for a range of a side's memory; it is empty for 0 bytes.
 
         Args:
-            side: whose memory.
-            offset: bytes from its start.
+            side: the side whose memory it is.
+            offset: bytes from the start of the memory.
             length: bytes.
 
         Raises:
@@ -343,7 +343,7 @@ class Loopback(ResourceHolder):
         """Wait for completions of the local side's work requests.
 
         Args:
-            count: how many.
+            count: how many completions.
 
         Raises:
             WaitTimeout: fewer completions came in time.
@@ -354,7 +354,7 @@ class Loopback(ResourceHolder):
         """Wait for completions of the remote side.
 
         Args:
-            count: how many.
+            count: how many completions.
 
         Raises:
             WaitTimeout: fewer completions came in time.
@@ -375,7 +375,7 @@ class Loopback(ResourceHolder):
             IndexError: the remote memory does not have that many bytes there.
         """
         expect("expected", expected, bytes, bytearray, memoryview)
-        # A view's length counts its items, and comparing it compares them.
+        # Bytes, because a memoryview's length counts items, and its comparison compares items.
         expected = bytes(expected)
         mr = self.remote.mr
         memory = mr.buffer[_within(mr, index("offset", offset), len(expected))]
@@ -394,7 +394,7 @@ class Loopback(ResourceHolder):
 
 
 def _within(mr: MR, offset: int, length: int) -> slice:
-    """Return the slice of a range of a region, which unlike a slice must not be cut or negative."""
+    """Return a range of a region as a slice; unlike a slice, it must lie within the region."""
     if not (offset >= 0 <= length and offset + length <= mr.length):
         raise IndexError(f"{counted(length, 'byte')} at offset {offset} are not within {mr}")
     return slice(offset, offset + length)

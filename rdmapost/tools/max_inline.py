@@ -26,7 +26,7 @@ __all__ = ["max_inline"]
 _TOO_MUCH = frozenset(
     {errno.EINVAL, errno.ENOMEM, errno.E2BIG, errno.ERANGE, errno.ENOSPC, errno.EOPNOTSUPP}
 )
-"""What drivers return for more inline data than they support."""
+"""The errnos that drivers return for more inline data than they support."""
 _FIRST = 64
 """Where the search begins: a cache line, which nearly every device grants."""
 
@@ -55,12 +55,12 @@ def max_inline(
     """Find the largest max_inline_data that a device grants.
 
     It creates and closes queue pairs, at most two for each bit of at_most plus
-    one: some milliseconds on most devices.
+    one, which takes some milliseconds on most devices.
 
     Args:
         pd: the protection domain.
         qp_type: type of the queue pair; XRC_RECV has no sends.
-        send_cq: where its sends would complete.
+        send_cq: the CQ on which its sends would complete.
         at_most: the largest size to try, 0..2^31.
         options: QP's other options.  Pass those of the actual queue pair: a
             device may grant less to a queue with more SGEs.

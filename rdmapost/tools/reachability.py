@@ -13,7 +13,7 @@ _RANDOM = secrets.token_hex(8)
 
 
 def fabric_of(context: Context) -> str:
-    """Return a name for what a device can reach; devices with the same name reach each other.
+    """Return a name for the fabric of a device; devices with the same name reach each other.
 
     Devices on a network are assumed to reach each other. soft0 reaches nothing outside its
     process.

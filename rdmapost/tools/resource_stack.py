@@ -40,7 +40,7 @@ class ResourceStack:
         return resource
 
     def before_closing(self, function: Callable[[], object]) -> None:
-        """Call a function before what is on the stack now is closed.
+        """Have a function called before the resources that are now on the stack are closed.
 
         Every close() calls it, so it must be repeatable.
         """
@@ -75,10 +75,10 @@ class ResourceStack:
             if failed is not None:
                 raise failed
         finally:
-            del failed  # or the exception and this frame refer to each other
+            del failed  # otherwise the exception and this frame refer to each other
 
     def close_with_all_on(self, pd: PD | None) -> None:
-        """Close what was created on a PD of the stack, even by other code, then the stack.
+        """Close all that was created on a PD of the stack, even by other code, then the stack.
 
         If anything stays open, closing its parent raises an error that names it. Without a PD
         (None), only close the stack.
@@ -144,7 +144,7 @@ class CloseAfterwards:
 def drop_outstanding(qp: QP) -> None:
     """Reset a queue pair that has outstanding work requests.
 
-    Otherwise the resources that these name cannot be closed.
+    Otherwise the resources that they use cannot be closed.
     """
     with suppress(RdmaError):
         if any(qp.outstanding):

@@ -1,4 +1,4 @@
-"""TCP for the tools: addresses as text, listening, connecting, and what to say if that fails."""
+"""TCP for the tools: addresses as text, listening, connecting, and the errors of these."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def name_of(address: tuple[Any, ...]) -> str:
 
 
 def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
-    """Look up a host in bounded time; return what getaddrinfo does."""
+    """Look up a host in bounded time; return getaddrinfo's result."""
     found: list[Any] = []
     # An address needs no name service.
     _look_up(found, host, port, socket.AI_NUMERICHOST)
@@ -123,7 +123,7 @@ def _resolve(host: str, port: int, timeout: float) -> list[tuple[Any, ...]]:
 
 
 def _look_up(found: list[Any], host: str, port: int, flags: int = 0) -> None:
-    """Put what getaddrinfo returns, or raises, into the list."""
+    """Put getaddrinfo's result, or its exception, into the list."""
     try:
         found[:] = [socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
     except (OSError, UnicodeError) as error:
@@ -146,10 +146,10 @@ def dial(
     """Connect to a host, trying all of its addresses; return a non-blocking socket.
 
     Args:
-        host, port: where to.
-        timeout: seconds, for all addresses.
-        wait_writable: waits until a socket can send, at most so many seconds, and returns whether
-            it can; it may raise to give up.
+        host, port: the address to connect to.
+        timeout: seconds, for all of the host's addresses.
+        wait_writable: waits until a socket can send, for at most a number of seconds, and returns
+            whether it can; it may raise to give up.
 
     Raises:
         TCPError, TCPTimeout: the host cannot be found.

@@ -368,7 +368,7 @@ def test_type_that_lacks_the_opcode_cannot_be_created_for_it(pd, cq, qp_type):
 
 @pytest.mark.parametrize("flags", [1 << 13, -1, 1 << 64])
 def test_unknown_send_ops_flags_are_refused(pd, cq, flags):
-    with pytest.raises(ValueError, match="is not made of SendOps flags"):
+    with pytest.raises(ValueError, match="is not a combination of SendOps flags"):
         rp.QP(pd, QPType.RC, cq, send_ops_flags=flags)
 
 

@@ -179,7 +179,7 @@ def test_library_without_extended_cqs_says_so(on_null):
 
 def test_unknown_wc_flags_are_refused(context):
     for wrong in (1 << 12, -1, 1 << 40):
-        with pytest.raises(ValueError, match=r"^wc_flags=.* is not made of WCExFlags$"):
+        with pytest.raises(ValueError, match=r"^wc_flags=.* is not a combination of WCExFlags$"):
             rp.CQ(context, wc_flags=wrong)
     with pytest.raises(TypeError, match=r"^wc_flags: expected int, got str$"):
         rp.CQ(context, wc_flags="TS")

@@ -154,7 +154,7 @@ def test_arguments_that_cannot_be_are_refused_and_the_region_is_as_it_was(pd, st
         (lambda: mr.rereg(), ValueError, r"rereg\(\) needs memory, access or pd"),
         (lambda: mr.rereg(pd=4), TypeError, "pd: expected PD or None, got int"),
         (lambda: mr.rereg(pd=foreign), ValueError, "a PD of the same open device"),
-        (lambda: mr.rereg(access=1 << 40), ValueError, "is not made of Access flags"),
+        (lambda: mr.rereg(access=1 << 40), ValueError, "is not a combination of Access flags"),
         (lambda: mr.rereg(access=2), ValueError, "REMOTE_WRITE needs LOCAL_WRITE too"),
         (lambda: mr.rereg(memory=0), ValueError, "a region needs at least 1 byte"),
         (lambda: mr.rereg(memory="x"), TypeError, "needs a writable buffer, not str"),

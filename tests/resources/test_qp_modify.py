@@ -89,7 +89,7 @@ def test_option_of_a_step_is_a_whole_number(connect, wrong):
 @pytest.mark.parametrize("access", [-1, 1 << 10, 1 << 31, 1 << 64])
 def test_access_of_a_step_has_no_other_bits(connect, access):
     pair = connect(to=QPState.RESET)
-    with pytest.raises(ValueError, match=f"^access={access:#x} is not made of Access flags"):
+    with pytest.raises(ValueError, match=f"^access={access:#x} is not a combination of Access"):
         pair.a.connect(pair.b.endpoint(), access=access)
 
 

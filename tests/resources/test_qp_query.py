@@ -99,7 +99,7 @@ def test_device_without_ordered_data_promises_no_order(rc: Pair, opcode: rp.Opco
 def test_order_of_data_is_asked_for_an_opcode_and_known_flags_only(rc: Pair) -> None:
     with pytest.raises(ValueError, match="opcode=77 is not a valid Opcode"):
         rc.a.query_data_in_order(77)
-    with pytest.raises(ValueError, match="flags=0x8 is not made of QueryQPDataInOrderFlags"):
+    with pytest.raises(ValueError, match="flags=0x8 is not a combination of QueryQPData"):
         rc.a.query_data_in_order(rp.Opcode.SEND, 8)
     with pytest.raises(TypeError, match="opcode: expected Opcode, got str"):
         rc.a.query_data_in_order("SEND")

@@ -215,8 +215,8 @@ def test_missing_xrc_argument_is_named(context, xrc, pd, cq):
         (lambda: rp.SRQ(pd, xrcd=xrc.xrcd), "type BASIC has no use for an XRC domain"),
         (lambda: rp.XRCD(context, fd=1 << 31), r"fd=2147483648 is not in -1..2\^31-1"),
         (lambda: rp.XRCD(context, fd=-2), r"fd=-2 is not in -1..2\^31-1"),
-        (lambda: rp.XRCD(context, -1, -1), "oflags=-0x1 is not made of os.O_CREAT and os.O_EXCL"),
-        (lambda: rp.XRCD(context, -1, os.O_RDWR), "oflags=0x2 is not made of"),
+        (lambda: rp.XRCD(context, -1, -1), "-0x1 is not a combination of os.O_CREAT and os.O_EXCL"),
+        (lambda: rp.XRCD(context, -1, os.O_RDWR), "oflags=0x2 is not a combination of"),
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -4,7 +4,10 @@
 
 #include "base.h"
 
-/* What C raises itself, from rdmapost/errors.py; describe_handles() (handle.c) stores them. */
+/*
+ * The exceptions that C itself raises, from rdmapost/errors.py; describe_handles() (handle.c)
+ * stores them.
+ */
 RP_SHARED struct rp_errors {
 	PyObject *closed; /* ClosedError */
 	PyObject *error; /* RdmaError */
@@ -37,7 +40,10 @@ void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
-/* rp_deliver_soon() for a caller that can raise: in the main thread, return the first, or NULL. */
+/*
+ * Like rp_deliver_soon(), for a caller that can raise: in the main thread, also removes and returns
+ * the first saved exception. Returns NULL if there is none, or in another thread.
+ */
 PyObject *rp_deliver(void);
 
 #endif

@@ -90,7 +90,7 @@ static void restore_error(struct error error)
 	PyErr_Restore(error.type, error.value, error.trace);
 }
 
-/* Set a handle's value in the dict of open handles, or remove it if NULL; 0, or -1. */
+/* Set a handle's value in the dict of open handles, or remove it if `value` is NULL; 0, or -1. */
 static int list_as(struct rp_handle *h, PyObject *value)
 {
 	PyObject *key = PyLong_FromVoidPtr(h);
@@ -101,7 +101,7 @@ static int list_as(struct rp_handle *h, PyObject *value)
 	return failed ? -1 : 0;
 }
 
-/* Runs no Python code. */
+/* Remove a handle from the dict of open handles; runs no Python code. */
 static void unlist(struct rp_handle *h)
 {
 	struct error error = save_error();
@@ -233,8 +233,8 @@ void rp_unpin(struct rp_handle *h)
 /* ---- windows -------------------------------------------------------------- */
 
 /*
- * A region that a window may be bound to. `bind.serial` (the bind was posted) and `done` (its
- * completion was seen) come from one counter.
+ * A region that a window may be bound to. `bind.serial` (taken when the bind was posted) and `done`
+ * (when its completion was seen) come from one counter.
  */
 struct rp_bound {
 	struct rp_handle *mr;
@@ -253,10 +253,11 @@ uint64_t rp_count_bind(void)
 
 /*
  * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
- * seen ends the first bind under it, whatever was posted meanwhile. Binds through several queue pairs
- * may be executed in any order, though. So once a bind is posted through another queue pair before
- * the invalidations of all earlier ones are seen, an invalidation of that key ends no bind. A window's
- * `keeps` has these counts for each low byte of its keys; a window of type 1 has none.
+ * seen ends the first bind under that key, whatever was posted meanwhile. Binds through several
+ * queue pairs may be executed in any order, though. So once a bind is posted through another queue
+ * pair before the invalidations of all earlier binds are seen, an invalidation of that key ends no
+ * bind. A window's `keeps` has these counts for each low byte of its keys; a window of type 1 has
+ * none.
  */
 struct key_counts {
 	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
@@ -583,7 +584,7 @@ static PyObject *call(PyObject *function, PyObject *self, PyObject *args, struct
 		struct rp_handle *h = rp_is_handle(arg) ? (struct rp_handle *)arg : NULL;
 
 		if (h && rp_begin_use(h, &uses[*used])) {
-			/* May run any Python code, which can reach tuples through the collector. */
+			/* May run any Python code, which could find an incomplete tuple. */
 			rp_raise_closed(h);
 			break;
 		}
@@ -649,8 +650,8 @@ static void read_keys(struct rp_handle *h)
 }
 
 /*
- * Take ownership of a new struct; 0, or -1 with an exception. A later step may fail for lack of
- * memory: then the handle is open, and can only be closed.
+ * Take ownership of a new struct; 0, or -1 with an exception. If a later step fails for lack of
+ * memory, the handle is open, but can only be closed.
  */
 static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 {
@@ -760,7 +761,7 @@ static void raise_made(PyObject *self)
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 
-/* _begin_making(): mark the constructor as begun; raise if another has. */
+/* _begin_making(): mark the constructor as begun; raise if another one has begun. */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -775,9 +776,9 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 }
 
 /*
- * _end_making(well): the constructor has ended. If it created no struct, another may begin. If it did
- * and then failed, close the handle, because a traceback may keep it alive for long; if that is
- * impossible, list it, so that a refusal to close its parents names it.
+ * _end_making(well): the constructor has ended. If it created no struct, another constructor may
+ * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
+ * for long; if that is impossible, list it, so that a refusal to close its parents names it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
@@ -1037,7 +1038,10 @@ static void end_claim(struct rp_handle *h)
 	__atomic_store_n(&h->closer, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Mark every handle that this thread is closing as waiting, or not, for another thread's close. */
+/*
+ * Record in every handle that this thread is closing whether the thread is waiting for another
+ * thread's close.
+ */
 static void set_stalled(char stalled)
 {
 	for (struct rp_handle *h = rp_thread()->closing; h; h = h->outer)
@@ -1068,7 +1072,10 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	return stopped;
 }
 
-/* Let waiting threads claim a handle: one that closes in a loop would claim it before they wake. */
+/*
+ * Let waiting threads claim a handle: a thread that closes it in a loop would otherwise claim it
+ * again before they wake.
+ */
 static void yield_claim(const struct rp_handle *h)
 {
 	struct timespec time = { 0, 2000L * LONGEST_PAUSE_US };
@@ -1080,7 +1087,7 @@ static void yield_claim(const struct rp_handle *h)
 	Py_END_ALLOW_THREADS
 }
 
-/* Count a child in each parent's `destroyed` or `finished`, which `counter` is the offset of. */
+/* Count a child in each parent's `destroyed` or `finished`; `counter` is the member's offset. */
 static void count_ended(PyObject *parents, size_t counter)
 {
 	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
@@ -1193,8 +1200,8 @@ static int destroy(struct rp_handle *h)
 }
 
 /*
- * Call a method until it completes: the device has already done its part. Returns whether it has, and
- * the first exception; leaves none set.
+ * Call a method until it completes: the device has already done its part. Returns whether it
+ * completed, and sets `*raised` to the first exception; leaves none set.
  */
 static int insist(struct rp_handle *h, const char *method, struct error *raised)
 {
@@ -1208,7 +1215,7 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 			first = save_error();
 		PyErr_Clear();
 	}
-	/* A later attempt had enough memory or stack. */
+	/* A later attempt had enough memory or stack: drop the exception. */
 	if (done && first.type && rp_lacks_room(first.type)) {
 		restore_error(first);
 		PyErr_Clear();
@@ -1275,7 +1282,10 @@ static int close_now(struct rp_handle *h)
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* The device refused to destroy it: keep it, its memory and its parents until the process ends. */
+/*
+ * The device refused to destroy a handle's struct: keep the handle, its memory and its parents
+ * until the process ends.
+ */
 static void keep(struct rp_handle *h)
 {
 	struct error error = save_error();
@@ -1333,7 +1343,7 @@ static int close_insistently(struct rp_handle *h)
 		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
 		    (PyErr_ExceptionMatches(rp_errors.in_use) && is_busy(h)))
 			break;
-		/* An InUseError is stale here: the last user has gone, and left the close to us. */
+		/* An InUseError is stale here: the last user has left the close to this thread. */
 		if (PyErr_ExceptionMatches(rp_errors.in_use) || first ||
 		    PyErr_ExceptionMatches(PyExc_MemoryError))
 			PyErr_Clear();
@@ -1503,7 +1513,10 @@ static int check_attributes(PyObject *attributes)
 	return 0;
 }
 
-/* Set the attributes; takes no memory and runs no Python code: a form also holds the old values. */
+/*
+ * Set the attributes. Takes no memory and runs no Python code, because a form still holds the old
+ * values.
+ */
 static void set_attributes(PyObject *attributes)
 {
 	descrsetfunc set = (descrsetfunc)PyType_GetSlot(&PyMemberDescr_Type, Py_tp_descr_set);
@@ -1685,7 +1698,7 @@ static PyObject *handle_remake(PyObject *self, PyObject *args)
 	return failed ? NULL : PyBool_FromLong(!stale);
 }
 
-/* The default for hooks. */
+/* The default implementation of the hooks. */
 static PyObject *do_nothing(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -1806,10 +1819,10 @@ static PyGetSetDef handle_getset[] = {
 };
 
 static PyMemberDef handle_members[] = {
-	/* Whether its last user closes it. */
+	/* Whether the handle's last user closes it. */
 	{ "_abandoned", T_BOOL, offsetof(struct rp_handle, abandoned), 0, NULL },
 	{ "_pid", T_INT, offsetof(struct rp_handle, pid), READONLY, NULL },
-	/* It can only be closed. */
+	/* Whether the handle can only be closed. */
 	{ "_spoiled", T_BOOL, offsetof(struct rp_handle, spoiled), READONLY, NULL },
 	/* Missing until own_queues() has been called. */
 	{ "_in_flight", T_OBJECT_EX, offsetof(struct rp_handle, queues), READONLY, NULL },
@@ -1832,8 +1845,8 @@ static PyType_Slot handle_slots[] = {
 /*
  * Call _finalize() until it completes: a signal handler may raise in the middle of it, and a
  * __del__ would lose that exception, so it is raised later, in the main thread. An exception that
- * recurs on every attempt is not a handler's. At exit, when modules may have been cleared, it means
- * nothing: the kernel closes what is left.
+ * recurs on every attempt is not a handler's. At exit, when modules may have been cleared,
+ * exceptions mean nothing: the kernel closes what is left.
  */
 static void finalizer_finalize(PyObject *self)
 {

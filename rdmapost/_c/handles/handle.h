@@ -27,7 +27,7 @@ struct rp_handle {
 	PyObject *destroy; /* called with cdata */
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* memory that must outlive the struct */
-	PyObject *queues; /* records of what is posted to it, or NULL */
+	PyObject *queues; /* records of the work requests posted to it, or NULL */
 	void (*forget)(PyObject *queues); /* drops those records; may run any Python code */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
@@ -35,10 +35,11 @@ struct rp_handle {
 	int64_t held_since; /* when it was held back, or 0 */
 	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
-	uintptr_t maker; /* the thread whose constructor has begun but not succeeded, or 0 */
+	uintptr_t maker; /* the thread that has begun, but not completed, its constructor; or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
-	unsigned int destroyed, finished; /* children that are leaving; those that have left */
+	/* How many children's structs have been destroyed, and how many of their closes finished. */
+	unsigned int destroyed, finished;
 	unsigned int claimants; /* threads that wait to close it, or to register it again */
 	unsigned int windows; /* number of windows bound to it */
 	unsigned int process; /* generation of the process that created it */
@@ -154,9 +155,9 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 }
 
 /*
- * Runs the pending work of a device written in Python; not set without one. May run any Python
- * code and wait for another thread's verb, so hold no lock. Returns a signal handler's exception,
- * which the caller must raise, or NULL.
+ * Runs the pending work of a device written in Python; NULL without such a device. May run any
+ * Python code and wait for another thread's verb, so hold no lock. Returns a signal handler's
+ * exception, which the caller must raise, or NULL.
  */
 RP_SHARED PyObject *(*rp_progress)(void);
 
@@ -214,10 +215,10 @@ uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp
 /* Take back a bind that was not posted, or has failed. */
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
 
-/* A key has been invalidated; `counts` are its window's, or NULL. Runs no Python code. */
+/* Count the invalidation of a key; `counts` are its window's, or NULL. Runs no Python code. */
 void rp_count_invalidation(PyObject *counts, unsigned char key);
 
-/* A window bind has been posted to a handle's queue. */
+/* Note that a window bind has been posted to a handle's queue. */
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
 #endif

@@ -9,7 +9,7 @@
 struct rp_handle;
 struct rp_use;
 
-/* The process's generation: a fork's child has another. */
+/* The process's generation: a forked child has a new one. */
 RP_SHARED unsigned int rp_process;
 
 /*

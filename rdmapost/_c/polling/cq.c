@@ -4,7 +4,7 @@
  * Polled completions are matched with their work requests at once (posting/inflight.c restores the
  * caller's wr_id), without running Python, and appended to the backlog. They become WCs only after
  * the lock is released, because creating them may run finalizers and raise any exception.
- * Undelivered ones return to the front.
+ * Undelivered completions return to the front.
  *
  * Waiting threads are kept in a list, each with its own eventfd. One of them, the leader, also
  * sleeps on the completion channel. If asyncio tasks are waiting, their event loop does that
@@ -67,7 +67,7 @@ struct poller {
 	int64_t spin_ns;
 	struct rp_completion *backlog, **end; /* matched completions, and where the next goes */
 	size_t there; /* completions in the backlog */
-	struct rp_completion *spare; /* for the next poll, and to put back what was delivered */
+	struct rp_completion *spare; /* for the next poll, and to put back delivered completions */
 	size_t spares;
 	size_t lent; /* completions delivered last, together with those that were in the same list */
 };
@@ -155,7 +155,7 @@ static void wake(struct waiter *w)
 	w->woken = 1;
 }
 
-/* Wake the threads whose count is available and, if no thread leads, one to lead. */
+/* Wake the threads whose count is available and, if no thread leads, one that is to lead. */
 static void wake_waiters(struct poller *p)
 {
 	uint64_t left = p->there;
@@ -294,7 +294,10 @@ static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, str
 	return -1;
 }
 
-/* Begin a verb that polls a CQ: the device receives the handle's struct as one. 0, or -1. */
+/*
+ * Begin a verb that polls the CQ; 0, or -1 with an exception. The handle must be the CQ's, because
+ * the device takes any handle's struct for a CQ's.
+ */
 static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize_t nargs,
 			 Py_ssize_t wanted, struct rp_use *use)
 {
@@ -670,8 +673,8 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 }
 
 /*
- * What to take: `count` completions if `promised` more are available for asyncio tasks, else none.
- * With `fewer`, whatever is available, up to `count`.
+ * The completions to take: `count` of them if `promised` more are available for asyncio tasks, else
+ * none. With `fewer`, those that are available, up to `count`.
  */
 struct order {
 	uint64_t count, promised;
@@ -695,8 +698,9 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 }
 
 /*
- * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take what was
- * ordered. 0, or -1 with an exception: a signal handler's, or because one has forked.
+ * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take the
+ * completions ordered. 0, or -1 with an exception: a signal handler's, or because a handler has
+ * forked.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_completion **taken)
@@ -777,7 +781,7 @@ static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 }
 
 /*
- * Return a spare completion (each one just delivered has left one), or a new one; NULL if out of
+ * Return a spare completion (each delivered completion has left one), or a new one; NULL if out of
  * memory.
  */
 static struct rp_completion *take_spare(struct poller *p)
@@ -875,7 +879,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 	return -1;
 }
 
-/* poll(handle, max_entries, wcs): append what is available now to a list. */
+/* poll(handle, max_entries, wcs): append the completions available now to a list. */
 METHOD(poll_now)
 {
 	struct order order = { .fewer = 1 };
@@ -893,8 +897,8 @@ METHOD(poll_now)
 }
 
 /*
- * After get() has written the first rows, with the result `got`, add what else is available.
- * Returns the number of all rows, or -1.
+ * After get() has written the first rows, with the result `got`, add the other available
+ * completions. Returns the total number of rows, or -1.
  */
 static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py_buffer *view,
 			    struct order *begun, Py_ssize_t got)
@@ -927,8 +931,8 @@ static const char WC_FORMAT[] =
 	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
 
 /*
- * An export has failed: raise TypeError or ValueError, which name the argument, instead of what the
- * exporter raised. Other exceptions stay.
+ * An export has failed: raise TypeError or ValueError, which name the argument, instead of the
+ * exporter's own. Other exceptions stay.
  */
 static void refuse_rows(PyObject *buffer)
 {
@@ -970,7 +974,7 @@ static int export_rows(PyObject *buffer, Py_buffer *view)
 	return failed;
 }
 
-/* Check a memoryview: a class may return a different buffer at each call. */
+/* Check and export one memoryview: a class may return a different buffer at each call. */
 static int export_checked(PyObject *buffer, Py_buffer *view)
 {
 	PyObject *memory = PyMemoryView_FromObject(buffer);
@@ -1004,7 +1008,7 @@ static int get_rows(PyObject *buffer, Py_buffer *view)
 	return -1;
 }
 
-/* Reserve the result's memory, so that rows written can always be counted in it. */
+/* Reserve memory for the result, so that the number of rows written can always be returned. */
 static PyObject *reserve_number(void)
 {
 	return PyLong_FromSsize_t(PY_SSIZE_T_MAX);
@@ -1328,8 +1332,8 @@ static PyObject *first_failed(PyObject *self, PyObject *unused)
 /* ---- the type ----------------------------------------------------------- */
 
 /*
- * Poller(cq, queues, invalidated, wc_flags, spin_ns, channel, drop_event): without a CQ, None;
- * without a channel, -1 and None.
+ * Poller(cq, queues, invalidated, wc_flags, spin_ns, channel, drop_event): `cq` is None if there is
+ * no CQ; `channel` is -1 and `drop_event` None if there is no channel.
  */
 static PyObject *poller_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {

@@ -235,7 +235,7 @@ static int read_column(struct columns *c, struct column *col, PyObject *given)
 	return read;
 }
 
-/* Refuse what looks like a column for a field that all rows share; 0, or -1 with an exception. */
+/* Refuse an apparent column for a field that all rows share; 0, or -1 with an exception. */
 static int refuse_column(PyObject *name, PyObject *given)
 {
 	int rows = PyList_Check(given) || PyTuple_Check(given);
@@ -248,7 +248,8 @@ static int refuse_column(PyObject *name, PyObject *given)
 		PyBuffer_Release(&view);
 	}
 	if (rows)
-		PyErr_Format(PyExc_TypeError, "%U cannot be a column: all rows have the same", name);
+		PyErr_Format(PyExc_TypeError, "%U cannot be a column: all rows share one value",
+			     name);
 	return rows ? -1 : 0;
 }
 
@@ -276,7 +277,7 @@ static int read_one(const struct columns *c, PyObject *name, PyObject *given, in
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether it is a Blocks, or Ranges: 1, 0, or -1 with an exception. */
+/* Whether an object is a Blocks or a Ranges, whichever `type` is: 1, 0, or -1 with an exception. */
 static int are_rows(PyObject *given, PyObject *type)
 {
 	int are = rp_is_instance(given, type);
@@ -299,8 +300,8 @@ static int read_numbers(struct columns *c, const struct field *field, PyObject *
 		return -1;
 	if (blocks) {
 		if (field->size != 8 || rp_is_instance(rp_item(given, 0), rp_known.mr))
-			return PyErr_Format(PyExc_TypeError, "%U: not an address, which "
-					    "Blocks(base, index, size) is for", name), -1;
+			return PyErr_Format(PyExc_TypeError, "%U: Blocks(base, index, size) is for "
+					    "addresses, and base is a number", name), -1;
 		if (read_one(c, name, rp_item(given, 0), 0, &col.base) ||
 		    read_one(c, size_name, rp_item(given, 2), 0, &col.scale))
 			return -1;
@@ -491,7 +492,7 @@ static size_t in_one_entry(const struct columns *c, size_t count)
 	return !c->q->in_flight->in_order || rp_invalidates(c->q, c->type) ? 1 : count;
 }
 
-/* The key that a row of LocalInvs invalidates: it has no other field. */
+/* The key that a row of LocalInvs invalidates: a LocalInv has no other field. */
 static uint32_t key_at(const struct columns *c, const struct request *r, size_t row)
 {
 	for (const struct column *col = c->column; col < c->column + c->used; col++)
@@ -556,7 +557,7 @@ static void take_back(const struct columns *c, uint64_t first, const uint64_t *c
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
 	const uint64_t *values = col->values + from;
-	int wide = col->field->size == 8; /* read once: the compiler assumes writes change it */
+	int wide = col->field->size == 8; /* read once: to the compiler, writes may change it */
 
 	to += col->field->at;
 	for (size_t i = 0; wide && i < count; i++, to += step)
@@ -578,8 +579,8 @@ static void put_flags(const struct columns *c, struct ibv_send_wr *wr, size_t fr
 }
 
 /*
- * Post rows to the device. The outcome contains how many the device accepted; if it does not report
- * that, `known` is the most that it may have accepted.
+ * Post rows to the device. The outcome says how many rows the device accepted; if the device does
+ * not report that, `known` is the most that it may have accepted.
  */
 static NOINLINE struct outcome submit(const struct columns *c, const struct request *r, uint64_t cookie,
 			     const uint64_t *cookies, size_t count, size_t *known)
@@ -749,7 +750,7 @@ METHOD(rp_post_srq_recv_columns, SRQ_RECV)
 				      nargs == 2 ? Py_NewRef(args[1]) : NULL };              \
                                                                                              \
 		if (nargs != 2)                                                              \
-			PyErr_SetString(PyExc_TypeError, "two columns, or one and a number"); \
+			PyErr_SetString(PyExc_TypeError, "expected two columns, or one and a number"); \
 		return rp_make_tuple(type, items, 3);                                        \
 	}
 MAKER(rp_mr_blocks, rp_known.blocks)

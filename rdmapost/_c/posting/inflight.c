@@ -10,7 +10,7 @@ PyObject *rp_in_flight_type, *rp_sent_type;
 
 /* ---- what an entry holds ------------------------------------------------ */
 
-/* Whether an object that a work request holds is a handle; the usual types first. */
+/* Whether an object that a work request holds is a handle; tests for the usual types first. */
 static inline int is_handle(PyObject *object)
 {
 	return rp_has_type(object, rp_known.mr) || rp_has_type(object, rp_known.ah) ||
@@ -92,7 +92,7 @@ int rp_grow(struct rp_in_flight *q, size_t count)
 
 	RP_BEGIN(q);
 	if (!q->in_order && count > MAX_SLOTS - q->end) {
-		PyErr_Format(PyExc_MemoryError, "at most %d receives of an SRQ are kept track of",
+		PyErr_Format(PyExc_MemoryError, "at most %d receives of an SRQ can be outstanding",
 			     MAX_SLOTS);
 		failed = -1;
 	}
@@ -103,8 +103,8 @@ int rp_grow(struct rp_in_flight *q, size_t count)
 }
 
 /*
- * The low half of a slot's cookie, never 0: 1 + its index, and how often it has been used, so that
- * a stale cookie finds nothing.
+ * The low half of a slot's cookie, never 0: 1 + the slot's index and, in the top byte, its
+ * generation, so that a stale cookie finds nothing.
  */
 static uint32_t low_half_of_cookie(const struct rp_in_flight *q, size_t index)
 {
@@ -126,7 +126,7 @@ static int is_there(const struct rp_entry *entry)
 	return entry->state != RP_FREE && entry->state != RP_DONE;
 }
 
-/* In a queue without order, the outstanding entry that a cookie names. */
+/* In a queue that completes in any order, find a cookie's outstanding entry, or NULL. */
 static struct rp_entry *find(const struct rp_in_flight *q, uint64_t cookie)
 {
 	size_t index = (size_t)(cookie & MAX_SLOTS) - 1;
@@ -135,7 +135,7 @@ static struct rp_entry *find(const struct rp_in_flight *q, uint64_t cookie)
 	       is_there(&q->entries[index]) ? &q->entries[index] : NULL;
 }
 
-/* In such a queue, leave an entry to rp_drop_done(). */
+/* In such a queue, retire an entry: it is done, and rp_drop_done() will release it. */
 static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	entry->state = RP_DONE;
@@ -144,7 +144,10 @@ static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 	q->done++;
 }
 
-/* Return a new reference to a work request's wr_id, or NULL if it is only a number: *number. */
+/*
+ * Return a new reference to a work request's wr_id; if it is only a number, set *number and return
+ * NULL.
+ */
 static PyObject *find_wr_id(const struct rp_entry *entry, uint64_t index, uint64_t *number)
 {
 	PyObject *wr_id = entry->wr_id;
@@ -177,7 +180,9 @@ void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 	PyObject *type, *value, *traceback, *index, *counts;
 
 	PyErr_Fetch(&type, &value, &traceback);
-	/* A window that is closed has no entry. If memory runs out, the window counts as bound. */
+	/*
+	 * A closed window is not in the dict. If memory runs out, the window still counts as bound.
+	 */
 	index = PyLong_FromUnsignedLong(rkey >> 8);
 	counts = index ? rp_dict_get(invalidated, index) : NULL;
 	rp_count_invalidation(counts, rkey & RP_KEY_BYTE);
@@ -200,8 +205,8 @@ static void release(struct rp_in_flight *tagged, uint32_t cookie, uint64_t seria
 }
 
 /*
- * Note a bind's outcome. An error status belongs to the last entry; whether the unsignaled binds
- * before it took effect is unknown.
+ * Note a bind's outcome. An error status is that of the last entry only; whether the unsignaled
+ * binds before it took effect is unknown.
  */
 static void note_bind(struct rp_entry *entry, int last, int status)
 {
@@ -242,7 +247,7 @@ static int complete_in_order(struct rp_in_flight *q, uint64_t cookie, int status
 			note_bind(entry, found, status);
 		else if (entry->state == RP_LOCAL_INV && status == IBV_WC_SUCCESS)
 			entry->state = RP_INVALIDATED;
-		/* An error status belongs to the last entry: if that is a TAG_DEL, it removed nothing. */
+		/* An error status is the last entry's: if that is a TAG_DEL, it removed nothing. */
 		if (entry->removes && q->tagged && (!found || status == IBV_WC_SUCCESS))
 			release(q->tagged, entry->removes, entry->serial);
 	}
@@ -388,8 +393,8 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 }
 
 /*
- * Forget the first `posted` work requests ever posted: the queue has been destroyed or reset. A
- * queue that completes in any order is only ever destroyed, and forgets everything.
+ * Forget the first `posted` work requests of a queue that has been destroyed or reset. A queue that
+ * completes in any order is only ever destroyed, and forgets everything.
  */
 static void clear(struct rp_in_flight *q, uint64_t posted)
 {
@@ -417,7 +422,7 @@ static void clear(struct rp_in_flight *q, uint64_t posted)
 /*
  * In the dict, a queue's value is a capsule with its address. The queue's dealloc first invalidates
  * the capsule, so the address of a queue without references is never found. Without a GIL, another
- * thread could find it before that: there the value is the queue itself.
+ * thread could use the address before that, so there the value is the queue itself.
  */
 #ifndef Py_GIL_DISABLED
 static const char CAPSULE[] = "rdmapost._verbs.InFlight";
@@ -441,7 +446,7 @@ static void invalidate(PyObject *value)
 #endif
 }
 
-/* The cookie's queue, borrowed; NULL if the value is another: code may have changed the dict. */
+/* The cookie's queue, borrowed; NULL if the value is not it, since any code can change the dict. */
 static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
 {
 	struct rp_in_flight *q = NULL;
@@ -479,7 +484,10 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	return found;
 }
 
-/* enroll(queues, invalidated): let rp_find_queue() find the queue; count keys it invalidates. */
+/*
+ * enroll(queues, invalidated): let rp_find_queue() find the queue, and count the keys that it
+ * invalidates.
+ */
 static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
@@ -537,7 +545,10 @@ static void forget(PyObject *queues)
 	}
 }
 
-/* own_queues(handle, *queues): closing the handle drops their records, whatever fails in Python. */
+/*
+ * own_queues(handle, *queues): closing the handle drops the queues' records, even if Python code
+ * fails.
+ */
 static PyObject *own_queues(PyObject *module, PyObject *args)
 {
 	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
@@ -640,7 +651,10 @@ static PyObject *in_flight_clear_until(PyObject *self, PyObject *arg)
 	Py_RETURN_NONE;
 }
 
-/* Return the entry of the index-th oldest work request, and its index there; NULL past the end. */
+/*
+ * Return the entry of the index-th outstanding work request, and the work request's index in the
+ * entry; NULL past the end. The order is that of posting, or of the slots.
+ */
 static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint64_t *within)
 {
 	if (!q->in_order) {
@@ -662,7 +676,7 @@ static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint
 	return NULL;
 }
 
-/* entry(index): (wr_id, what it holds) of an outstanding work request, or None. */
+/* entry(index): (wr_id, held objects) of an outstanding work request, or None. */
 static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 {
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
@@ -757,7 +771,7 @@ static PyMethodDef in_flight_methods[] = {
 	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
 	{ "clear_until", in_flight_clear_until, METH_O,
-	  "Forget what had been posted when `posted` had this value: the queue was reset then." },
+	  "Forget the first `posted` work requests: the queue has been reset since." },
 	{ NULL, NULL, 0, NULL },
 };
 

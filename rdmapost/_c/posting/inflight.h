@@ -1,11 +1,11 @@
 /*
- * Records of posted work requests: from the cookie that the device returns to the caller's wr_id.
+ * Records of posted work requests, which map the cookie that a device returns to the caller's
+ * wr_id.
  *
- * A device returns only a work request's wr_id, and an error completion does
- * not even say which queue it was on. So we give it a cookie as wr_id, the
- * queue's number and a count, and restore the caller's wr_id from the queue's
- * records. These also hold the memory, windows and address handles that a work
- * request names, until it is known to be done.
+ * A device identifies a completed work request only by its wr_id; an error completion does not even
+ * say which queue the work request was on. So the wr_id that the device gets is a cookie: the
+ * queue's number and a count. The queue's records give back the caller's wr_id. They also hold the
+ * memory, windows and address handles that a work request names, until it is known to be done.
  */
 #ifndef RDMAPOST_INFLIGHT_H
 #define RDMAPOST_INFLIGHT_H
@@ -19,16 +19,16 @@ enum {
 };
 
 /*
- * A work request, a prepared list of them, or rows of columns. On an SRQ, and if there are LOCAL_INVs
- * among them, each work request of a list and each row has an entry.
+ * The record of a work request, of a prepared list, or of the rows of a post by columns. On an SRQ,
+ * and in a list or rows with LOCAL_INVs, each work request has its own entry.
  */
 struct rp_entry {
 	PyObject *wr_id; /* an int, bytes (a uint64_t for each row), or a struct rp_sent */
 	PyObject *refs; /* one object, a tuple of them (for a bind: window, region), or NULL */
-	uint32_t count; /* work requests; in a free or done slot, the next one */
+	uint32_t count; /* number of work requests; in a free or retired slot, the next slot */
 	/*
 	 * Low half of the cookie of the receive that a TAG_DEL removes, or 0; for a LOCAL_INV, the
-	 * key; for a bind, rp_number_bind().
+	 * key; for a bind, the result of rp_number_bind().
 	 */
 	uint32_t removes;
 	/*
@@ -37,26 +37,27 @@ struct rp_entry {
 	 * its place among all binds; for RP_ROWS, the address of the wr_ids.
 	 */
 	uint64_t serial;
-	uint32_t row; /* where its first work request is in `wr_id`; 0 for RP_ROWS */
-	unsigned char generation, state, key; /* the low byte of the key that a bind sets */
+	uint32_t row; /* index in `wr_id` of the entry's first work request; 0 for RP_ROWS */
+	unsigned char generation, state, key; /* key: low byte of the key that a bind sets */
 };
 
 struct rp_in_flight {
 	PyObject_HEAD
-	uint64_t posted; /* work requests so far */
-	uint64_t done; /* of these */
+	uint64_t posted; /* number of work requests posted so far */
+	uint64_t done; /* number of these that are done */
 	uint64_t base; /* the queue's part of a cookie */
-	uint64_t begun; /* work requests done in the first entry */
+	uint64_t begun; /* number of work requests done in the entry at `first` */
 	struct rp_binder *binder;
-	struct rp_in_flight *tagged; /* the queue from which a TAG_DEL of this one removes */
+	struct rp_in_flight *tagged; /* for SRQ operations: the queue of the SRQ's tagged receives */
 	PyObject *queues, *key, *value; /* the dict for rp_find_queue(), and its item there; or NULL */
 	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */
 	/*
-	 * If the queue completes in order, `entries` is a ring, and those from `dropped` to `first`
-	 * are done but not dropped. If it completes in any order, they are slots, of which `end`
-	 * are taken; `free` and `retired` head lists of slots: 1 + the index of the first, or 0.
+	 * If the queue completes in order, `entries` is a ring; the entries from `dropped` to
+	 * `first` are done but not yet dropped. If the queue completes in any order, `entries` are
+	 * slots, of which `end` are taken; `free` and `retired` head lists of slots: 1 + the index
+	 * of the first slot, or 0.
 	 */
 	size_t dropped, first, end;
 	uint32_t free, retired;
@@ -74,8 +75,8 @@ RP_SHARED PyObject *rp_in_flight_type;
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
 
 /*
- * A key, of a window or of anything else, has been invalidated. `invalidated` is the device's dict
- * (Context._invalidated) from the index in a window's keys to the window's counts.
+ * Note that a key, of a window or of anything else, has been invalidated. `invalidated` is the
+ * device's dict (Context._invalidated) from the index in a window's keys to the window's counts.
  */
 void rp_note_invalidated(PyObject *invalidated, uint32_t rkey);
 
@@ -88,13 +89,14 @@ static inline int rp_reserve(struct rp_in_flight *q, size_t count)
 	return RP_READS_SLOTS && q->size - (q->end - q->dropped) >= count ? 0 : rp_grow(q, count);
 }
 
+/* Take a free slot of a queue that completes in any order, and set its cookie. */
+struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie);
+
 /*
  * Record a work request that is about to be posted; the caller has reserved a free slot. Returns
  * its cookie; the other work requests in a list have the cookies that follow. Takes over the
  * references, and the rp_pin() calls, for the objects that the record holds.
  */
-struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie);
-
 static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 {
 	struct rp_entry *entry;
@@ -116,18 +118,19 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 }
 
 /*
- * Undo the record of what was not posted: the work request with this cookie, or the
- * last `count` of a prepared list. Hands over the entry's references if nothing of it
- * is left. In a queue that completes in order, only the latest entry can go; if a signal
- * handler has posted meanwhile, this one stays until the queue is reset.
+ * Undo the record of work requests that were not posted: the one with this cookie or, in a prepared
+ * list, the last `count`, the first of which has this cookie. If that leaves nothing of the entry,
+ * hands over its references in `*taken`. In a queue that completes in order, only the latest entry
+ * can be removed; if a signal handler has posted meanwhile, this one stays until the queue is
+ * reset.
  */
 void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct rp_entry *taken);
 
 /*
- * Retire a work request that has completed with a status and, if the queue completes in
- * order, all before it. Returns whether the cookie is outstanding; then the caller's wr_id is a
- * new reference, or NULL and a number. Runs no Python code: rp_drop_done(), which may run any,
- * releases what is retired.
+ * Retire a work request that has completed with a status and, if the queue completes in order, all
+ * before it. Returns whether the cookie was outstanding; if so, sets `*wr_id` to a new reference to
+ * the caller's wr_id, or to NULL, and then `*number` to its value. Runs no Python code:
+ * rp_drop_done(), which may run any, releases the retired entries.
  */
 int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
 		uint64_t *number);
@@ -151,14 +154,14 @@ int rp_is_outstanding(struct rp_in_flight *q, uint64_t cookie, uint64_t serial);
 
 /*
  * Pin the handles in `refs` (see rp_entry) for a work request in flight, or unpin them.
- * Returns the first that is not open, borrowed, or NULL.
+ * rp_pin_all() returns a borrowed reference to the first handle that is not open, or NULL.
  */
 PyObject *rp_pin_all(PyObject *refs);
 void rp_unpin_all(PyObject *refs);
 
 /*
- * The bits of a window's key that a bind chooses. The others are the device's; drivers ignore them
- * in a bind, without an error.
+ * The bits of a window's key that a bind chooses. The device chooses the others; drivers silently
+ * ignore them in a bind.
  */
 #define RP_KEY_BYTE 0xffu
 
@@ -169,16 +172,16 @@ static inline void rp_put_key(struct ibv_mw *mw, uint32_t rkey)
 
 /* ---- a prepared list in flight ------------------------------------------ */
 
-/* What a post of a prepared list carries; immutable while in flight. */
+/* The wr_ids and references that a post of a prepared list carries; immutable while in flight. */
 struct rp_sent {
 	PyObject_HEAD
 	PyObject *wr_ids; /* a tuple */
-	PyObject *refs; /* a tuple of what each holds, or None */
+	PyObject *refs; /* a tuple: what each work request holds, or None */
 };
 
 RP_SHARED PyObject *rp_sent_type;
 
-/* Takes over the references; pins the handles. */
+/* Make a struct rp_sent, and pin the handles. Takes over the references, unless it fails. */
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs);
 
 #endif

@@ -50,7 +50,10 @@ static int check_tags(const struct work_queue *q, struct post *post, const struc
 	return 1;
 }
 
-/* Record an added tagged receive, and look up a removed one; return the latter's cookie, or 0. */
+/*
+ * Record the tagged receive that a TAG_ADD adds; look up the one that a TAG_DEL removes, and return
+ * the low half of its cookie, or 0.
+ */
 static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct ibv_ops_wr *wr,
 			    PyObject **refs, uint64_t *serial)
 {
@@ -127,7 +130,10 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 							     .key = key });
 }
 
-/* Check and record each in turn; returns how many. */
+/*
+ * Check work requests up to the first that is refused, and record those before it; returns how
+ * many.
+ */
 static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct post *post,
 			  size_t count)
 {
@@ -169,7 +175,7 @@ static size_t record_list(struct work_queue *q, struct post *post, struct rp_sen
 
 		if (rp_invalidates(q, post->requests[i].type)) {
 			entry.state = RP_LOCAL_INV;
-			/* It may have been changed since the last post. */
+			/* The key may have been changed since the last post. */
 			entry.removes = ((struct ibv_send_wr *)struct_of(post, i))->invalidate_rkey;
 		}
 		cookie = rp_record(q->in_flight, entry);
@@ -197,7 +203,7 @@ static void take_back(struct work_queue *q, struct request *r)
 		r->pinned = 1;
 	} else if (taken.refs) {
 		rp_unpin_all(taken.refs);
-		Py_DECREF(taken.refs); /* the request has it too */
+		Py_DECREF(taken.refs); /* the request holds them too */
 	}
 }
 
@@ -219,10 +225,10 @@ static struct outcome bind(struct rp_handle *owner, const struct post *post)
 	return (struct outcome){ code, !code };
 }
 
-/* Undo the records of what the driver did not accept, latest first. */
+/* Undo the records of the work requests that the device did not accept, latest first. */
 static void take_back_each(struct work_queue *q, struct post *post, size_t count, int64_t posted)
 {
-	/* If `posted` is unknown, all count as posted, so that their memory stays. */
+	/* If `posted` is unknown, all count as posted, so that their memory stays held. */
 	while (posted >= 0 && count-- > (size_t)posted)
 		take_back(q, &post->requests[count]);
 }
@@ -234,7 +240,7 @@ static void take_back_list(struct work_queue *q, const struct post *post, int64_
 
 	for (; posted >= 0 && left > (size_t)posted; left -= each) {
 		rp_unrecord(q->in_flight, struct_of(post, left - each)->wr_id, each, &taken);
-		Py_XDECREF(taken.wr_id); /* the list has it too */
+		Py_XDECREF(taken.wr_id); /* the list holds it too */
 	}
 }
 
@@ -260,9 +266,9 @@ static PyObject *wrs_of(const struct post *post)
 static PyObject *posted_name, *notes_name;
 
 /*
- * Add how many were posted, or -1 if that is unknown, to an exception that is not a PostError: a
- * MemoryError, a RecursionError, or a signal handler's.  Calls no function: there may be no stack
- * left.
+ * Say in an exception that is not a PostError (a MemoryError, a RecursionError, or a signal
+ * handler's) how many work requests were posted; `posted` is -1 if that is unknown. Calls no Python
+ * function: there may be no stack left.
  */
 static void add_posted_note(long long posted, Py_ssize_t count)
 {
@@ -363,7 +369,10 @@ static PyObject *raise_failure(struct work_queue *q, struct rp_handle *owner, Py
 							(long long)outcome.posted), wrs);
 }
 
-/* Check and record; how many, or -1 with an exception. */
+/*
+ * Check and record work requests; returns how many, or -1 with an exception. If the queue refuses
+ * all of them, sets `*rule`.
+ */
 static inline Py_ssize_t check_and_record(struct work_queue *q, struct rp_handle *owner,
 					  struct post *post, struct rp_sent *sent, size_t count,
 					  const char **rule)
@@ -498,7 +507,7 @@ struct rp_slot rp_queue_slots[SRQ_OPS + 1];
 
 struct work_queue *rp_queue_of(PyObject *owner, int verb)
 {
-	static PyObject *usual; /* the type of the first: PostQueue */
+	static PyObject *usual; /* the type of the first queue: PostQueue */
 	const struct rp_slot *slot = &rp_queue_slots[verb];
 	PyObject **at = rp_slot_at(owner, slot);
 	PyObject *queue = at && *at ? Py_NewRef(*at) : PyObject_GetAttr(owner, slot->name);
@@ -652,8 +661,8 @@ static void queue_dealloc(PyObject *self)
 }
 
 /*
- * set_ready(ready, resets={}): whether the queue's state accepts work requests. It accepts none while
- * the dict has a reset, which would drop them.
+ * set_ready(ready, resets={}): set whether the queue's state accepts work requests. It accepts none
+ * while there is a reset in the dict, because the reset would drop them.
  */
 static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 {
@@ -665,7 +674,7 @@ static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 	now = PyObject_IsTrue(ready);
 	if (now < 0)
 		return NULL;
-	/* No other thread's reset begins between the two. */
+	/* No other thread's reset begins between reading the dict and setting `ready`. */
 	((struct work_queue *)self)->ready = now && !(resets && PyDict_Size(resets));
 	Py_RETURN_NONE;
 }

@@ -5,7 +5,7 @@
  * 2. check    those, by the rules of rules.c;
  * 3. record   them as in flight, with everything that they name;
  * 4. submit   the device's struct, made from those numbers;
- * 5. take back what was not posted, and have Python say why.
+ * 5. take back the work requests that were not posted, and have Python say why.
  *
  * The caller's code (__index__, an iterator, a property, a finalizer) can run only
  * in step 1 and after step 5.
@@ -23,10 +23,16 @@ RP_SHARED PyObject *rp_queue_type;
 /* The queue of a queue pair or SRQ to which a verb posts; NULL with an exception. */
 struct work_queue *rp_queue_of(PyObject *owner, int verb);
 
-/* Point a device's struct at its SGEs, the next one and the structs that it names. */
+/*
+ * Set the pointers in a device's struct: to its SGEs, to the next struct, and to the resources that
+ * it names.
+ */
 void rp_link(const struct post *post, size_t index, size_t count);
 
-/* Post a prepared list; `*sent` is what it carries, NULL once it is closed. None, or NULL. */
+/*
+ * Post a prepared list; `*sent` is what the post carries, or NULL once the list is closed. Returns
+ * None, or NULL with an exception.
+ */
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent);
 
@@ -55,8 +61,8 @@ static inline int rp_begin_post(struct work_queue *q, struct rp_handle *owner,
 }
 
 /*
- * End a post, and let the device carry out what it accepted, if `taken`. Returns a signal handler's
- * exception, or NULL.
+ * End a post and, if `taken`, let the device carry out the work requests that it accepted. Returns
+ * a signal handler's exception, or NULL.
  */
 static inline PyObject *rp_end_and_run(struct work_queue *q, struct rp_posting *posting, int taken)
 {
@@ -80,8 +86,9 @@ struct outcome rp_submit(const struct work_queue *q, void *object, void *records
 uint64_t rp_room(const struct work_queue *q);
 
 /*
- * Return a new reference to `result`, or NULL with an exception: `raised`, with one already set as
- * its context, or only the latter. A note on it says how many of `count` were posted.
+ * Return a new reference to `result`, or NULL with an exception: `raised`, with the exception that
+ * is already set, if any, as its context; or only the latter. A note on the exception says how many
+ * of `count` work requests were posted.
  */
 PyObject *rp_answer(PyObject *result, PyObject *raised, int64_t posted, size_t count);
 

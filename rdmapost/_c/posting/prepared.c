@@ -1,9 +1,9 @@
 /*
  * Prepared lists: read and checked once, posted again and again.
  *
- * Posting one (rp_post_list in post.c) gives its work requests their cookies, records them
- * as one entry in flight, and calls the verb. What it names stays held while it is open, and while
- * a post of it is outstanding.
+ * Posting a list (rp_post_list in post.c) gives its work requests their cookies, records them as
+ * one entry in flight, and calls the verb. The objects that the list names stay held while it is
+ * open, and while a post of it is outstanding.
  */
 #include "posting/post.h"
 
@@ -14,13 +14,16 @@
 #include "posting/rules.h"
 #include "posting/sge.h"
 
-/* Through the collector, any code can see a list before it is complete, and after a refusal. */
+/*
+ * Any code can find a list through the garbage collector, even before it is complete or after it
+ * was refused.
+ */
 enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
- * What changes in a whole list: `sent`, `sg_lists`, and each request's `held` and `wr_id`. A
- * change is made with the queue's lock held, so that a post sees all of it or nothing, and
- * within RP_BEGIN of the list, as is taking a reference from it.
+ * In a WHOLE list, `sent`, `sg_lists`, and each request's `refs` and `wr_id` can change. They
+ * change with the queue's lock held, so that a post sees all of a change or nothing of it, and
+ * within RP_BEGIN of the list. References to them are taken within RP_BEGIN too.
  */
 struct prepared {
 	PyObject_HEAD
@@ -63,7 +66,10 @@ static int is_open(struct prepared *p)
 	return 0;
 }
 
-/* Return a new reference to what posts now carry; NULL with an exception if the list is closed. */
+/*
+ * Return a new reference to the rp_sent of the next post; NULL with an exception if the list is
+ * closed.
+ */
 static struct rp_sent *get_sent(struct prepared *p)
 {
 	PyObject *sent;
@@ -80,7 +86,7 @@ static struct rp_sent *get_sent(struct prepared *p)
 
 /* ---- preparing ----------------------------------------------------------- */
 
-/* Check all; returns the index of the first that is refused, or -1. */
+/* Check all work requests; returns the index of the first that is refused, or -1. */
 static Py_ssize_t check_all(struct prepared *p)
 {
 	struct post *post = &p->post;
@@ -118,8 +124,9 @@ static PyObject *pack_sent(PyObject *wr_ids, PyObject *refs)
 }
 
 /*
- * Make the rp_sent that posts carry: each work request's wr_id, and its references until it is
- * done. Tuples are filled before anything else is allocated: the collector sees no incomplete one.
+ * Make the rp_sent that posts carry: each work request's wr_id, and the references that it holds
+ * until it is done. Each tuple is filled before anything else is allocated, so that the collector
+ * sees no incomplete one.
  */
 static PyObject *make_sent(const struct prepared *p)
 {
@@ -176,14 +183,14 @@ static int keep_sg_lists(struct prepared *p)
 	return 0;
 }
 
-/* Read, check and keep all of them; 0, or -1 with an exception. */
+/* Read, check and keep all work requests; 0, or -1 with an exception. */
 static int prepare(struct prepared *p, PyObject *wrs)
 {
 	Py_ssize_t refused;
 	struct rp_posting posting;
 	int failed;
 
-	/* The list outlives this call, so it has its own reference. */
+	/* The list outlives this call, so it keeps a single work request in a tuple of its own. */
 	wrs = rp_wr_type_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
 		return -1;
@@ -271,7 +278,7 @@ static int release_held(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	/* Through the collector, any code can find a list that is being prepared, and call this. */
+	/* Any code can find a list through the collector while it is prepared, and call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
 		release_held(self);
 }
@@ -395,7 +402,7 @@ static int is_among(PyObject *object, PyObject *refs)
 	return found;
 }
 
-/* _names(resource): whether the list is open and names it. */
+/* _names(resource): whether the list is open and names the resource. */
 static PyObject *prepared_names(PyObject *self, PyObject *resource)
 {
 	struct prepared *p = (struct prepared *)self;
@@ -415,7 +422,8 @@ static PyMethodDef prepared_methods[] = {
 	  "    PostError: a work request was refused, here or by the device.\n"
 	  "    ClosedError: the list or its queue pair is closed." },
 	{ "close", prepared_close, METH_NOARGS,
-	  "close($self, /)\n--\n\nRelease what the list names; outstanding posts still hold it." },
+	  "close($self, /)\n--\n\n"
+	  "Release the objects that the list names; outstanding posts still hold them." },
 	{ "_prepare", prepared_prepare, METH_VARARGS, NULL },
 	{ "_type_of", prepared_type_of, METH_O, NULL },
 	{ "_names", prepared_names, METH_O, NULL },
@@ -423,7 +431,7 @@ static PyMethodDef prepared_methods[] = {
 };
 
 static PyGetSetDef prepared_getset[] = {
-	{ "closed", prepared_closed, NULL, "Whether it has been closed.", NULL },
+	{ "closed", prepared_closed, NULL, "Whether the list is closed.", NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
@@ -458,7 +466,7 @@ static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index) ||
 	    !is_whole((struct prepared *)list))
 		return -1;
-	/* Reading the index may have initialised it. */
+	/* Reading the index may have run code that initialised the item. */
 	if (item->list) {
 		PyErr_SetString(PyExc_TypeError, "it has been initialised");
 		return -1;
@@ -488,7 +496,7 @@ static void item_dealloc(PyObject *self)
 
 /*
  * Return a new reference to the caller's work request, or NULL with an exception if the list is
- * closed. If `refs` is not NULL, it gets a new reference to what the work request keeps alive.
+ * closed. If `refs` is not NULL, sets `*refs` to a new reference to what the work request holds.
  */
 static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **refs)
 {
@@ -514,7 +522,7 @@ static int refuse_change(struct prepared *p, const char *name)
 	return -1;
 }
 
-/* Raise a TypeError or ValueError for what a work request was refused for: always -1. */
+/* Raise a TypeError or ValueError that says why a work request was refused; always -1. */
 static int refuse_value(struct prepared *p, const struct request *r, const struct refusal *why)
 {
 	PyObject *wr = get_wr(p, r, NULL);
@@ -528,8 +536,8 @@ static int refuse_value(struct prepared *p, const struct request *r, const struc
 }
 
 /*
- * Read a number for a field of a work request, or with no field for its wr_id, and say what is
- * wrong with it; 0, or -1 with an exception.
+ * Read a number for a field of a work request, or for its wr_id if `field` is NULL. Returns 0, or
+ * -1 with an exception that says what is wrong with the number.
  */
 static int read_value(struct prepared *p, const struct request *r, const struct field *field,
 		      PyObject *value, uint64_t *number)
@@ -574,7 +582,7 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	return wr_id;
 }
 
-/* Replace a wr_id if the list still has `from`. Returns whether it had, or -1. */
+/* Replace a wr_id if the list still has `from`. Returns whether it did, or -1 with an exception. */
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);
@@ -682,7 +690,7 @@ static void put_sges(struct prepared *p, size_t index, struct post *post, PyObje
 	RP_BEGIN(p);
 	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
 	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
-	/* Both are pinned. */
+	/* The handles in both are pinned. */
 	new->refs = swap(&r->refs, new->refs);
 	*sent = swap((PyObject **)(void *)&p->sent, *sent);
 	*sges = swap(&p->sg_lists[index], *sges);
@@ -703,7 +711,10 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 
 	if (sent && !rp_begin_post(p->queue, p->owner, &posting)) {
 		same = p->sent == from;
-		/* No Python code runs until all of it is in place. */
+		/*
+		 * No Python code runs from here until the new SGEs and their references are in
+		 * place.
+		 */
 		if (same && rp_check(p->queue, p->owner, post, new))
 			put_sges(p, index, post, &sent, sges);
 		rp_end_post(p->queue, &posting);
@@ -712,7 +723,7 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 	return same;
 }
 
-/* Read an SGE list to replace one, or refuse it; 0, or -1 with an exception. */
+/* Read and check a new SGE list, and replace the old one with it; 0, or -1 with an exception. */
 static int change_sges(struct prepared *p, size_t index, PyObject *value, struct post *post)
 {
 	const struct request *r = &p->post.requests[index], *new = post->few;
@@ -755,7 +766,7 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	if (put_sge(p, item->index, value))
 		return 0;
 	r = &p->post.requests[item->index];
-	/* Reading may run code that closes the list; `wr` and `held` keep its objects alive. */
+	/* Reading may run code that closes the list; `wr` and `refs` keep its objects alive. */
 	if (rp_enter_call())
 		return -1;
 	wr = get_wr(p, r, &refs);
@@ -789,7 +800,10 @@ static PyType_Slot item_slots[] = {
 
 /* ---- its numbers ---------------------------------------------------------- */
 
-/* A descriptor, like `property`, for the field that has an index in rdmapost/posting/fields.py. */
+/*
+ * A descriptor, like `property`, for a number of a work request; `index` is that of its field in
+ * the class's row of rdmapost/posting/fields.py.
+ */
 struct number {
 	PyObject_HEAD
 	PyObject *class; /* the class of work requests */
@@ -820,7 +834,7 @@ static void number_dealloc(PyObject *self)
 	rp_free(self);
 }
 
-/* The field, and its address in an item; NULL with an exception. */
+/* Return the field, and set `*at` to its address in an item; NULL with an exception. */
 static const struct field *place(struct number *n, PyObject *object, void **at)
 {
 	struct item *item = (struct item *)object;

@@ -1,8 +1,8 @@
 /*
- * Reading work requests: the caller's objects, each once, into struct ibv_send_wr and the like.
+ * Reading work requests: each of the caller's objects, once, into a struct ibv_send_wr or the like.
  *
- * This is the only part of a post in which the caller's code can run. Changes to
- * an object that has been read have no effect: what was read is checked and posted.
+ * This is the only part of a post in which the caller's code can run. Changes to an object that has
+ * been read have no effect: the values that were read are checked and posted.
  */
 #include "posting/read_wr.h"
 
@@ -18,7 +18,7 @@ static PyObject *sge_names[3];
 
 enum { SEARCHED = 32 };
 
-/* Whether its class has __iter__; runs none of the caller's code, and keeps any exception. */
+/* Whether an object's class has __iter__; runs no code of the caller, and keeps any exception. */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -113,7 +113,10 @@ static inline int read_attribute(struct post *post, const struct request *r,
 
 /* ---- room --------------------------------------------------------------- */
 
-/* Return a larger array to replace one; NULL with an exception. `small` is not freed. */
+/*
+ * Return a larger copy of `array`, and free `array` unless it is `small`; or NULL with an
+ * exception.
+ */
 static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
 {
 	size_t more = 4 * *size;
@@ -176,8 +179,8 @@ static inline struct request *room_for_request(struct post *post)
 
 /*
  * Hold an object as long as the work request is in flight: 1, or -1 with an exception. Only the
- * latest are searched for duplicates, so that the time for an SGE does not grow with their number;
- * holding one twice does no harm.
+ * latest objects are searched for duplicates, so that the time for an SGE does not grow with the
+ * number of SGEs; holding an object twice does no harm.
  */
 static int hold(struct post *post, PyObject *object)
 {
@@ -204,7 +207,7 @@ static void drop_holds(struct post *post)
 		Py_DECREF(post->holds[--post->holding]);
 }
 
-/* A request has been read: give it what it holds; 1, or -1 with an exception. */
+/* A request has been read: give it the objects that it holds; 1, or -1 with an exception. */
 static int seal(struct post *post, struct request *r)
 {
 	size_t count = post->holding;
@@ -339,7 +342,7 @@ static int read_header(struct post *post, struct request *r, const struct field 
 		       PyObject *value)
 {
 	struct ibv_send_wr *wr = (void *)(post->structs + r->at);
-	/* Bytes neither change nor move. */
+	/* A bytes object neither changes nor moves. */
 	PyObject *buffer = PyBytes_CheckExact(value) ? Py_NewRef(value) : rp_make_buffer(value);
 	uint64_t start;
 	int status;
@@ -465,7 +468,10 @@ struct request *rp_open_request(struct work_queue *q, struct post *post, PyObjec
 	if (!r || room_for_bytes(post, size) < 0)
 		return NULL;
 	post->count++;
-	/* Clear it in halves: for all of it GCC uses "rep stos", slower than the rest of this. */
+	/*
+	 * Clear it in halves: for all of it GCC uses "rep stos", which takes longer than the rest
+	 * of this function.
+	 */
 	memset(r, 0, half);
 	memset((char *)r + half, 0, sizeof(*r) - half);
 	r->wr = wr;

@@ -11,13 +11,13 @@ struct request {
 	PyObject *wr;
 	const struct wr_type *type;
 	PyObject *wr_id;
-	PyObject *refs; /* as in struct rp_entry, once all of it is read */
+	PyObject *refs; /* as in struct rp_entry, once the request is read */
 	int pinned; /* rp_pin_all() has been called */
 	int exact, num_sge; /* exact: not a subclass, so slots can be read */
 	size_t at; /* offset of its struct in the post's `structs` */
 	size_t owners; /* index of its first SGE's owner in the post's `owners` */
 	uint64_t flags;
-	uint64_t cookie, tagged, serial; /* as recorded; the last two of a tagged receive */
+	uint64_t cookie, tagged, serial; /* as recorded; the last two: a tagged receive's */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
 	PyObject *tag; /* the handle of a TAG_DEL */
 	struct rp_handle *ah, *mw, *mr;
@@ -25,11 +25,11 @@ struct request {
 	uint64_t hdr_len;
 };
 
-/* Why a work request is refused: a rule, and what its text needs. */
+/* Why a work request is refused: a rule, and the values for its message. */
 struct refusal {
 	const char *rule; /* a name in rdmapost/posting/rules.py, or NULL */
-	PyObject *name, *value; /* borrowed: what was read is held */
-	PyObject *owned; /* what could not be read */
+	PyObject *name, *value; /* borrowed: the objects read are held */
+	PyObject *owned; /* the value that could not be read */
 	uint64_t a, b;
 	struct ibv_sge sge;
 };
@@ -42,13 +42,13 @@ struct post {
 	size_t count, capacity;
 	char *structs; /* the device's, each followed by its SGEs */
 	size_t used, size;
-	PyObject **owners; /* every SGE's, borrowed from what the requests hold */
+	PyObject **owners; /* each SGE's owner, borrowed from what the requests hold */
 	size_t owned, owner_room;
 	PyObject **holds; /* what the request being read will hold */
 	size_t holding, hold_room;
 	int type_1; /* ibv_bind_mw() posts it */
 	int sure; /* if ibv_bind_mw() fails, nothing was posted */
-	int binds; /* windows */
+	int binds; /* it binds windows */
 	int invalidates; /* a prepared list with LOCAL_INVs */
 	struct refusal refusal; /* of the last request */
 	/* Enough for usual posts; uninitialised. */
@@ -64,7 +64,10 @@ static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
 	return 0;
 }
 
-/* What a request holds until it is done, borrowed: INLINE data is copied before a post returns. */
+/*
+ * What a request holds until it is done, borrowed. That excludes INLINE data, which is copied
+ * before the post returns.
+ */
 static inline PyObject *rp_held_until_done(const struct work_queue *q, const struct request *r)
 {
 	if (q->verb != SEND || r->mw || !(r->flags & IBV_SEND_INLINE))
@@ -78,12 +81,15 @@ int rp_read(struct work_queue *q, PyObject *wrs, struct post *post);
 /* Release all that was read; may run any Python code. */
 void rp_free_post(struct post *post);
 
-/* Read an int that fits, running no Python code; 0, perhaps with an exception, if it is not one. */
+/*
+ * Read an int in 0..max. Runs no Python code. Returns 0, perhaps with an exception, for anything
+ * else.
+ */
 static inline int rp_read_int(PyObject *value, uint64_t max, uint64_t *number)
 {
 	if (!PyLong_CheckExact(value) && !PyLong_Check(value))
 		return 0;
-	/* PyLong_AsUnsignedLongLong, for a type as wide, takes four times as long. */
+	/* PyLong_AsUnsignedLongLong(), whose type is just as wide, takes four times as long. */
 	*number = PyLong_AsUnsignedLong(value);
 	return *number <= max && (*number != (uint64_t)-1 || !PyErr_Occurred());
 }
@@ -96,9 +102,10 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
  * The steps of reading a request, in order:
  * - begin a post;
  * - add a request with an empty record; returns NULL with an exception;
- * - read its sg_list, or add an SGE of a region: SGEs follow the record, which must be the last;
+ * - read its sg_list, or add an SGE of a region: SGEs follow the record, so the request must be the
+ *   last;
  * - read a field that is not a number;
- * - end the request: it owns references to all that it names.
+ * - end the request: from then on it owns references to all objects that it names.
  * The last four return 1, 0 if the request is refused, or -1 with an exception.
  */
 void rp_begin_read(struct post *post, PyObject *one);
@@ -112,7 +119,10 @@ int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 /* Read a new sg_list for one of a post's work requests into another post; returns as rp_read. */
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
-/* Read an SGE of a region whose numbers fit; 0 if it is not one. Runs no Python code. */
+/*
+ * Read an SGE whose owner is a region and whose numbers fit; 0 for any other object. Runs no Python
+ * code.
+ */
 int rp_read_exact_sge(PyObject *from, struct ibv_sge *sge);
 
 /* A request's SGEs: in the device's struct, and as a Python tuple. */

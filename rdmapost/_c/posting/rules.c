@@ -57,7 +57,7 @@ uint64_t rp_start_and_length(PyObject *owner, uint64_t *length)
 	return ((struct rp_handle *)owner)->start;
 }
 
-/* Whether a range is within its owner; 2^64 is not an address, so sums do not wrap. */
+/* Whether a range is within its owner. Compares differences, because sums could wrap. */
 int rp_is_within(PyObject *owner, uint64_t addr, uint64_t length)
 {
 	uint64_t size, start = rp_start_and_length(owner, &size);
@@ -101,7 +101,7 @@ static inline int check_sge(const struct work_queue *q, struct post *post, PyObj
 	return sge->length ? 1 : rp_refuse(post, "length_0", 0);
 }
 
-/* Check all; their total length, or -1. */
+/* Check all SGEs; returns their total length, or -1 if one is refused. */
 static int64_t check_sges(const struct work_queue *q, struct post *post, const struct request *r,
 			  int is_inline)
 {
@@ -119,7 +119,7 @@ static int64_t check_sges(const struct work_queue *q, struct post *post, const s
 	return total;
 }
 
-/* The device writes to these SGEs. */
+/* Check that the device may write to the SGEs. */
 static int check_writable(struct post *post, const struct request *r)
 {
 	for (int i = 0; i < r->num_sge; i++) {
@@ -306,10 +306,10 @@ static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, str
 
 	if (post->type_1 && !q->binds)
 		return rp_refuse(post, "wrong_opcode", 0);
-	/* Drivers follow the pointer unchecked, whatever the opcode. */
+	/* Drivers follow the address handle's pointer unchecked, whatever the opcode. */
 	if (q->datagram && !r->ah)
 		return rp_refuse(post, "no_address_handle", 0);
-	/* Without send_ops_flags there is nothing to build with. */
+	/* A queue pair without send_ops_flags has no functions that post FLUSH or ATOMIC_WRITE. */
 	if (!q->takes[r->type - rp_wr_types])
 		return rp_refuse(post, "wrong_opcode", 0);
 	if (r->type->opcode == IBV_WR_BIND_MW && (!r->mw || !r->mr))

@@ -6,8 +6,8 @@
 #include "posting/read_wr.h"
 
 /*
- * Pin what a work request refers to, and check it; needs the queue's lock. Returns whether the
- * work request may be posted.
+ * Pin the handles that a work request refers to, and check the work request; needs the queue's
+ * lock. Returns whether the work request may be posted.
  */
 int rp_check(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 	     struct request *r);
@@ -19,7 +19,7 @@ int rp_check_again(const struct work_queue *q, struct rp_handle *owner, struct p
 /* The first address of an open region or a buffer, and its length. */
 uint64_t rp_start_and_length(PyObject *owner, uint64_t *length);
 
-/* The rule that a number for a field of a posted work request breaks by itself, or NULL. */
+/* The rule that a number in a field breaks whatever the other fields are, or NULL. */
 const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number);
 

@@ -2,7 +2,7 @@
  * SGEs: mr[a:b], a slice of a region (rdmapost/resources/memory.py), which nearly every
  * work request needs. The class is in rdmapost/posting/wr.py.
  *
- * Anything but two numbers within the region goes to MR._slice, which reports errors.
+ * Bounds that are not two numbers within the region go to MR._slice, which reports errors.
  */
 #include "posting/sge.h"
 

@@ -10,7 +10,10 @@ struct link {
 	struct link *next;
 };
 
-/* A device's answer to a list: an errno or 0, and how many it accepted, or -1 if unknown. */
+/*
+ * A device's answer to a list: an errno or 0, and how many work requests it accepted, or -1 if that
+ * is unknown.
+ */
 struct outcome {
 	int code;
 	int64_t posted;

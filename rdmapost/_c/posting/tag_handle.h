@@ -8,7 +8,7 @@ struct rp_tag_handle {
 	PyObject_HEAD
 	struct rp_in_flight *list; /* the tagged receives */
 	uint64_t cookie, serial;
-	uint32_t value; /* the device's name for it */
+	uint32_t value; /* the device's number for the entry */
 };
 
 PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,

@@ -1,4 +1,4 @@
-/* The classes of work requests and of what they refer to (wr_types.h). */
+/* The classes of work requests, and of the objects that they refer to (wr_types.h). */
 #include "posting/wr_types.h"
 
 #include "parts.h"
@@ -31,7 +31,7 @@ const struct wr_type *rp_find_wr_type(struct work_queue *q, PyTypeObject *type)
 	return NULL;
 }
 
-/* describe_resource(name, type): register a class that reading work requests needs to know. */
+/* describe_resource(name, type): register a class that is needed to read work requests. */
 static PyObject *describe_resource(PyObject *self, PyObject *args)
 {
 	static const struct {

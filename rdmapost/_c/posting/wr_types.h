@@ -44,7 +44,7 @@ struct wr_type {
 	int writes; /* the device writes to its buffers */
 	int atomic;
 	int has_sges;
-	int has_offsets; /* of all that follow */
+	int has_offsets; /* the offsets of all slots below are known */
 	struct rp_slot wr_id, sg_list, flags;
 	int fields;
 	struct field field[FIELDS];
@@ -58,7 +58,7 @@ struct work_queue {
 	int verb, checked, datagram;
 	int xrc; /* its work requests name an SRQ of the peer */
 	int binds; /* the queue pair's type has BIND_MW */
-	int builds; /* it has FLUSH or ATOMIC_WRITE (send_ops_flags) */
+	int builds; /* it takes FLUSH or ATOMIC_WRITE (send_ops_flags) */
 	int ready; /* the state accepts work requests */
 	uint64_t room; /* work requests that may be outstanding */
 	uint64_t max_msg_size;
@@ -66,9 +66,9 @@ struct work_queue {
 	uint64_t max_inline_data, max_tso_header;
 	uint64_t max_num_tags;
 	struct ibv_pd *pd;
-	const struct wr_type *last; /* class posted */
+	const struct wr_type *last; /* the class posted last */
 	char takes[WR_TYPES];
-	uint32_t flags[WR_TYPES]; /* those allowed */
+	uint32_t flags[WR_TYPES]; /* the flags allowed for each class */
 };
 
 RP_SHARED struct wr_type rp_wr_types[WR_TYPES];

@@ -35,11 +35,11 @@ static PyObject *finish(Py_buffer *first, Py_buffer *second, Py_ssize_t result)
 /* A tuple of buffers, read from front to back. */
 struct source {
 	PyObject *buffers;
-	Py_ssize_t next, at; /* index of the next buffer; offset in `view`, of the one before */
+	Py_ssize_t next, at; /* index of the next buffer; offset in `view`, the current one */
 	Py_buffer view;
 };
 
-/* Read until `to` is full or nothing is left; return how much, or -1 with an exception. */
+/* Read until `to` is full or nothing is left; return how many bytes, or -1 with an exception. */
 static Py_ssize_t read_some(struct source *from, uint8_t *to, Py_ssize_t room)
 {
 	Py_ssize_t done = 0, n;
@@ -87,7 +87,7 @@ static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct rp_flow *flow,
 		return refuse("a header or mtu is too small, or a packet too large");
 	memcpy(out, bytes, (size_t)size);
 	n = read_some(payload, out + size, mtu < room ? mtu : room);
-	/* The next packet must not get what this one has no room for. */
+	/* The next packet must not get the payload that this one has no room for. */
 	if (n < 0 || (n == room && n < mtu && !is_used_up(payload)))
 		return -1;
 	padding = -(size + n) & 3;
@@ -113,7 +113,7 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*y*OOn", &out, &given, &headers, &buffers, &mtu))
 		return NULL;
-	/* An exporter in Python may change a list. */
+	/* A buffer's exporter, if written in Python, may change a list. */
 	headers = PySequence_Tuple(headers);
 	payload.buffers = headers ? PySequence_Tuple(buffers) : NULL;
 	if (payload.buffers && !rp_read_flow(&flow, &given))
@@ -208,7 +208,10 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "Ow*", &file, &buffer))
 		return NULL;
-	/* Get it here, where no handler can fork before the call: a fork closes the socket. */
+	/*
+	 * Get the descriptor here, where no handler can fork before the call: a fork closes the
+	 * socket.
+	 */
 	fd = PyObject_AsFileDescriptor(file);
 	if (fd < 0) {
 		PyBuffer_Release(&buffer);

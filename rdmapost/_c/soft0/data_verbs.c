@@ -27,7 +27,7 @@ struct wqe {
 	unsigned int opcode, flags; /* for a send or an operation */
 	PyObject *sges; /* a tuple of (addr, length, lkey) */
 	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
-	PyObject *ah, *window, *region; /* the objects that had its handles then, or NULL */
+	PyObject *ah, *window, *region; /* the objects that its handles named then, or NULL */
 	PyObject *owner; /* receives the status, if the device itself posted it */
 };
 
@@ -84,7 +84,7 @@ static PyType_Slot wqe_slots[] = {
 struct device_queue {
 	PyObject_HEAD
 	PyObject *pending; /* a deque of WQEs not yet done, or of entries not yet polled */
-	unsigned int armed; /* which entries raise an event: 0 (none), or one of those below */
+	unsigned int armed; /* which entries raise an event: 0 (none), or ARMED_... */
 	unsigned int depth, max_sge, max_inline, max_tso_header;
 	unsigned int used; /* occupied slots */
 	unsigned int silent; /* WQEs done without a completion; the next one frees their slots */
@@ -294,7 +294,7 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 		return NULL;
 	queue = (struct device_queue *)cq;
 	rp_data_lock();
-	/* If memory runs out it stays armed: a later completion announces this one, too. */
+	/* If memory runs out, the CQ stays armed: a later completion announces this one, too. */
 	if ((queue->armed == ARMED_NEXT || (queue->armed && solicited)) && !rp_append(events, cq)) {
 		queue->armed = 0;
 		eventfd_write(fd, 1);
@@ -414,7 +414,7 @@ static int read_send(struct wqe *wqe, const struct device_queue *queue, enum ibv
 	return 0;
 }
 
-/* TAG_ADD uses one of the list's slots and sets tm.handle; TAG_DEL must name a handle it set. */
+/* TAG_ADD uses one of the list's slots and sets tm.handle; TAG_DEL must name such a handle. */
 static int read_op(struct wqe *wqe, const struct device_queue *queue, struct ibv_ops_wr *op)
 {
 	struct device_queue *list = (struct device_queue *)queue->slots;
@@ -495,7 +495,7 @@ static int accept_wr(enum posts what, enum ibv_qp_type type, struct device_queue
 
 /*
  * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
- * run meanwhile, so that the device has the posts in the order in which they were recorded. So the
+ * run meanwhile, so that the device gets the posts in the order in which they were recorded. So the
  * collector is disabled, and enabled again before any other code runs. (Without a GIL it does not
  * run in the middle of C, and the data lock keeps other threads out.)
  */

@@ -45,7 +45,7 @@ int rp_take_fault(PyObject *self)
 	return code;
 }
 
-/* Make room for one more, with the lock held; 0 or -1. */
+/* Make room for one more fault, with the lock held; 0 or -1. */
 static int reserve(struct post_faults *f)
 {
 	size_t room = f->room ? 2 * f->room : 8;
@@ -62,8 +62,8 @@ static int reserve(struct post_faults *f)
 }
 
 /*
- * add(after, errno): fail the send that follows `after` others, or the next one that does not fail
- * already. The caller has checked that `after` is in 0..2^63-1 and errno in 1..4095.
+ * add(after, errno): fail the send that follows `after` others, or the next send that is not to
+ * fail already. The caller has checked that `after` is in 0..2^63-1 and errno in 1..4095.
  */
 static PyObject *faults_add(PyObject *self, PyObject *args)
 {

@@ -21,7 +21,10 @@
 
 /* ---- soft0/device.c ------------------------------------------------------- */
 
-/* It is also held while Python runs: check rp_soft_busy() (soft0.h) first. */
+/*
+ * The device's lock. It is also held while Python runs, so check rp_soft_busy() (soft0.h) before
+ * acquiring it.
+ */
 RP_SHARED struct rp_lock rp_soft_lock;
 
 /* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
@@ -46,8 +49,8 @@ void rp_clear(PyObject *list);
 
 /*
  * Begin to journal changes; commit them; roll them back, preserving the current exception. A commit
- * fails with an exception if memory cannot be written; then roll back. It returns -1, or -2 if it
- * has written what must not be written twice.
+ * fails with an exception if memory cannot be written; then the caller rolls back. It returns 0,
+ * -1, or -2 if it has written data that must not be written twice.
  */
 void rp_journal_begin(void);
 int rp_journal_commit(void);
@@ -63,7 +66,10 @@ int rp_is_journaled(void);
  */
 int rp_note_undo(PyObject *callable, PyObject *argument);
 void rp_note_unchanged(void);
-/* Journal a CQ whose new entries polls see once committed; 0, or -1 with an exception. */
+/*
+ * Journal a CQ, so that a commit makes its new entries visible to polls; 0, or -1 with an
+ * exception.
+ */
 int rp_note_added(PyObject *cq);
 /* Makes all entries in a completion queue visible to polls; data_verbs.c sets it. */
 RP_SHARED void (*rp_show)(PyObject *cq);
@@ -74,15 +80,18 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 /* ---- soft0/mapped_memory.c ------------------------------------------------ */
 
 /*
- * Copy from memory that may be unmapped, or part of a truncated file; 0 or an errno: EFAULT, or in a
- * sandbox that of a pipe.
+ * Copy from memory that may be unmapped, or part of a truncated file; 0 or an errno: EFAULT or, in
+ * a sandbox, that of pipe2().
  */
 int rp_soft_read(char *to, uint64_t addr, uint64_t length);
-/* How many ranges are refused one by one; after that, all memory is. */
+/* How many ranges are refused individually; if more writes fail, all memory is refused. */
 enum { RP_MAX_REFUSED = 8 };
 /* Begin a transaction: no write has failed yet. */
 void rp_soft_allow_writes(void);
-/* Until the end of the transaction, refuse all memory to write to, not only where a write failed. */
+/*
+ * Until the end of the transaction, refuse writes to all memory of this kind, not only where a
+ * write has failed.
+ */
 void rp_soft_refuse_writes(void);
 
 /* ---- soft0/faults.c ------------------------------------------------------- */

@@ -8,12 +8,13 @@
  * journal active, undo calls are not recorded, and the others are made at once.
  *
  * A call in `first` or `once` may fail. As it comes before the others, the changes can still be
- * undone, and the verb repeated: no completion has said that the bytes arrived. What must not be
- * written twice, such as the result of an atomic operation, is in `once`, after what can be.
+ * undone, and the verb repeated: no completion has said that the bytes arrived. Writes that must
+ * not be made twice, such as that of an atomic operation's result, are in `once`, after those that
+ * may be.
  *
- * What undoes a change is recorded, whole, before the change is made: a rollback is often due to a
- * lack of memory. There is a reserve of memory for the calls of a commit or a rollback, because they
- * cannot be abandoned half-way.
+ * The complete call that undoes a change is recorded before the change is made, because a rollback
+ * is often due to a lack of memory. There is a reserve of memory for the calls of a commit or a
+ * rollback, because they cannot be abandoned half-way.
  */
 #include "soft0/internal.h"
 
@@ -69,7 +70,7 @@ int rp_append(PyObject *queue, PyObject *item)
 
 void rp_clear(PyObject *list)
 {
-	/* Deleting the whole list needs no memory; what it releases may append to the list. */
+	/* Deleting the whole list needs no memory; releasing its items may append to the list. */
 	while (PyList_Size(list))
 		PyList_SetSlice(list, 0, PY_SSIZE_T_MAX, NULL);
 }
@@ -93,7 +94,10 @@ static int note_call(PyObject *list, PyObject *call)
 	return callable ? note(list, callable, PyTuple_GetSlice(call, 1, PyTuple_Size(call))) : -1;
 }
 
-/* args is a tuple, or a list with one item: an argument set after the call was recorded. */
+/*
+ * Make a recorded call. Its `args` is a tuple or, if the argument was set after the call was
+ * recorded, a list with that one item.
+ */
 static PyObject *make_recorded(PyObject *record)
 {
 	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1), *done;
@@ -282,14 +286,17 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 	return note_or_make(later, call);
 }
 
-/* try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses it. */
+/*
+ * try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses the
+ * memory.
+ */
 static PyObject *try_on_commit(PyObject *self, PyObject *call)
 {
 	(void)self;
 	return note_or_make(first, call);
 }
 
-/* The same for what must not be written twice. */
+/* The same, for a write that must not be made twice. */
 static PyObject *try_once_on_commit(PyObject *self, PyObject *call)
 {
 	(void)self;
@@ -319,7 +326,7 @@ static PyObject *made(PyObject *self, PyObject *args)
 	return result;
 }
 
-/* put(deque, item): append it; no other code removes from this deque. */
+/* put(deque, item): append the item to a deque from which no other code removes items. */
 static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	PyObject *result;

@@ -27,7 +27,7 @@
 
 enum { BOUNCE = 16384 };
 
-/* Where writes have failed since their checks, in this transaction. */
+/* The ranges where a write in this transaction has failed although its check had passed. */
 static struct {
 	uint64_t start, end;
 } refused[RP_MAX_REFUSED];
@@ -45,8 +45,8 @@ static int populate(uint64_t addr, uint64_t length, int advice)
 }
 
 /*
- * Whether all pages from addr to end can be read, or also written, by /proc/self/maps; -1 if that
- * cannot be read.
+ * Whether, according to /proc/self/maps, all pages from addr to end can be read and, if `writes`,
+ * written; -1 if that file cannot be read.
  */
 static int is_permitted(uint64_t addr, uint64_t end, int writes)
 {
@@ -96,7 +96,7 @@ static int copy_by_kernel(long call, uint64_t here, uint64_t there, uint64_t len
 
 /*
  * Copy where a sandbox forbids copy_by_kernel(); each address may be mapped or not. 0, or an errno:
- * that of a pipe, or EFAULT.
+ * that of pipe2(), or EFAULT.
  */
 static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 {
@@ -138,7 +138,9 @@ static int is_refused(uint64_t start, uint64_t end)
 
 static void refuse_range(uint64_t start, uint64_t length)
 {
-	/* A write is tried again if there is no memory for its exception. */
+	/*
+	 * The range may be refused already: without memory for the exception, a write is retried.
+	 */
 	if (is_refused(start, start + length))
 		return;
 	if (refusals >= RP_MAX_REFUSED) {
@@ -157,12 +159,12 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
 		return 1;
 	/*
-	 * EINVAL does not say: it is for pages without the permission, for some drivers' memory,
-	 * and for all before Linux 5.14.
+	 * EINVAL is ambiguous: it means pages without the permission, some drivers' memory, or a
+	 * Linux before 5.14.
 	 */
 	if (errno != EINVAL && !is_forbidden())
 		return 0;
-	/* If that cannot tell, the access will. */
+	/* If /proc/self/maps cannot tell, the access will. */
 	return is_permitted(addr, addr + length, writes) != 0;
 }
 

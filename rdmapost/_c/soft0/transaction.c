@@ -16,7 +16,7 @@ static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
-static int executing; /* 1 while a READY object's work runs; others need not wait for it */
+static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
 static PyObject *is_finalizing; /* sys's; a thread that starts then may never run */
@@ -34,7 +34,10 @@ struct errand {
 	struct rp_thread *sender;
 };
 
-/* Repeat the call until its commit succeeds: each time, it is refused the memory that failed. */
+/*
+ * Repeat the call until its commit succeeds. Each repetition refuses the memory where writes have
+ * failed.
+ */
 static PyObject *attempt(PyObject *call)
 {
 	PyObject *result;
@@ -89,8 +92,9 @@ static void resume_gc(void)
 }
 
 /*
- * What the thread is started with: a capsule of a pointer to the errand, which only one of them
- * takes: the thread, to run it; or the sender or the capsule's destructor, to cancel it.
+ * Take the errand out of its capsule, the separate thread's argument; NULL if it has been taken.
+ * Only one of these takes it: the thread, to run it; or the sender or the capsule's destructor, to
+ * cancel it.
  */
 static struct errand *take_errand(PyObject *capsule)
 {
@@ -103,7 +107,7 @@ static void free_ticket(PyObject *capsule)
 {
 	struct errand *errand = take_errand(capsule);
 
-	/* The thread has ended without running it. */
+	/* The thread has ended without running the errand. */
 	if (errand)
 		PyThread_release_lock(errand->done);
 	PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
@@ -138,8 +142,8 @@ static PyObject *call_directly(PyObject *function, PyObject *arguments)
 static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 
 /*
- * Start a thread for the errand; 0, or -1 without an exception. Python starts it, because it creates
- * the thread's state beforehand, where it can still report that there is no memory for it:
+ * Start a thread for the errand; 0, or -1 without an exception. Python starts it, because Python
+ * creates the thread's state beforehand, where a lack of memory can still be reported;
  * PyGILState_Ensure() in the new thread would end the process.
  */
 static int start_thread(struct errand *errand)
@@ -162,7 +166,7 @@ static int start_thread(struct errand *errand)
 	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
-	/* Even without an identifier the thread may run: then it has taken the errand. */
+	/* Even if no identifier was returned, the thread may run; then it has taken the errand. */
 	if (!thread && take_errand(capsule)) {
 		Py_DECREF(capsule);
 		return -1;
@@ -209,8 +213,8 @@ long rp_soft_transact(PyObject *call)
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
 	/*
-	 * Drop a bug's exception, which GIVE_UP has, and one for lack of stack or memory: the retry on
-	 * another thread had enough.
+	 * Drop a bug's exception, which GIVE_UP has received, and one for lack of stack or memory,
+	 * of which the retry on another thread had enough.
 	 */
 	if (first && !doomed && ((PyObject *)Py_TYPE(first) == errand.bug || rp_lacks_room(first)))
 		Py_CLEAR(first);
@@ -226,10 +230,13 @@ long rp_soft_transact(PyObject *call)
 	return result_code;
 }
 
-/* How long a verb does pending work that can wait, while others wait for the lock. */
+/* How long a verb does pending work that can wait: other threads may be waiting for the lock. */
 enum { SHARE_NS = 2000000 };
 
-/* Whether this verb has had its share. The first call starts the time, so a verb does some work. */
+/*
+ * Whether this verb has used up its share. The first call starts the clock, so every verb does some
+ * work.
+ */
 static int is_late(void)
 {
 	int64_t now = rp_now_ns();
@@ -275,7 +282,7 @@ static PyObject *ready_at(Py_ssize_t at)
 	return object;
 }
 
-/* Remove an object; the caller holds a reference to it. 0, or -1. */
+/* Remove an object with pending work; the caller holds a reference to it. 0, or -1. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -287,7 +294,7 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
-/* Do the pending work. What waits for a later verb stays listed; returns how much that is. */
+/* Do the pending work. Objects whose work waits for a later verb stay listed; returns how many. */
 static Py_ssize_t carry_on(void)
 {
 	PyObject *object;
@@ -315,7 +322,7 @@ static void look_at_wires(void)
 	rp_data_lock();
 	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
-		/* It may still be listed. Comparing it by identity runs no Python code. */
+		/* The wire may still be listed. Comparing it by identity runs no Python code. */
 		if (PySequence_Contains(ready, wire) <= 0)
 			PyList_Append(ready, wire);
 	}
@@ -354,9 +361,9 @@ static void enter(struct rp_use *use)
 }
 
 /*
- * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause this
- * thread would take both again before that, for the work that is left or for its next verb. If it
- * releases the GIL only while it holds the lock, the other never finds the lock free.
+ * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause
+ * this thread would take both again before that, for the work that is left or for its next verb. If
+ * it released the GIL only while it held the lock, the other would never find the lock free.
  */
 static void yield_lock(void)
 {
@@ -484,7 +491,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
 	result = attempt(call);
-	/* Its descriptors are closed: the device's own errors would mislead. */
+	/* In a forked child, its descriptors are closed: the device's own errors would mislead. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
 		       PyErr_ExceptionMatches(rp_errors.error))) {
@@ -528,7 +535,7 @@ static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 	Py_RETURN_NONE;
 }
 
-/* schedule_at(seconds): schedule the device to run at that time; for on_commit. */
+/* schedule_at(seconds): schedule the device to run at that time; called through on_commit(). */
 static PyObject *schedule_at(PyObject *self, PyObject *seconds)
 {
 	double when = PyFloat_AsDouble(seconds);
@@ -539,7 +546,7 @@ static PyObject *schedule_at(PyObject *self, PyObject *seconds)
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* start(object): schedule its pending work; for on_commit. */
+/* start(object): schedule its pending work; called through on_commit(). */
 static PyObject *start(PyObject *self, PyObject *object)
 {
 	int failed;

@@ -1,4 +1,4 @@
-"""The addresses of this machine that a device can use, and the headers of packets between two."""
+"""This machine's addresses that a device can use, and the headers of packets between addresses."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def candidates(place: str) -> list[LocalAddress]:
 
 def _addresses() -> list[LocalAddress]:
     """List the addresses of the network devices, IPv4 before IPv6."""
-    # Not a generator: one dropped when memory runs out reports that it could not be closed.
+    # Not a generator: if one is dropped when memory runs out, it reports that it cannot be closed.
     found = []
     for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
         # A second address has a label such as "eth0:1".
@@ -112,7 +112,7 @@ def _addresses() -> list[LocalAddress]:
 
 
 def _ipv4_table() -> bytes:
-    """Return an ifreq for each IPv4 address, a network device's second ones included."""
+    """Return an ifreq for each IPv4 address, including secondary ones."""
     size = 64 * _IFREQ.size
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         while True:

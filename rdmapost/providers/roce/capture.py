@@ -1,4 +1,4 @@
-"""Captures: what a device sends and receives, in a file.
+"""Captures: the packets that a device sends and receives, in a file.
 
 A step of the device creates the blocks of its packets, and queues them when it is committed. A
 thread writes them (recording.py), so that a slow file delays no step; packets that it cannot keep
@@ -33,14 +33,14 @@ class RoceCapture(Capture):
         self._is_reported = False
         self._recording = recording = Recording(os.fspath(path), device.name)
         if recording.must_not_wait():
-            # It is refused before there is a file.
+            # This raises an exception, before there is a file.
             _attach(device, recording)
         recording.user = weakref.ref(self, recording.queue.put)
         try:
             recording.start()
             _attach(device, recording)
         except BaseException:
-            # The traceback may keep it alive for long.
+            # The traceback may keep this object alive for long.
             recording.stop()
             raise
 
@@ -115,7 +115,7 @@ def put(recording: Recording, count: int, blocks: bytes) -> None:
 
 
 def end_all(recordings: tuple[Recording, ...]) -> None:
-    """End captures, when their device is closed."""
+    """On commit, end the captures of a device that is being closed."""
     for each in recordings:
         native.on_commit(each.queue.put, None)
 

@@ -10,7 +10,7 @@ class Counted(native.Record):
     """Counters; a step that is rolled back does not change them.
 
     Attributes:
-        sent, received: (packets, bytes). A new pair for every packet changes both at once.
+        sent, received: (packets, bytes). Each update stores a new pair, which changes both at once.
 
     The others are named as in Counters.
     """

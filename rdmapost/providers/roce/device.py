@@ -1,4 +1,4 @@
-"""The device: what it opens, its timers, and what the engine and C ask of it."""
+"""The device: its socket and thread, its timers, and the methods that the engine and C call."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class RoceDevice(Device):
         address: the address of this machine that it uses.
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
-        counters: what it has counted.
+        counters: its counters.
         recordings: the captures in progress.
-        outgoing, incoming: what the fault plan does to packets.
-        ttl: the time to live, or the hop limit, of what it sends.
+        outgoing, incoming: its packets in each direction, to which a fault plan may apply.
+        ttl: the time to live, or the hop limit, of the packets that it sends.
     """
 
     queue_pair = RoceQueuePair
@@ -107,7 +107,7 @@ class RoceDevice(Device):
         self.socket = self._stop = None
 
     def start_over(self) -> None:
-        # Again: a fork by C code does not run the functions of os.register_at_fork.
+        # Here too, because a fork by C code does not run the functions of os.register_at_fork.
         device_thread.forget_all()
         udp_socket.close_all()
         super().start_over()
@@ -127,12 +127,12 @@ class RoceDevice(Device):
 
         Args:
             qp: the queue pair that sends them.
-            path: where to.
+            path: the path to the peer.
             headers: the headers of each packet, without those of IP and UDP. All packets but the
                 last one are of the same size.
-            payload: what follows the headers, `mtu` bytes in each packet.
+            payload: the payloads of all packets, in order.
             mtu: payload bytes in each packet but the last.
-            again: how many of them have been sent before; these come first.
+            again: how many of the packets have been sent before; these come first.
         """
         covered = flow(self.gids[0], path.dgid, ROCE_V2_PORT)
         if covered is None:

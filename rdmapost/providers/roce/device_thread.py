@@ -31,11 +31,12 @@ _log = logging.getLogger("rdmapost.roce")
 _SHORTEST, _LONGEST = 0.0002, 0.002
 """The shortest and the longest sleep in which other threads may be quicker, in seconds."""
 _CONTENDED = 0.001
-"""Seconds that a return to the GIL takes only if another thread runs Python code."""
+"""Seconds; taking the GIL again takes longer only if another thread runs Python code."""
 _ROUNDS_UNTIMED = 15
-"""Rounds in which a return is not timed, after one took so long: timing one costs one more."""
+"""The number of rounds, after taking the GIL again took so long, in which that is not timed:
+timing it means taking the GIL once more."""
 _AFTER_ERROR = 0.1
-"""Seconds before it tries again."""
+"""Seconds before the thread tries again."""
 _AT_EXIT = 1.0
 """The longest that the exit of the process waits for threads, in seconds."""
 
@@ -57,7 +58,7 @@ def _end_threads() -> None:
 
 
 def forget_all() -> None:
-    """Leave the threads to the parent."""
+    """In the child of a fork, forget the threads, which are the parent's."""
     _threads.clear()
 
 
@@ -66,7 +67,9 @@ atexit.register(_end_threads)
 
 
 def start(wake_fds: tuple[int, ...]) -> Any:
-    """Start a device's thread, and return the socket that ends it; a rollback ends it, too.
+    """Start a device's thread, and return a socket, whose shutdown ends the thread.
+
+    A rollback ends the thread, too.
 
     Args:
         wake_fds: the descriptors that are readable when there is something to do.
@@ -145,7 +148,7 @@ class _Pauses:
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
-    """Wait until there is something to do, and do it unless another thread does in the pause.
+    """Wait until there is something to do, pause, and do it unless another thread has done it.
 
     Returns:
         Whether the device is still open.

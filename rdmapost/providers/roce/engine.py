@@ -31,7 +31,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Send what has been posted, and continue pending work; return whether to call again."""
+    """Send posted work requests, and continue pending work; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
@@ -44,7 +44,7 @@ def execute_next(qp: RoceQueuePair) -> bool:
 
 
 def on_timer(qp: RoceQueuePair) -> None:
-    """React to a time that a queue pair asked for, or to an earlier one."""
+    """React to the time that a queue pair asked for, or to an earlier time."""
     qp.timer = math.inf
     if _RTR <= qp.state < _ERR:
         now = qp.device.now
@@ -53,8 +53,8 @@ def on_timer(qp: RoceQueuePair) -> None:
 
 
 def give_up(qp: RoceQueuePair) -> bool:
-    """Fail the oldest work request, or else the queue pair: execute_next could not continue;
-    return whether to call again."""
+    """Fail the oldest work request, or without one the queue pair, because execute_next could not
+    continue; return whether to call again."""
     if qp.state < _SQE:
         if qp.sq.pending:
             requester.fail(qp, WCStatus.FATAL_ERR)

@@ -1,7 +1,7 @@
 """What a fault plan does to packets.
 
 It has no clock and no sockets: packets and times go in, packets come out. What happens to a packet
-depends on the seed and on how many went in the same direction before it, and on nothing else.
+depends only on the plan and on how many packets went in the same direction before it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def fate_of(plan: PacketFaults, direction: int, number: int) -> Fate:
 
     Args:
         plan: the plan.
-        direction: its number; what happens in one is independent of the other.
+        direction: the direction's number, so that the random choices for each are independent.
         number: how many packets went in that direction before.
     """
     seed = _draw(plan.seed, direction)
@@ -68,8 +68,9 @@ class Held(NamedTuple):
     """A packet that waits.
 
     Attributes:
-        when: until this time.
-        until: or until a packet with this number has passed, if it is not negative.
+        when: the time at which it may go.
+        until: the number of a packet after which it may go even earlier; negative if there is
+            none.
         item: the packet.
     """
 
@@ -89,10 +90,11 @@ class Direction(native.Record):
     """A device's packets in one direction.
 
     Attributes:
-        number: a number for the direction.
-        plan: what happens to them; None is nothing.
+        number: identifies the direction, so that the plan's random choices for each are
+            independent.
+        plan: the plan that applies to them, or None.
         count: how many have gone in this direction under the plan.
-        held: those that wait.
+        held: the packets that wait.
         is_straight: whether packets pass as they are.
     """
 
@@ -123,7 +125,7 @@ class Direction(native.Record):
         Args:
             item: the packet.
             now: the time.
-            damaged: returns the packet with a bit flipped, which a number chooses.
+            damaged: returns a packet with one bit flipped, which a number chooses.
 
         Returns:
             The packets that arrive now, in order; and whether anything happened to this one.
@@ -165,8 +167,8 @@ class Direction(native.Record):
 def damage(packet: bytes, covered: bytes, number: int) -> bytes:
     """Return a packet with a bit flipped that makes its ICRC wrong.
 
-    Some bits do not: those of a field that the ICRC does not cover, and those whose change looks
-    like another IPv4 identification.
+    Flipping some bits does not: those of a field that the ICRC does not cover, and those whose
+    change looks like another IPv4 identification.
 
     Args:
         packet: the packet, from its BTH to its ICRC.

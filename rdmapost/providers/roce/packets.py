@@ -1,4 +1,4 @@
-"""The packets of RoCE v2: one table, by which they are encoded and decoded.
+"""The packets of RoCE v2, and the table by which they are encoded and decoded.
 
 A packet is a base transport header (BTH), the extension headers of its opcode, and a payload. The
 names are those of the InfiniBand Architecture Specification, chapter 9.
@@ -23,7 +23,7 @@ _HALF = 0x800000
 
 
 def distance(psn: int, base: int) -> int:
-    """Return how far a PSN is ahead of another one: -2^23..2^23-1."""
+    """Return how far a PSN is ahead of another: -2^23..2^23-1."""
     return ((psn - base + _HALF) & PSN_MASK) - _HALF
 
 
@@ -52,7 +52,7 @@ _HEADERS = {
 """The format of each header, and its fields."""
 
 SOLICITED_EVENT, MIG_REQ, TVER = 0x80, 0x40, 0x0F
-"""In the BTH's flags; two bits between them count the bytes of padding."""
+"""Bits of the BTH's flags; the two others, 0x30, count the bytes of padding."""
 DEFAULT_PKEY = 0xFFFF
 _PKEY_BASE = 0x7FFF
 ACK_REQ = 1 << 31
@@ -77,20 +77,20 @@ FLUSH_TYPE, FLUSH_LEVEL_SHIFT, FLUSH_LEVEL = 0xF, 4, 0x3
 # ---- the table ------------------------------------------------------------------
 
 FIRST, MIDDLE_PLACE, LAST, ONLY = 1, 0, 2, 3
-"""Where in its message a packet is."""
+"""The position of a packet in its message."""
 
 
 class PacketRow:
-    """What the table says about an opcode.
+    """A row of the table: the packets with one opcode.
 
     Attributes:
         bth_opcode, name: the opcode and its name.
-        service: the queue pairs that it is for.
-        operation: the work request that it belongs to; -1 for a response.
-        begins, ends: whether it is the first or the last packet of its message.
+        service: the type of the queue pairs that use it.
+        operation: the Opcode of the work requests that it belongs to; -1 for a response.
+        begins, ends: whether such a packet is the first, or the last, of its message.
         fields: the fields of its headers, in order.
-        size: bytes of its headers.
-        pack, unpack: encode and decode these.
+        size: the size of its headers in bytes.
+        pack, unpack: encode and decode the headers.
         has_payload: whether a payload may follow.
     """
 
@@ -190,7 +190,7 @@ ROWS: dict[int, PacketRow] = {
         *[_row(QPType.UD, _UD, each, "BTH DETH", True) for each in _MESSAGES[4:6]],
     )
 }
-"""The table: what each opcode says, and what follows it."""
+"""The table: each opcode's row."""
 
 MIDDLE = frozenset({row.bth_opcode for row in ROWS.values() if not row.begins and not row.ends})
 """Opcodes of packets that come in runs."""
@@ -202,7 +202,7 @@ ACKNOWLEDGE, ATOMIC_ACKNOWLEDGE = [ROWS[each[0]] for each in _ACKS]
 
 
 class Form(NamedTuple):
-    """The packets that make up a work request's message."""
+    """The kinds of packets that make up a work request's message."""
 
     first: PacketRow
     middle: PacketRow
@@ -238,7 +238,7 @@ FORMS: dict[QPType, dict[int, Form]] = {
     }
     for service in (QPType.RC, QPType.UC, QPType.UD)
 }
-"""For each service, the work requests that it has."""
+"""For each service, the packets of each work request that it supports, by Opcode."""
 
 
 # ---- decoding ---------------------------------------------------------------------
@@ -250,14 +250,15 @@ class Packet(Request):
     It is a Request, so the functions that all devices share can execute it.
 
     Attributes:
-        row: the table's row; the fields of its headers are attributes of these names.
+        row: the table's row; each field that it names is an attribute of the packet.
         count: the number of packets; more than 1 only for MIDDLE ones.
-        psn: the PSN of the first.
-        ack_req: whether one of them asks for an acknowledgement.
+        psn: the PSN of the first packet.
+        ack_req: whether any of the packets requests an acknowledgement.
         source: the sender's GID.
         length: bytes of payload; for a request without a payload, the length that it names.
         data: the payload. Prefer `copy_to`: the payload of a run is assembled only when needed.
-        run: where a run is: the arguments of native.roce_gather after the target.
+        run: where a run's packets are: the arguments of native.roce_gather that follow the target;
+            None for a single packet.
     """
 
     row: PacketRow
@@ -283,7 +284,7 @@ class Packet(Request):
         self.make_grh: Callable[[], bytes] | None = None
 
     def copy_to(self, target: Segments) -> None:
-        """On commit, copy the payload to memory, which has room for it."""
+        """On commit, copy the payload to memory that has room for it."""
         if self.run is None:
             copy(self.data, target)
         elif len(target) == 1 and isinstance(target[0], memoryview):
@@ -341,10 +342,10 @@ def parse(
     """Decode a packet, or a run of them; return None if it is not a valid packet.
 
     Args:
-        buffer: where it is.
-        at: where it begins: its BTH.
-        size: its bytes, with the ICRC, which the caller has checked.
-        count: the number of packets in the run, all of this size.
+        buffer: the buffer that holds it.
+        at: the offset of its BTH.
+        size: its size in bytes, including the ICRC, which the caller has checked.
+        count: the number of packets in the run, each of this size.
         source: the sender's GID.
         make_grh: returns the 40 bytes that precede a datagram's payload.
     """
@@ -386,10 +387,10 @@ def parse(
 def _decode_extensions(
     packet: Packet, row: PacketRow, make_grh: Callable[[], bytes] | None
 ) -> None:
-    """Set the fields that a Request has in another form."""
+    """Set the fields that a Request represents differently."""
     headers = row.headers
     if "ImmDt" in headers:
-        # A work request holds it in network order.
+        # A work request holds immediate data in network order.
         packet.imm = int.from_bytes(packet.immediate, sys.byteorder)
     if row.operation in _ATOMICS:
         if row.operation == _FETCH_AND_ADD:

@@ -73,7 +73,7 @@ def packet(frame: bytes, time_ns: int, is_sent: bool, comment: str) -> bytes:
         frame: the packet, from its IP header on.
         time_ns: nanoseconds since 1970.
         is_sent: whether it was sent, not received.
-        comment: what to say about it, or "".
+        comment: a comment on it, or "".
     """
     size = len(frame)
     body = _PACKET_BODY.pack(0, time_ns >> 32 & 0xFFFFFFFF, time_ns & 0xFFFFFFFF, size, size)

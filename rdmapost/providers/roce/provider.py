@@ -43,7 +43,7 @@ class RoceProvider(SoftwareProvider):
     default_timeout = 17
 
     def list_devices(self) -> list[DeviceInfo]:
-        """List those that are open; any other name may still be opened."""
+        """List the devices that are open; others can be opened by name."""
         return [
             self.info(name, device.guid)
             for name, device in list(open_devices.items())

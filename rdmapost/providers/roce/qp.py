@@ -1,8 +1,8 @@
 """The protocol's state of one queue pair, on both sides.
 
-The requester counts PSNs from its first one on without bound, so that it is clear which of two is
-earlier; only the PSNs in packets are cut to 24 bits. The responder compares PSNs as the
-specification does.
+The requester's PSNs grow without bound from the first one, so that it is clear which of two is
+earlier; only in packets are they cut to 24 bits. The responder compares PSNs as the specification
+does.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ..software.transport_messages import Segments
 
     class WireDevice(Device):
-        """What the engine needs of a device, besides what all devices have.
+        """A device on a network: the members that the engine uses and other devices lack.
 
         Attributes:
             now: the time of the step, in seconds of the monotonic clock.
-            counters: counts of packets: retransmitted, and NAKs.
+            counters: the device's counters; the engine counts NAKs in them.
         """
 
         now: float
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
             mtu: int,
             again: int = 0,
         ) -> None:
-            """Send a queue pair's packets, all but the last of one size; each takes up to mtu bytes
-            of payload, and the first `again` have been sent before."""
+            """Send a queue pair's packets, which are of one size except the last; each takes up to
+            mtu bytes of payload, and the first `again` have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at this time, instead of any set before; None cancels it."""
+            """Have on_timer called at this time, not at any time set before; None cancels it."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 HELD = 64
 """The most packets held on each side until those before them arrive."""
 HOLD_SECONDS = 0.02
-"""How long they are held before the missing ones are asked for."""
+"""How long packets are held before the missing ones are asked for."""
 
 _AH_ATTR = Struct("=16sIxBB").unpack_from
 """The start of struct ibv_ah_attr: dgid, flow_label, sgid_index, hop_limit, traffic_class."""
@@ -73,9 +73,9 @@ class SendRequest:
     Attributes:
         wqe: the work request.
         form: its packets.
-        path: where they go.
-        psn, end: the PSNs psn..end-1 are the request's own; for a READ, its responses'.
-        offset, size: which of the work request's bytes it moves.
+        path: the path that they take.
+        psn, end: its packets, or the responses to a READ, have the PSNs psn..end-1.
+        offset, size: the range of the work request's bytes that it transfers.
         counts: whether it counts as an outstanding READ or atomic.
         last: whether it is the last request of the work request.
     """
@@ -106,13 +106,13 @@ class SendRequest:
 
 
 class Incoming(native.Record):
-    """A message of which the first packets have arrived.
+    """A message whose first packets have arrived.
 
     Attributes:
         operation: SEND or RDMA_WRITE.
         done: bytes that have arrived.
         taken: the receive that a SEND fills.
-        remote_addr, rkey, size: where a WRITE goes.
+        remote_addr, rkey, size: the memory that a WRITE fills.
     """
 
     __slots__ = ("done", "operation", "remote_addr", "rkey", "size", "taken")
@@ -130,7 +130,7 @@ class Reading(native.Record):
 
     Attributes:
         psn: the PSN of the next response.
-        remote_addr, rkey, left: what is left to read.
+        remote_addr, rkey, left: the memory that is left to read.
         has_begun: whether the first response has been sent.
         is_duplicate: whether the request was executed before.
     """
@@ -159,9 +159,9 @@ class RoceQueuePair(QueuePair):
         self.draining = False
         # The requester.
         self.una = 0
-        """The oldest PSN that is not acknowledged."""
+        """The oldest unacknowledged PSN."""
         self.psn = 0
-        """The PSN of the next packet to send; below `top` while going back."""
+        """The PSN of the next packet to send; less than `top` while packets are sent again."""
         self.top = 0
         """The first PSN that was never sent."""
         self.tail = 0
@@ -172,16 +172,16 @@ class RoceQueuePair(QueuePair):
         """The expected PSN."""
         self.msn = 0
         self.atomics: deque[tuple[int, int]] = deque()
-        """The PSN and the result of the last atomics."""
+        """The PSNs and the results of the last atomics."""
         self.spare: Receive | None = None
-        """A receive of a message that was lost: the next one takes it (UC)."""
+        """The receive of a message that was partly lost; the next message takes it (UC)."""
         self._forget_incoming()
 
     def _forget_requests(self) -> None:
         self.requests: deque[SendRequest] = deque()
-        """Those that are not acknowledged."""
+        """The requests that are not yet acknowledged."""
         self.started = 0
-        """Work requests of the send queue whose last request is among them."""
+        """The number of work requests in the send queue whose last request is in `requests`."""
         self.read_offset = 0
         """Bytes of the next work request, a READ, for which requests exist."""
         self.reads = 0
@@ -194,12 +194,12 @@ class RoceQueuePair(QueuePair):
         self.nak_psn = -1
         """The PSN of the last sequence error NAK; a repeated NAK says nothing new."""
         self.missing_until = 0.0
-        """How long to wait for responses that are missing, or 0."""
+        """When to ask again for missing responses, or 0."""
         self.missing_psn = -1
-        """The PSN of the last response that was asked for again before the timeout: the peer may
-        be slow."""
+        """The PSN of the last response that was asked for again before the timeout. That is done
+        once, as the peer may be slow."""
         self.acked = 0
-        """What was acknowledged by an ACK that came before responses."""
+        """The PSN before which an ACK acknowledged everything, though responses are missing."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 
@@ -252,12 +252,12 @@ class RoceQueuePair(QueuePair):
     def end_first_send(self, status: WCStatus, byte_len: int = 0) -> None:
         """Complete the first work request of the send queue, however far it has got.
 
-        Its requests have ended before.
+        Its requests must already have ended.
         """
         if self.started:
             self.started -= 1
         else:
-            # It may be a READ in progress: the next one begins at its first byte.
+            # It may be a READ in progress; the next work request begins at its own first byte.
             self.read_offset = 0
         self.complete_send(self.sq.take(), status, byte_len)
         if self.draining:
@@ -270,13 +270,13 @@ class RoceQueuePair(QueuePair):
         self._forget_requests()
         taken = self._give_up_incoming()
         if taken is not None and self.srq is not None:
-            # No completion would ever free its slot and its memory: it waits for the next message.
+            # No completion would ever free the receive's slot and memory: it goes back to the SRQ.
             wqe, queue, _, _ = taken
             native.on_commit(queue.pending.appendleft, wqe)
         self.device.set_timer(self, None)
 
     def _give_up_incoming(self) -> Receive | None:
-        """Forget what has arrived of a message; return the receive that it would have filled."""
+        """Forget a partly received message; return the receive that it would have filled."""
         taken = self.spare
         if self.incoming is not None and self.incoming.taken is not None:
             taken = self.incoming.taken
@@ -310,7 +310,7 @@ class RoceQueuePair(QueuePair):
 
 
 def hold(held: dict[int, Packet], packet: Packet, mtu: int) -> None:
-    """Keep a packet that came too early, unless it is too long or there are too many."""
+    """Keep a packet that came too early, unless it is too long or too many are held."""
     kept = held.get(packet.psn)
     if kept is not None and kept.count >= packet.count:
         return
@@ -321,12 +321,13 @@ def hold(held: dict[int, Packet], packet: Packet, mtu: int) -> None:
 
 
 def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
-    """Remove and return the packet with this PSN, or None; forget those before."""
+    """Remove and return the packet with this PSN, or None; forget those before it."""
     for key in list(held):
         packet = held[key]
         ahead = distance(key, psn)
         if ahead <= 0:
-            # Not del: that would wait for the end of the step, in which it may be found again.
+            # Not del, which takes effect only at the end of the step: the packet could be found
+            # again before.
             held.pop(key)
         if ahead <= 0 < ahead + packet.count:
             return packet.after(-ahead) if ahead else packet

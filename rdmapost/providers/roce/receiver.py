@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from .device import RoceDevice
 
 _BUFFER = 1 << 16
-"""Longer than any datagram, also after the kernel has joined several."""
+"""Longer than any datagram, even if the kernel has joined several."""
 _AT_ONCE = 64
-"""Datagrams processed in one look, so that a flood leaves other threads their turn."""
+"""The most datagrams processed at once, so that other threads get their turn during a flood."""
 
 
 class Receiver(native.Record):
     """What a device receives through its socket.
 
     Attributes:
-        buffer: what has been received, while it is processed.
+        buffer: holds received datagrams while they are processed.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Receiver(native.Record):
             self._begin(device, len(packet), len(packet), *rest)
             return True
         else:
-            # Back to the inbox if a signal handler raises before it is processed.
+            # What was received goes to the inbox if a signal handler raises before it is processed.
             got = native.made(self._inbox.append, native.roce_receive, device.socket, self.buffer)
         if got is None:
             return False
@@ -71,7 +71,7 @@ class Receiver(native.Record):
         if covered is None:
             return True
         if device.recordings:
-            # First: the check marks the packets that are damaged.
+            # Before roce_check(), which marks the packets that are damaged.
             trace.received(device, gid, port, covered, tos, ttl, size, segment)
         if device.incoming.is_straight:
             self._begin(device, size, segment, gid, covered, tos, ttl)
@@ -94,7 +94,7 @@ class Receiver(native.Record):
         tos: int,
         ttl: int,
     ) -> None:
-        """Begin to process what is in the buffer."""
+        """Begin to process the datagrams in the buffer."""
         if bad := native.roce_check(self.buffer, size, segment, covered):
             device.counters.icrc_errors += bad
         self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0

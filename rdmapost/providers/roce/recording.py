@@ -1,7 +1,8 @@
-"""The life of a capture: a thread that opens the file, writes what is queued, and ends.
+"""The life of a capture: a thread that opens the file, writes the queued blocks, and ends.
 
-Only the thread changes the recording's state, and it needs no lock that another thread may hold:
-neither the device's nor the user's. So waiting for the thread, at any point, cannot deadlock.
+While the thread lives, only it changes the recording's state, and it needs no lock that another
+thread may hold: neither the device's nor the user's. So waiting for the thread, at any point,
+cannot deadlock.
 Functions and generators are not created at run time: CPython 3.12 and 3.13 crash if there is no
 memory for one.
 """
@@ -34,7 +35,7 @@ _GATHER = 0.01
 _LOOK = 0.05
 """Seconds between checks, during a wait for the thread, that it still exists."""
 _FOR_ANOTHER = 1.0
-"""Seconds that a capture waits for another one of the same file, which is about to end."""
+"""Seconds that a capture waits for another capture to the same file that is about to end."""
 _AT_EXIT = 2.0
 """The longest that the exit of the process waits for the files, in seconds."""
 
@@ -53,7 +54,7 @@ class Tally(native.Record):
     """What the device has given to a capture; a step that is rolled back does not change it.
 
     Attributes:
-        queued: bytes, in all.
+        queued: bytes that were queued, in all.
         dropped: packets that the capture lacks.
     """
 
@@ -62,21 +63,21 @@ class Tally(native.Record):
 
 
 class Recording:
-    """What a device, a user and the thread share of a capture.
+    """The state of a capture, which the device, the user and the thread share.
 
     Attributes:
         path: the file's path.
         interface: the device's name.
-        tally: the device's side.
-        queue: counts of packets and their blocks, as tuples; anything else is the end.
-        packets: how many are in the file.
+        tally: the device's counts.
+        queue: tuples of a number of packets and their blocks; any other object ends the capture.
+        packets: how many packets are in the file.
         taken: bytes that the thread has taken from the queue, in all.
-        state: how far it is; the thread sets it.
+        state: how far the capture has got; the thread sets it.
         error: why it ended early; if it did not begin, whatever was raised.
         is_stopping: whether the device must queue nothing more.
-        is_awaited: whether somebody waits for the end, who reports the error.
-        user: the user's object. When that is dropped, this puts itself into the queue: no signal
-            handler runs in the middle.
+        is_awaited: whether a thread waits for the end, and will report the error.
+        user: a weak reference to the user's object. When the object is dropped, the reference puts
+            itself into the queue, which no signal handler can interrupt.
         file: the file, while it is open.
     """
 
@@ -118,7 +119,7 @@ class Recording:
         self._pid = os.getpid()
         self._thread_id = 0
         self._thread: weakref.ref[Any] | None = None
-        """What the thread calls: it lives as long as the thread."""
+        """A weak reference to the thread's function, which lives as long as the thread."""
         self._began, self._ended = _held_lock(), _held_lock()
         """The thread releases them when it has begun and ended, to wake waiting threads, which
         then check its state."""
@@ -126,14 +127,14 @@ class Recording:
     # ---- for those who wait ------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread, and wait until the file is open and has its beginning.
+        """Start the thread, and wait until the file is open and its first blocks are written.
 
         Raises:
             OSError: there are too many threads.
             ClosedError: this is the child of a fork now.
-            BaseException: what the thread has raised.
+            BaseException: whatever the thread has raised.
         """
-        # Do this before the thread starts. The reference goes when nothing refers to the capture.
+        # Do this before the thread starts. The reference removes itself when the recording is gone.
         _known.append(weakref.ref(self, _known.remove))
         run = self._run
         self._thread = weakref.ref(run)
@@ -150,7 +151,7 @@ class Recording:
     def stop(self) -> None:
         """Have the thread end; nothing more is queued."""
         if not self.has_ended():
-            # First: a signal handler may raise in the middle.
+            # Set this first: a signal handler may raise before the next statement.
             self.is_stopping = True
             self.queue.put(None)
 
@@ -163,7 +164,7 @@ class Recording:
 
     def has_ended(self) -> bool:
         """Whether the thread has ended."""
-        # In this order: the thread says how it ended before it is gone.
+        # In this order: the thread records how it ended before it is gone.
         is_gone = self._thread is not None and self._thread() is None
         if is_gone and self.state < RecordingState.FAILED:
             # The thread had no memory even to set its state.
@@ -211,7 +212,7 @@ class Recording:
         return True
 
     def flush(self, timeout: float) -> None:
-        """At exit, let the thread write what it has."""
+        """At exit, let the thread write the queued blocks."""
         if self.state is not RecordingState.OPENING and not self.is_inherited():
             self._ended.acquire(timeout=timeout)
 
@@ -222,7 +223,7 @@ class Recording:
         error: BaseException | None = None
         try:
             self._thread_id = _thread.get_ident()
-            # start() may go on in the child of a fork.
+            # A signal handler may have forked in start(): then this thread is the child's.
             self.check_process()
             self._record()
         except BaseException as raised:
@@ -273,7 +274,7 @@ class Recording:
         self.state = state
 
     def _end(self, error: BaseException | None) -> None:
-        """Say how the capture ended, before anything that could wait for another thread."""
+        """Record how the capture ended, before anything that could wait for another thread."""
         has_begun = self.state is not RecordingState.OPENING
         if error is None:
             self._become(RecordingState.ENDED, None)
@@ -284,7 +285,7 @@ class Recording:
         if not has_begun:
             self._began.release()
         elif error is not None and not self.is_awaited:
-            # A thread that waits reports the error itself; it may hold a lock of the log.
+            # A waiting thread reports the error itself; it may hold one of logging's locks.
             _log.error("%s", self.failure())
         self._ended.release()
         self._take()
@@ -311,7 +312,7 @@ class Recording:
         return [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _write(self, data: bytes, count: int) -> None:
-        """Write the blocks of packets: all of them, or none if the file can be cut."""
+        """Write the blocks of packets: all of them, or, if the file can be truncated, none."""
         assert self.file is not None
         left = memoryview(data)
         try:
@@ -333,7 +334,7 @@ class Recording:
 
 
 def _open_whole(path: str | bytes, flags: int) -> int:
-    """Open a file as open() does, but do not truncate it, or wait for a reader of a FIFO."""
+    """Open a file as open() does, but without truncating it or waiting for a FIFO's reader."""
     try:
         descriptor = os.open(path, flags & ~os.O_TRUNC | os.O_NONBLOCK, 0o666)
     except OSError as error:
@@ -349,11 +350,11 @@ def _open_whole(path: str | bytes, flags: int) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file until it is closed; return whether no one else has."""
+    """Lock a file until it is closed; return False if someone else has locked it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        # SMB reports a lock that is held with EACCES.
+        # SMB reports EACCES for a lock that is held.
         return False
     except OSError:
         # A file system without locks.
@@ -362,7 +363,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def _unlock(descriptor: int) -> None:
-    """Unlock a file, of which a child of a fork may still have a descriptor."""
+    """Unlock a file that a forked child may still have open."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     except OSError:
@@ -397,11 +398,11 @@ def _as_os_error(error: BaseException) -> OSError:
 
 
 _known: list[weakref.ref[Recording]] = []
-"""All of them: a thread keeps its own alive."""
+"""All recordings; each thread keeps its own alive."""
 
 
 def _finish() -> None:
-    """Let the threads write what they have, before the interpreter stops them."""
+    """Let the threads write the queued blocks, before the interpreter stops them."""
     left = [recording for each in _known.copy() if (recording := each()) is not None]
     for recording in left:
         recording.queue.put(None)

@@ -1,8 +1,8 @@
 """The requester: sends the requests of the send queue, and processes what comes back.
 
-The packets of a reliable service are sent again, from the oldest one that is not acknowledged on
-(go-back-N), when the responder reports a missing one or stays silent for too long. A READ resumes
-where its responses stopped. An unreliable service is done with a request when it is sent.
+When the responder reports a missing packet or stays silent for too long, a reliable service resends
+its packets, starting with the oldest unacknowledged one (go-back-N). A READ resumes where its
+responses stopped. On an unreliable service, a request is complete when it has been sent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from .qp import RoceQueuePair
 
 WINDOW = 64
-"""Packets on their way at most, responses to READs included."""
+"""The most packets in flight, including responses to READs."""
 READ_PACKETS = 32
-"""Responses that one READ request asks for: a longer READ is several requests, so that its
-responses come no faster than they are processed."""
+"""The most response packets that one READ request asks for: a longer READ is split into several
+requests, so that its responses come no faster than they are processed."""
 BURST_PACKETS, BURST_BYTES = 32, 60_000
-"""What is sent at once at most: one system call."""
+"""The most that is sent at once, by one system call."""
 _ASK_AFTER = 8
-"""Packets in bursts after which an acknowledgement is asked for."""
+"""The number of packets after which the last packet of a burst requests an acknowledgement."""
 _SHORTEST_TIMEOUT = 0.004
-"""Seconds: below them a timeout would say nothing about the network."""
+"""Seconds; a shorter timeout would say nothing about the network."""
 _NO_TIMEOUT = 0.1
-"""Seconds between attempts, of which there is no end, if the timeout is 0."""
+"""Seconds between attempts if the attribute timeout is 0; their number is not limited then."""
 
 _RTS, _SQD, _UD = QPState.RTS, QPState.SQD, QPType.UD
 _FENCE, _SOLICITED = int(SendFlags.FENCE), int(SendFlags.SOLICITED)
@@ -50,7 +50,7 @@ _LOCAL = {int(Opcode.LOCAL_INV): requester.local_invalidate, int(Opcode.BIND_MW)
 _FLUSH, _ATOMIC_WRITE = int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)
 _FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
 _RESPONDED = ATOMICS | {READ}
-"""What an ACK does not end: the response is missing."""
+"""The opcodes of requests that an ACK does not complete, because they need a response."""
 _COUNTED = _RESPONDED | {_ATOMIC_WRITE}
 _MASK64 = (1 << 64) - 1
 
@@ -85,7 +85,7 @@ class Burst:
 
 
 def send(qp: RoceQueuePair) -> None:
-    """Send what the window allows."""
+    """Send as many packets as the window allows."""
     if qp.rnr_until:
         return
     pending = qp.sq.pending
@@ -129,19 +129,19 @@ def send(qp: RoceQueuePair) -> None:
 
 
 def may_send(qp: RoceQueuePair) -> bool:
-    """Whether send may have something to do."""
+    """Whether send() may have something to do."""
     if qp.state is _RTS:
         return qp.psn < qp.tail or qp.started < len(qp.sq.pending)
     return qp.state is _SQD and (qp.psn < qp.tail or qp.read_offset > 0)
 
 
 def packets_in_burst(size: int) -> int:
-    """Return how many packets of a size, without the ICRC, are sent at once."""
+    """Return how many packets of a size (without the ICRC) are sent at once."""
     return min(BURST_PACKETS, BURST_BYTES // (size + ICRC_BYTES))
 
 
 def _ask(bursts: list[Burst]) -> None:
-    """Set AckReq in the last packet, and often enough before."""
+    """Set AckReq in the last packet, and often enough in the last packets of earlier bursts."""
     unasked = 0
     for burst in bursts:
         unasked += len(burst.headers)
@@ -342,7 +342,7 @@ def _atomic_eth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any,
 
 
 def _immdt(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    # A work request holds it in network order.
+    # A work request holds immediate data in network order.
     return (request.wqe.imm.to_bytes(4, sys.byteorder),)
 
 
@@ -369,7 +369,7 @@ _EXTENSIONS: dict[str, Callable[[RoceQueuePair, SendRequest, int], tuple[Any, ..
 
 
 def receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Process an acknowledgement or a response; return False if it answers nothing sent."""
+    """Process an acknowledgement or a response; return False if it answers no packet sent."""
     if qp.state is not _RTS and qp.state is not _SQD:
         return False
     psn = qp.una + distance(packet.psn, qp.una & PSN_MASK)
@@ -383,7 +383,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
     if psn + packet.count > qp.una:
         _response(qp, packet, psn)
         if may_send(qp):
-            # What has arrived is in memory at the end of this step, and may be sent in the next.
+            # The data that has arrived is in memory only after this step; the next may send it.
             qp.device.again(qp)
     return True
 
@@ -401,7 +401,7 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
         qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
     if psn != qp.una or not qp.requests or qp.rnr_until:
-        # Responses are missing before; or it is known.
+        # Responses before it are missing, or it repeats a known NAK.
         return
     if syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)
@@ -435,7 +435,7 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
     """Complete the requests before a PSN."""
     qp.una = psn
     if psn > qp.psn:
-        # It arrived before it was sent again.
+        # The packets had arrived, and need not be sent again.
         qp.psn = psn
     if qp.retries or qp.rnr_retries:
         qp.begin_attempts()
@@ -450,7 +450,7 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
             has_response = request.wqe.opcode in _RESPONDED
             byte_len = request.offset + request.size if has_response else 0
             qp.end_first_send(WCStatus.SUCCESS, byte_len)
-            # That may overrun the completion queue, which flushes the send queue.
+            # The completion may overrun its queue, which flushes the send queue.
             requests = qp.requests
     if qp.reliable:
         if qp.una < qp.psn:
@@ -460,15 +460,15 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
 
 
 def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
-    """Process what answers a READ or an atomic."""
-    # It implies that everything before has arrived.
+    """Process the response to a READ, an atomic, a FLUSH or an ATOMIC_WRITE."""
+    # It implies that every packet before it has arrived.
     _acknowledge(qp, psn)
     if psn > qp.una:
         hold(qp.early, packet, qp.mtu)
         _expect_missing(qp)
         return
     if not qp.requests:
-        # Their completions overran the completion queue.
+        # The completion of an earlier request overran the completion queue.
         return
     if psn < qp.una:
         packet = packet.after(qp.una - psn)
@@ -485,14 +485,14 @@ def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
 
 
 def _accept(qp: RoceQueuePair, packet: Packet) -> None:
-    """Process the response to the oldest request, if it is one."""
+    """Process a packet as the response to the oldest request, if it fits."""
     request = qp.requests[0]
     wqe, row = request.wqe, packet.row
     done = (qp.una - request.psn) * qp.mtu
     end = qp.una + packet.count
     value = b""
     if wqe.opcode == READ and row in packets.READ_RESPONSES:
-        # Each is as long as the MTU but the last, which says that it is.
+        # Each packet is as long as the MTU, except the last, whose opcode says that it is the last.
         size = min(packet.count * qp.mtu, request.size - done)
         fits = end <= request.end and packet.length == size and row.ends == (end == request.end)
     elif wqe.opcode in ATOMICS and row is packets.ATOMIC_ACKNOWLEDGE:
@@ -502,7 +502,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
         size = 0
         fits = wqe.opcode in (_FLUSH, _ATOMIC_WRITE) and row is packets.READ_RESPONSE_ONLY
     if not fits:
-        # It is not a response, whatever it is.
+        # It does not answer this request.
         return
     if size:
         sges = part(wqe.sges, request.offset + done, size)
@@ -522,7 +522,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
 
 
 def on_timer(qp: RoceQueuePair, now: float) -> None:
-    """React to what is due."""
+    """React to the times that have come."""
     if qp.rnr_until:
         if now < qp.rnr_until:
             qp.wake_at(qp.rnr_until)
@@ -560,14 +560,14 @@ def _restart_timer(qp: RoceQueuePair) -> None:
 
 
 def _expect_missing(qp: RoceQueuePair) -> None:
-    """Wait a little for responses that may have been overtaken, once until the timeout."""
+    """Wait a little for responses that may have been overtaken: once per PSN until the timeout."""
     if not qp.missing_until and qp.una != qp.missing_psn:
         qp.missing_until = qp.device.now + HOLD_SECONDS
         qp.wake_at(qp.missing_until)
 
 
 def _try_again(qp: RoceQueuePair, counts: bool) -> None:
-    """Go back to the oldest packet that is not acknowledged, if attempts are left."""
+    """Go back to the oldest unacknowledged packet, if attempts are left."""
     qp.missing_until = qp.deadline = 0.0
     if counts:
         if qp.retries >= qp.attr["retry_cnt"]:

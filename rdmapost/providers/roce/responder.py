@@ -1,7 +1,7 @@
-"""The responder: executes what arrives in the order of its PSNs, and acknowledges it.
+"""The responder: executes requests in the order of their PSNs, and acknowledges them.
 
-What a request may do is checked for each packet, as on all devices. An unreliable service has no
-acknowledgements: what cannot be executed is dropped.
+The permissions of a request are checked for each packet, as on all devices. An unreliable service
+has no acknowledgements: a request that cannot be executed is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMOTE_WRITE, _REMOTE_READ = int(Access.REMOTE_WRITE), int(Access.REMOTE_READ)
 _READ = int(Opcode.RDMA_READ)
 _ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
-"""The operations that a READ response without data answers."""
+"""The operations that are answered by a READ response without data."""
 _WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
 _ACK, _RNR_NAK = AckType.ACK, AckType.RNR_NAK
 _SUCCESS = WCStatus.SUCCESS
@@ -79,7 +79,7 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
         return
     qp.nak_due = 0.0
     if qp.reading is None:
-        # A NAK costs the requester one of its retries, unless there is progress.
+        # An ACK first: without progress, a NAK costs the requester one of its retries.
         _send_ack(qp)
         _send_nak(qp, packets.NAK, packets.PSN_SEQUENCE_ERROR, qp.epsn)
 
@@ -101,7 +101,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
     if taken is None:
         return False
     if not fits:
-        # Queue pairs share the queue: a receive that is too small for all must not stay first.
+        # Queue pairs share the queue: a receive that is too small must not stay first for all.
         qp.end_receive(taken, WCStatus.REM_INV_REQ_ERR)
         return True
     assert packet.make_grh is not None
@@ -111,9 +111,9 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Whether a datagram fits; a longer one does not break the queue pair.
+    """Whether a datagram fits into the next receive; a longer one does not break the queue pair.
 
-    This is what Soft-RoCE does.
+    Soft-RoCE does the same.
     """
     pending = (qp.rq if qp.srq is None else qp.srq.queue).pending
     if not pending:
@@ -133,7 +133,7 @@ def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> bool:
     if ack is not None and ack.type is _ACK:
         return True
     _drop_incoming(qp)
-    # A receive that ends with an error takes the packet, and fails the queue pair.
+    # In ERR the packet was not dropped: it ended a receive with an error.
     return qp.state is _ERR
 
 
@@ -212,7 +212,7 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     elif packet.ack_req or qp.state is _ERR:
-        # A queue pair in ERR will not process the packet that asks for it.
+        # A queue pair in ERR will not process the later packet that requests the ACK.
         _send_ack(qp)
 
 
@@ -301,8 +301,9 @@ def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
         return responder.refuse(qp)
     target: Segments = []
     if left:
-        # Each packet checks the key for all that is left, but only for its own bytes that they are
-        # still mapped: else the pages looked at would grow with the square of the length.
+        # For each packet, the key is checked for all bytes that are left, but only the packet's own
+        # bytes are checked to be still mapped: otherwise the number of pages to check would grow
+        # with the square of the length.
         memory, addr = qp.device.memory, incoming.remote_addr + incoming.done
         rkey, size = incoming.rkey, packet.length
         target = [memory.remote(qp.pd, qp.number, rkey, addr, left, _REMOTE_WRITE, size)]
@@ -386,7 +387,7 @@ def _send_nak(qp: RoceQueuePair, syndrome: int, value: int, psn: int) -> None:
 
 
 def _size_at_once(qp: RoceQueuePair, left: int) -> int:
-    """Return how much of what a READ has left is sent in one step."""
+    """Return how many of a READ's remaining bytes are sent in one step."""
     return min(left, _AT_ONCE * qp.mtu)
 
 
@@ -394,7 +395,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
     """Send responses to the READ request in progress.
 
     Args:
-        data: what to send in this step, if it has been fetched.
+        data: the data to send in this step, if it has already been fetched.
     """
     reading = qp.reading
     assert reading is not None
@@ -443,7 +444,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 
 def _end_reading(qp: RoceQueuePair) -> None:
-    """Continue with what was waiting for a READ to end."""
+    """End the READ in progress, and continue with the work that waited for that."""
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

@@ -28,8 +28,8 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets: not if the network device cannot
             segment.
-        errors: of sends, which happen when a step is committed: each an errno, and how many
-            packets it was, their bytes, and how many of them had been sent before.
+        errors: of failed sends (packets are sent when a step is committed): for each, the errno,
+            and the number of packets, their bytes, and how many of them were retransmissions.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Sender(native.Record):
             return
         packet = bytes(data[:size])
         if about is not None:
-            # By the time that it is sent, it may be damaged, and its work request gone.
+            # By the time the packet is sent, it may be damaged, and its work request gone.
             about = functools.partial(trace.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)
@@ -107,9 +107,9 @@ class Sender(native.Record):
         self._transmit(device, path, about, packet, size, size, (1, size, again))
 
     def note_errors(self, device: RoceDevice) -> None:
-        """Process the errors of what was sent since the last call: nothing of it has left."""
+        """Process the sends that failed since the last call: none of their packets have left."""
         counters = device.counters
-        # A new list, because a rollback restores an attribute, but not what a list held.
+        # A new list, because a rollback restores an attribute, but not the contents of a list.
         errors, self.errors = self.errors, []
         for code, (count, size, again) in errors:
             packets_sent, bytes_sent = counters.sent

@@ -21,7 +21,7 @@ def survey(prefix: str) -> list[RoceInterface]:
     """List the network devices that have an address.
 
     Args:
-        prefix: what the names of the devices begin with.
+        prefix: the prefix of the devices' names.
     """
     found = []
     for _, netdev in socket.if_nameindex():
@@ -57,7 +57,7 @@ def obstacle_on(address: LocalAddress) -> str | None:
 
 
 def holder(address: LocalAddress) -> str:
-    """Name who has UDP port 4791 of an address, as far as this user may see it."""
+    """Say who has UDP port 4791 of an address, as far as this user may see that."""
     raw = socket.inet_pton(address.family, address.host)
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     here = "".join([f"{int.from_bytes(word, sys.byteorder):08X}" for word in words])

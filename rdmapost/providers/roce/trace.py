@@ -1,4 +1,4 @@
-"""What captures get: packets as they go over the wire, and which work request each belongs to."""
+"""The contents of captures: packets as they are on the wire, with the work request of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _READ = int(Opcode.RDMA_READ)
 _NAMES = {int(each): each.name for each in Opcode}
 _UDP = struct.Struct("!HHHH")
 _DETH_QPN = BTH_BYTES + 5
-"""Where a datagram says which queue pair sent it."""
+"""The offset, in a datagram's packet, of the number of the queue pair that sent it."""
 
 
 def frame(
@@ -43,7 +43,7 @@ def frame(
 
     Args:
         source, target: GIDs.
-        port: the UDP port that it comes from.
+        port: the source UDP port.
         tos: the type of service, or the traffic class.
         ttl: the time to live, or the hop limit.
         number: the IPv4 identification.
@@ -79,9 +79,9 @@ def sent(
         about: returns the comment on a packet.
         target: the GID that they go to.
         tos: the type of service, or the traffic class.
-        data: the packets; the first `size` bytes count.
-        size: their bytes.
-        each: the bytes of each packet but the last one.
+        data: holds the packets, in its first `size` bytes.
+        size: their total length in bytes.
+        each: the length of each packet except the last.
     """
     known = about, device.gids[0], target, tos, device.ttl, time.time_ns()
     _put(device, _sent_block, known, data, size, each)
@@ -149,19 +149,19 @@ def _put(
 
     Args:
         device: the device.
-        block: makes one from `known`, a packet's number and its bytes. It is not a closure: CPython
-            3.12 and 3.13 crash if there is no memory for one.
-        known: what block is called with.
-        data: the packets; the first `size` bytes count.
-        size: their bytes.
-        each: the bytes of each packet but the last one.
+        block: creates a packet's block from `known`, the packet's number and the packet. It is not
+            a closure: CPython 3.12 and 3.13 crash if there is no memory for one.
+        known: the first arguments of `block`.
+        data: holds the packets, in its first `size` bytes.
+        size: their total length in bytes.
+        each: the length of each packet except the last.
     """
     recordings = in_progress(device)
     if not recordings:
         return
     count = -(-size // each) if size else 0
     try:
-        # If slicing a bytearray lacks memory, Python reports that it had exported buffers.
+        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
         packets = memoryview(data)
         blocks = b"".join(
             [
@@ -195,7 +195,7 @@ def about_sent(qp: RoceQueuePair, packet: bytes) -> str:
 
 
 def known_comment(comment: str, packet: bytes) -> str:
-    """Return the comment on a packet, which is known already."""
+    """Return a comment that was determined earlier, whatever the packet is now."""
     return comment
 
 

@@ -24,7 +24,8 @@ _UDP_GRO = 104
 _UDP_NO_CHECK6_RX = 102
 _IPV6_DONTFRAG = 62
 _BUFFERS = ((32, socket.SO_SNDBUF), (33, socket.SO_RCVBUF))
-"""SO_SNDBUFFORCE and SO_RCVBUFFORCE (asm-generic/socket.h), and what they are without the right."""
+"""SO_SNDBUFFORCE and SO_RCVBUFFORCE (asm-generic/socket.h), and the options for processes without
+the privilege."""
 _SO_MEMINFO = 55
 _MEMINFO = struct.Struct("=9I")
 """The counters of linux/sock_diag.h; the last one is SK_MEMINFO_DROPS."""
@@ -57,13 +58,13 @@ _shared: list[Any] = []
 
 
 def share(made: Any) -> None:
-    """Note a socket, until the end of the verb or of the device."""
+    """Have the child of a fork close a socket; a rollback undoes this."""
     native.undo(_shared.remove, made)
     _shared.append(made)
 
 
 def close(made: Any) -> None:
-    """On commit, close a socket that was noted."""
+    """On commit, close a socket that was passed to share()."""
     native.on_commit(made.close)
     native.on_commit(_shared.remove, made)
 
@@ -71,7 +72,7 @@ def close(made: Any) -> None:
 def close_all() -> None:
     """Leave the addresses to the parent, which may close its devices while the child lives.
 
-    It takes no lock: its owner may be a thread that the child lacks.
+    This takes no lock: a thread that the child lacks might hold it.
     """
     while _shared:
         _shared.pop().close()
@@ -111,7 +112,7 @@ def bind(place: str) -> tuple[LocalAddress, Any]:
 
 
 def hop_limit(made: Any, address: LocalAddress) -> int:
-    """Return the time to live, or the hop limit, of what a socket sends."""
+    """Return the time to live, or the hop limit, of the packets that a socket sends."""
     limit: int = made.getsockopt(*_TTL[address.family])
     return limit
 
@@ -128,7 +129,7 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     for level, option, value in _OPTIONS[address.family]:
         made.setsockopt(level, option, value)
     with suppress_system_errors:
-        # Linux 5.0; without it each packet comes by itself.
+        # Since Linux 5.0; without it, each packet is received by itself.
         made.setsockopt(socket.SOL_UDP, _UDP_GRO, 1)
     for forced, limited in _BUFFERS:
         try:

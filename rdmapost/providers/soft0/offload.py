@@ -95,7 +95,7 @@ def _known(protocol: int) -> int:
 
 
 def _packet_end(packet: _Bytes, headers: _Headers) -> int:
-    """Return where the IP packet ends by its length field; padding may follow."""
+    """Return where the IP packet ends, according to its length field; padding may follow."""
     at = headers.ip
     if headers.version == 4:
         return at + int.from_bytes(packet[at + 2 : at + 4])
@@ -154,7 +154,7 @@ def _fill(out: bytearray, headers: _Headers, end: int) -> None:
         _pseudo_header(out, headers, end - transport) + checksum_residue(out[transport:end])
     )
     if headers.protocol == IPPROTO_UDP:
-        # 0 would mean "no checksum", so 0 is sent in its other form.
+        # 0 would mean "no checksum", so 0xFFFF is sent, which is the same sum.
         value = value or 0xFFFF
     out[field : field + 2] = value.to_bytes(2)
 
@@ -191,7 +191,7 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> list[bytes]:
     Args:
         hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing after it.
         link: the link header's format.
-        payload: what follows the header; an empty one makes one packet.
+        payload: the data after the header; an empty payload makes one packet.
         mss: payload bytes in a packet.
 
     Raises:

@@ -21,7 +21,7 @@ def send(qp: SoftQueuePair, wqe: WQE, data: Segments) -> None:
     """Send one frame, with its checksums filled in if the work request asks for that.
 
     Raises:
-        ErrorStatus: LOC_LEN_ERR: it is shorter than an Ethernet header, or longer than a frame.
+        ErrorStatus: LOC_LEN_ERR: the frame is shorter than an Ethernet header, or too long.
     """
     frame = gather(data)
     _check_length(len(frame))

@@ -87,7 +87,7 @@ def _retire(qp: SoftQueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> Non
 
 
 def _carry_out(qp: SoftQueuePair, wqe: WQE) -> int:
-    """Carry out one work request; return the bytes that came back.
+    """Carry out one work request; return how many bytes came back.
 
     Raises:
         ErrorStatus: it ends with an error status.
@@ -165,7 +165,7 @@ def _atomic(qp: SoftQueuePair, wqe: WQE) -> int:
     request = _request(qp, wqe, [], 8)
     request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
-    # Only the SGEs that the value reaches are looked at.
+    # Only the SGEs that the value reaches are checked.
     target = qp.device.memory.local(qp.pd, part(wqe.sges, 0, 8), True)
     copy([old.to_bytes(8, sys.byteorder)], target)
     return 8

@@ -69,7 +69,7 @@ def _write(qp: SoftQueuePair, request: Request) -> Ack | None:
     if request.imm is None:
         copy(request.data, target)
         return ACK
-    # Without a receive nothing is written either.
+    # Without a receive, nothing is written.
     taken = consume_receive(qp, request)
     if taken is None:
         return not_ready(qp)
@@ -91,4 +91,4 @@ BY_OPCODE: dict[int, Executor] = {
     int(Opcode.FLUSH): flush,
     int(Opcode.ATOMIC_WRITE): atomic_write,
 }
-"""What executes a request, by its opcode."""
+"""The function that executes a request, by opcode."""

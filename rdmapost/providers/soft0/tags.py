@@ -245,7 +245,7 @@ class MatchingList(native.Record):
             return Ack(AckType.NAK_REMOTE_OPERATIONAL)
         room = size_of(segments)
         if size > room:
-            # Software fetches the data, from where the headers in the buffer say.
+            # Software fetches the data, using the headers that the buffer receives.
             headers = message[: min(TMH.size + _RVH.size, room)]
             if headers:
                 copy_bytes([headers], segments)
@@ -311,7 +311,7 @@ def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
 
 
 def _first(sges: Any, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs over the first bytes of others."""
+    """Return SGEs for the first bytes that the given SGEs cover."""
     found = []
     for addr, length, lkey in sges:
         taken = min(length or 1 << 31, size)

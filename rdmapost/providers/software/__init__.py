@@ -1,8 +1,8 @@
 """What all software devices share: RDMA in this process, in Python, as specified.
 
 ``provider`` and ``queue_verbs`` have the control verbs, ``state`` the object behind each C struct.
-Below them, one file per concept, which knows no C structs: ``device``, ``qp`` the state machine,
-``transport_messages`` the messages between queue pairs, ``responder`` what a request does,
+Below them, there is one file per concept, without C structs: ``device``, ``qp`` the state machine,
+``transport_messages`` the messages between queue pairs, ``responder`` the effects of a request,
 ``memory`` the keys, ``completion`` the completion queues and events. Each device moves messages in
 its own way: ``providers.soft0``, ``providers.roce``.
 

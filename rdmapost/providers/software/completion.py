@@ -64,7 +64,7 @@ class _EventSource(native.Record, Generic[_Event]):
         native.on_commit(native.signal, self.event_fd, self.events)
 
     def about(self, event: _Event) -> object:
-        """Return what an event is about."""
+        """Return the object that an event is about."""
         return event
 
     def forget(self, thing: object) -> None:
@@ -98,8 +98,8 @@ class CompletionQueue(native.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        pending: what a poll, in C, removes: a completion's bytes, the queue whose slots it frees,
-            and how many.
+        pending: the entries, which a poll, in C, removes: each completion's bytes, the queue whose
+            slots it frees, and how many.
         armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
         has_timestamps: whether completions carry the time at which they were added.
     """
@@ -127,7 +127,7 @@ class CompletionQueue(native.DeviceQueue):
             tag += _timestamps(clock(), time.time_ns())
         native.add(self, (_wc(*fields) + tag, queue, frees))
         if (channel := self.channel) is not None:
-            # Only then: the queue may be armed before that.
+            # At the end of the verb, because the queue may be armed until then.
             urgent = bool(solicited or fields[1])
             native.at_the_end(native.announce, self, channel.events, channel.event_fd, urgent)
         return True

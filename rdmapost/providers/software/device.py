@@ -18,7 +18,7 @@ from .numbers import Numbers
 from .qp import QueuePair
 
 QP_NUMBERS = 2, 0xFFFFFE
-"""The first and the last number of a queue pair: 0 and 1 are special ones, 0xFFFFFF is that of
+"""The first and the last number of a queue pair: 0 and 1 are reserved, and 0xFFFFFF stands for
 multicast."""
 
 _TIMER = (lib.CLOCK_MONOTONIC, lib.TFD_CLOEXEC | lib.TFD_NONBLOCK)
@@ -57,21 +57,21 @@ class OpenDevice(native.Record):
     def __init__(self, device: Device, struct: Any) -> None:
         self.device = device
         self.struct = struct
-        """The struct around the context; a pointer to a part does not keep the whole."""
+        """The struct around the context; a pointer to a part does not keep the whole alive."""
         self.events = EventQueue(device)
         self.faults = PlannedFaults()
         self.plan = FaultPlan(self.faults, device)
         """The users' interface to the faults."""
         self.wr_id_of: Callable[[int], int | None] = _unknown
-        """Returns the caller's wr_id for the device's, or None."""
+        """Maps the device's wr_id to the caller's, or to None."""
 
 
 class Device(native.Record):
     """A software RDMA device.
 
     Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device
-    makes progress inside the verbs. The methods that raise NotImplementedError are each device's
-    own, and ``queue_pair`` may be.
+    makes progress inside the verbs. Each device's class implements the methods that raise
+    NotImplementedError here, and may replace ``queue_pair``.
 
     Attributes:
         name: its name.
@@ -81,7 +81,7 @@ class Device(native.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
-        numbers: the numbers of both.
+        numbers: the numbers of queue pairs and SRQs.
         timer_fd: expires when the device is due; -1 while it is not open.
         times_open: how many open contexts it has.
         qkey_violations: how many datagrams had a wrong Q_Key, up to 65535.
@@ -124,7 +124,7 @@ class Device(native.Record):
 
     @property
     def wake_fds(self) -> tuple[int, ...]:
-        """The descriptors that are readable when a verb can make progress, such as a retry."""
+        """The descriptors that are readable when there is work for a verb, such as a retry."""
         return (self.timer_fd,)
 
     def count_qkey_violation(self) -> None:
@@ -155,7 +155,7 @@ class Device(native.Record):
         """Begin a plan for packets, or end it.
 
         Raises:
-            UnsupportedError: the device has none.
+            UnsupportedError: the device has no packets.
         """
         raise NotImplementedError
 
@@ -186,5 +186,5 @@ class Device(native.Record):
         raise NotImplementedError
 
     def give_up(self, worker: Any) -> bool:
-        """Fail what could not be executed; return whether to call again."""
+        """Fail the work that could not be executed; return whether to call again."""
         raise NotImplementedError

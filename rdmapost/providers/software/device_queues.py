@@ -15,8 +15,8 @@ WQE = native.WQE
 """A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
 ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not use
 are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
-copied when it was posted, ``ah``, ``window`` and ``region`` are the objects named, and ``owner`` is
-notified of its end if it is the device's own (tags)."""
+copied when it was posted, and ``ah``, ``window`` and ``region`` are the device's objects. A work
+request of the device's own (tags) has an ``owner``, which is notified of its end."""
 
 
 class WorkQueue(native.DeviceQueue):
@@ -31,8 +31,8 @@ class WorkQueue(native.DeviceQueue):
         max_sge: SGEs in a work request.
         used: slots taken.
         silent: completed unsignaled work requests, whose slots a later completion frees.
-        refuses: the errno of every post, or 0.
-        prompt: whether posts are executed, instead of waiting for a message.
+        refuses: the errno with which every post fails, or 0.
+        prompt: whether posts are executed at once, instead of waiting for a message.
     """
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class WorkQueue(native.DeviceQueue):
     def clear(self) -> None:
         """Forget everything."""
         self.silent = 0
-        # This includes what a signal handler posts meanwhile.
+        # This includes work requests that a signal handler posts meanwhile.
         native.on_commit(native.clear, self)
 
 
@@ -87,6 +87,6 @@ class SharedReceiveQueue(native.Record):
         self.tags: Any = None
         """The matching list of a tag-matching queue."""
         self.ops: WorkQueue | None = None
-        """The operations on it."""
+        """The operations on the matching list."""
         self.handle: Any = None
         self.users = 0

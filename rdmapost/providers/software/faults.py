@@ -21,7 +21,7 @@ class PlannedFaults(native.Record):
     """An open device's faults that have not fired yet, as the device sees them.
 
     Attributes:
-        wr_id_of: returns the caller's wr_id for the device's, or None.
+        wr_id_of: maps the device's wr_id to the caller's, or to None.
         posts: the errnos that refuse posts; C reads it in the middle of a post.
         statuses: the statuses with which work requests complete, in order, by wr_id.
         refusals: how often queue pairs are not ready, by number.
@@ -94,12 +94,13 @@ class FaultPlan:
     def fail_post(self, errno: int, *, after: int = 0) -> None:
         """Refuse a send work request with an errno.
 
-        If another fault already refuses that work request, this one takes the next that none does.
+        If another fault already refuses that work request, this fault refuses the next one that no
+        other fault refuses.
 
         Args:
-            errno: what the post returns, 1..4095.
-            after: how many send work requests to let pass first, 0..2^63-1; those that other faults
-                refuse count.
+            errno: the errno that the post returns, 1..4095.
+            after: how many send work requests to let pass first, 0..2^63-1, including those that
+                other faults refuse.
 
         Raises:
             TypeError: one is not an integer.

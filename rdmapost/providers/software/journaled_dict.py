@@ -31,11 +31,11 @@ class JournaledDict(dict[Any, Any]):
         self.discard(key)
 
     def discard(self, key: Any) -> None:
-        """Remove a key, if it is there, as the verb ends: undoing it might need memory."""
+        """On commit, remove a key, if it is there: undoing an earlier removal might need memory."""
         native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        """Remove a key; return what it stood for, or the default."""
+        """Remove a key; return its value, or the default."""
         old = self.get(key, _ABSENT)
         if old is not _ABSENT:
             native.undo(native.set_item, self, key, old)

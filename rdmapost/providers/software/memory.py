@@ -123,11 +123,11 @@ class Window(native.Record):
 
 
 INDICES = 1, 0x7FFFFF
-"""The first and the last index of a key, without the bit that tells an rkey from an lkey."""
+"""The first and the last key index, without the bit that distinguishes an rkey from an lkey."""
 _RKEY = 0x8000_0000
 _RKEY_INDEX = _RKEY >> 8
 _STALE_STEP = 0x3F
-"""The low bytes of successive keys differ, so that a stale key is not the next one."""
+"""The step between the low bytes of successive keys, so that a stale key is not the next one."""
 
 
 class Memory(native.Record):
@@ -160,7 +160,7 @@ class Memory(native.Record):
 
     def _find(self, rkey: int) -> Region | Window | None:
         found: Region | Window | None = self._by_index.get(rkey >> 8)
-        # What this verb has forgotten is listed until its end.
+        # A region or window that this verb has removed stays listed until the verb ends.
         return found if found is not None and found.valid and found.rkey == rkey else None
 
     def find_region(self, lkey: int) -> Region | None:
@@ -183,8 +183,8 @@ class Memory(native.Record):
         """Register memory at an address, with new keys; the rkey and the lkey differ.
 
         Args:
-            unsure: the address of the first byte in this process, if the memory may be unmapped
-                while it is registered, or its file become shorter.
+            unsure: the address of the first byte in this process, if the memory may be unmapped, or
+                its file truncated, while it is registered.
             call: the verb.
 
         Raises:
@@ -200,7 +200,7 @@ class Memory(native.Record):
         self._by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
-        """Register a region over other memory; its keys change, the old ones become unknown.
+        """Register a region over other memory; its keys change, and the old ones become unknown.
 
         Raises:
             VerbsError: ENOMEM: all keys are in use.
@@ -285,12 +285,12 @@ class Memory(native.Record):
     def check_remote(
         self, pd: ProtectionDomain, qpn: int, rkey: int, addr: int | None, length: int, need: int
     ) -> tuple[Region, int]:
-        """Check a remote key, without a look at the memory; return its region, and where in it.
+        """Check a remote key without accessing the memory; return its region and the offset in it.
 
         Args:
             pd: the responder's protection domain.
             qpn: the responder's queue pair.
-            rkey, addr, length: what the request names; with no addr, all that the rkey covers.
+            rkey, addr, length: as in the request; if addr is None, all that the rkey covers.
             need: the Access that the operation needs.
 
         Raises:
@@ -332,13 +332,13 @@ class Memory(native.Record):
 
         Args:
             pd, qpn, rkey, addr, length, need: as for check_remote().
-            size: how many of the bytes to return. Whether the others are mapped is not looked at:
-                for memory that may be unmapped, the kernel copies or faults in each page. Default:
+            size: how many of the bytes to return. The others are not checked to be mapped: for
+                memory that may be unmapped, the kernel would copy or fault in each page. Default:
                 all.
 
         Raises:
-            RemoteAccessError: a key, range, domain or permission is wrong, or what to return is no
-                longer mapped.
+            RemoteAccessError: a key, range, domain or permission is wrong, or the memory to return
+                is no longer mapped.
         """
         region, start = self.check_remote(pd, qpn, rkey, addr, length, need)
         part = region.part(start, length if size is None else size, bool(need & _REMOTE_WRITES))
@@ -404,7 +404,7 @@ _ALL = slice(None)
 
 
 def contents(target: Any) -> Any:
-    """Return the bytes in memory that a request will write.
+    """Return the bytes in memory that a request will replace.
 
     Raises:
         RemoteAccessError: it is no longer mapped.
@@ -423,7 +423,7 @@ def gather(source: Segments) -> bytes:
 
 
 def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs for a range of the bytes that SGEs cover.
+    """Return SGEs for a range of the bytes that the given SGEs cover.
 
     Raises:
         ErrorStatus: LOC_LEN_ERR: they cover fewer.
@@ -448,7 +448,7 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
 def copy(source: Segments, target: Segments) -> None:
     """On commit, copy all of the source into the target, which is at least as long.
 
-    Rooms come first, as the kernel may refuse to write them.
+    Rooms are written first, because the kernel may refuse to write them.
     """
     if len(source) == len(target) == 1:
         piece, room = source[0], target[0]

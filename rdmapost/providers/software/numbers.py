@@ -30,7 +30,7 @@ class Numbers(native.Record):
 
         Args:
             call: the verb that needs it.
-            what: what the numbers are, for an error's text.
+            what: the name of the numbers in an error's text.
             is_taken: whether a number is in use.
 
         Raises:

@@ -96,7 +96,7 @@ def open_context(device: Device) -> Any:
 
 
 def _failed(verb_name: str, error: OSError) -> OSError:
-    """Return what a verb raises after a system call has failed."""
+    """Return the exception that a verb raises after a system call has failed."""
     if not is_from_system(error):
         return error
     return VerbsError(verb_name, error.errno or errno.EIO)
@@ -110,7 +110,7 @@ class SoftwareProvider:
     default_timeout = 14
     caps: DeviceCap
     caps_ex = DeviceCap(0)
-    """Those that do not fit into device_cap_flags."""
+    """The capabilities that do not fit into device_cap_flags."""
     vendor_part_id: int
 
     # ---- devices ------------------------------------------------------------
@@ -187,7 +187,7 @@ class SoftwareProvider:
     def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            # Not on commit: that may lack the memory to add to the dict.
+            # Not on commit: there may be no memory then to add to the dict.
             native.undo(events.pop, key := object(), None)
             events[key] = event
 
@@ -362,7 +362,7 @@ class SoftwareProvider:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        # Not on commit: that may lack the memory to add to the dict.
+        # Not on commit: there may be no memory then to add to the dict.
         if (address := address_of(made.handle)) not in events:
             native.undo(events.pop, address, None)
             events[address] = None
@@ -386,7 +386,8 @@ class SoftwareProvider:
 
 
 _Unsure = Callable[[str, int, int, int], int | None]
-"""From a verb's name, address, length and Access: the address if memory may vanish, or None."""
+"""Takes a verb's name, an address, a length and an Access; returns the address if the memory may
+vanish, else None."""
 
 
 def _sure(name: str, start: int, length: int, access: int) -> None:

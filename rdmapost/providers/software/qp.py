@@ -53,7 +53,7 @@ _ATTRIBUTE_RANGES: dict[str, tuple[int, int]] = {
 
 
 class QueuePair(native.Record):
-    """A queue pair of a device, whose own class may extend any method."""
+    """A queue pair; a device's own class may extend any method."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class QueuePair(native.Record):
         self.forget()
 
     def forget(self) -> None:
-        """Begin as in RESET."""
+        """Set everything as in RESET."""
         self.attr: dict[str, Any] = {}
         """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
@@ -124,7 +124,7 @@ class QueuePair(native.Record):
         return True
 
     def drain(self) -> None:
-        """Report when the send queue has drained: at once, where posts are executed at once."""
+        """Report that the send queue has drained: here at once, as posts are executed at once."""
         self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
     def enter(self, state: QPState) -> None:

@@ -25,14 +25,14 @@ MAX_INLINE = 1024
 MAX_TSO_HEADER = 512
 
 QP_TYPES = frozenset(QPType) - {QPType.DRIVER}
-"""Those of soft0; other software devices have fewer."""
+"""The types of soft0's queue pairs; other software devices have fewer."""
 
 _SEGMENTING = frozenset({QPType.UD, QPType.RAW_PACKET})
 _SEND_OPS = {
     qp_type: sum(op for op in SendOps if qp_type in QP_TYPES_BY_OPCODE[Opcode[op.name or ""]])
     for qp_type in QPType
 }
-"""What send_ops_flags may name, by type."""
+"""The flags that send_ops_flags may contain, by type."""
 # ---- shared receive queues ----------------------------------------------
 
 
@@ -123,7 +123,7 @@ def make_qp_ex(context: Any, init: Any, domain: XRCDomain | None = None) -> Any:
     pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
     ops = init.send_ops_flags if mask & lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS else 0
     if ops & ~_SEND_OPS.get(init.qp_type, 0):
-        reason = "send_ops_flags has what the QP type has not"
+        reason = "send_ops_flags contains operations that the QP type does not support"
         raise UnsupportedError("ibv_create_qp_ex", errno.EOPNOTSUPP, reason)
     qp = make_qp(context, pd, init, domain, extended=bool(ops))
     made: QueuePair = bound(qp, "ibv_create_qp_ex")
@@ -159,7 +159,7 @@ def make_qp(
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
         raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
     opened = context_of(context, name)
-    # An XRC queue pair lacks one or both.
+    # An XRC queue pair lacks one CQ or both.
     send_cq, recv_cq = [
         bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
         for cq in (init.send_cq, init.recv_cq)
@@ -234,7 +234,7 @@ def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
 @verb
 def query_qp_data_in_order(qp: Any, op: int, flags: int) -> int:
     bound(qp, "ibv_query_qp_data_in_order")
-    # It copies with memmove, which promises no order.
+    # The device copies with memmove, which promises no order.
     return 0
 
 

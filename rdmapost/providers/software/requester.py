@@ -1,4 +1,4 @@
-"""What every requester does the same way: sizes, limits, and what needs no peer."""
+"""What every requester does the same way: sizes, limits, and operations that need no peer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def message_size(wqe: WQE) -> int:
 
 
 def needs_rd_atomic(qp: QueuePair) -> None:
-    """Raise an ErrorStatus if the queue pair may have no read or atomic outstanding."""
+    """Raise an ErrorStatus if the queue pair's max_rd_atomic permits no read or atomic."""
     if not qp.attr["max_rd_atomic"]:
         # It could never start.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)

@@ -1,4 +1,4 @@
-"""What a request may do, and does, on the responder's side; and how a receive completes.
+"""The permissions and effects of requests on the responder's side, and how a receive completes.
 
 An unreliable service has no acknowledgements: a request that cannot be executed is dropped
 silently.
@@ -92,8 +92,8 @@ def refuse(qp: QueuePair) -> Ack:
 
 
 Receive: TypeAlias = "tuple[Any, WorkQueue, ProtectionDomain, CompletionQueue]"
-"""A receive work request taken off a queue (an object with wr_id and sges); the queue, the domain
-of its memory, and where it completes."""
+"""A receive work request taken off a queue (an object with wr_id and sges); the queue; the domain
+of its memory; and the CQ on which it completes."""
 
 
 def not_ready(qp: QueuePair) -> Ack | None:
@@ -105,7 +105,7 @@ def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
     """Return the shared receive queue that a request draws from, or None for the QP's own.
 
     Raises:
-        RemoteAccessError: the domain has no SRQ of the number in an XRC request.
+        RemoteAccessError: the XRC domain has no SRQ with the number that an XRC request names.
     """
     if qp.type is not _XRC_RECV:
         return qp.srq
@@ -184,7 +184,7 @@ def complete_receive(
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
         if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey):
-            # The message itself succeeded and is acknowledged; only the responder breaks.
+            # The message itself succeeded and is acknowledged; only the responder's QP fails.
             status = WCStatus.REM_INV_REQ_ERR
     src_qp = request.src_qpn if qp.type is _UD else 0
     fields = (wqe.wr_id, status, opcode, byte_len, imm, qp.number, src_qp, flags, request.sl)
@@ -203,7 +203,7 @@ def target_of(
     """Return the memory that a request names, for an access that its key must grant.
 
     Args:
-        size: how much of it. Default: all.
+        size: how many bytes of it to return. Default: all.
     """
     if not length:
         # An empty message accesses no memory, so its key is not checked.
@@ -222,7 +222,7 @@ def read(qp: QueuePair, request: Request, size: int | None = None) -> Ack | None
     """Execute an RDMA_READ: the acknowledgement has the data.
 
     Args:
-        size: how much of it. The key is checked for all of it. Default: all.
+        size: how many bytes of the data to return; the key is checked for all. Default: all.
     """
     if not qp.grants(_REMOTE_READ) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
@@ -255,7 +255,7 @@ def atomic_write(qp: QueuePair, request: Request) -> Ack | None:
         return refuse(qp)
     [target] = target_of(qp, request, 8, _REMOTE_WRITE)
     if isinstance(target, native.Room):
-        # The kernel copies it, in one piece as it is aligned.
+        # The kernel copies it in one piece, because it is aligned.
         copy(request.data, [target])
     else:
         # As one number: a reader of the memory must not see half of it.
@@ -271,7 +271,7 @@ def flush(qp: QueuePair, request: Request) -> Ack | None:
     if not qp.grants(access) or not qp.attr["max_dest_rd_atomic"]:
         return refuse(qp)
     whole = request.flush_level == FlushLevel.MR
-    # Earlier requests are done, and what they wrote is visible: only the key is left to check.
+    # Earlier requests are done, and their data is visible: only the key is left to check.
     qp.device.memory.check_remote(
         _domain(qp, request),
         qp.number,

@@ -1,4 +1,4 @@
-"""The object behind each C struct, the transactions, and what C calls.
+"""The object behind each C struct, the transactions, and the functions that C calls.
 
 ``verb`` turns a function into a control verb: it holds the device's lock, and
 its changes to the device are committed when it returns, or rolled back if it
@@ -51,7 +51,7 @@ _handles = Numbers(1, 0xFFFF_FFFF)
 
 
 _wholes = table()
-"""The structs around those with a handle: a pointer to a part does not keep the whole."""
+"""The structs around those with a handle: a pointer to a part does not keep the whole alive."""
 contexts: dict[int, OpenDevice] = table()
 """Open contexts, by their struct's address."""
 
@@ -82,7 +82,7 @@ def bound(struct: Any, name: str) -> Any:
     """Return the object behind a struct, for the named verb.
 
     Raises:
-        VerbsError: it has been destroyed, or is another process's.
+        VerbsError: it has been destroyed, or belongs to another process.
     """
     found = objects.get(struct.handle)
     if found is None:
@@ -113,7 +113,7 @@ def drop(struct: Any, name: str) -> Any:
     """Remove the object behind a struct, and return it.
 
     Raises:
-        VerbsError: it has been destroyed, or is another process's.
+        VerbsError: it has been destroyed, or belongs to another process.
     """
     found, handle = bound(struct, name), struct.handle
     del objects[handle]
@@ -128,11 +128,14 @@ _errors: list[tuple[str, BaseException]] = []
 
 
 def _execute_next(worker: Any, is_late: bool) -> int:
-    """Do one part of a worker's pending work; return 0, 1: call again, or -1: in a later verb.
+    """Do one part of a worker's pending work.
 
     Args:
         worker: None for the work that is due.
         is_late: whether this verb has run for so long that other verbs should do the rest.
+
+    Returns:
+        0 at the end; 1 to be called again; -1 to be called again in a later verb.
     """
     if worker is None:
         run_due()

@@ -74,9 +74,9 @@ class Ack:
         self.rnr_timer = rnr_timer
         """Encoded as min_rnr_timer."""
         self.data = data
-        """What an RDMA READ fetched: all of it, or the first part."""
+        """The data that an RDMA READ fetched: all of it, or the first part."""
         self.value = value
-        """What an atomic found."""
+        """The value that an atomic found."""
 
 
 ACK = Ack(AckType.ACK)

@@ -35,7 +35,7 @@ def written(pair: Loopback, offset: int, expected: bytes) -> None:
         expected: the bytes that were written.
 
     Raises:
-        Failed: the memory holds others.
+        Failed: the memory holds other bytes.
     """
     if pair.local.qp.qp_type is QPType.UC:
         # A UC write completes without an acknowledgement, so wait for its data.

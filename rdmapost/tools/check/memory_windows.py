@@ -147,7 +147,7 @@ def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0
 
     Args:
         pair: the queue pairs.
-        window: of the loopback's PD.
+        window: a window on the loopback's PD.
         offset, length: the range, in bytes.
         wr_id: comes back in the completion.
     """
@@ -219,13 +219,13 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
     Args:
         pair: the queue pairs, with 16 bytes of local memory or more.
         rkey: the key.
-        offset: bytes from the start of the remote memory, of which 16 are written; its last
-            byte must not be in the range.
+        offset: where in the remote memory to write 16 bytes; the memory's last byte must not be
+            among them.
 
     Raises:
         Failed: the result is unknown or contradictory.
     """
-    # Only these bytes: the regions may have gigabytes.
+    # Look only at these bytes, because the regions may have gigabytes.
     written = pair.remote.mr.buffer[offset : offset + _PROBE]
     before = bytes(written)
     pair.local.mr.buffer[:_PROBE] = random.randbytes(_PROBE)
@@ -246,8 +246,8 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
 def _wait_behind(pair: Loopback) -> None:
     """Wait until the write under test on UC is done.
 
-    UC acknowledges nothing, so post a permitted write after it: when that one's data has arrived,
-    the write under test is done.
+    UC acknowledges nothing, so post a permitted write after it: when the data of that write has
+    arrived, the write under test is done.
     """
     if _broken(pair):
         return

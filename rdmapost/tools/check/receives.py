@@ -13,7 +13,7 @@ ROWS: list[Row] = []
 _MESSAGE = 96
 """Bytes of each message."""
 _FIRST = 40
-"""Bytes of it in the first of its two buffers."""
+"""Bytes of each message that go into the first of its two buffers."""
 _COUNT = 3
 
 

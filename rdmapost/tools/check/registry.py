@@ -16,7 +16,7 @@ from ..frames import ETHERNET_BYTES, ethernet
 from ..loopback import Loopback
 
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD, QPType.XRC_SEND, QPType.RAW_PACKET)
-"""In the order of the output."""
+"""The QP types, in the order of the output."""
 
 MARGIN = 32
 """Bytes of remote memory on either side of the range that may change."""
@@ -124,7 +124,7 @@ class Trial:
         """Fill the local memory with random bytes; on RAW_PACKET they are a frame.
 
         Args:
-            pair: whose local memory.
+            pair: the queue pairs.
         """
         pair.local.mr.buffer[:] = random.randbytes(pair.local.mr.length)
         if self.qp_type is QPType.RAW_PACKET:
@@ -140,7 +140,7 @@ def check(rows: list[Row], opcode: Opcode | OpsOpcode | str, *qp_types: QPType) 
     Args:
         rows: the list to add it to.
         opcode: the opcode, or the name of the operation.
-        qp_types: where it runs; for an Opcode, those in the man page's table.
+        qp_types: the QP types it runs on; for an Opcode, those in the man page's table.
     """
     if isinstance(opcode, Opcode):
         qp_types = tuple(t for t in QP_TYPES if t in QP_TYPES_BY_OPCODE[opcode])

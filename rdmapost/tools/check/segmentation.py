@@ -44,9 +44,10 @@ def segments(pair: Loopback, count: int, room: int) -> list[bytes]:
     """Wait for the segments of a TSO, and return them in order of arrival.
 
     Args:
-        pair: the queue pairs, with receives of this size posted from the start.
+        pair: the queue pairs; receives of `room` bytes each are posted, with consecutive buffers
+            from the start of the remote memory.
         count: the number of segments.
-        room: bytes that each receive holds.
+        room: message bytes that each receive holds.
     """
     return [
         pair.received(wc.check().byte_len - pair.headroom, index, room=room)

@@ -65,7 +65,7 @@ def _tag_sync(trial: Trial) -> str:
             raise Failed("TM_ADD does not request a TAG_SYNC after an unexpected message")
         wc = _operate(pair, TagSync(wr_id=20, unexpected_cnt=1), WCOpcode.TM_SYNC)
         if wc.wc_flags & WCFlags.TM_SYNC_REQ:
-            raise Failed("TM_SYNC requests another one although the count was right")
+            raise Failed("TM_SYNC requests another TAG_SYNC although the count was right")
         _matches(pair, _TAG, 0)
         unharmed(pair, (0, _PAYLOAD), (_UNEXPECTED, TMH_BYTES + _PAYLOAD))
     return "requested after an unexpected message; with its count, entries match again"
@@ -140,7 +140,7 @@ def _arrives(pair: Loopback, tag: int, *, wr_id: int) -> WC:
 def wait_for_message(pair: Loopback) -> tuple[WC, WC]:
     """Wait for a message, and return the completions with its tag and with its data.
 
-    They are two if the message has several packets, otherwise the same one.
+    A message of several packets has two completions; otherwise both are the same one.
     """
     (first,) = pair.arrived()
     if not first.status and first.wc_flags & MATCHED == WCFlags.TM_MATCH:

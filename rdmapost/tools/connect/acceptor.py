@@ -1,14 +1,14 @@
 """Accept and authenticate connections, in one thread of a server.
 
 A connection without a verified token has no thread and no device resources, only a descriptor and a
-buffer of at most two lines. The number of such connections is bounded. At the limit, a new one
-replaces the oldest that has not sent its hello, from the address with the most connections. So
-neither connections that send their hello at once, as clients do, nor those from other addresses are
-kept out.
+buffer of at most two lines. The number of such connections is bounded. At the limit, a new
+connection replaces one from the address with the most connections: the oldest that has not sent its
+hello. So neither connections that send their hello at once, as clients do, nor those from other
+addresses are kept out.
 
-Wrong tokens are rate-limited, for each address and in total. Above the limit hellos are queued, and
-the addresses' queues are served in turn. They are queued before their token is checked: otherwise
-the timing or absence of an answer would reveal the token.
+Wrong tokens are rate-limited, for each address and in total. Above the limit, hellos are queued,
+and the addresses' queues are served in turn. Hellos are queued before their tokens are checked:
+otherwise the timing or absence of an answer would reveal the token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_QUEUED = 128
 """Queued hellos from one address; few enough that the last is served within HELLO_S."""
 _MAX_ACCEPTS = 32
 MEMORY_S = 0.01
-"""How long to wait for memory."""
+"""How many seconds to wait for memory."""
 _TOO_MANY = "too many pending connections at this server; try again later"
 _TOO_FAST = "this server gets too many wrong tokens; try again later"
 
@@ -50,14 +50,14 @@ class _RateLimit:
 
     def __init__(self, per_second: int) -> None:
         self._interval = 1 / per_second
-        # When the rate is within the limit again.
+        # When the full burst is available again.
         self.due = 0.0
 
     def count(self, now: float) -> None:
         self.due = max(self.due, now) + self._interval
 
     def left(self, now: float) -> float:
-        """Return the seconds until the next event is within the limit."""
+        """Return the number of seconds until the next event is within the limit."""
         return max(0.0, self.due - 1.0 - now)
 
 
@@ -67,7 +67,7 @@ class _Pending:
     def __init__(self, sock: socket.socket, address: tuple[Any, ...], server: ServerState) -> None:
         self.sock = sock
         self.session = ServerSession(server, name_of(address))
-        # The unit of rate limiting.
+        # Rates are limited for each source.
         self.source = _source(address[0])
         self.deadline = time.monotonic() + min(server.timeout, HELLO_S)
         # Its hello has arrived and waits for authentication.
@@ -77,7 +77,7 @@ class _Pending:
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, or the /64 of an IPv6 one, all of which one host may use."""
+    """Return an IPv4 address, or an IPv6 address's /64, all of which one host may use."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
@@ -117,8 +117,8 @@ class Acceptor:
             self._max_pending = max(16, min(_MAX_PENDING, soft // 4))
         self._selector = selectors.DefaultSelector()
         self._warned_at = 0.0
-        # Nothing is registered with the selector yet; or memory ran out, and the records of the
-        # connections or their registrations may be incomplete.
+        # Whether the records of the connections, or their registrations with the selector, may be
+        # incomplete: nothing is registered yet, or memory ran out.
         self._incomplete = True
 
     def close(self) -> None:
@@ -190,14 +190,14 @@ class Acceptor:
                 self._discard(key.data)
         self._authenticate()
         if new:
-            # After the pending connections, whose hellos may have arrived by now.
+            # After the pending connections, because their hellos may have arrived by now.
             self._accept()
             self._authenticate()
         self._expire()
         return True
 
     def _timeout(self) -> float | None:
-        """Return the seconds to the next deadline, or None."""
+        """Return the number of seconds until the next deadline, or None."""
         now = time.monotonic()
         times = [
             next(iter(some)).deadline - now for some in (self._pending, self._lingering) if some
@@ -310,7 +310,7 @@ class Acceptor:
             raise
 
     def _delay(self, source: str, now: float) -> float:
-        """Return the seconds until a hello of this source may be served."""
+        """Return the number of seconds until a hello from this source may be served."""
         rate = self._guesses.get(source)
         return max(self._total.left(now), 0.0 if rate is None else rate.left(now))
 

@@ -173,12 +173,12 @@ async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # What it awaited was cancelled, not this task: on_connect has failed.
+        # Something that on_connect awaited was cancelled, not this task: on_connect has failed.
         raise concurrent.futures.CancelledError from error
 
 
 class _InLoop:
-    """Calls on_event and on_connect in the event loop, for the server's threads."""
+    """Calls on_event and on_connect in the event loop, on behalf of the server's threads."""
 
     timeout: float
 
@@ -274,7 +274,7 @@ class AsyncServer(BaseServer, AsyncClosesOnExit):
     def __init__(self, server: ServerState, listener: socket.socket, in_loop: _InLoop) -> None:
         # No thread may wait for the event loop while the loop waits for the threads.
         super().__init__(server, listener, in_loop.end)
-        # A loop that shuts down cancels its tasks; the end of this one closes the server.
+        # A loop that shuts down cancels its tasks; the end of this task closes the server.
         self._life = asyncio.create_task(asyncio.Event().wait(), name=f"serve {self}")
         self._loop = asyncio.get_running_loop()
         self._life.add_done_callback(partial(_close, self._threads))

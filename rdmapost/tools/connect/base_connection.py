@@ -217,7 +217,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             return
         # Not close(): that waits for the server.
         self._abandon()
-        # Nor _release(): what other code still refers to stays open, and the PD with it.
+        # Nor _release(): objects that other code still refers to stay open, and the PD with them.
         with suppress(RdmaError):
             self._stack.close()
         self._where = ""

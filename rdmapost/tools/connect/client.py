@@ -34,7 +34,7 @@ from .server_state import check_token
 from .wakeup import Wakeup
 
 MARGIN_S = 1.0
-"""How long an answer may take, in addition to the time that the server was asked to wait."""
+"""How many seconds an answer may take beyond the time that the server was asked to wait."""
 
 
 def dial(
@@ -134,7 +134,7 @@ def _from_system(error: OSError) -> OSError:
 class _Request:
     """Exists while a request waits for its turn or has it; only a local variable refers to it.
 
-    close(), which does not wait for a turn, also has one: it keeps the descriptors open.
+    close(), which does not wait for a turn, has a _Request, too: it keeps the descriptors open.
     """
 
     __slots__ = ("__weakref__",)
@@ -168,8 +168,8 @@ class Connection(BaseConnection, ClosesOnExit):
             private_data.
         address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
-        timeout: seconds for each step of a request; wait has its own, and report adds its own and
-            one second.
+        timeout: seconds for each step of a request; wait has a timeout of its own, and report adds
+            its timeout and one second.
 
     If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
     (KeyboardInterrupt), the connection stays usable: the late answer is dropped. In the rare case
@@ -297,7 +297,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
         If leaving, do not stop because close() was called: it is close() that sends the Bye.
         """
-        # Whether it is known how much was sent and received.
+        # False while it is unknown how much was sent and received.
         self._consistent = False
         outcome: Outcome | None = None
         while True:
@@ -449,7 +449,8 @@ class Connection(BaseConnection, ClosesOnExit):
             self._close_unused()
 
     def _read_unasked(self, sock: socket.socket) -> bool:
-        """Read a possible late answer; return whether the connection has ended instead."""
+        """Read bytes that came without a request, such as a late answer; return whether the
+        connection has ended."""
         try:
             return self._session.is_over(sock.recv(MAX_LINE))
         except BlockingIOError:
@@ -522,7 +523,7 @@ class Connection(BaseConnection, ClosesOnExit):
             while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
                 if not sock.recv(MAX_LINE):
                     break
-            # Anything waiting for an answer now continues.
+            # Requests that wait for an answer end now.
             sock.shutdown(socket.SHUT_RDWR)
 
     def _disconnect(self) -> None:

@@ -38,9 +38,9 @@ class ClientSession:
         self.where = where
         self.protocol = ClientProtocol()
         self._timeout = timeout
-        # Both sides have said that they are ready.
+        # Whether both sides have said that they are ready.
         self.established = False
-        # The last request has ended without its answer, which is dropped if it comes later.
+        # Whether the last request has ended without its answer, which is dropped if it comes later.
         self.late = False
 
     def ask(self, message: Message, more_time: float = 0.0) -> IORequests:

@@ -17,7 +17,7 @@ from .protocol_messages import access_names
 from .qp_options import Given, private_bytes
 
 EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
-"""What a client can be allowed to do."""
+"""The access that a client can have."""
 _SIZE = 4096
 _COUNT = 16
 _MAX_COUNT = 1 << 14
@@ -34,13 +34,13 @@ class Exposure:
         count: receives that are posted for each client.
         receive_size: bytes of message that each receive holds.
         data: the initial contents; the rest is zeros.
-        memory: one memory for all clients, or None for one each.
+        memory: the memory that all clients share, or None if each has its own.
         port_num: the local port, from 1.
         gid_index: the local GID; None if choose_gid chooses it.
         mr: the owner's region that is exposed, or None.
         private_data: bytes for every client.
         has: the access flags of mr.
-        given: whether serve() was given the access.
+        given: whether serve() was called with access.
     """
 
     size: int
@@ -94,9 +94,9 @@ def bytes_within(size: int, offset: int, length: int | None) -> tuple[int, int]:
     """Check a range of the exposed bytes; return its offset and length as ints.
 
     Args:
-        size: how many are exposed.
-        offset: from the start.
-        length: how many; None for all that follow.
+        size: how many bytes are exposed.
+        offset: bytes from the start.
+        length: how many bytes; None for all that follow.
 
     Raises:
         TypeError: an argument is not an integer.
@@ -125,9 +125,9 @@ def make_exposure(
     port_num: int,
     gid_index: int | None,
 ) -> Exposure:
-    """Check what will be exposed; the arguments are serve()'s.
+    """Return the exposure that the arguments of serve() describe, after checking them.
 
-    The access is the one requested, or all that the device supports, even if mr has less: rereg may
+    Its access is the one requested, or all that the device supports, even if mr has less: rereg may
     change mr's access. Exposure.now() says what clients get.
     """
     mr = given.mr
@@ -182,7 +182,7 @@ def make_exposure(
 
 
 def windows_access(access: Access) -> Access:
-    """Return what a queue pair must permit for the windows of a region with this access."""
+    """Return the access that a queue pair must permit for windows of a region with this access."""
     return EXPOSABLE if access & Access.MW_BIND else Access(0)
 
 

@@ -63,8 +63,8 @@ class LineReader:
                 raise ProtocolError(f"a line is longer than {MAX_LINE} bytes")
             self._searched = len(pending)
             return None
-        # Slicing the bytearray itself would fail, when memory runs out, with a misleading error:
-        # that it has exported buffers.
+        # If memory runs out while the bytearray itself is sliced, Python's error is misleading: it
+        # says that the bytearray has exported buffers.
         with memoryview(pending) as view:
             line = bytes(view[:end])
         del pending[: end + 1]
@@ -137,7 +137,7 @@ class ServerProtocol:
     def _read(self, fields: dict[str, Any]) -> Message:
         message: Message
         if self.state is SessionState.HELLO:
-            # Without the token, a peer learns the version and nothing else.
+            # Without the token, a peer learns only the version.
             if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
                     f"this server speaks version {VERSION} of the protocol, and the client "
@@ -175,7 +175,7 @@ _ANSWERS: dict[type, tuple[type, ...]] = {
 class ClientProtocol:
     """The client's side: it asks, and the server answers, one request at a time.
 
-    A client that was interrupted while it waited may send another request: the server
+    A client that was interrupted while it waited for an answer may send another request: the server
     answers both, and the late answer is dropped here.
     """
 

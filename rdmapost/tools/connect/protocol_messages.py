@@ -45,7 +45,7 @@ MAX_PRIVATE_DATA = 256
 MAX_TOKEN = 256
 """Characters in a token."""
 HEAD_BYTES = 1024
-"""A message shows at most this many bytes of the data, the first ones."""
+"""A message contains at most this many bytes of the data, from its start."""
 CODES = (
     "format",
     "version",
@@ -58,10 +58,10 @@ CODES = (
     "closing",
     "failed",
 )
-"""What an error message can be about."""
+"""The types of errors that an error message can report."""
 QP_TYPES = (QPType.RC, QPType.UC, QPType.UD)
 LONGEST_WAIT_S = 60
-"""How long one report may wait."""
+"""How many seconds one report may wait."""
 _MAX_TEXT = 300
 _NAME = 128
 
@@ -140,7 +140,7 @@ def _read_member(names: dict[str, Any], value: Any) -> Any:
 
 
 def _reported(enum: Any) -> _Codec:
-    """Return the codec of what a device reported: a name, or the number of an unknown value."""
+    """Return the codec of a value that a device reported: its name; if unknown, its number."""
     read = partial(_read_reported, enum)
     return _Codec(attrgetter("name"), read, "a known name, or a number")
 
@@ -228,7 +228,7 @@ class Hello:
         token: the token, or None.
         fabric: the devices that its device can reach (reachability.fabric_of).
         qp_type: type of the queue pairs: RC, UC or UD.
-        endpoint: its queue pair's.
+        endpoint: the endpoint of its queue pair.
         private_data: bytes for the server's owner.
     """
 
@@ -300,9 +300,10 @@ class Arrival:
         opcode: the operation that completed, or None.
         byte_len: bytes of the message.
         imm_data: immediate data in host order, or None.
-        sha256: the whole message's, in hex; "" if it went elsewhere (RDMA_WRITE_WITH_IMM).
-        data: its first bytes, at most 1024: compare sha256 for the rest; empty if it went
-            elsewhere.
+        sha256: the digest of the whole message, in hex; "" if the message went elsewhere
+            (RDMA_WRITE_WITH_IMM).
+        data: the first bytes of the message, at most 1024: compare sha256 for the rest; empty if
+            the message went elsewhere.
     """
 
     index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))
@@ -330,7 +331,7 @@ class Look:
     """The client asks for the contents of the exposed memory.
 
     Attributes:
-        offset, length: where.
+        offset, length: the range of the memory.
     """
 
     offset: int = field(metadata=_with(_U64))
@@ -342,7 +343,7 @@ class Seen:
     """The contents of the exposed memory.
 
     Attributes:
-        offset, length: where.
+        offset, length: the range of the memory.
         sha256: the digest of all those bytes, in hex.
         data: the first of them, at most 1024: compare sha256 for the rest.
     """

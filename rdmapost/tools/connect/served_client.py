@@ -32,7 +32,7 @@ from .wakeup import Wakeup
 
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
-"""What a peer can do through a queue pair of each type."""
+"""The access that a peer can have through a queue pair of each type."""
 
 _MAX_LATEST = 1024
 """How many of a client's latest arrivals can be reported."""
@@ -195,12 +195,12 @@ class ServedClient:
         return RecvWR(sges, wr_id=slot)
 
     def poll(self) -> list[Arrival]:
-        """Return what has arrived since the last call; with an SRQ, nothing."""
+        """Return the arrivals since the last call; with an SRQ, none."""
         if self.channel is None:
             return []
         while self.channel.get_cq_event(0) is not None:
             pass
-        # Before the poll, so that later arrivals raise an event.
+        # This comes before the poll, so that later arrivals raise an event.
         self._cq.req_notify()
         wcs = self._cq.poll(_POLL_BATCH)
         self.may_have_more = len(wcs) == _POLL_BATCH
@@ -275,7 +275,7 @@ class ServedClient:
         return Arrival(self.arrived, wc.status, wc.opcode, length, wc.imm_data, digest, data)
 
     def arrival(self, index: int) -> Arrival | None:
-        """Return what has arrived in a receive, or None if nothing has.
+        """Return the message that has arrived in a receive, or None if none has.
 
         Args:
             index: which receive, from 1.
@@ -299,7 +299,7 @@ class ServedClient:
     # ---- the memory's contents -------------------------------------------
 
     def look(self, offset: int, length: int) -> Generator[None, None, Seen]:
-        """Return the memory's contents; yield after each piece, so that others are served.
+        """Return the memory's contents; yield after each piece, so that other clients are served.
 
         A client without read access learns only what it has written itself.
 
@@ -339,7 +339,7 @@ class ServedClient:
     def _piece(self, buffer: memoryview, start: int, end: int) -> bytes:
         try:
             view = buffer[start:end]
-            # By the kernel: if the memory is a file that was truncated, a copy ends the process.
+            # The kernel reads it: if the memory is a truncated file, a copy would end the process.
             piece = native.Room(start_of(view), len(view), view).read()
         except ValueError:
             self._refuse_closed()
@@ -359,7 +359,7 @@ class ServedClient:
             raise ClosedError("the owner has closed its MR")
 
     def changed(self) -> Generator[None, None, Changed | None]:
-        """Return what has changed from the initial contents, and yield as look does.
+        """Return the changes from the initial contents, and yield as look does.
 
         Return None for the owner's MR, whose initial contents are unknown, and for a closed region,
         whose current contents are unknown.

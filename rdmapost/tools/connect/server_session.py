@@ -38,7 +38,7 @@ _log = logging.getLogger("rdmapost.connect")
 _CLOSED_BY_SERVER = "the server closed the connection"
 
 HELLO_S = 5.0
-"""How long a hello may take at most, whatever the timeout for other steps."""
+"""How many seconds a hello may take at most, whatever the timeout for other steps."""
 
 
 class ServerSession:
@@ -55,7 +55,7 @@ class ServerSession:
         self._look: Generator[None, None, Seen] | None = None
         self._last_message_at = time.monotonic()
         self._reason = ""
-        # What ended it: one of protocol_messages.CODES, or "lost".
+        # Why the session ended: one of protocol_messages.CODES, or "lost".
         self.code = "lost"
         # Nothing more will be read; send what was returned, then close().
         self.over = False
@@ -228,11 +228,11 @@ class ServerSession:
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._look or (isinstance(message, Look) and self._protocol.lines.partial):
-            # A client that does not read its answers cannot create work either.
+            # So a client that does not read its answers cannot create more work, either.
             raise ProtocolError("another request came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:
-            # Nothing is waiting for that answer any longer.
+            # The client no longer waits for the answer to its report.
             self._report = None
             late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
@@ -247,7 +247,7 @@ class ServerSession:
         return [*late, *self._answer_report()]
 
     def _poll(self, client: ServedClient) -> None:
-        """Report what has arrived."""
+        """Report the messages that have arrived."""
         arrivals = client.poll()
         try:
             # Before on_event, so that the client does not wait for the owner.
@@ -301,7 +301,7 @@ class ServerSession:
             # In finally, because even logging fails when memory runs out.
             reason += self._release_client(client)
         left = Left(client.number, self._address, reason, changed)
-        # Only now, so that close() repeats all this if memory ran out above.
+        # Only now, so that another close() repeats all this if memory ran out above.
         self._client, self._reason = None, ""
         self._server.notify(left)
 

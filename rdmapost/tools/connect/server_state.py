@@ -92,7 +92,7 @@ class ServerState:
 
     @property
     def exposure(self) -> Exposure:
-        """What a client that connects now gets."""
+        """The exposure for a client that connects now."""
         return self._exposed_at_most.now()
 
     def admit(self, hello: Hello, address: str) -> ServedClient:
@@ -140,7 +140,7 @@ class ServerState:
             raise ProtocolError(text, "failed") from error
 
     def release(self, client: ServedClient) -> None:
-        """Release what a client has."""
+        """Release a client's resources."""
         self.clients.pop(client.number, None)
         try:
             client.close()

@@ -106,7 +106,7 @@ class ServerThread:
         self.has_begun = False
 
     def start(self, function: Callable[..., None], *args: object) -> None:
-        """Start it; it calls the function with this object and the arguments."""
+        """Start the thread, which calls `function(self, *args)`."""
         self._pid = os.getpid()
         call = partial(self._run, function, *args)
         self._call = weakref.ref(call)
@@ -162,7 +162,7 @@ class ServerThreads:
     Args:
         server: the server's settings and its clients.
         listener: a listening socket; closed at the end.
-        before_end: what close() calls first, so that no thread waits for the one that closes.
+        before_end: close() calls this first, so that no thread waits for the thread that closes.
     """
 
     # At the interpreter's exit finalizers may find no globals.
@@ -197,9 +197,9 @@ class ServerThreads:
         """Start the threads.
 
         Args:
-            lifeline: where to put one end of a socket pair, which only the Server keeps. The
-                threads end when that end is shut down, or when the interpreter closes it because
-                the Server is gone, even if a signal handler interrupts the finalizer.
+            lifeline: receives one end of a socket pair, which only the Server keeps. The threads
+                end when that end is shut down, or when the interpreter closes it because the
+                Server is gone, even if a signal handler interrupts the finalizer.
         """
         # In another thread, which no signal handler interrupts.
         try:
@@ -275,7 +275,7 @@ class ServerThreads:
                     time.sleep(MEMORY_S)
 
     def _release(self) -> None:
-        # The acceptor may have failed without setting it.
+        # The acceptor may have failed without setting this.
         self.ended = True
         _running.discard(self)
         stop_listening(self._listener)

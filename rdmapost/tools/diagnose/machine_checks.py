@@ -44,8 +44,8 @@ def diagnose_machine(
 ) -> list[Finding]:
     """Run the checklist for the machine, without changing anything.
 
-    Libibverbs, the kernel's modules, /dev/infiniband, the devices and their ports,
-    the network device and the GID, and the limits of this process.
+    It covers libibverbs, the kernel's modules, /dev/infiniband, the devices and their
+    ports, the network device and the GID, and the limits of this process.
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first

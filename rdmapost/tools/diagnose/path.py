@@ -138,7 +138,7 @@ def check_route(
         dgid: the peer's.
         table: the GIDs of the local port.
         kind: "soft" for soft0, which only reaches itself.
-        system: has the routes.
+        system: the machine, for its routes.
     """
     here = f"GID {source.gid_index} ({source.gid})"
     both = "use GIDs of the same type and network on both sides: gid_index= ('rdmapost devices')"

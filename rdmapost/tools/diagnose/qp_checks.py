@@ -377,7 +377,7 @@ def _what_completes(
 
 
 def check_access(snap: Snapshot) -> Iterable[Finding]:
-    """Check what a peer may do."""
+    """Check the access that a peer has."""
     if not snap.connected or snap.qp.qp_type is QPType.XRC_SEND:
         return
     flags = snap.attr.qp_access_flags

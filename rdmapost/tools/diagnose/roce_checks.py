@@ -1,4 +1,4 @@
-"""Checks of what a roce device needs from the network and the kernel's UDP."""
+"""Checks of the network, and of the kernel's UDP, on which a roce device depends."""
 
 from __future__ import annotations
 

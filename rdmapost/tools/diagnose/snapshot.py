@@ -16,7 +16,7 @@ from ...resources.resource import open_handles
 from .sysfs import System
 
 FAILURES = (RdmaError, OSError, ValueError)
-"""The errors of reading an object that is gone, or of a device that does not respond."""
+"""The errors when an object that is read is gone, or a device does not respond."""
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
@@ -37,7 +37,7 @@ class Snapshot:
         peer: the other side: a queue pair in this process, or its endpoint.
         found: the queue pair in this process that it is connected to.
         peer_attr: the peer's attributes, if it is in this process; in ERR, as in ``attr``.
-        given: the caller named the peer; otherwise it was found by its number.
+        given: whether the caller named the peer; otherwise it was found by its number.
         system: the machine's files.
     """
 
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
-    """Read a queue pair and its surroundings, the peer included if the caller knows it.
+    """Read a queue pair and its surroundings, including its peer if that is given or found.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.
@@ -126,8 +126,8 @@ def worked_in(qp: QP, attr: QPAttr) -> QPState:
 def _attributes(qp: QP) -> QPAttr:
     """Return the attributes of a queue pair; in ERR, those from before it failed.
 
-    In ERR a query returns mostly invalid ones (ibv_query_qp(3)), and the earlier ones may be why
-    it failed.
+    In ERR a query returns mostly invalid attributes (ibv_query_qp(3)), and the earlier ones may be
+    the reason for the failure.
     """
     attr = qp.query()
     if attr.qp_state is not QPState.ERR:

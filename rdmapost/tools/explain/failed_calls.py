@@ -65,7 +65,7 @@ _XRCD = rf"{_A}(?:xrc domain|xrcd)\b"
 _CHANNEL = rf"{_A}(?:completion channel|comp_channel)\b"
 _GROUP = rf"{_A}(?:multicast|mcast|mcg)"
 _FAILED_TO: dict[Rank, dict[str, str]] = {
-    # What follows "Failed to", "Couldn't" and the like, and the name of its explanation.
+    # The text after "Failed to", "Couldn't" and the like, and the name of its explanation.
     Rank.FIRST: {
         r"poll(?:ing)?(?: the)? cq\b": "poll_cq",
         # ibv_xsrq_pingpong: "Couldn't Open the XRC Domain 95".

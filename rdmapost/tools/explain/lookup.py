@@ -131,7 +131,7 @@ def of_member(member: WCStatus | EventType) -> list[Explanation]:
 
 
 def _spellings(one: Explanation) -> list[str]:
-    """Return all spellings of an explained name: in Python, in C, in what programs print."""
+    """Return all spellings of an explained name: in Python, in C, and in programs' output."""
     of = ENUMERATIONS.get(one.kind, one.kind)
     spellings = [one.name, one.constant, f"{of}.{one.name}"]
     if one.kind == "errno":
@@ -176,7 +176,7 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
         what: a completion status, an errno, an opcode, a QP type or state, a
             flag or an event: a member of an enumeration; its name in Python
             or in C, in any case (``rnr_retry_exc_err``, ``IBV_WR_SEND``, ``EINVAL``);
-            what ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
+            a text that ibv_wc_status_str, ibv_event_type_str or strerror returns; or the
             number, of any integer type, of a status or errno; a negative number is an errno.
             Also an event of the RDMA CM, a failed verb (``ibv_create_srq``) or a part of one
             (``modify_qp_to_rtr``), an exception of this library, the name of a Finding, and a few

@@ -91,7 +91,7 @@ _VAGUE = {
         _EVENT,
     ),
 }
-"""Phrases too common to explain alone, and what else the line must contain."""
+"""Phrases too common to explain alone, and a pattern that the line must match, too."""
 
 _STATUS_NUMBER = re.compile(
     # "Failed status 12:", "status=0xc", "status number 12";
@@ -213,7 +213,7 @@ _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})
 _CONNECT_ERROR = re.compile(
     r"(?<!\.)(?:ConnectError|ConnectTimeout): "
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
-    # Without the port, only what others do not say.
+    # Without the port, only texts that other libraries do not have.
     r"\S+ (?:refused(?:: | the connection: start )|cannot be reached: |"
     r"(?:took the connection and )?did not (?:answer within|take a request within) |"
     r"closed the connection.* and did not answer)|"
@@ -238,11 +238,10 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
         lines: lines of text, such as a log's.
 
     Returns:
-        what the lines name, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
+        the names in the lines, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
         DISCONNECTED and perftest's "Completion with error at client" come last, because another
-        error causes them; SUCCESS, the events of
-        every connection (ESTABLISHED) and findings that are "ok" are left out unless the lines
-        name nothing else.
+        error causes them; SUCCESS, the events of every connection (ESTABLISHED) and findings that
+        are "ok" are left out unless the lines name nothing else.
     """
     first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}
     counts: dict[tuple[str, str], int] = {}

@@ -44,7 +44,7 @@ KINDS = {
     "finding": "finding of a diagnosis",
     "term": "term",
 }
-"""The kinds of names, in output order, and what the output calls them."""
+"""The kinds of names, in output order, with the words for them in the output."""
 
 UNNUMBERED = frozenset({"failure", "exception", "finding", "term"})
 """The kinds whose names have no number."""

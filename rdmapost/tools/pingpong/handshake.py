@@ -155,8 +155,8 @@ def listen(host: str | None = None, port: int = PORT) -> socket.socket:
     """Listen for one client.
 
     Args:
-        host: the local address; by default all addresses, like the stock programs: the
-            peer is on another machine, there is only one connection, and no memory is
+        host: the local address; by default all addresses, like the stock programs, because
+            the peer is on another machine, there is only one connection, and no memory is
             exposed.
         port: the TCP port; 0 for any free one.
 

@@ -1,4 +1,4 @@
-"""Message data: what a client sends, and how received data differs from it.
+"""Message data: the data that a client sends, and how received data differs from it.
 
 The stock programs mark the first byte of each page, and check only those bytes.
 """

@@ -54,8 +54,8 @@ class Result:
         size: bytes per message.
         iters: messages each way.
         round_trips: how many were measured.
-        seconds: how long those took, including the time between messages.
-        latency: how long each of them took; None if there are none.
+        seconds: how long all of these took, including the time between messages.
+        latency: how long each of these took; None if there are none.
         validated: whether the data was compared, and correct.
     """
 

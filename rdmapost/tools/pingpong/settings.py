@@ -1,4 +1,4 @@
-"""The settings that both sides of a ping-pong must have in common, and the line of text for them.
+"""The settings that both sides of a ping-pong must have in common, and their line of text.
 
 The stock programs do not exchange settings. So rdmapost sends its line only after they are done
 with the connection: after "done", the server sends its line, and a client that reads one answers
@@ -20,7 +20,7 @@ _LINE = re.compile(rb"rdmapost((?: [a-z_]+=[A-Za-z0-9]+)+)\n")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one side that must match the other's.
+    """One side's settings, which must match the other side's.
 
     Attributes:
         qp_type: RC, UC or UD.
@@ -47,7 +47,7 @@ class Settings:
         return f"rdmapost {fields}\n".encode()
 
     def differences(self, theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """Return what differs from a peer's fields, by name: this side's value and the peer's.
+        """Return the fields that differ from a peer's, by name: this side's value and the peer's.
 
         Fields that only one side has are not compared.
         """

@@ -237,8 +237,8 @@ class Pingpong(ResourceHolder):
             raise RdmaError("a Pingpong runs once; make another one")
         self._ran = True
         slot = self._headroom + self.size
-        # A server sends what it has received, from the same buffer, as the stock programs do.
-        # A client has two buffers, to check what it receives.
+        # A server sends the received data back from the same buffer, as the stock programs do.
+        # A client has two buffers, to check the data that it receives.
         self._mr = mr = self._opened.add(
             MR(self._pd, slot * (2 if is_client else 1), Access.LOCAL_WRITE)
         )

@@ -280,7 +280,7 @@ def test_a_look_does_not_reveal_others_data_without_read_access(
         ({"count": -1}, "count=-1"),
         ({"count": 1 << 20}, "count=1048576"),
         ({"receive_size": -1}, "receive_size=-1"),
-        ({"access": Access.LOCAL_WRITE}, "not made of"),
+        ({"access": Access.LOCAL_WRITE}, "not a combination of"),
         ({"data": b"12345", "size": 4}, "data: 5 bytes do not fit"),
         ({"token": ""}, "a token has"),
         ({"max_clients": 0}, "max_clients=0"),

@@ -694,7 +694,7 @@ def test_parse_address_refuses_what_is_not_text() -> None:
 
 @pytest.mark.parametrize("access", [-1, 1 << 60])
 def test_mr_refuses_bits_that_are_not_access_flags(context: rp.Context, access: int) -> None:
-    with rp.PD(context) as pd, pytest.raises(ValueError, match="not made of Access flags"):
+    with rp.PD(context) as pd, pytest.raises(ValueError, match="not a combination of Access flags"):
         rp.MR(pd, 64, access)
 
 
