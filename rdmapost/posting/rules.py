@@ -90,7 +90,7 @@ _STATE_REASON = {
 def check_send_state(state: QPState) -> str | None:
     """Say why nothing can be posted to a send queue in this state, or None.
 
-    RESET, INIT and RTR refuse; SQD holds the work request and ERR and SQE
+    RESET, INIT and RTR refuse the work request; SQD holds it; ERR and SQE
     complete it with a flush error (ibv_modify_qp(3)).
     """
     return _STATE_REASON.get(state)

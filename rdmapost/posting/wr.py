@@ -1,8 +1,8 @@
 """Work requests as dataclasses, one for every opcode.
 
-A class has exactly the fields that its opcode uses, named as in the man pages
-(ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3)) and accepts no
-others.  All integers are in host byte order.
+A class has exactly the fields that its opcode uses, and accepts no others.  They are named as in
+the man pages: ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3).  All integers are in host
+byte order.
 
 Work requests are checked when they are posted, not when they are created: they may
 change between posts, and wrong ones are useful for testing devices.

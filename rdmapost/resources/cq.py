@@ -524,8 +524,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         task.  They consume no completions, even if some have just come.  Call it from any thread,
         or from a signal handler.
 
-        To end a loop that waits, pass for_good: the loop may be between two waits just now, and
-        the next one would not be affected.
+        To end a loop that waits, pass for_good: the loop may be between two waits, and its
+        next one would not be affected.
 
         Args:
             for_good: also cancel every later wait on this CQ.  ``poll`` and ``poll_into`` still

@@ -142,7 +142,7 @@ class Datagram(NamedTuple):
 
 
 def read_datagram(received: Any, byte_len: int, has_grh: bool) -> Datagram:
-    """Read a message of `byte_len`, its 40 bytes of GRH included, for WC.datagram."""
+    """Read a message of `byte_len` bytes, which include a 40-byte GRH, for WC.datagram."""
     if byte_len < GRH_BYTES:
         raise ValueError(f"a UD receive has at least {GRH_BYTES} bytes, and this has {byte_len}")
     if isinstance(received, RecvWR):

@@ -130,7 +130,7 @@ class _Reset:
 
     Attributes:
         alone: no other reset was in progress after it began.
-        left: after it began, the device was still in another state.
+        left: after it began, the device was seen in a state other than RESET.
         posted: how much each queue had posted when the device was called.
         before, after: the terms when it began, and those that it sets.
     """

@@ -86,9 +86,9 @@ class UsedByWorkRequests(Resource):
         ]
         if not using:
             raise InUseError(
-                f"{self} cannot be closed: in use by an outstanding prepared list, or by a post of "
-                "another thread that is about to end; poll the completions and try again, or close "
-                "the QP first"
+                f"{self} cannot be closed: in use by an outstanding prepared list, or by another "
+                "thread's post, which is about to return; poll the completions and try again, or "
+                "close the QP first"
             )
         holders = " or ".join(sorted({f"the {owner._type_name}" for _, owner in using}))
         shown = ", ".join([str(wr_id) for wr_id, _ in using[:4]]) + (

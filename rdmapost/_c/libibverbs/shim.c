@@ -1,9 +1,9 @@
 /*
- * The shim: ibv_post_send, ibv_post_recv, ibv_post_srq_ops and the like as real symbols.
+ * The shim: six functions that the header defines as static inline, such as ibv_post_send and
+ * ibv_poll_cq, as real symbols.
  *
- * Each calls the header's own inline, so only the header depends on the ABI of the
- * context's ops table. shim.h gives these six default visibility; everything else in
- * the module is hidden.
+ * Each calls the header's own inline, so only the header depends on the ABI of the context's ops
+ * table. shim.h gives the six default visibility; everything else in the module is hidden.
  */
 #include "libibverbs/shim.h"
 

@@ -998,7 +998,7 @@ static int get_rows(PyObject *buffer, Py_buffer *view)
 		if (export_checked(buffer, view))
 			return -1;
 	}
-	/* An empty buffer may be at NULL, which means WCs here. */
+	/* An empty buffer's address may be NULL, which would ask for WCs here. */
 	if (!view->buf)
 		view->buf = nowhere;
 	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)
@@ -1119,7 +1119,7 @@ static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t de
 	return sleep_on(p, me, -1, *until) < 0 ? -1 : 1;
 }
 
-/* Sleep briefly in the middle of another verb, without joining the list; 0, or -1. */
+/* Sleep briefly in the middle of another verb, without joining the list of waiters; 0, or -1. */
 static int nap(void)
 {
 	Py_BEGIN_ALLOW_THREADS

@@ -49,7 +49,7 @@ struct rp_in_flight {
 	uint64_t begun; /* number of work requests done in the entry at `first` */
 	struct rp_binder *binder;
 	struct rp_in_flight *tagged; /* for SRQ operations: the queue of the SRQ's tagged receives */
-	PyObject *queues, *key, *value; /* the dict for rp_find_queue(), and its item there; or NULL */
+	PyObject *queues, *key, *value; /* the dict of rp_find_queue(), and this queue's item; or NULL */
 	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */

@@ -27,7 +27,7 @@ static PyObject *elsewhere; /* run_elsewhere() */
 struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
-	PyObject *bug; /* the type of the second attempt's exception, or NULL; `result` is GIVE_UP's */
+	PyObject *bug; /* type of the second attempt's exception (`result` is GIVE_UP's), or NULL */
 	int starved; /* there was no memory even for GIVE_UP */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
@@ -589,7 +589,7 @@ int rp_add_soft_transaction(PyObject *module)
 	start_new_thread = attribute_of("_thread", "start_new_thread");
 	if (!elsewhere || !is_finalizing || !start_new_thread)
 		return -1;
-	/* gevent's runs it in the sender's thread, and only after the sender has waited. */
+	/* gevent's would run the errand in the sender's own thread, which waits for it. */
 	if (!takes(start_new_thread, METH_VARARGS) || !takes(is_finalizing, METH_NOARGS))
 		Py_CLEAR(start_new_thread);
 	return pthread_atfork(NULL, NULL, after_fork) ? -1 : PyModule_AddFunctions(module, functions);

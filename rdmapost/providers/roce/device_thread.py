@@ -45,7 +45,7 @@ _threads: dict[Any, Any] = {}
 
 
 def _end_threads() -> None:
-    """End the threads before the interpreter does, which would not release what they hold."""
+    """End the threads: the interpreter would kill them without releasing what they hold."""
     ending = list(_threads.items())
     for stopped, _ in ending:
         # It may have ended by itself.
@@ -136,7 +136,7 @@ class _Pauses:
         self.length = min(2 * self.length, _LONGEST)
 
     def after_work(self, epoll: select.epoll) -> None:
-        """Sleep briefly or not at all: no other thread was quicker."""
+        """Make the next pause short, or none: no other thread was quicker."""
         if self._untimed:
             self._untimed -= 1
             return

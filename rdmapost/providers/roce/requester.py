@@ -136,7 +136,7 @@ def may_send(qp: RoceQueuePair) -> bool:
 
 
 def packets_in_burst(size: int) -> int:
-    """Return how many packets of a size (without the ICRC) are sent at once."""
+    """Return how many packets of a given size (without the ICRC) are sent in one burst."""
     return min(BURST_PACKETS, BURST_BYTES // (size + ICRC_BYTES))
 
 

@@ -48,8 +48,8 @@ class _EventSource(native.Record, Generic[_Event]):
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
         for fd in (self.event_fd, *device.wake_fds):
-            # A child that a signal handler has forked meanwhile may have registered it: it shares
-            # the epoll.
+            # A child that a signal handler has forked meanwhile shares the epoll, and may have
+            # registered the descriptor already.
             with contextlib.suppress(FileExistsError):
                 self._epoll.register(fd, select.EPOLLIN)
         self.events: deque[_Event] = deque()

@@ -57,7 +57,7 @@ class _RateLimit:
         self.due = max(self.due, now) + self._interval
 
     def left(self, now: float) -> float:
-        """Return the number of seconds until the next event is within the limit."""
+        """Return how many seconds must pass before another event is within the limit."""
         return max(0.0, self.due - 1.0 - now)
 
 
