@@ -187,15 +187,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     """
 
     __slots__ = (
-        "_changes",
         "_cqs",
         "_gid",
         "_gid_index",
         "_groups",
         "_has_receives",
-        "_latest_change",
         "_latest_reading",
         "_latest_reset",
+        "_numbers",
         "_receives_from",
         "_recv",
         "_resets",
@@ -282,10 +281,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
         self._state = QPState.RESET
-        self._changes = itertools.count(1)
-        # Each change of state sets this to a new number when it begins, when the device has made
-        # it, and when it ends.
-        self._latest_change = self._latest_reading = 0
+        self._numbers = itertools.count(1)
+        # The number of the reading that found `_state`; a change is followed by a reading.
+        self._latest_reading = 0
         # The resets whose verb has not returned: nothing is posted until all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # The number of the reset that began last.
@@ -417,17 +415,23 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _read_state(self) -> QPState:
         """Return the state that the device reports, and note it.
 
-        It is read again if meanwhile the state was changed, or noted by a call that began later.
+        It is read again if a call that began later has noted one: this one may be older.
         """
         while True:
-            latest, reading = self._latest_change, next(self._changes)
+            reading = next(self._numbers)
             state = self.query().qp_state
-            if self._latest_change == latest and self._latest_reading < reading:
-                # No other thread runs between the comparison and these, either.
-                self._latest_reading = reading
-                self._state = state
-                self._admit_posts()
+            if self._note_state(state, reading):
                 return state
+
+    def _note_state(self, state: QPState, reading: int) -> bool:
+        """Note a state, unless one whose reading began later has been noted; return whether."""
+        is_latest = self._latest_reading < reading
+        if is_latest:
+            # No other thread runs between the comparison and these, either.
+            self._latest_reading = reading
+            self._state = state
+        self._admit_posts()
+        return is_latest
 
     def _read_state_beside_resets(self) -> None:
         """Read the state if a reset is in progress: the device may have made the reset already."""
@@ -659,10 +663,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
-        change, terms, made = next(self._changes), self._terms, False
+        change, terms, made = next(self._numbers), self._terms, False
         reset, executed = _Reset(terms), None
-        if to is not None:
-            self._latest_change = change
         try:
             if to is QPState.RESET:
                 self._begin_reset(change, reset)
@@ -677,7 +679,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 # The reset's verb has not returned, but the device keeps work requests posted from
                 # now on.
                 self._resets.pop(executed, None)
-            self._note_modified(to, attrs, change, reset, terms)
+            self._note_modified(to, attrs, reset, terms)
         except VerbsError as error:
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
@@ -691,14 +693,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
                 if made or (to is not None and self.state is to):
-                    self._note_modified(to, attrs, change, reset, terms)
+                    self._note_modified(to, attrs, reset, terms)
             raise
         finally:
             if to is QPState.RESET:
                 self._resets.pop(change, None)
                 self._admit_posts()
-            if to is not None:
-                self._latest_change = next(self._changes)
 
     def _begin_reset(self, change: int, reset: _Reset) -> None:
         """Refuse posts from now on, and record what the reset drops."""
@@ -773,14 +773,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return latest if proven and self._latest_reset == latest else None
 
     def _note_modified(
-        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset, terms: _Terms
+        self, to: QPState | None, attrs: dict[str, Any], reset: _Reset, terms: _Terms
     ) -> None:
         """Note a change that the device has made.
 
         Args:
             to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
-            change: the number of the change.
             reset: the record of the reset; used only if `to` is RESET.
             terms: the connection's terms when the change began.
         """
@@ -791,22 +790,18 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 # Another thread has reset and used the queue pair meanwhile.
                 self._release_dropped()
             self._drop(reset.posted)
-            self._resets.pop(change, None)
         else:
             if "sq_psn" in attrs:
                 terms.psn = attrs["sq_psn"]
             if to is not QPState.ERR:
                 terms.settings.update(attrs)
         if to is not None:
-            number = next(self._changes)
-            if self._latest_change == change:
-                # A thread that read the state earlier will no longer note it.
-                self._latest_change = number
-                self._state = to
-            self._admit_posts()
-            if self._latest_change != number:
-                with contextlib.suppress(VerbsError):
-                    self._read_state()
+            # Another thread may have changed the state since: only the device knows the last one.
+            reading = next(self._numbers)
+            try:
+                self._read_state()
+            except RdmaError:
+                self._note_state(to, reading)
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY

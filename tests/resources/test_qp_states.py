@@ -700,6 +700,45 @@ def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_rea
     pair.works()
 
 
+def test_state_after_a_change_beside_a_reset_is_the_device_s(connect, monkeypatch):
+    """The device makes the reset last, although it began first."""
+    pair = connect()
+    pair.a.to_sqd()
+    provider = provider_of(pair.a.context)
+    modify, admit, main = provider.modify_qp, rp.QP._admit_posts, threading.current_thread()
+    begun, made, noted, goes_on = (threading.Event() for _ in range(4))
+
+    def modify_qp(*args: Any) -> None:
+        if threading.current_thread() is main:
+            modify(*args)
+            made.set()
+            assert noted.wait(LIMIT)
+        else:
+            begun.set()
+            assert made.wait(LIMIT)
+            modify(*args)
+
+    def admit_posts(qp: rp.QP) -> None:
+        admit(qp)
+        if threading.current_thread() is not main and qp._state is QPState.RESET:
+            noted.set()
+            assert goes_on.wait(LIMIT)
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    monkeypatch.setattr(rp.QP, "_admit_posts", admit_posts)
+    with thread(pair.a.to_reset) as raised:
+        assert begun.wait(LIMIT)
+        pair.a.to_rts()
+        goes_on.set()
+    monkeypatch.undo()
+    assert not raised
+    with pytest.raises(rp.PostError, match="RESET"):
+        pair.a.post_recv(rp.RecvWR(pair.mine[:8]))
+    pair.b.to_reset()
+    pair.connect()
+    pair.works()
+
+
 def test_receive_is_refused_during_a_reset_although_an_interrupt_has_ended_an_earlier_one(
     connect, monkeypatch
 ):
