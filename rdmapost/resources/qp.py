@@ -130,15 +130,16 @@ class _Reset:
 
     Attributes:
         alone: no other reset was in progress after it began.
+        made: the device has made it, perhaps more than once.
         left: after it began, the device was seen in a state other than RESET.
         posted: how much each queue had posted when the device was called.
         before, after: the terms when it began, and those that it sets.
     """
 
-    __slots__ = ("__weakref__", "after", "alone", "before", "left", "posted")
+    __slots__ = ("__weakref__", "after", "alone", "before", "left", "made", "posted")
 
     def __init__(self, before: _Terms) -> None:
-        self.alone = self.left = False
+        self.alone = self.left = self.made = False
         self.posted: list[tuple[native.InFlight, int]] = []
         self.before, self.after = before, _Terms(before.psn)
 
@@ -692,7 +693,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         except BaseException:
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
-                if made or (to is not None and self.state is to):
+                if made or reset.made or (to is not None and self.state is to):
                     self._note_modified(to, attrs, reset, terms)
             raise
         finally:
@@ -724,6 +725,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         for _ in range(_RESETS):
             reset.posted = self._posted()
             self._verb(provider_of(self.context).modify_qp, raw, mask)
+            reset.made = True
             try:
                 state = self.query().qp_state
             except VerbsError:

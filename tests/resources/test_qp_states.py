@@ -654,6 +654,36 @@ def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_p
     assert sorted(wc.check().wr_id for wc in pair.wait(2)) == [2, 3]
 
 
+def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_pair_is_in_err(
+    connect, monkeypatch
+):
+    """Another thread has moved it there, and what the reset dropped is not flushed."""
+    pair = connect()
+    pair.a.post_recv(rp.RecvWR(pair.mine[:8], wr_id=1))
+    psn = pair.a.psn
+    provider = provider_of(pair.a.context)
+    modify, query = provider.modify_qp, provider.query_qp
+
+    def query_qp(*args: Any) -> None:
+        monkeypatch.undo()
+        query(*args)
+        with thread(pair.a.to_err) as raised:
+            pass
+        assert not raised
+        raise KeyboardInterrupt
+
+    def modify_qp(*args: Any) -> None:
+        modify(*args)
+        monkeypatch.setattr(provider, "query_qp", query_qp)
+
+    monkeypatch.setattr(provider, "modify_qp", modify_qp)
+    with pytest.raises(KeyboardInterrupt):
+        pair.a.to_reset()
+    assert pair.a.outstanding == (0, 0)
+    assert pair.a.state is QPState.ERR
+    assert pair.a.psn != psn
+
+
 def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_read_before(
     connect, monkeypatch
 ):
