@@ -3,7 +3,8 @@
 With RC, a client that talks to N processes on a host needs N connections. With XRC it needs one to
 the host, and each message names the shared receive queue of the process that it is for. The
 processes find their common XRC domain through a file. The two workers here open the device
-separately and share nothing else, as two processes would; on soft0 they are threads of this one.
+separately and share only that domain, as two processes would; they are threads, so that soft0 can
+run them.
 
     python examples/xrc_workers.py [DEVICE]     (default: soft0; Soft-RoCE has no XRC)
 """

@@ -207,7 +207,7 @@ class PostQueue(native.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request (with ``posted`` -1: a prepared one's new value) was refused."""
+        """Say why a work request was refused, or a prepared one's new value if ``posted`` is -1."""
         code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
             # No state of the queue pair accepts this opcode.

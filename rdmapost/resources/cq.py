@@ -379,7 +379,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.channel is None:
             self._open_struct()
             raise RdmaError(
-                f"{self} was created without a completion channel of yours: CQ(channel=...); its "
+                f"{self} was created without a completion channel: pass CQ(channel=...); the CQ's "
                 "own is for cq.wait()"
             )
         self._poller.notify(self, solicited_only)

@@ -40,7 +40,7 @@ class PortAttr:
         phys_state: 5 is LinkUp, 3 is Disabled.
         active_speed, active_width: encoded as in the man page.
         active_speed_ex: the speed, even if it does not fit into active_speed (XDR and later); 0
-            if libibverbs or the driver is older: then see active_speed.
+            if libibverbs or the driver is too old to report it: then see active_speed.
         port_cap_flags: what it can do.
         bad_pkey_cntr, qkey_viol_cntr: how many packets had a wrong P_Key or Q_Key.
         lmc: how many low bits of its LID the path may choose.

@@ -637,7 +637,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     def _refuse_change(self) -> None:
         """Raise InUseError if the region is in use and cannot be registered again.
 
-        If this returns, the region was in use when this was called, but no longer is.
+        It is called while the region is in use; if it returns, the region no longer is.
         """
         if self._unbind_windows():
             return
@@ -772,7 +772,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
 
 
 def _size_of(memory: Any) -> int | None:
-    """Return a number of bytes to allocate as an int, or None for a buffer."""
+    """Return the size as an int if `memory` is a number of bytes to allocate; None for a buffer."""
     if isinstance(memory, int):
         return memory
     if not hasattr(type(memory), "__index__"):

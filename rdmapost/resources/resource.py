@@ -145,7 +145,7 @@ class Resource(native.Handle, ClosesOnExit):
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
-        """End the tool that holds the device open by this resource; close_all() does so first."""
+        """End the tool that holds the device open with this resource; close_all() does so first."""
 
     def _refuse_children(self) -> bool:
         """Close children that nothing refers to; raise InUseError if others are open.

@@ -87,7 +87,7 @@ def test_misuse_of_channels_is_refused_with_advice(context, pd, channel, cq, sta
     shared = stack.enter_context(rp.CQ(context, 8, channel=channel))
     with pytest.raises(rp.RdmaError, match="uses a shared completion channel"):
         shared.wait(1, 0)
-    with pytest.raises(rp.RdmaError, match="created without a completion channel of yours"):
+    with pytest.raises(rp.RdmaError, match="created without a completion channel: pass"):
         cq.req_notify()
     with pytest.raises(rp.InUseError, match="CQ of"):
         channel.close()

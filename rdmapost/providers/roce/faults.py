@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether it has waited long enough, once a packet with that number has passed."""
+        """Whether it has waited long enough, or packet `number`, the latest, was waited for."""
         return self.when <= now or 0 <= self.until <= number
 
 

@@ -1,6 +1,6 @@
 """The file format pcapng, as far as a capture needs it (draft-ietf-opsawg-pcapng).
 
-A file is a sequence of blocks: a section header, one interface, packets, and in the end the
+A file is a sequence of blocks: a section header, one interface, packets and, at the end, the
 interface's statistics. Wireshark opens it. Numbers are in this machine's byte order.
 """
 

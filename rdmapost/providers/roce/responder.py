@@ -237,8 +237,8 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     elif opcode in _EMPTY_RESPONSE:
         _send(qp, packets.READ_RESPONSE_ONLY, packet.psn, _aeth(qp))
     else:
-        # Even if the packet requests none: when a burst overflows the socket's buffer, the packet
-        # at its end, which requests one, may be lost each time.
+        # Even if the packet does not request an ACK: when a burst overflows the socket's buffer,
+        # the last packet, which requests one, may be lost every time.
         _send_ack(qp)
 
 

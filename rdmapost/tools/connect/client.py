@@ -66,7 +66,7 @@ def dial(
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory, at least 1 even if it is 0; default: 4096.
+        local_size: bytes of local memory; for 0, 1 byte is still allocated; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.

@@ -62,7 +62,7 @@ class Exposure:
         return self.memory is not None or self.mr is not None
 
     def now(self) -> Exposure:
-        """Return a copy with the size, and at most the access, that the owner's region has now."""
+        """Return a copy with the owner's region's size now, and no access that it now lacks."""
         if self.mr is None:
             return self
         has = self.mr.access

@@ -111,7 +111,7 @@ def _printable(maximum: int) -> _Codec:
 
 
 def printable(text: str) -> str:
-    """Return a text with spaces for line breaks and other characters that cannot be printed."""
+    """Return the text with a space for each line break or other unprintable character."""
     return "".join([c if c.isprintable() else " " for c in text])
 
 
@@ -171,7 +171,7 @@ _ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE, "atomic": A
 
 
 def access_names(access: Access) -> list[str]:
-    """Name the operations that an access permits: read, write and atomic, in this order."""
+    """Name the operations that access flags permit: read, write and atomic, in this order."""
     return [name for name, flag in _ACCESS.items() if access & flag]
 
 

@@ -43,8 +43,8 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
 def _is_gone(snap: Snapshot) -> bool:
     """Whether it is connected to a queue pair that is closed.
 
-    No other process has a software device's address, so a peer at this address that is not found in
-    this process is closed.
+    No two processes share a software device's address, so a peer at that address is closed if it is
+    not found in this process.
     """
     is_software = snap.qp.context.kind in ("soft", "roce")
     is_here = is_software and snap.attr.ah_attr.dgid in [entry.gid for entry in snap.table]

@@ -53,7 +53,7 @@ class Snapshot:
 
     @property
     def connected(self) -> bool:
-        """Whether it is connected to a peer, which the transition to RTR does."""
+        """Whether it is connected to a peer: the transition to RTR connects it."""
         return self.qp.qp_type in CONNECTED and worked_in(self.qp, self.attr) in RECEIVES
 
     @property
