@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -90,18 +91,20 @@ def _length(length: Any) -> int:
 
 def may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file: unless its exporter is known to allocate memory."""
+    # Types and their own attributes: what an object says of itself need not be true.
+    arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", _ALLOCATED)
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):
-        if isinstance(owner, memoryview):
+        if issubclass(type(owner), memoryview):
             owner = owner.obj
-        elif isinstance(owner, _ALLOCATED):
+        elif issubclass(type(owner), _ALLOCATED):
             return False
+        elif issubclass(type(owner), arrays):
+            if arrays.base.__get__(owner) is None:
+                return not arrays.flags.__get__(owner).owndata
+            owner = arrays.base.__get__(owner)
         else:
-            # A numpy array has its exporter in `base`, or None if it allocated the memory.
-            base = getattr(owner, "base", owner)
-            if base is None or base is owner:
-                return base is owner
-            owner = base
+            return True
     return True
 
 

@@ -407,11 +407,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if reset() is None:
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
-        # A reset would drop work requests that are posted now. No other thread runs between the
-        # comparison and set_ready(), which is C; if one could, this call might undo the state that
-        # it had set.
-        self._send.set_ready(self._state >= self._sends_from, resets)
-        self._recv.set_ready(self._has_receives and self._state >= self._receives_from, resets)
+        # A reset would drop work requests that are posted now. If another thread has noted a state
+        # meanwhile, this thread may have undone what that one had set.
+        while True:
+            state = self._state
+            self._send.set_ready(state >= self._sends_from, resets)
+            self._recv.set_ready(self._has_receives and state >= self._receives_from, resets)
+            if self._state is state:
+                return
 
     def _read_state(self) -> QPState:
         """Return the state that the device reports, and note it.
@@ -660,6 +663,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._read_state_beside_resets()
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
+        if missing_attributes(self.qp_type, state, state if to is None else to, mask):
+            # The noted state may be out of date: the device may have moved the QP to ERR, or two
+            # interrupts may have ended a change.
+            with contextlib.suppress(VerbsError):
+                self._read_state()
+            state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
@@ -674,13 +683,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 if to is QPState.INIT and self._resets:
                     executed = self._release_dropped()
                     terms = self._terms
+                elif to is QPState.INIT and any(self.outstanding):
+                    self._drop_leftovers()
                 self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
                 # The reset's verb has not returned, but the device keeps work requests posted from
                 # now on.
                 self._resets.pop(executed, None)
-            self._note_modified(to, attrs, reset, terms)
+            self._note_modified(to, attrs, change, reset, terms)
         except VerbsError as error:
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
@@ -694,7 +705,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
                 if made or reset.made or (to is not None and self.state is to):
-                    self._note_modified(to, attrs, reset, terms)
+                    self._note_modified(to, attrs, change, reset, terms)
             raise
         finally:
             if to is QPState.RESET:
@@ -751,6 +762,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         for queue, count in posted:
             queue.clear_until(count)
 
+    def _drop_leftovers(self) -> None:
+        """Release what a reset has dropped that two interrupts ended, if the device is in RESET."""
+        posted = self._posted()
+        with contextlib.suppress(VerbsError):
+            if self.query().qp_state is QPState.RESET:
+                self._drop(posted)
+
     def _release_dropped(self) -> int | None:
         """Release the work requests dropped by resets in progress, if the device is in RESET.
 
@@ -775,13 +793,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return latest if proven and self._latest_reset == latest else None
 
     def _note_modified(
-        self, to: QPState | None, attrs: dict[str, Any], reset: _Reset, terms: _Terms
+        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset, terms: _Terms
     ) -> None:
         """Note a change that the device has made.
 
         Args:
             to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
+            change: the number of the change.
             reset: the record of the reset; used only if `to` is RESET.
             terms: the connection's terms when the change began.
         """
@@ -799,11 +818,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 terms.settings.update(attrs)
         if to is not None:
             # Another thread may have changed the state since: only the device knows the last one.
-            reading = next(self._numbers)
             try:
                 self._read_state()
             except RdmaError:
-                self._note_state(to, reading)
+                self._note_state(to, change)
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY
@@ -1014,7 +1032,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 "max_rd_atomic": max_rd_atomic,
             }
         )
-        self._read_state_beside_resets()
+        with contextlib.suppress(VerbsError):
+            self._read_state()
         was_reset = self._state is QPState.RESET
         try:
             self._climb(remote, options)

@@ -16,8 +16,10 @@ from support.threads import stopped, thread
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
+from rdmapost._binding import ffi, lib
 from rdmapost.posting.rules import check_send_state
 from rdmapost.resources.device import provider_of
+from rdmapost.resources.resource import struct_of
 
 soft = soft_queues.soft
 
@@ -682,6 +684,22 @@ def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_p
     assert pair.a.outstanding == (0, 0)
     assert pair.a.state is QPState.ERR
     assert pair.a.psn != psn
+
+
+@pytest.mark.parametrize("climb_first", [True, False])
+def test_queue_pair_whose_noted_state_is_stale_can_be_connected(connect, climb_first):
+    """Two interrupts may end a reset that the device has made before it is noted."""
+    pair = connect()
+    pair.a.post_recv(rp.RecvWR(pair.mine[:8], wr_id=1))
+    attr = ffi.new("struct ibv_qp_attr *")
+    attr.qp_state = QPState.RESET
+    provider_of(pair.a.context).modify_qp(struct_of(pair.a), attr, lib.IBV_QP_STATE)
+    pair.b.to_reset()
+    if climb_first:
+        pair.a.to_init()
+    pair.connect()
+    assert pair.a.outstanding == (0, 0)
+    pair.works()
 
 
 def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_read_before(

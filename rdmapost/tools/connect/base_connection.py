@@ -105,7 +105,8 @@ class BaseConnection(native.Finalizer, NotCopied):
                 **given.create,
             }
             if cq is None:
-                room = options["max_send_wr"] + options["max_recv_wr"]
+                receives = options["max_recv_wr"] if srq is None else srq.max_wr
+                room = options["max_send_wr"] + receives
                 cq = stack.add(CQ(context, max(1, min(room, context.attr.max_cqe))))
             if mr is None:
                 size = max(1, local_size or 0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from ..._arguments import content, expect
+from ..._arguments import content, expect, within
 from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.memory import MR, PD
@@ -100,6 +100,9 @@ def check_given(
         if name not in known:
             raise ValueError(f"qp_options: {name!r} is not one of {', '.join(sorted(known))}")
     create = {name: options[name] for name in CreateOptions.__annotations__ if name in options}
+    for name in create:
+        if name.startswith("max_"):
+            create[name] = within(name, create[name], 0, (1 << 32) - 1)
     connect = {name: options[name] for name in ConnectOptions.__annotations__ if name in options}
     return Given(mr, srq, cq, create, connect)
 

@@ -536,6 +536,40 @@ def test_inline_from_a_file_map_that_has_become_shorter_is_refused_instead_of_a_
     assert prints(program).split() == ["True", "0"] * 3 + ["7", "0"]
 
 
+BASE_CUT = """
+import ctypes, mmap, os
+import rdmapost as rp
+class Ring(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("data", ctypes.c_char * 65000)]
+class Map(mmap.mmap):
+    base = None
+    __class__ = bytes
+fd = os.memfd_create("test")
+os.ftruncate(fd, 1 << 16)
+ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
+with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    a, b = (rp.QP(pd, rp.QPType.RC, cq) for _ in range(2))
+    a.connect(b.endpoint()); b.connect(a.endpoint())
+    mine = rp.MR(pd, 64, ALL)
+    memory = {memory}
+    {early}
+    theirs = rp.MR(pd, memory, ALL)
+    os.ftruncate(fd, 4096)
+    a.post_send(rp.RdmaWrite(mine[:8], remote_addr=theirs.addr + 8192, rkey=theirs.rkey))
+    print(cq.wait()[0].status.name)
+    for each in (a, b, theirs, mine):
+        each.close()
+"""
+
+
+@pytest.mark.parametrize("early", ["pass", "os.ftruncate(fd, 0)"])
+@pytest.mark.parametrize("memory", ["Ring.from_buffer(mmap.mmap(fd, 1 << 16))", "Map(fd, 1 << 16)"])
+def test_file_map_that_looks_like_allocated_memory_does_not_crash_the_process(memory, early):
+    """By a field or attribute `base` that is None, as that of an array that owns its memory."""
+    program = BASE_CUT.replace("{memory}", memory).replace("{early}", early)
+    assert prints(program) == "REM_ACCESS_ERR"
+
+
 DLPACK_CUT = """
 import mmap, os, numpy
 import rdmapost as rp

@@ -349,7 +349,37 @@ def test_client_receives_from_its_own_srq_into_its_own_cq(
         assert (wc.wr_id, wc.byte_len, bytes(mr.buffer[:2])) == (9, 2, b"hi")
 
 
+def test_cq_of_a_client_has_room_for_what_its_srq_holds(
+    serve: Callable[..., Served], context: rp.Context, pd: rp.PD
+) -> None:
+    served = serve(qp_options={"max_send_wr": 200})
+    with (
+        rp.SRQ(pd, max_wr=256) as srq,
+        rp.MR(pd, 64, EVERYTHING) as mr,
+        served.dial(mr=mr, srq=srq) as peer,
+    ):
+        srq.post_srq_recv([rp.RecvWR(mr[:8], wr_id=n) for n in range(150)])
+        (client,) = served.server.clients
+        client.qp.post_send([rp.Send(client.mr[:8]) for _ in range(150)])
+        assert sorted(wc.check().wr_id for wc in peer.wait(150, LIMIT)) == list(range(150))
+
+
 # ---- queue pair options -------------------------------------------------------
+
+
+def test_numpy_integers_as_options_make_a_cq_that_is_large_enough(
+    serve: Callable[..., Served],
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    options: Any = {"max_send_wr": numpy.uint8(200), "max_recv_wr": numpy.uint8(100)}
+    with serve().dial(qp_options=options) as peer:
+        assert peer.cq.cqe >= 300
+
+
+def test_wrong_option_of_a_client_is_named(serve: Callable[..., Served]) -> None:
+    options: Any = {"max_send_wr": "x"}
+    with pytest.raises(TypeError, match="max_send_wr: expected int, got str"):
+        serve().dial(qp_options=options)
 
 
 def test_queue_pairs_of_both_sides_take_options(serve: Callable[..., Served]) -> None:
