@@ -92,7 +92,9 @@ def _length(length: Any) -> int:
 def may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file: unless its exporter is known to allocate memory."""
     # Types and their own attributes: what an object says of itself need not be true.
-    arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", _ALLOCATED)
+    arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if not isinstance(arrays, type):
+        arrays = ()
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):
         if issubclass(type(owner), memoryview):

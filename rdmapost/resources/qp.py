@@ -115,14 +115,16 @@ class _Terms:
 
     Attributes:
         psn: the first packet sequence number to send.
+        used: packets may have been sent, or expected, with it.
         settings: the attributes that modify has set, including the last state other than ERR.
     """
 
-    __slots__ = ("psn", "settings")
+    __slots__ = ("psn", "settings", "used")
 
     def __init__(self, psn: int) -> None:
         self.psn = psn
         self.settings: dict[str, Any] = {}
+        self.used = False
 
 
 class _Reset:
@@ -203,6 +205,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         "_sends_from",
         "_srq",
         "_state",
+        "_state_set",
         "_terms",
         "checked",
         "max_inline_data",
@@ -281,7 +284,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
-        self._state = QPState.RESET
+        # The state that it is in, as far as is known, and the last one that modify() has set.
+        self._state = self._state_set = QPState.RESET
         self._numbers = itertools.count(1)
         # The number of the reading that found `_state`; a change is followed by a reading.
         self._latest_reading = 0
@@ -669,7 +673,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             with contextlib.suppress(VerbsError):
                 self._read_state()
             state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
-        if reason := missing_attributes(self.qp_type, state, state if to is None else to, mask):
+        reason = missing_attributes(self.qp_type, state, state if to is None else to, mask)
+        # If an error has put it into ERR, that is no wrong argument: the device refuses it.
+        if reason and (state is not QPState.ERR or self._state_set is QPState.ERR):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
         refuse_missing_entries(self.context, self.port_num, raw, attrs)
@@ -683,15 +689,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 if to is QPState.INIT and self._resets:
                     executed = self._release_dropped()
                     terms = self._terms
-                elif to is QPState.INIT and any(self.outstanding):
+                elif to is QPState.INIT:
                     self._drop_leftovers()
+                elif to is not None and to is not QPState.ERR:
+                    terms.used = True
                 self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
                 # The reset's verb has not returned, but the device keeps work requests posted from
                 # now on.
                 self._resets.pop(executed, None)
-            self._note_modified(to, attrs, change, reset, terms)
+            self._note_modified(to, attrs, reset, terms)
         except VerbsError as error:
             self._resets.pop(change, None)
             with contextlib.suppress(RdmaError):
@@ -705,7 +713,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             # An interrupt came before or after the device made the transition.
             with contextlib.suppress(RdmaError):
                 if made or reset.made or (to is not None and self.state is to):
-                    self._note_modified(to, attrs, change, reset, terms)
+                    self._note_modified(to, attrs, reset, terms)
             raise
         finally:
             if to is QPState.RESET:
@@ -765,6 +773,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _drop_leftovers(self) -> None:
         """Release what a reset has dropped that two interrupts ended, if the device is in RESET."""
         posted = self._posted()
+        # Without checks, a device may have taken receives in RESET, and keep them.
+        if not self.checked or not any([queue.outstanding for queue, _ in posted]):
+            return
         with contextlib.suppress(VerbsError):
             if self.query().qp_state is QPState.RESET:
                 self._drop(posted)
@@ -780,7 +791,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)
         reset = None if pending is None else pending()
-        posted, fresh = self._posted(), _Terms(_random_psn())
+        # A psn that was not used may have been told to the peer.
+        posted, fresh = self._posted(), _Terms(_random_psn() if terms.used else terms.psn)
         try:
             if self.query().qp_state is not QPState.RESET:
                 return None
@@ -793,14 +805,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return latest if proven and self._latest_reset == latest else None
 
     def _note_modified(
-        self, to: QPState | None, attrs: dict[str, Any], change: int, reset: _Reset, terms: _Terms
+        self, to: QPState | None, attrs: dict[str, Any], reset: _Reset, terms: _Terms
     ) -> None:
         """Note a change that the device has made.
 
         Args:
             to: the new state; None if only attributes have changed.
             attrs: the attributes that were set.
-            change: the number of the change.
             reset: the record of the reset; used only if `to` is RESET.
             terms: the connection's terms when the change began.
         """
@@ -818,10 +829,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 terms.settings.update(attrs)
         if to is not None:
             # Another thread may have changed the state since: only the device knows the last one.
+            self._state_set = to
+            reading = next(self._numbers)
             try:
                 self._read_state()
             except RdmaError:
-                self._note_state(to, change)
+                self._note_state(to, reading)
 
     def to_init(
         self, access: int = _EVERY_REMOTE_ACCESS, *, pkey_index: int = 0, qkey: int = DEFAULT_QKEY
@@ -1033,7 +1046,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             }
         )
         with contextlib.suppress(VerbsError):
-            self._read_state()
+            if self._resets or self.query().qp_state is QPState.RESET:
+                self._read_state()
         was_reset = self._state is QPState.RESET
         try:
             self._climb(remote, options)

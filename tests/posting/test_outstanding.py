@@ -81,9 +81,13 @@ def test_slots_of_a_shared_queue_are_reused_more_often_than_their_cookies_can_co
                 assert srq.outstanding == 3
 
         receive(range(1000))
-        before = resident()
-        receive(range(1000, 8000))
-        assert resident() - before < 1 << 18
+        growth = []
+        for start in (1000, 4000, 7000):
+            before = resident()
+            receive(range(start, start + 3000))
+            growth.append(resident() - before)
+        # Once, the kernel may have made a huge page of small ones.
+        assert min(growth) < 1 << 18
 
 
 class Straying(Tap):

@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 import pytest
-from support import ALL, GRH, LIMIT, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues
+from support import ALL, GRH, LIMIT, LOCAL_ERROR, TYPES, Pair, climb, needs, soft_queues, until
 from support.soft_queues import reason
 from support.threads import stopped, thread
 
@@ -18,6 +18,7 @@ import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
 from rdmapost._binding import ffi, lib
 from rdmapost.posting.rules import check_send_state
+from rdmapost.providers.software.state import objects
 from rdmapost.resources.device import provider_of
 from rdmapost.resources.resource import struct_of
 
@@ -666,10 +667,18 @@ def test_reset_that_an_interrupt_ends_drops_what_was_posted_although_the_queue_p
     provider = provider_of(pair.a.context)
     modify, query = provider.modify_qp, provider.query_qp
 
+    def move_to_err() -> None:
+        try:
+            pair.a.to_err()
+        except rp.VerbsError:
+            # Linux does not have this transition from RESET.
+            pair.a.to_init()
+            pair.a.to_err()
+
     def query_qp(*args: Any) -> None:
         monkeypatch.undo()
         query(*args)
-        with thread(pair.a.to_err) as raised:
+        with thread(move_to_err) as raised:
             pass
         assert not raised
         raise KeyboardInterrupt
@@ -700,6 +709,67 @@ def test_queue_pair_whose_noted_state_is_stale_can_be_connected(connect, climb_f
     pair.connect()
     assert pair.a.outstanding == (0, 0)
     pair.works()
+
+
+def test_connect_in_err_is_refused_by_the_device_unless_to_err_was_called(connect):
+    """An error in the connection is no wrong argument."""
+    pair = connect()
+    pair.b.post_send(rp.RdmaWrite(pair.theirs[:8], remote_addr=pair.mine.addr, rkey=0xDEAD00))
+    (wc,) = pair.cq.wait()
+    assert wc.status is WCStatus.REM_ACCESS_ERR
+    until(lambda: pair.a.state is QPState.ERR)
+    for qp, peer in ((pair.a, pair.b), (pair.b, pair.a)):
+        with pytest.raises(rp.VerbsError, match="the QP is in ERR: call to_reset"):
+            qp.connect(peer.endpoint())
+    pair.a.to_err()
+    with pytest.raises(ValueError, match=r"from ERR .* call to_reset"):
+        pair.a.connect(pair.b.endpoint())
+
+
+def test_psn_of_an_endpoint_stays_although_a_reset_in_another_thread_has_not_returned(
+    connect, monkeypatch
+):
+    """The peer expects it."""
+    pair = connect()
+    provider = provider_of(pair.a.context)
+    query, main = provider.query_qp, threading.current_thread()
+    made, goes_on = threading.Event(), threading.Event()
+    old = pair.a.psn
+
+    def query_qp(*args: Any) -> None:
+        query(*args)
+        if threading.current_thread() is not main and pair.a.psn != old:
+            made.set()
+            assert goes_on.wait(LIMIT)
+
+    monkeypatch.setattr(provider, "query_qp", query_qp)
+    with thread(pair.a.to_reset) as raised:
+        assert made.wait(LIMIT)
+        told = pair.a.endpoint().psn
+        pair.a.to_init()
+        assert pair.a.psn == told
+        goes_on.set()
+    assert not raised
+    assert pair.a.psn == told
+
+
+def test_receive_that_a_device_has_taken_in_reset_stays_outstanding():
+    """Some drivers take it; without checks, the library does not refuse it."""
+    with (
+        rp.open_device("soft0") as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.QP(pd, QPType.RC, cq, checked=False) as qp,
+    ):
+        objects[struct_of(qp).handle].rq.refuses = 0
+        qp.post_recv(rp.RecvWR(mr[:8], wr_id=5))
+        qp.connect(qp.endpoint())
+        assert qp.outstanding == (0, 1)
+        with pytest.raises(rp.InUseError):
+            mr.close()
+        qp.post_send(rp.Send(mr[8:16], wr_id=6))
+        assert sorted(wc.check().wr_id for wc in cq.wait(2)) == [5, 6]
 
 
 def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_read_before(
