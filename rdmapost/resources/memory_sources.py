@@ -102,9 +102,10 @@ def may_be_mapped(view: memoryview) -> bool:
         elif issubclass(type(owner), _ALLOCATED):
             return False
         elif issubclass(type(owner), arrays):
-            if arrays.base.__get__(owner) is None:
+            base = arrays.base.__get__(owner)
+            if base is None:
                 return not arrays.flags.__get__(owner).owndata
-            owner = arrays.base.__get__(owner)
+            owner = base
         else:
             return True
     return True

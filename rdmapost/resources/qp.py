@@ -665,15 +665,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         mask = mask_of(attrs)
         fill_qp_attr(raw, attrs)
         self._read_state_beside_resets()
-        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
-        if missing_attributes(self.qp_type, state, state if to is None else to, mask):
+        state, reason = self._why_no_transition(to, attrs, mask)
+        if reason:
             # The noted state may be out of date: the device may have moved the QP to ERR, or two
             # interrupts may have ended a change.
             with contextlib.suppress(VerbsError):
                 self._read_state()
-            state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
-        reason = missing_attributes(self.qp_type, state, state if to is None else to, mask)
+            state, reason = self._why_no_transition(to, attrs, mask)
         # If an error has put it into ERR, that is no wrong argument: the device refuses it.
         if reason and (state is not QPState.ERR or self._state_set is QPState.ERR):
             raise ValueError(reason)
@@ -719,6 +718,14 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if to is QPState.RESET:
                 self._resets.pop(change, None)
                 self._admit_posts()
+
+    def _why_no_transition(
+        self, to: QPState | None, attrs: dict[str, Any], mask: QPAttrMask
+    ) -> tuple[QPState, str | None]:
+        """Return the state that a change starts from, and why it cannot be made, or None."""
+        state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
+        end = state if to is None else to
+        return state, missing_attributes(self.qp_type, state, end, mask)
 
     def _begin_reset(self, change: int, reset: _Reset) -> None:
         """Refuse posts from now on, and record what the reset drops."""
@@ -771,7 +778,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             queue.clear_until(count)
 
     def _drop_leftovers(self) -> None:
-        """Release what a reset has dropped that two interrupts ended, if the device is in RESET."""
+        """Release what an interrupted reset has dropped, if the device is in RESET."""
         posted = self._posted()
         # Without checks, a device may have taken receives in RESET, and keep them.
         if not self.checked or not any([queue.outstanding for queue, _ in posted]):

@@ -65,7 +65,8 @@ async def adial(
             the region's access; with the key of one of your windows, that window's. To let it use
             only windows, give the region LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
-        cq: where the queue pair's work requests complete; by default it has its own CQ.
+        cq: where the queue pair's work requests complete; by default it has its own CQ, with room
+            for its send queue and its receive queue, or for the SRQ at its current size.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
