@@ -822,6 +822,12 @@ def _source_of(memory: Any, access: Access) -> Source:
             raise TypeError("it is read-only")
     except (TypeError, ValueError, BufferError) as error:
         if str(error).startswith("cannot include dtype"):
+            if memory.dtype.hasobject:
+                raise TypeError(
+                    f"a memory region cannot be made from this {type(memory).__name__} of "
+                    f"{memory.dtype}: the device would "
+                    f"{'write over' if writable else 'send'} pointers"
+                ) from None
             raise TypeError(
                 f"a memory region cannot be made from this {type(memory).__name__} of "
                 f"{memory.dtype}, which numpy does not export as a buffer: register the same "

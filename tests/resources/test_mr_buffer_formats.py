@@ -218,6 +218,15 @@ def test_objects_stay_whole_when_their_array_is_refused(pd: rp.PD) -> None:
     assert list(array) == ["kept", {"as": "it is"}]
 
 
+@pytest.mark.parametrize("access, what", [(rp.Access.LOCAL_WRITE, "write over"), (0, "send")])
+def test_strings_of_numpy_are_refused_because_they_are_pointers(pd, access, what):
+    numpy = pytest.importorskip("numpy", minversion="2.0", reason="numpy 2 has StringDType")
+    memory = numpy.array(["kept", "as it is"], numpy.dtypes.StringDType())
+    with pytest.raises(TypeError, match=rf"StringDType\(\): the device would {what} pointers"):
+        rp.MR(pd, memory, access)
+    assert list(memory) == ["kept", "as it is"]
+
+
 @pytest.mark.parametrize("dtype", ["M8[s]", "m8[ns]", [("when", "M8[us]"), ("what", "u4")]])
 def test_times_of_numpy_are_refused_with_what_to_register_instead(pd, dtype):
     memory = numpy_zeros(4, dtype)

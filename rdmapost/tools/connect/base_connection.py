@@ -188,8 +188,8 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
-        if not self.offer.receives:
-            return
+        # A server without receives is asked, too: if the connection is closed, that says why.
+        limit = limit if self.offer.receives else 0.0
         left = math.inf if limit is None else max(0.0, limit)
         deadline = time.monotonic() + left
         while True:

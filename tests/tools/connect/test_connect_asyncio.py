@@ -137,6 +137,21 @@ def test_asyncio_closing_a_server_releases_its_clients(context: rp.Context) -> N
     asyncio.run(main())
 
 
+def test_asyncio_report_from_a_server_without_receives_says_that_the_connection_is_closed(
+    context: rp.Context,
+) -> None:
+    async def main() -> None:
+        server = await connect.aserve(context, port=0, count=0)
+        peer = await connect.adial(context, *server.address[:2])
+        assert await peer.report() is None
+        await server.close()
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            await peer.report()
+        await peer.close()
+
+    asyncio.run(main())
+
+
 def test_asyncio_adial_can_be_cancelled(context: rp.Context) -> None:
     async def main(address: tuple[str, int]) -> None:
         with pytest.raises(TimeoutError):

@@ -493,6 +493,19 @@ def test_an_interrupted_request_leaves_the_connection_usable(
     assert served.until(connect.Left).reason == "done"
 
 
+def test_report_from_a_server_without_receives_says_that_the_connection_is_closed(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve(count=0)
+    with served.dial() as peer:
+        assert peer.report() is None
+        served.server.close()
+        with pytest.raises(connect.ConnectError, match="the server is shutting down"):
+            peer.report()
+    with pytest.raises(connect.ConnectError, match="the connection is closed"):
+        peer.report()
+
+
 def test_a_late_answer_does_not_make_a_connection_look_closed(
     serve: Callable[..., Served], alarm: Alarm
 ) -> None:
