@@ -9,7 +9,10 @@ PyObject *rp_cffi_init(void);
 
 /* ---- methods of the resources (post.c, columns.c, sge.c, cq.c) ------------- */
 
-/* Where a queue pair or SRQ has its queues, by verb (posting/post.h), and a CQ its poller. */
+/*
+ * The slots in which a queue pair or SRQ keeps its queues, by verb (posting/post.h), and the slot in
+ * which a CQ keeps its poller.
+ */
 RP_SHARED struct rp_slot rp_queue_slots[], rp_poller_slot;
 
 PyObject *rp_post_send(PyObject *qp, PyObject *wrs);

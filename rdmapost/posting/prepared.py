@@ -155,7 +155,7 @@ class OpenBatches:
 def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Batch:
     """Check and pack work requests for a queue, as QP.prepare says.
 
-    The queue's owner finds the list in `batches`, and closes it when the owner is closed.
+    Add the list to `batches`, so that the queue's owner closes it when the owner is closed.
     """
     batch = Batch()
     if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):

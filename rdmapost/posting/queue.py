@@ -277,8 +277,8 @@ class PostQueue(native.Queue):
         except PostError as error:
             error.index, error.count = index, count
             raise
-        # The caller's objects returned another value, or another thread changed the queue or a
-        # region.
+        # The row passes now: the caller's objects returned another value when they were read again,
+        # or another thread has changed the queue or a region.
         reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
         raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)

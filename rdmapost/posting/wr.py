@@ -170,8 +170,8 @@ class SendWithImm(_Message):
 class SendWithInv(_WithBuffers):
     """Send a message that invalidates one of the peer's keys (RC, UC, XRC_SEND).
 
-    RoCE and InfiniBand have no such packet on UC: there a device may refuse it, even in the
-    completion (LOC_QP_OP_ERR).
+    RoCE and InfiniBand have no such packet on UC, so a device may refuse it there, perhaps only
+    with its completion (LOC_QP_OP_ERR).
 
     The peer must keep the window or the region open until its receive completes; otherwise the
     receive ends with REM_INV_REQ_ERR.

@@ -239,6 +239,7 @@ class Context(EventSource, struct="ibv_context"):
             port_num: the port, 1..attr.phys_port_cnt.
 
         Raises:
+            TypeError: port_num is not an integer.
             ValueError: the device has no such port.
             ClosedError: the device is closed.
             VerbsError: the query failed.
@@ -300,6 +301,7 @@ class Context(EventSource, struct="ibv_context"):
             port_num: the port, from 1.
 
         Raises:
+            TypeError: port_num is not an integer.
             ValueError: the device has no such port.
             ClosedError: the device is closed.
             VerbsError: the device failed.

@@ -118,7 +118,7 @@ class GIDChoice:
 
 
 def preferred_gid(table: list[GIDTableEntry]) -> GIDChoice:
-    """Choose an entry of a port's GID table that is not empty."""
+    """Choose an entry of a port's GID table, which must not be empty."""
     best = max(table, key=_score)
     return GIDChoice(best.gid_index, best.gid, best.gid_type, _reason(best, table))
 

@@ -14,7 +14,7 @@ import mmap
 import operator
 import resource
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
@@ -87,6 +87,8 @@ class PD(Resource, struct="ibv_pd"):
         """
         known = member("advice", advice, AdviseMRAdvice)
         bits = flags_of("flags", flags, _ALL_ADVICE_FLAGS, "AdviseMRFlags")
+        if not isinstance(sg_list, Iterable):
+            raise TypeError(f"sg_list: expected SGEs, got {type(sg_list).__name__}")
         sges = [sg_list] if isinstance(sg_list, SGE) else list(sg_list)
         if not sges:
             raise ValueError("sg_list: expected at least one SGE")

@@ -132,10 +132,10 @@ class _Reset:
 
     Attributes:
         alone: no other reset was in progress after it began.
-        made: the device has made it, perhaps more than once.
+        made: the device has carried it out, perhaps more than once.
         left: after it began, the device was seen in a state other than RESET.
         posted: how much each queue had posted when the device was called.
-        before, after: the terms when it began, and those that it sets.
+        before, after: the terms in force when it began, and the new ones that it puts in force.
     """
 
     __slots__ = ("__weakref__", "after", "alone", "before", "left", "made", "posted")

@@ -581,6 +581,7 @@ def test_advice_is_followed_or_the_device_says_that_it_cannot(pd):
         ((7, []), ValueError, "advice=7 is not a valid AdviseMRAdvice"),
         ((0, []), ValueError, "expected at least one SGE"),
         ((0, ["x"]), TypeError, "sg_list: expected SGE, got str"),
+        ((0, 5), TypeError, "sg_list: expected SGEs, got int"),
         ((0, [], 2), ValueError, "flags=0x2 is not a combination of AdviseMRFlags"),
     ],
 )

@@ -36,7 +36,7 @@ void rp_raise(PyObject *exception)
 
 int rp_lacks_room(PyObject *exception)
 {
-	/* CPython 3.11 raises SystemError where it has no memory for a frame. */
+	/* CPython 3.11 raises SystemError when it cannot allocate a frame. */
 	return PyErr_GivenExceptionMatches(exception, PyExc_RecursionError) ||
 	       PyErr_GivenExceptionMatches(exception, PyExc_MemoryError) ||
 	       PyErr_GivenExceptionMatches(exception, PyExc_SystemError);

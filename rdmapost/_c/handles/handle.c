@@ -1107,7 +1107,7 @@ static int refuse_children(struct rp_handle *h, struct pause *pause, unsigned in
 	Py_XDECREF(closed);
 	if (!unnamed)
 		return closed ? 0 : -1;
-	/* A thread in the middle of a close does not wait: the other may be waiting for it. */
+	/* Do not wait in the middle of a close: the thread closing the children may wait for it. */
 	if (!rp_thread()->closing &&
 	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
 		return sleep_on(h, pause);

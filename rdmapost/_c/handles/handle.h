@@ -38,7 +38,7 @@ struct rp_handle {
 	uintptr_t maker; /* the thread that has begun, but not completed, its constructor; or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
-	/* How many children's structs have been destroyed, and how many of their closes finished. */
+	/* How many children have had their structs destroyed, and how many have finished closing. */
 	unsigned int destroyed, finished;
 	unsigned int claimants; /* threads that wait to close it, or to register it again */
 	unsigned int windows; /* number of windows bound to it */

@@ -128,7 +128,10 @@ static int lock_in_verb(struct poller *p, struct rp_handle *handle)
 
 /* ---- waiters ------------------------------------------------------------ */
 
-/* Read seconds, or None for INT64_MAX; 0, or -1 with an exception. */
+/*
+ * Convert a timeout in seconds to a deadline; None has the deadline INT64_MAX. Returns 0, or -1 with
+ * an exception.
+ */
 static int read_deadline(PyObject *timeout, int64_t *deadline)
 {
 	double seconds = timeout == Py_None ? INFINITY : PyFloat_AsDouble(timeout);
@@ -974,7 +977,10 @@ static int export_rows(PyObject *buffer, Py_buffer *view)
 	return failed;
 }
 
-/* Check and export one memoryview: a class may return a different buffer at each call. */
+/*
+ * Take one memoryview, and check and export that: a class may return a different buffer each time
+ * it is asked.
+ */
 static int export_checked(PyObject *buffer, Py_buffer *view)
 {
 	PyObject *memory = PyMemoryView_FromObject(buffer);

@@ -30,8 +30,8 @@ struct work_queue *rp_queue_of(PyObject *owner, int verb);
 void rp_link(const struct post *post, size_t index, size_t count);
 
 /*
- * Post a prepared list; `*sent` is what the post carries, or NULL once the list is closed. Returns
- * None, or NULL with an exception.
+ * Post a prepared list; `*sent` holds the wr_ids and references that the post carries, and is NULL
+ * once the list is closed. Returns None, or NULL with an exception.
  */
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent);

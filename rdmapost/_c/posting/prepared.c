@@ -512,7 +512,7 @@ static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **
 	return wr;
 }
 
-/* Refuse to set an attribute of an item without a list, or to delete one; always -1. */
+/* Say why an attribute cannot be set (the item has no list) or deleted; always -1. */
 static int refuse_change(struct prepared *p, const char *name)
 {
 	if (p)

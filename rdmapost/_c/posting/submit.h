@@ -19,7 +19,7 @@ struct outcome {
 	int64_t posted;
 };
 
-/* The answer to a call that has returned `code` and set `*bad_wr`. */
+/* The outcome of a call that has returned `code` and set `*bad_wr`. */
 struct outcome rp_outcome_of(int code, const struct link *chain, const void *bad, size_t count);
 
 static inline struct outcome rp_submit_chain(int verb, void *object, void *wrs, size_t count)

@@ -79,7 +79,7 @@ RP_SHARED struct rp_known {
 	PyObject *sge, *mr, *mw, *ah, *buffer, *tag_handle, *blocks, *ranges, *recv_wr;
 } rp_known;
 
-/* The slots of an MR with the numbers that its SGEs are created from. */
+/* The slots of an MR for its address and length, from which its SGEs are created. */
 RP_SHARED struct rp_mr_slots {
 	struct rp_slot addr, length;
 } rp_mr_slots;

@@ -262,7 +262,7 @@ static PyObject *room_slice(PyObject *self, PyObject *slice)
 			 ROOM(self)->keeps);
 }
 
-/* fill(data): write bytes of the same length, or raise OSError. */
+/* fill(data): overwrite the room with data of the same length; raise OSError if that fails. */
 static PyObject *room_fill(PyObject *self, PyObject *from)
 {
 	Py_buffer view;

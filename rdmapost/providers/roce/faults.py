@@ -165,10 +165,10 @@ class Direction(native.Record):
 
 
 def damage(packet: bytes, covered: bytes, number: int) -> bytes:
-    """Return a packet with a bit flipped that makes its ICRC wrong.
+    """Return a packet with one bit flipped, so that its ICRC is wrong.
 
-    Flipping some bits does not: those of a field that the ICRC does not cover, and those whose
-    change looks like another IPv4 identification.
+    Some bits cannot be chosen: those of a field that the ICRC does not cover, and those whose flip
+    leaves an ICRC that is right for another IPv4 identification.
 
     Args:
         packet: the packet, from its BTH to its ICRC.

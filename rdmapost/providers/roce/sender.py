@@ -26,8 +26,8 @@ class Sender(native.Record):
     """What a device sends through its socket.
 
     Attributes:
-        may_join: whether one call may send several packets: not if the network device cannot
-            segment.
+        may_join: whether one call may send several packets; False once a send has shown that the
+            network device cannot segment.
         errors: of failed sends (packets are sent when a step is committed): for each, the errno,
             and the number of packets, their bytes, and how many of them were retransmissions.
     """

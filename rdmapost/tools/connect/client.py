@@ -372,20 +372,19 @@ class Connection(BaseConnection, ClosesOnExit):
         """Ask the server what has arrived in one of its receives.
 
         Args:
-            index: which, from 1, in order of use.
-            timeout: seconds to wait for it; a negative one counts as 0; None for no limit.
+            index: which receive, from 1, in order of use.
+            timeout: seconds to wait for the arrival; a negative one counts as 0; None for no limit.
 
         Returns:
-            The arrival, or None if it did not come in time: at once if the server posts no
+            The arrival, or None if it did not come in time, and at once if the server posts no
                 receives.
 
         Raises:
             TypeError: an argument is not a number.
             ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone, no longer has the report, the connection
-                was closed meanwhile, or a signal handler has interrupted another request
-                of this thread.
+            ConnectError: the server is gone or no longer remembers the arrival, the connection
+                is closed, or a signal handler has interrupted another request of this thread.
             ConnectTimeout: there was no answer within timeout, the connection's timeout and one
                 more second, or other requests took too long; the connection stays usable.
         """

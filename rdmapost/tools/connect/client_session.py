@@ -44,7 +44,7 @@ class ClientSession:
         self.late = False
 
     def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
-        """Send a message and return the answer, unless that is an error.
+        """Send a message and return the answer; if that is an error, raise it.
 
         The server may take more_time seconds in addition to the timeout.
         """

@@ -144,7 +144,7 @@ def make_exposure(
         if count or receive_size:
             raise ValueError("count and receive_size cannot be given with srq")
         if given.cq is None:
-            raise ValueError("srq: give cq too, where its receives complete")
+            raise ValueError("srq needs cq, the CQ on which its receives complete")
         count = receive_size = 0
     count = within("count", _COUNT if count is None else count, 0, _MAX_COUNT)
     if receive_size is None:

@@ -417,7 +417,7 @@ def test_wrong_options_are_refused_before_the_first_client(
     [
         (lambda o: {"mr": o.mr, "size": 8}, "size and data cannot be given with mr"),
         (lambda o: {"mr": o.mr, "data": b"x"}, "size and data cannot be given with mr"),
-        (lambda o: {"srq": o.srq}, "srq: give cq too"),
+        (lambda o: {"srq": o.srq}, "srq needs cq"),
         (lambda o: {"srq": o.srq, "cq": o.cq, "count": 4}, "count and receive_size cannot"),
         (lambda o: {"mr": o.other_mr, "srq": o.srq, "cq": o.cq}, "belong to different PDs"),
         (lambda o: {"mr": o.foreign_mr}, "mr: it belongs to another open device"),
