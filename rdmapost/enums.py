@@ -92,8 +92,8 @@ _Enum = TypeVar("_Enum", bound=_Reported)
 def reported(enum: type[_Enum], number: int) -> _Enum:
     """Return a value that a device reported as a member of an enumeration; never raise.
 
-    A value that only a newer libibverbs or driver knows becomes a number of the same type: it
-    equals the number, is shown as it, and has it as its name.
+    A value that only a newer libibverbs or driver knows becomes an instance of the same class: it
+    equals the number and prints as the number, which is also its name.
     """
     # Not enum(number): its ValueError could be a signal handler's.
     known = enum._value2member_map_.get(number)
@@ -436,7 +436,7 @@ class SRQAttrMask(_Flags):
 class WCStatus(_Reported):
     """How a work request ended: ``enum ibv_wc_status``, ibv_poll_cq(3).
 
-    Only SUCCESS is false: ``if wc.status:`` asks for a failure, as in C.
+    Only SUCCESS is false: ``if wc.status:`` tests for a failure, as in C.
     """
 
     __bool__ = int.__bool__
@@ -823,7 +823,7 @@ class ODPGeneralCap(_Flags):
 
 
 class ODPTransportCap(_Flags):
-    """What may touch on-demand regions on one transport: ``enum ibv_odp_transport_cap_bits``."""
+    """What may access on-demand regions on one transport: ``enum ibv_odp_transport_cap_bits``."""
 
     SUPPORT_SEND = 1 << 0
     """Sends."""

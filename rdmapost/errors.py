@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether a system call raised it: a signal handler's TimeoutError has no errno."""
+    """Return whether an error is a system call's: a signal handler's TimeoutError has no errno."""
     return error.errno is not None
 
 
@@ -274,7 +274,7 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def note_status(error: Exception, status: WCStatus) -> None:
-    """Note where a status is explained, unless it is known only to a newer libibverbs."""
+    """Add a note that says where a status is explained, unless only a newer libibverbs knows it."""
     if not status.name.isdigit():
         error.add_note(where_explained(status.name))
 

@@ -12,7 +12,7 @@
  */
 #include "parts.h"
 
-/* ---- methods of classes in Python, which have their docstrings and signatures ---- */
+/* ---- methods of Python classes, which have the methods' docstrings and signatures ---- */
 
 #define WITH_KEYWORDS(name, function)                                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, NULL }
@@ -83,7 +83,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/* The tests also run without a GIL (CONTRIBUTING.md), but not enough to rely on it. */
+	/* The tests also run without a GIL (CONTRIBUTING.md), which is not enough to rely on. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

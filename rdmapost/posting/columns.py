@@ -89,11 +89,11 @@ def field_of_row(name: str, given: Any, row: int) -> Any:
 
 
 def with_c_methods(cls: type) -> None:
-    """Replace a class's methods that are written in C, keeping their signatures and docstrings.
+    """Replace a class's placeholder methods with those in C, keeping signatures and docstrings.
 
-    These are the methods whose Python bodies raise NotImplementedError. This is not a decorator,
-    because editors would then lose the class. After an interrupted import, this may run again with
-    a new class.
+    The placeholders' Python bodies raise NotImplementedError. This is not a decorator, because
+    editors would then lose the class. After an interrupted import, this may run again with a new
+    class.
     """
     for name, method in tuple(vars(cls).items()):
         if inspect.isfunction(method) and "NotImplementedError" in method.__code__.co_names:

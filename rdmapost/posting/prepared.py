@@ -105,7 +105,7 @@ class Batch(native.Prepared):
     def __getitem__(self, index: int) -> PreparedWR:
         """Return one of its work requests, whose fields can be changed."""
         if isinstance(index, slice):
-            raise TypeError("a prepared list cannot be sliced; index it one at a time")
+            raise TypeError("a prepared list cannot be sliced; index one work request at a time")
         at, count = whole_number("index", index), len(self)
         if not -count <= at < count:
             raise IndexError(f"index {at} is out of range for a {self}")

@@ -1,8 +1,8 @@
 """The queues that work requests are posted to, and the errors for refused ones.
 
 Posting is done in C (``_c/posting/post.h`` says how): C reads the work requests, checks them,
-records them as in flight, and makes the call. A list stops at the first work request that cannot be
-posted; those before it are posted.
+records them as in flight, and makes the call. Posting a list stops at the first work request that
+cannot be posted; those before it are posted.
 """
 
 from __future__ import annotations

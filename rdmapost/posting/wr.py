@@ -53,7 +53,7 @@ class SGE(NamedTuple):
     """A scatter/gather element: a range of local memory (``struct ibv_sge``).
 
     ``mr[64:128]`` creates one; ``SGE.from_buffer`` creates one for inline data. One created from
-    numbers is passed on unchanged. Of a subclass, the tuple's items are read, not its properties.
+    numbers is passed on unchanged. For a subclass, the tuple's items are read, not its properties.
 
     Attributes:
         addr: address of the first byte, 0..2^64-1.

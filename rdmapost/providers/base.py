@@ -135,10 +135,10 @@ class Counters(NamedTuple):
         naks_sent, naks_received: NAKs, other than RNR NAKs.
         rnr_naks_sent, rnr_naks_received: RNR NAKs, sent because no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
-        dropped: packets that the device dropped, including those with ICRC errors: there is no such
-            queue pair, they come from another peer, or they do not fit the queue pair's state; on
-            UC and UD also requests that cannot be executed, because no receive is posted or the
-            rkey does not permit the write.
+        dropped: packets that the device dropped because of an ICRC error, because there is no such
+            queue pair, because they come from another peer, or because they do not fit the queue
+            pair's state; on UC and UD also requests that cannot be executed, because no receive is
+            posted or the rkey does not permit the write.
         rcvbuf_errors: packets that the kernel dropped before the device could read them: the
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
@@ -165,7 +165,8 @@ class Counters(NamedTuple):
 class Capture(metaclass=ABCMeta):
     """A capture in progress; Context.capture() creates it.
 
-    It is a context manager, which ends it; so does dropping the last reference to it.
+    As a context manager, it ends when the with block does. Dropping the last reference to it also
+    ends it.
     """
 
     __slots__ = ("__weakref__",)
@@ -239,7 +240,7 @@ class Provider(Protocol):
 
     def list_devices(self) -> list[DeviceInfo]: ...
     def found_device(self, name: str) -> AbstractContextManager[Any]:
-        """Find a device for open_device(); if that fails in the with block, explain why."""
+        """Find a device for open_device(); if opening it in the with block fails, explain why."""
         ...
 
     def open_device(self, device: Any) -> Any: ...

@@ -687,8 +687,8 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 }
 
 /*
- * Release every reference that a handle holds, except what _forget() needs while it is DESTROYED.
- * The handle stays a child of its parents.
+ * Release every reference that a handle holds; while the handle is DESTROYED, keep those that
+ * _forget() needs. The handle stays a child of its parents.
  */
 static void drop_held(struct rp_handle *h, char state)
 {
@@ -778,7 +778,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 /*
  * _end_making(well): the constructor has ended. If it created no struct, another constructor may
  * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
- * for long; if that is impossible, list it, so that a refusal to close its parents names it.
+ * for long; if it cannot be closed, list it, so that the error for closing a parent names it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
@@ -949,7 +949,7 @@ static PyObject *get_now(PyObject *self, PyObject *const *member)
 
 static PyObject *get_parents(PyObject *self, void *unused)
 {
-	/* A region has parents while it is re-registered, too: the device still has it. */
+	/* A region has parents even while it is re-registered: the device still has the region. */
 	PyObject *parents = get_now(self, &((struct rp_handle *)self)->parents);
 
 	(void)unused;
@@ -1039,7 +1039,7 @@ static void end_claim(struct rp_handle *h)
 }
 
 /*
- * Record in every handle that this thread is closing whether the thread is waiting for another
+ * For every handle that this thread is closing, record whether the thread is waiting for another
  * thread's close.
  */
 static void set_stalled(char stalled)
@@ -1095,9 +1095,10 @@ static void count_ended(PyObject *parents, size_t counter)
 }
 
 /*
- * Raise InUseError for a handle's children, or close those that nothing refers to. If none is
- * listed, another thread may be finishing their closes: wait for it. Returns 0 if their number may
- * have changed since `destroyed` was read; 1 if time is up; -1 with an exception.
+ * Raise InUseError for a handle's children, or close those that nothing refers to. If no child is
+ * listed, another thread may be finishing the close of one: wait for that thread. Returns 0 if the
+ * number of children may have changed since `destroyed` was read; 1 if time is up; -1 with an
+ * exception.
  */
 static int refuse_children(struct rp_handle *h, struct pause *pause, unsigned int destroyed)
 {
@@ -1432,7 +1433,7 @@ void rp_close_put_off(void)
 		}
 		Py_DECREF((PyObject *)h);
 	}
-	/* These closes may have included windows for which held-back queue pairs are waiting. */
+	/* This may have closed windows that held-back queue pairs are waiting for. */
 	if (RP_LOAD(&rp_held_back))
 		close_held_back();
 	me->draining = 0;
@@ -1514,8 +1515,8 @@ static int check_attributes(PyObject *attributes)
 }
 
 /*
- * Set the attributes. Takes no memory and runs no Python code, because a form still holds the old
- * values.
+ * Set the attributes. Allocates no memory, and runs no Python code, because a form keeps the old
+ * values alive.
  */
 static void set_attributes(PyObject *attributes)
 {
@@ -1746,7 +1747,7 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	if (hold_back(h))
 		return;
-	/* Before this thread's verb ends or the last user leaves, others may need to close it. */
+	/* Others may need to close it before this thread's verb ends or the last user leaves. */
 	if (state_of(h) == OPEN && (rp_thread()->top || is_busy(h)))
 		list_again(h);
 	close_abandoned(h);
@@ -1880,8 +1881,9 @@ static PyType_Slot finalizer_slots[] = {
 };
 
 /*
- * Finalizing(finalizer, bind): a subclass's __del__, which calls its finalizer and then that of every
- * resource, even if a signal handler raises before the first has begun. `bind` is types.MethodType.
+ * Finalizing(finalizer, bind): a subclass's __del__, which calls the subclass's finalizer and then
+ * handle_finalize(), even if a signal handler raises before the former has begun. `bind` is
+ * types.MethodType.
  */
 struct finalizing {
 	PyObject_HEAD

@@ -33,7 +33,7 @@ struct rp_handle {
 	struct rp_handle *next; /* in its thread's list of deferred closes */
 	struct rp_handle *behind; /* in the list of queue pairs held back */
 	int64_t held_since; /* when it was held back, or 0 */
-	struct rp_binder *binder; /* its send queue's, once a window bind has been posted */
+	struct rp_binder *binder; /* its send queue's binder, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
 	uintptr_t maker; /* the thread that has begun, but not completed, its constructor; or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
@@ -57,8 +57,8 @@ struct rp_handle {
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
-	char kept; /* refused at a close without a caller: kept until the process ends */
-	char put_off; /* its close is deferred to the end of a verb, but waits on it end now */
+	char kept; /* refused in a close that no caller made: kept until the process ends */
+	char put_off; /* its close is deferred until a verb ends; waits on the handle end now */
 };
 
 RP_SHARED PyObject *rp_handle_type;
@@ -209,7 +209,7 @@ struct rp_bind {
  */
 void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind);
 
-/* Count a bind that is about to be posted; return its number under that key, or 0 for type 1. */
+/* Count a bind that is about to be posted; return its number for the key, or 0 for type 1. */
 uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder);
 
 /* Take back a bind that was not posted, or has failed. */

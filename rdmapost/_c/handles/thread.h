@@ -14,8 +14,9 @@ RP_SHARED unsigned int rp_process;
 
 /*
  * A thread's identity, the handles its verbs use, and those to close when its outermost verb ends.
- * rp_stand_for() lets a thread act for another that waits for it: it then owns that thread's locks
- * and is in the middle of its verbs. rp_stand_for(NULL) ends that.
+ * rp_stand_for() lets the calling thread act for a thread that waits for it: the caller then owns
+ * the waiting thread's locks and is in the middle of that thread's verbs. rp_stand_for(NULL) ends
+ * that.
  */
 struct rp_thread {
 	uint64_t mark; /* rp_process; a thread number in the low 32 bits */

@@ -1,6 +1,6 @@
 /*
- * Control verbs that need more than a forwarder; all others are forwarded in loader.c; cffi
- * releases the GIL around each. shim.cdef.h says what each adds.
+ * Control verbs that need more than a forwarder (shim.cdef.h says what each adds); loader.c
+ * forwards all others. cffi releases the GIL around every call.
  */
 #include "libibverbs/shim.h"
 

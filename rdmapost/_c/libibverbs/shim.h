@@ -60,8 +60,8 @@ static inline int rp_is_built(const struct ibv_send_wr *wr)
 
 /*
  * struct ibv_qp_ex of rdma-core 45, whichever header this is compiled with: releases only add
- * members at its end. If a library lacks the last ones, its drivers do not know their bits in
- * send_ops_flags, and refuse to create a queue pair with them.
+ * members at its end. If a library lacks the last members, its drivers do not know the members'
+ * bits in send_ops_flags, and refuse to create a queue pair with those bits.
  */
 struct rp_qp_ex {
 	_Alignas(8) char since_24[offsetof(struct ibv_qp_ex, wr_abort) + sizeof(void (*)(void))];

@@ -48,7 +48,7 @@ struct waiter {
 /* Every CQ has a poller; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
-	uint64_t cq; /* the serial number of the CQ that it polls, or 0: no other handle is polled */
+	uint64_t cq; /* serial number of the CQ, the only handle that it polls; 0 without a CQ */
 	struct rp_lock lock; /* protects the members below */
 	struct waiter *first;
 	struct waiter *leader;
@@ -69,7 +69,7 @@ struct poller {
 	size_t there; /* completions in the backlog */
 	struct rp_completion *spare; /* for the next poll, and to put back delivered completions */
 	size_t spares;
-	size_t lent; /* completions delivered last, together with those that were in the same list */
+	size_t lent; /* completions in the list to which the last ones were delivered */
 };
 
 /*
@@ -253,7 +253,7 @@ static int call_optional(PyObject *function)
 	return done ? 0 : -1;
 }
 
-/* Notify the leading event loop to poll, or to give up the lead if it is closed; 0, or -1. */
+/* Have the leading event loop poll, or give up the lead if the loop is closed; 0, or -1. */
 static int notify_tasks(struct poller *p)
 {
 	PyObject *tasks;
@@ -269,8 +269,8 @@ static int notify_tasks(struct poller *p)
 }
 
 /*
- * Have the tasks poll again after completions were put back: they may have polled while these were
- * taken. A pending exception stays set.
+ * After completions were put back, have the tasks poll again: they may have polled while the
+ * completions were taken. A pending exception stays set.
  */
 static void announce_to_tasks(struct poller *p)
 {
@@ -424,7 +424,7 @@ static PyObject *claim(PyObject *self, PyObject *tasks)
 
 /*
  * unclaim(tasks, claims): end an event loop's lead, unless the number of claims is no longer
- * `claims`; return whether the loop does not lead now.
+ * `claims`; return False if the loop still leads, else True.
  */
 METHOD(unclaim)
 {
@@ -548,9 +548,10 @@ static inline int invalidates(const struct ibv_wc *wc)
 }
 
 /*
- * Complete a run of completions of one queue, and write them to the caller's rows. The run ends
- * before the last row of the oldest call of post_columns(), before another queue's completion, or
- * before a completion, other than the first, that invalidates a key. Returns its length.
+ * Mark the work requests of a run of one queue's completions as done, and write the completions to
+ * the caller's rows. The run ends before the last row of the oldest call of post_columns(), before
+ * another queue's completion, or before a completion, other than the first, that invalidates a key.
+ * Returns its length.
  */
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {
@@ -702,8 +703,8 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 
 /*
  * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take the
- * completions ordered. 0, or -1 with an exception: a signal handler's, or because a handler has
- * forked.
+ * completions that the order asks for. 0, or -1 with an exception: a signal handler's, or because a
+ * handler has forked.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_completion **taken)
@@ -761,9 +762,9 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 }
 
 /*
- * Turn a delivered list into spares, and free the excess. There are then enough spares to put back,
- * without allocating memory, the `lent` completions that the caller has now and those lent before,
- * which another thread may have.
+ * Turn a delivered list into spares, and free the excess. The spares kept suffice to put back,
+ * without allocating memory, the `lent` completions that the caller has now, and those lent before,
+ * which another thread may still have.
  */
 static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {
@@ -869,7 +870,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 	return list ? -1 : n;
 }
 
-/* Read an argument that counts completions; -1 with an exception, even if it is negative. */
+/* Read a number of completions; 0, or -1 with an exception, also for a negative number. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);
@@ -925,7 +926,7 @@ static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py
 	return (order.rows - (char *)view->buf) / (Py_ssize_t)sizeof(struct ibv_wc);
 }
 
-/* Raises TypeError for a memoryview of pointers that Python follows; see check_rows(). */
+/* Python's check_rows(): raises TypeError for a buffer of pointers that Python follows. */
 static PyObject *rows_checker;
 
 /* The format of numpy's arrays of WC_DTYPE. */
@@ -1004,7 +1005,7 @@ static int get_rows(PyObject *buffer, Py_buffer *view)
 		if (export_checked(buffer, view))
 			return -1;
 	}
-	/* An empty buffer's address may be NULL, which would ask for WCs here. */
+	/* An empty buffer's address may be NULL, which here would mean WCs instead of rows. */
 	if (!view->buf)
 		view->buf = nowhere;
 	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)
@@ -1115,7 +1116,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	return ready > 0 ? call_optional(p->drop_event) : ready;
 }
 
-/* Give earlier waits time to take their completions; 1, 0 if that time is up, or -1. */
+/* Give earlier waits time to take their completions; 1; 0 if that time is up; or -1. */
 static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t deadline)
 {
 	if (!*until)
@@ -1301,7 +1302,7 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/* Whether a WC has an error status; runs no Python code, even if the status is the caller's. */
+/* Whether a WC has an error status; runs no Python code, whatever object the status is. */
 static int has_failed(PyObject *wc)
 {
 	PyObject *status = PyTuple_GetItem(wc, 1);

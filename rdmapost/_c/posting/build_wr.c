@@ -1,5 +1,5 @@
 /*
- * Posting FLUSH and ATOMIC_WRITE, which ibv_post_send() cannot carry, by ibv_wr_start() and so on.
+ * Posting FLUSH and ATOMIC_WRITE with ibv_wr_start() and so on: ibv_post_send() cannot post them.
  */
 #include "posting/build_wr.h"
 

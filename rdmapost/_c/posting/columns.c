@@ -18,8 +18,9 @@
 #include "posting/sge.h"
 
 /*
- * Reading runs the caller's code, which may post again: keep posting's arrays off that stack.
- * Aligned, because the loops over rows take a tenth longer at some offsets within a cache line.
+ * Not inlined: reading runs the caller's code, which may post again, and the arrays for posting
+ * should not be on the stack then. Aligned, because the loops over rows take a tenth longer at some
+ * offsets within a cache line.
  */
 #define NOINLINE __attribute__((noinline, aligned(64)))
 
@@ -172,7 +173,7 @@ static void no_integers(PyObject *name, const Py_buffer *view, char format)
 			     name, given, view->ndim);
 }
 
-/* Raise TypeError with a text about a class, whose name it takes as %V. */
+/* Raise TypeError; `text` has %V where the class's name goes. */
 static void refuse_class(const char *text, PyTypeObject *class, PyObject *field)
 {
 	PyObject *class_name = PyType_GetName(class);
@@ -277,7 +278,7 @@ static int read_one(const struct columns *c, PyObject *name, PyObject *given, in
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether an object is a Blocks or a Ranges, whichever `type` is: 1, 0, or -1 with an exception. */
+/* Whether an object is of `type`, Blocks or Ranges: 1, 0, or -1 with an exception. */
 static int are_rows(PyObject *given, PyObject *type)
 {
 	int are = rp_is_instance(given, type);
@@ -675,7 +676,10 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 
 /* ---- the methods -------------------------------------------------------------- */
 
-/* Return a work request class's type, if work requests of it can differ only in numbers. */
+/*
+ * Return the wr_type of a class whose work requests can differ only in numbers; NULL with an
+ * exception for any other class.
+ */
 static const struct wr_type *find_wr_type(struct work_queue *q, PyObject *class)
 {
 	const struct wr_type *type = PyType_Check(class) ? rp_wr_type_of(q, (PyTypeObject *)class) : NULL;

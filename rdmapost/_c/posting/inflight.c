@@ -192,7 +192,7 @@ void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 	PyErr_Restore(type, value, traceback);
 }
 
-/* A TAG_DEL has succeeded: retire the receive it removed, unless a message matched that first. */
+/* A TAG_DEL has succeeded: retire the receive, unless a message matched the receive first. */
 static void release(struct rp_in_flight *tagged, uint32_t cookie, uint64_t serial)
 {
 	struct rp_entry *entry;
@@ -422,7 +422,8 @@ static void clear(struct rp_in_flight *q, uint64_t posted)
 /*
  * In the dict, a queue's value is a capsule with its address. The queue's dealloc first invalidates
  * the capsule, so the address of a queue without references is never found. Without a GIL, another
- * thread could use the address before that, so there the value is the queue itself.
+ * thread could use the address before the capsule is invalidated, so the value is then the queue
+ * itself.
  */
 #ifndef Py_GIL_DISABLED
 static const char CAPSULE[] = "rdmapost._verbs.InFlight";
@@ -446,7 +447,7 @@ static void invalidate(PyObject *value)
 #endif
 }
 
-/* The cookie's queue, borrowed; NULL if the value is not it, since any code can change the dict. */
+/* The cookie's queue, borrowed; NULL if the value is another: any code can change the dict. */
 static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
 {
 	struct rp_in_flight *q = NULL;

@@ -86,9 +86,9 @@ struct outcome rp_submit(const struct work_queue *q, void *object, void *records
 uint64_t rp_room(const struct work_queue *q);
 
 /*
- * Return a new reference to `result`, or NULL with an exception: `raised`, with the exception that
- * is already set, if any, as its context; or only the latter. A note on the exception says how many
- * of `count` work requests were posted.
+ * Return a new reference to `result`, or NULL with an exception: `raised`, if not NULL, with any
+ * exception already set as its context; otherwise the one already set. A note on the exception says
+ * how many of `count` work requests were posted.
  */
 PyObject *rp_answer(PyObject *result, PyObject *raised, int64_t posted, size_t count);
 

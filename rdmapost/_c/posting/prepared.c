@@ -284,8 +284,8 @@ static void prepared_finalize(PyObject *self)
 }
 
 /*
- * _prepare(queue, owner, wrs): call it once, after recording the list with its owner, so that
- * closing the owner closes it.
+ * _prepare(queue, owner, wrs): call this once, after recording the list with its owner, so that
+ * closing the owner closes the list.
  */
 static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 {
@@ -801,8 +801,8 @@ static PyType_Slot item_slots[] = {
 /* ---- its numbers ---------------------------------------------------------- */
 
 /*
- * A descriptor, like `property`, for a number of a work request; `index` is that of its field in
- * the class's row of rdmapost/posting/fields.py.
+ * A descriptor, like `property`, for a numeric field of a work request; `index` is the field's
+ * index in the class's row of rdmapost/posting/fields.py.
  */
 struct number {
 	PyObject_HEAD

@@ -23,7 +23,7 @@ uint64_t rp_start_and_length(PyObject *owner, uint64_t *length);
 const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number);
 
-/* rp_pin_all(), faster for a region; `in_use` is a handle of this process. */
+/* Like rp_pin_all(), but faster for a region; `in_use` is any handle of this process. */
 static inline PyObject *rp_pin_refs(PyObject *refs, const struct rp_handle *in_use)
 {
 	struct rp_handle *handle = (struct rp_handle *)refs;

@@ -81,7 +81,7 @@ static int describe_field(struct wr_type *type, PyObject *row)
 	return 0;
 }
 
-/* Find the class's __slots__ of wr_id, sg_list and flags; 0, or -1 with an exception. */
+/* Find the class's slots for wr_id, sg_list and flags; 0, or -1 with an exception. */
 static int find_slots(struct wr_type *type)
 {
 	type->has_sges = PyObject_HasAttrString(type->class, "sg_list");

@@ -295,7 +295,7 @@ static int continues(const uint8_t *bth, const uint8_t *first, Py_ssize_t count)
 	uint32_t psn = (uint32_t)(bth[9] << 16 | bth[10] << 8 | bth[11]);
 	uint32_t start = (uint32_t)(first[9] << 16 | first[10] << 8 | first[11]);
 
-	/* The rest of the BTH except resv8a; AckReq is in byte 8. */
+	/* The rest of the BTH must match, except resv8a (byte 4) and AckReq (in byte 8). */
 	return !memcmp(bth, first, 4) && !memcmp(bth + 5, first + 5, 3) &&
 	       ((psn - start) & 0xffffff) == (count & 0xffffff);
 }

@@ -62,8 +62,9 @@ static int reserve(struct post_faults *f)
 }
 
 /*
- * add(after, errno): fail the send that follows `after` others, or the next send that is not to
- * fail already. The caller has checked that `after` is in 0..2^63-1 and errno in 1..4095.
+ * add(after, errno): fail the send that follows `after` others or, if that one is already due to
+ * fail, the next one that is not. The caller has checked that `after` is in 0..2^63-1 and errno in
+ * 1..4095.
  */
 static PyObject *faults_add(PyObject *self, PyObject *args)
 {

@@ -61,7 +61,7 @@ void rp_journal_forget(void);
 /* Whether this thread's changes are journaled. */
 int rp_is_journaled(void);
 /*
- * Journal, before a change is made, that callable(argument) undoes it; 0, or -1 with an exception.
+ * Before a change is made, journal that callable(argument) undoes it; 0, or -1 with an exception.
  * rp_note_unchanged(): the last change that was journaled in this way was not made.
  */
 int rp_note_undo(PyObject *callable, PyObject *argument);

@@ -135,7 +135,7 @@ void rp_note_unchanged(void)
 		PyList_SetItem(undo, PyList_Size(undo) - 1, Py_NewRef(Py_None));
 }
 
-/* Set the argument of the last undo call, which has become known. */
+/* Set the argument of the last undo call, now that the argument is known. */
 static void set_argument(PyObject *argument)
 {
 	PyObject *record;

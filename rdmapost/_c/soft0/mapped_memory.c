@@ -139,7 +139,8 @@ static int is_refused(uint64_t start, uint64_t end)
 static void refuse_range(uint64_t start, uint64_t length)
 {
 	/*
-	 * The range may be refused already: without memory for the exception, a write is retried.
+	 * The range may be refused already: if there is no memory for the exception, a write is
+	 * retried.
 	 */
 	if (is_refused(start, start + length))
 		return;

@@ -213,8 +213,8 @@ long rp_soft_transact(PyObject *call)
 	if (first && !doomed && !send(&errand))
 		attempt_again(&errand);
 	/*
-	 * Drop a bug's exception, which GIVE_UP has received, and one for lack of stack or memory,
-	 * of which the retry on another thread had enough.
+	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack
+	 * of stack or memory, because the retry on another thread had enough.
 	 */
 	if (first && !doomed && ((PyObject *)Py_TYPE(first) == errand.bug || rp_lacks_room(first)))
 		Py_CLEAR(first);
@@ -491,7 +491,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
 	result = attempt(call);
-	/* In a forked child, its descriptors are closed: the device's own errors would mislead. */
+	/* In a forked child, the device's descriptors are closed: its own errors would mislead. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
 		       PyErr_ExceptionMatches(rp_errors.error))) {
@@ -506,7 +506,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	return result;
 }
 
-/* in_step(): whether this thread is in the middle of a verb or of work of the device. */
+/* in_step(): whether this thread is in the middle of a verb or of the device's work. */
 static PyObject *in_step(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -589,7 +589,10 @@ int rp_add_soft_transaction(PyObject *module)
 	start_new_thread = attribute_of("_thread", "start_new_thread");
 	if (!elsewhere || !is_finalizing || !start_new_thread)
 		return -1;
-	/* gevent's would run the errand in the sender's own thread, which waits for it. */
+	/*
+	 * gevent's start_new_thread would run the errand in the sender's own thread, which waits
+	 * for it.
+	 */
 	if (!takes(start_new_thread, METH_VARARGS) || !takes(is_finalizing, METH_NOARGS))
 		Py_CLEAR(start_new_thread);
 	return pthread_atfork(NULL, NULL, after_fork) ? -1 : PyModule_AddFunctions(module, functions);

@@ -125,6 +125,6 @@ def _attach(device: Any, recording: Recording) -> None:
 
 
 def capture(device: Any, recording: Recording) -> None:
-    """Give a device's packets to a capture; errors name this function."""
+    """Give a device's packets to a capture; error messages contain this function's name."""
     recording.check_process()
     device.recordings = (*in_progress(device), recording)
