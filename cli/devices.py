@@ -24,8 +24,8 @@ def devices(out: Output, target: Target, name: str | None) -> None:
 
     A star marks the GID used by default.  soft0, the software device, exists in
     every process.  Below are the devices that can be opened on a UDP socket.
-    With -v, also show the counters of roce devices, which begin when a process
-    opens the device.
+    With -v, also show the counters of roce devices, which start at 0 when a
+    process opens the device.
     """
     from rdmapost import (
         NoDeviceError,

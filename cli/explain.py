@@ -32,7 +32,7 @@ _SOME_FIELDS = {"ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srq
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
-    """Complete a name in any case: in Python, or in C where it starts with IBV_."""
+    """Complete a name, in any case: the name in C if it starts with IBV_, else in Python."""
     from click.shell_completion import CompletionItem
 
     from rdmapost.explain import KINDS, names
@@ -73,7 +73,7 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
       rdmapost explain < nccl.log
 
     A log on standard input is searched for statuses, errnos, events and findings
-    of rdmapost doctor.  Without any of these, all names are listed.
+    of rdmapost doctor.  With neither arguments nor a log, all names are listed.
     """
     from rdmapost.explain import KINDS, names
 
@@ -137,7 +137,7 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
 
 
 def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Explanation]:
-    """Explain words, which are one name together, one name each, or text that a program printed.
+    """Explain words: together one name, or each a name, or text that a program printed.
 
     Args:
         words: the words.

@@ -46,7 +46,7 @@ class Output:
         json: print the document instead of text.
         one_line: print the document on one line, as one of several.
         verbose: print notes.
-        command: the command that the arguments name, as in help, for errors in its arguments.
+        command: the full name of the command, for errors in its arguments.
         doc: the JSON document, filled in as the command runs, so that a failure
             shows how far it got.
         failure: the error to report after the result, if the command failed but has a result.

@@ -243,7 +243,7 @@ def write_to(
     payload: Payload,
     imm: int | None,
 ) -> None:
-    """Write to the memory of a server, one write after the other."""
+    """Write to the memory of a server; several writes go to adjacent ranges."""
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
     length, count = len(payload), settings.count
     with _connected(

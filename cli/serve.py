@@ -176,8 +176,8 @@ def serve(
 
     These are send, write, read and atomic with HOST[:PORT].  It prints the
     address, key and size of the memory that each client gets, and reports what
-    arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json it prints one JSON
-    object per line and event.  Nothing is encrypted: listen only on a network
+    arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json it prints each event
+    as one line of JSON.  Nothing is encrypted: listen only on a network
     whose users may read everything, the token included.
     """
     from rdmapost import Access

@@ -22,7 +22,7 @@ NODES = Path("/sys/devices/system/node")
 
 
 class Candidate(NamedTuple):
-    """A usable port; the better one is greater."""
+    """A usable port; a better one compares greater."""
 
     is_hardware: bool
     is_near: bool

@@ -2,8 +2,9 @@
 
 The writer appends records to a buffer that followers read over RDMA. A header in a region that
 never moves says where the log is and how long. When the buffer is full, the writer copies it into
-one of twice the size and registers the same region again over that (`rereg`). Where the device
-cannot do this (Soft-RoCE), it makes a new region; followers learn either from the header.
+one of twice the size and re-registers the region over the new buffer (`rereg`). If the device
+cannot do this (Soft-RoCE), the writer creates a new region. Either way, followers learn the new
+place from the header.
 
     python examples/growing_log.py [DEVICE]     (default: soft0)
 """

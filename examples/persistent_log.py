@@ -2,10 +2,11 @@
 
 An append is four work requests in one post and one completion: write the record, flush it, write
 the log's new length atomically, flush that. If the power fails in between, the length still covers
-only whole records. The file stands for persistent memory (a DAX mapping); without that, a flush can
-only make the data visible (GLOBAL). A client that dies halfway shows what recovery finds.
+only whole records. The log is a mapped file, which stands for persistent memory (a DAX mapping); on
+other memory, a flush can only make the data visible (GLOBAL). A client that dies halfway shows what
+recovery finds.
 
-FLUSH needs a device that has it and libibverbs 45: soft0, or Soft-RoCE from Linux 6.2 on.
+FLUSH needs libibverbs 45, and a device that supports it: soft0, or Soft-RoCE from Linux 6.2 on.
 
     python examples/persistent_log.py [DEVICE]     (default: soft0)
 """

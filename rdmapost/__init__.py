@@ -42,8 +42,8 @@ else:
         except AttributeError as error:
             # Otherwise it would look as if the name were missing here.
             raise ImportError(
-                f"{__name__} cannot be loaded: {error}; in a checkout, is the compiled module of "
-                "these sources? (pip install -e .)"
+                f"{__name__} cannot be loaded: {error}; in a checkout, was the compiled module "
+                "built from these sources? (pip install -e .)"
             ) from error
 
         names = public["__all__"]

@@ -102,7 +102,7 @@ def _bound(number: int) -> str:
 
 
 def member(name: str, given: Any, enum: type[_Member]) -> _Member:
-    """Return an argument that is a member of an enumeration, or the number of one.
+    """Return an argument as a member of an enumeration: it may be a member, or the number of one.
 
     Args:
         enum: the enumeration.

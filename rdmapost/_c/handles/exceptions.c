@@ -1,4 +1,4 @@
-/* Exceptions: raising them, and those that signal handlers raise where they cannot propagate. */
+/* Raising exceptions, and saving those that signal handlers raise where they cannot propagate. */
 #include "handles/exceptions.h"
 
 #include <unistd.h>

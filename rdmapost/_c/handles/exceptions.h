@@ -1,4 +1,4 @@
-/* Exceptions: raising them, and those that signal handlers raise where they cannot propagate. */
+/* Raising exceptions, and saving those that signal handlers raise where they cannot propagate. */
 #ifndef RDMAPOST_EXCEPTIONS_H
 #define RDMAPOST_EXCEPTIONS_H
 
@@ -37,7 +37,7 @@ int rp_lacks_room(PyObject *exception);
  * reference; after rp_deliver_soon() it is raised once this thread is out of C.
  */
 void rp_raise_later(PyObject *exception);
-/* Pass the current exception to rp_raise_later(); clear one for lack of memory or stack. */
+/* Pass the current exception to rp_raise_later(); clear it if it is for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
 /*

@@ -252,12 +252,12 @@ uint64_t rp_count_bind(void)
 }
 
 /*
- * A window of type 2 is bound and invalidated in turn, so the first invalidation of a key that is
- * seen ends the first bind under that key, whatever was posted meanwhile. Binds through several
- * queue pairs may be executed in any order, though. So once a bind is posted through another queue
- * pair before the invalidations of all earlier binds are seen, an invalidation of that key ends no
- * bind. A window's `keeps` has these counts for each low byte of its keys; a window of type 1 has
- * none.
+ * A window of type 2 is bound and invalidated alternately, so the first invalidation seen for a key
+ * ends the first bind under that key, whatever was posted meanwhile. Binds through several queue
+ * pairs may be executed in any order, though. So once a bind is posted through another queue pair
+ * before the invalidations of all earlier binds are seen, invalidations of that key no longer end
+ * any bind. A window's `keeps` has a struct key_counts for each low byte of its keys; a window of
+ * type 1 has none.
  */
 struct key_counts {
 	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
@@ -463,8 +463,8 @@ void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct 
 }
 
 /*
- * _unbind_invalidated(): release the regions from which an invalidation of its key has unbound a
- * window. Returns whether there were any.
+ * _unbind_invalidated(): release the regions that a window is no longer bound to because its key
+ * was invalidated. Returns whether there were any.
  */
 static PyObject *handle_unbind_invalidated(PyObject *self, PyObject *unused)
 {
