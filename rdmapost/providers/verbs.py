@@ -313,7 +313,7 @@ class _DeviceList:
 
 
 class _FoundDevice(_DeviceList):
-    """The device with a given name in that list."""
+    """The device with a given name in the list of ibv_get_device_list(3)."""
 
     def __init__(self, name: str) -> None:
         self._name = name

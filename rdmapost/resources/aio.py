@@ -17,9 +17,9 @@ whether a task still waits, and it is set first when the wait ends. All other st
 code that finds that the tasks of a wait list are gone, or their loop closed, stops the list.
 
 Between two waits for completions, the wait list keeps its descriptor watched and its timer set:
-both cost more than the rest of a wait. It stops when somebody else waits for the CQ, when an event
-comes that nobody waits for, or when the CQ is closed. Only the resource's poller refers to a wait
-list: the event loop does so weakly, and the list refers weakly to the resource.
+setting these up costs more than the rest of a wait. It stops when somebody else waits for the CQ,
+when an event comes that nobody waits for, or when the CQ is closed. Only the resource's poller
+refers to a wait list: the event loop does so weakly, and the list refers weakly to the resource.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _nothing() -> None:
 
 
 def _expire(waits: weakref.ref[_WaitList]) -> None:
-    """Call expire() of a wait list, even if a signal handler raises in it."""
+    """Call expire() of a wait list; if a signal handler raises in it, call it again later."""
     if (found := waits()) is not None:
         try:
             found.expire()
@@ -245,7 +245,7 @@ class _Watch:
     is closed with the loop.
 
     Attributes:
-        epoll: that epoll, closed when it has stopped watching.
+        epoll: that epoll; closed once the loop has stopped watching.
     """
 
     def __init__(self, waits: _WaitList, fd: int) -> None:
@@ -331,7 +331,7 @@ class _WaitList:
         return True
 
     def __call__(self) -> None:
-        """Wake the tasks to poll again, from any thread; stop() if none is waiting."""
+        """Wake the tasks to poll again, or stop() if none is waiting; any thread may call this."""
         claims = self._poller.claims
         if self.in_use():
             try:
@@ -344,7 +344,7 @@ class _WaitList:
         self.stop(claims)
 
     def join(self, waiter: _Waiter, timeout: float | None = None) -> None:
-        """Add a task, which waits until leave(), even if this call is interrupted."""
+        """Add a task, which counts as waiting until leave(), even if this call is interrupted."""
         self.waiters.append(waiter)
         self.start()
         if timeout is not None:
@@ -416,7 +416,7 @@ class _WaitList:
     def stop(self, claims: int) -> None:
         """Leave the events to others, unless a task has started to wait since.
 
-        If this is interrupted, the next to wait completes it.
+        If this is interrupted, whoever waits next completes it.
         """
         if self._poller.unclaim(self, claims):
             self._stop_watching()
@@ -460,12 +460,12 @@ class _WaitList:
             raise
 
     def wake(self) -> None:
-        """Wake all of them to check what is available."""
+        """Wake all the waiting tasks to check what is available."""
         for waiter in self.waiting():
             waiter.wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in all of them."""
+        """Raise an error in all the waiting tasks."""
         for waiter in self.waiting():
             waiter.fail(error)
 
@@ -502,7 +502,7 @@ class _CQWaits(_WaitList):
         """Poll, wake the tasks whose waits are satisfied, and return whether all are.
 
         Args:
-            arm: whether to request the next event first, or to take one off the channel.
+            arm: True to request the next event first; False to take one off the channel first.
         """
         wanted = 0
         for waiter in self.waiters:
@@ -585,7 +585,7 @@ class _ChannelWaits(_WaitList):
         return super().wanted() or any([queue.wanted() for queue in list(self.queues.values())])
 
     def deliver(self) -> None:
-        """Collect pending events; poll the CQs they belong to, if tasks wait for those."""
+        """Collect pending events, and poll those of their CQs that tasks wait for."""
         channel: CompChannel = self.owner
         try:
             # When an event is read, soft0 makes the retries that are due.
@@ -635,7 +635,7 @@ def _wait_list(
 
 
 def _queue_of(cq: CQ) -> _CQWaits:
-    """Return this event loop's wait queue for a CQ."""
+    """Return this event loop's wait list for a CQ."""
     if cq.channel is None:
         waits: _CQWaits | None = cq._poller.tasks
         loop = asyncio.get_running_loop()

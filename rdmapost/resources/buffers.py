@@ -21,7 +21,7 @@ _MRO, _DICT = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get_
 
 
 def pointers_in(view: memoryview) -> str | None:
-    """Return a description of the references or pointers in a buffer that Python follows, or None.
+    """Return a description of the references or pointers that Python follows in a buffer, or None.
 
     Not found, and left to the caller: addresses that are plain numbers (``P``); pointers exposed as
     numbers (``numpy.frombuffer``, ctypes' ``from_buffer``); and pointers in packed ctypes
@@ -97,7 +97,7 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> list[str]:
 
 
 def _attributes(cls: Any, name: str) -> list[Any]:
-    """Return the attributes of a name in a class and its bases, whatever a metaclass shows."""
+    """Return the attributes with a name in a class and its bases, whatever a metaclass shows."""
     own = [_DICT(base) for base in _MRO(cls)]
     return [names[name] for names in own if name in names]
 

@@ -393,7 +393,7 @@ class Context(EventSource, struct="ibv_context"):
     def faults(self) -> Any:
         """The faults to inject (rdmapost.providers.software.faults.FaultPlan).
 
-        soft0 and roce devices have them; only roce devices have faults of packets.
+        soft0 and roce devices have them; only roce devices have packet faults.
 
         Raises:
             UnsupportedError: this is a real device.

@@ -83,8 +83,8 @@ class ODPCaps:
 
     Attributes:
         general_caps: whether the device has it at all.
-        rc_odp_caps, uc_odp_caps, ud_odp_caps, xrc_odp_caps: what may touch on-demand
-            regions, on each transport.
+        rc_odp_caps, uc_odp_caps, ud_odp_caps, xrc_odp_caps: the operations that may touch
+            on-demand regions, on each transport.
     """
 
     general_caps: ODPGeneralCap
@@ -311,7 +311,7 @@ _LARGEST_MTU = max(MTU, key=int)
 
 
 def usable_mtu(port: PortAttr) -> MTU:
-    """Return the largest MTU that a port supports and that this version can name.
+    """Return the largest MTU that a port supports and that this version of rdmapost can name.
 
     This is active_mtu, unless that value is known only to a newer libibverbs or driver.
     """

@@ -191,7 +191,7 @@ class _Form:
         return at if self.unreadable else mapped if self.source.mapped else usual
 
     def changed(self, pd: PD | None, access: Access, source: Source | None) -> _Form:
-        """Return the form after a change; it shares the view of memory that does not change."""
+        """Return the form after a change; if the memory stays the same, both share its view."""
         same = self if source is None else None
         return _Form(pd or self.pd, access, source or self.source, same=same)
 
@@ -333,7 +333,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         The caller guarantees that the memory stays mapped and is not freed until the region is
         closed. On software devices, a work request that uses memory which is no longer mapped, or
         may no longer be read or written, completes with an error. (A write that is in progress when
-        that happens may be lost instead; so may, before Linux 5.14, a write beyond the end of a
+        that happens may be lost instead. Before Linux 5.14, so may a write beyond the end of a
         truncated file.) Memory that was freed and reused is overwritten.
 
         Args:
@@ -381,7 +381,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
-        """Return the attributes to set once the device has a form: (slot, object, value) each."""
+        """Return the attributes to set once a form is in force: (slot, object, value) for each."""
         # No generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),
@@ -574,8 +574,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ValueError: as for MR; or no argument is given; or ZERO_BASED would change, or the
                 memory of a ZERO_BASED region.
             InUseError: an outstanding or prepared work request names the region, a memory
-                window is bound to it (one whose key was invalidated is not, once the completion
-                that says so is polled), or this thread is in the middle of a verb.
+                window is bound to it (a window whose key was invalidated is not once the completion
+                that says so has been polled), or this thread is in the middle of a verb.
             ClosedError: the region or the PD is closed.
             UnsupportedError: the device does not support this verb or this change, or the region
                 is a dma-buf's.
@@ -639,7 +639,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     def _refuse_change(self) -> None:
         """Raise InUseError if the region is in use and cannot be registered again.
 
-        It is called while the region is in use; if it returns, the region no longer is.
+        C calls this while the region is in use; if it returns without raising, that use has ended.
         """
         if self._unbind_windows():
             return
@@ -748,8 +748,8 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     def rkey(self) -> int:
         """Its key; posting a bind changes its low 8 bits at once.
 
-        If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): the
-        driver takes the current key, which the next bind replaces, from here.
+        If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): this
+        is where the driver finds the current key, which the next bind replaces.
 
         Raises:
             TypeError: the new key is not an integer.
@@ -810,7 +810,7 @@ def allocate(size: int) -> mmap.mmap:
 
 
 def _source_of(memory: Any, access: Access) -> Source:
-    """Return the memory to register for a region's argument."""
+    """Return the memory to register for the argument `memory` of MR or rereg()."""
     writable = bool(access & Access.LOCAL_WRITE)
     size = _size_of(memory)
     if size is not None:

@@ -90,7 +90,7 @@ def _length(length: Any) -> int:
 
 
 def may_be_mapped(view: memoryview) -> bool:
-    """Whether a buffer may be a mapped file: unless its exporter is known to allocate memory."""
+    """Whether a buffer may be a mapped file; not if its exporter is known to allocate memory."""
     # Types and their own attributes: what an object says of itself need not be true.
     arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
     if not isinstance(arrays, type):
@@ -140,7 +140,7 @@ def _of_cuda(memory: Any, writable: bool) -> Source:
         strides, fields = described.get("strides"), described.get("descr")
         size = int(typestr[2:])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _no(memory, f"its __cuda_array_interface__ is not one: {error!r}") from None
+        raise _no(memory, f"its __cuda_array_interface__ is malformed: {error!r}") from None
     if typestr[1:2] == "O" or _has_objects(fields):
         raise _no(memory, f"its typestr {typestr!r} declares references to Python objects")
     if any([extent < 0 for extent in shape]):
@@ -173,7 +173,7 @@ def _of_dlpack(memory: Any, writable: bool) -> Source:
         raise _no(memory, error) from None
     code, bits, lanes, device, read_only = tensor
     if code == _OPAQUE:
-        raise _no(memory, "its type is opaque handles")
+        raise _no(memory, "its elements are opaque handles")
     if read_only and writable:
         raise _no(memory, "it is read-only, and access has LOCAL_WRITE")
     item = bits * lanes

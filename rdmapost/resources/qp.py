@@ -115,7 +115,7 @@ class _Terms:
 
     Attributes:
         psn: the first packet sequence number to send.
-        used: packets may have been sent, or expected, with it.
+        used: packets may have been sent, or expected, with this psn.
         settings: the attributes that modify has set, including the last state other than ERR.
     """
 
@@ -423,7 +423,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _read_state(self) -> QPState:
         """Return the state that the device reports, and note it.
 
-        It is read again if a call that began later has noted one: this one may be older.
+        Read it again if a call that began later has noted a state: the one read may be older.
         """
         while True:
             reading = next(self._numbers)
@@ -432,7 +432,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 return state
 
     def _note_state(self, state: QPState, reading: int) -> bool:
-        """Note a state, unless one whose reading began later has been noted; return whether."""
+        """Note a state, or return False if one whose reading began later has been noted."""
         is_latest = self._latest_reading < reading
         if is_latest:
             # No other thread runs between the comparison and these, either.
@@ -543,7 +543,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return read_qp_attr(raw, init)
 
     def query_data_in_order(self, opcode: Opcode, flags: int = 0) -> QueryQPDataInOrderCaps:
-        """Return in which order the data of one work request reaches this side's memory.
+        """Return the order in which the data of one work request reaches this side's memory.
 
         If it is the message's order, a reader may poll the memory instead of waiting for a
         completion.  soft0 and Soft-RoCE promise no order.
@@ -792,8 +792,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Returns:
             the number of the latest reset, if the device is known to have made it although its verb
-            has not returned: no other reset was in progress after it began, and the device was in
-            another state then. Otherwise None.
+            has not returned: no other reset was in progress after it began, and the device has been
+            seen in another state since. Otherwise None.
         """
         latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)

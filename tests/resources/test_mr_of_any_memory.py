@@ -471,8 +471,8 @@ def test_array_on_a_gpu_lives_as_long_as_its_region(pd):
         ({"shape": (-4, -4)}, TypeError, "a negative extent"),
         ({"strides": (32, 4)}, ValueError, "this array has gaps"),
         ({"strides": (-16, 4)}, ValueError, "this array has gaps"),
-        ({"data": None}, TypeError, "its __cuda_array_interface__ is not one"),
-        ({"typestr": "<f"}, TypeError, "its __cuda_array_interface__ is not one"),
+        ({"data": None}, TypeError, "its __cuda_array_interface__ is malformed"),
+        ({"typestr": "<f"}, TypeError, "its __cuda_array_interface__ is malformed"),
         ({"data": (0, False)}, ValueError, "address=0 is not in 1"),
     ],
 )

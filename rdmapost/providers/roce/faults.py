@@ -40,7 +40,7 @@ class Fate(NamedTuple):
 
 
 def _draw(seed: int, number: int) -> int:
-    """Return one of a sequence of random 64-bit numbers (SplitMix64)."""
+    """Return the random 64-bit number at an index of a seed's sequence (SplitMix64)."""
     mixed = seed + number * 0x9E3779B97F4A7C15 & _MASK
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
@@ -52,7 +52,7 @@ def fate_of(plan: PacketFaults, direction: int, number: int) -> Fate:
 
     Args:
         plan: the plan.
-        direction: the direction's number, so that the random choices for each are independent.
+        direction: the direction's number; the directions' random choices are independent.
         number: how many packets went in that direction before.
     """
     seed = _draw(plan.seed, direction)
@@ -69,8 +69,8 @@ class Held(NamedTuple):
 
     Attributes:
         when: the time at which it may go.
-        until: the number of a packet after which it may go even earlier; negative if there is
-            none.
+        until: the number of a later packet: once that has gone by, this one may go even before
+            `when`; negative if there is none.
         item: the packet.
     """
 
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether it has waited long enough, or packet `number`, the latest, was waited for."""
+        """Whether its time has come, or packet `until` has gone by; `number` is the latest."""
         return self.when <= now or 0 <= self.until <= number
 
 
@@ -90,8 +90,7 @@ class Direction(native.Record):
     """A device's packets in one direction.
 
     Attributes:
-        number: identifies the direction, so that the plan's random choices for each are
-            independent.
+        number: identifies the direction; the directions' random choices are independent.
         plan: the plan that applies to them, or None.
         count: how many have gone in this direction under the plan.
         held: the packets that wait.
@@ -107,7 +106,7 @@ class Direction(native.Record):
 
     @property
     def due(self) -> float | None:
-        """When `release` has something to do, or None."""
+        """The time at which `release` next has something to do; None if no packet waits."""
         return min([each.when for each in self.held], default=None)
 
     def begin(self, plan: PacketFaults | None) -> None:
@@ -125,7 +124,8 @@ class Direction(native.Record):
         Args:
             item: the packet.
             now: the time.
-            damaged: returns a packet with one bit flipped, which a number chooses.
+            damaged: takes a packet and a number that chooses a bit; returns the packet with that
+                bit flipped.
 
         Returns:
             The packets that arrive now, in order; and whether anything happened to this one.

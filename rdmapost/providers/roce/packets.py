@@ -387,7 +387,7 @@ def parse(
 def _decode_extensions(
     packet: Packet, row: PacketRow, make_grh: Callable[[], bytes] | None
 ) -> None:
-    """Set the fields that a Request represents differently."""
+    """Convert the fields that a Request represents differently."""
     headers = row.headers
     if "ImmDt" in headers:
         # A work request holds immediate data in network order.

@@ -1,4 +1,4 @@
-"""The file format pcapng, as far as a capture needs it (draft-ietf-opsawg-pcapng).
+"""The pcapng file format, as far as a capture needs it (draft-ietf-opsawg-pcapng).
 
 A file is a sequence of blocks: a section header, one interface, packets and, at the end, the
 interface's statistics. Wireshark opens it. Numbers are in this machine's byte order.
@@ -88,8 +88,8 @@ def end(time_ns: int, seen: int, dropped: int) -> bytes:
 
     Args:
         time_ns: nanoseconds since 1970.
-        seen: packets that were sent and received.
-        dropped: those that are not in the file.
+        seen: how many packets were sent and received.
+        dropped: how many of these are not in the file.
     """
     body = _STATISTICS_BODY.pack(0, time_ns >> 32 & 0xFFFFFFFF, time_ns & 0xFFFFFFFF)
     body += _option(_RECEIVED, _U64.pack(seen)) + _option(_DROPPED, _U64.pack(dropped))

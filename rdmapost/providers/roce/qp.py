@@ -45,11 +45,11 @@ if TYPE_CHECKING:
             mtu: int,
             again: int = 0,
         ) -> None:
-            """Send a queue pair's packets, which are of one size except the last; each takes up to
-            mtu bytes of payload, and the first `again` have been sent before."""
+            """Send a queue pair's packets: all of one size except the last, each with up to mtu
+            bytes of payload. The first `again` of them have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at this time, not at any time set before; None cancels it."""
+            """Have on_timer called at this time instead of one set before; None cancels it."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -326,8 +326,8 @@ def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
         packet = held[key]
         ahead = distance(key, psn)
         if ahead <= 0:
-            # Not del, which takes effect only at the end of the step: the packet could be found
-            # again before.
+            # pop(), not del: del takes effect only at the end of the step, and until then the
+            # packet could be found again.
             held.pop(key)
         if ahead <= 0 < ahead + packet.count:
             return packet.after(-ahead) if ahead else packet

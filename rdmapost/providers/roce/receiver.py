@@ -133,11 +133,11 @@ class Receiver(native.Record):
         return bytes(GRH_BYTES - IPV4.size) + header
 
     def let_through(self, item: Any) -> None:
-        """Take a packet that the fault plan has held."""
+        """Accept a packet that the fault plan has held until now."""
         native.put(self._arrived, item)
 
     def give_up(self) -> None:
-        """Drop the packets that the engine could not process, as the network may drop any."""
+        """Drop the packets that the engine could not process, as if the network had lost them."""
         if self._batch is None and (lost := self._inbox or self._arrived):
             native.take(lost)
         self._batch = None

@@ -77,7 +77,7 @@ class Recording:
         is_stopping: whether the device must queue nothing more.
         is_awaited: whether a thread waits for the end, and will report the error.
         user: a weak reference to the user's object. When the object is dropped, the reference puts
-            itself into the queue, which no signal handler can interrupt.
+            itself into the queue; no signal handler can interrupt this.
         file: the file, while it is open.
     """
 
@@ -176,7 +176,7 @@ class Recording:
         return os.getpid() != self._pid
 
     def must_not_wait(self) -> bool:
-        """Whether this thread is in the middle of a step of a device, or is the capture's own."""
+        """Whether the calling thread is in the middle of a device's step, or is the capture's."""
         return native.in_step() or self._is_own_thread()
 
     def _is_own_thread(self) -> bool:
@@ -312,7 +312,7 @@ class Recording:
         return [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _write(self, data: bytes, count: int) -> None:
-        """Write the blocks of packets: all of them, or, if the file can be truncated, none."""
+        """Write packets' blocks; if that fails and the file can be truncated, leave none in it."""
         assert self.file is not None
         left = memoryview(data)
         try:
@@ -412,7 +412,7 @@ def _finish() -> None:
 
 
 def _leave_to_parent() -> None:
-    """In the child of a fork, close the files: their threads are the parent's."""
+    """In the child of a fork, close the files: only the parent has the threads that write them."""
     for each in _known.copy():
         recording = each()
         if recording is not None and recording.file is not None:

@@ -68,7 +68,7 @@ class Burst:
     """Packets to one peer that are sent by one call.
 
     All but the last have headers of one size and `unit` bytes of payload; `is_full` says whether
-    the last has too.
+    this is also true of the last.
     """
 
     __slots__ = ("headers", "is_full", "path", "payload", "size", "unit")
@@ -560,7 +560,10 @@ def _restart_timer(qp: RoceQueuePair) -> None:
 
 
 def _expect_missing(qp: RoceQueuePair) -> None:
-    """Wait a little for responses that may have been overtaken: once per PSN until the timeout."""
+    """Wait a little for responses that may have been overtaken.
+
+    Before the timeout, wait only once for each PSN.
+    """
     if not qp.missing_until and qp.una != qp.missing_psn:
         qp.missing_until = qp.device.now + HOLD_SECONDS
         qp.wake_at(qp.missing_until)

@@ -301,9 +301,9 @@ def _write_in(qp: RoceQueuePair, packet: Packet) -> Ack | None:
         return responder.refuse(qp)
     target: Segments = []
     if left:
-        # For each packet, the key is checked for all bytes that are left, but only the packet's own
-        # bytes are checked to be still mapped: otherwise the number of pages to check would grow
-        # with the square of the length.
+        # For each packet, the key must cover all bytes that are left, but only the packet's own
+        # bytes must still be mapped: otherwise the number of pages to check would grow with the
+        # square of the length.
         memory, addr = qp.device.memory, incoming.remote_addr + incoming.done
         rkey, size = incoming.rkey, packet.length
         target = [memory.remote(qp.pd, qp.number, rkey, addr, left, _REMOTE_WRITE, size)]
@@ -444,7 +444,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 
 def _end_reading(qp: RoceQueuePair) -> None:
-    """End the READ in progress, and continue with the work that waited for that."""
+    """End the READ in progress, and continue with the work that waited for its end."""
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

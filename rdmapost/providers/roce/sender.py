@@ -28,8 +28,8 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets; False once a send has shown that the
             network device cannot segment.
-        errors: of failed sends (packets are sent when a step is committed): for each, the errno,
-            and the number of packets, their bytes, and how many of them were retransmissions.
+        errors: the failed sends (packets are sent when a step is committed): for each, its errno,
+            and how many packets, bytes and retransmitted packets it had.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ def obstacle_on(address: LocalAddress) -> str | None:
 
 
 def holder(address: LocalAddress) -> str:
-    """Say who has UDP port 4791 of an address, as far as this user may see that."""
+    """Say who holds UDP port 4791 on an address, as far as this user can see."""
     raw = socket.inet_pton(address.family, address.host)
     words = [raw[at : at + 4] for at in range(0, len(raw), 4)]
     here = "".join([f"{int.from_bytes(word, sys.byteorder):08X}" for word in words])

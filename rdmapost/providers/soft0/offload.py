@@ -53,7 +53,7 @@ def ethernet(frame: bytes) -> tuple[int, int]:
 
 
 def ipoib(message: bytes) -> tuple[int, int]:
-    """Find the network header of an IP-over-InfiniBand message, after its 4 bytes (RFC 4391)."""
+    """Find an IP-over-InfiniBand message's network header, after its link header (RFC 4391)."""
     if len(message) < IPOIB_BYTES or message[2:4] != b"\0\0":
         return IPOIB_BYTES, 0
     return IPOIB_BYTES, int.from_bytes(message[:2])

@@ -1,4 +1,4 @@
-"""soft0's control verbs: the shared ones, and those of the queues that only it has."""
+"""soft0's control verbs: the shared ones, and those for queues that only soft0 has."""
 
 from __future__ import annotations
 

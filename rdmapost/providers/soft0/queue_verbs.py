@@ -35,7 +35,7 @@ def create_srq_ex(context: Any, init: Any) -> Any:
     name, mask = "ibv_create_srq_ex", init.comp_mask
     srq_type = init.srq_type if mask & _SRQ_TYPE else SRQType.BASIC
     if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
-        raise VerbsError(name, errno.EINVAL, "comp_mask does not fit the type")
+        raise VerbsError(name, errno.EINVAL, "comp_mask does not fit srq_type")
     cap = init.tm_cap
     if srq_type == SRQType.TM and not (
         1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS

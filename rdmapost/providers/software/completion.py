@@ -98,8 +98,8 @@ class CompletionQueue(native.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        pending: the entries, which a poll, in C, removes: each completion's bytes, the queue whose
-            slots it frees, and how many.
+        pending: the entries: each completion's bytes, the queue whose slots it frees, and how many
+            slots. The C code of a poll removes them.
         armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
         has_timestamps: whether completions carry the time at which they were added.
     """

@@ -128,7 +128,7 @@ class Device(native.Record):
         return (self.timer_fd,)
 
     def count_qkey_violation(self) -> None:
-        """Count a datagram that is dropped for its Q_Key."""
+        """Count a datagram that is dropped because its Q_Key is wrong."""
         self.qkey_violations = min(self.qkey_violations + 1, 0xFFFF)
 
     def start_over(self) -> None:
@@ -152,7 +152,7 @@ class Device(native.Record):
         del self.qps[qp.number]
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
-        """Begin a plan for packets, or end it.
+        """Begin a plan of packet faults; if it is None, end the current one.
 
         Raises:
             UnsupportedError: the device has no packets.

@@ -22,9 +22,9 @@ class PlannedFaults(native.Record):
 
     Attributes:
         wr_id_of: maps the device's wr_id to the caller's, or to None.
-        posts: the errnos that refuse posts; C reads it in the middle of a post.
+        posts: the errnos with which posts fail; C reads them in the middle of a post.
         statuses: the statuses with which work requests complete, in order, by wr_id.
-        refusals: how often queue pairs are not ready, by number.
+        refusals: how many more times each queue pair is not ready, by its number.
     """
 
     __slots__ = ("posts", "refusals", "statuses", "wr_id_of")
@@ -103,8 +103,8 @@ class FaultPlan:
                 other faults refuse.
 
         Raises:
-            TypeError: one is not an integer.
-            ValueError: one is out of range.
+            TypeError: an argument is not an integer.
+            ValueError: an argument is out of range.
         """
         errno = within("errno", errno, 1, _LARGEST_ERRNO)
         self._planned.posts.add(within("after", after, 0, _MAX_AFTER), errno)
@@ -120,7 +120,7 @@ class FaultPlan:
             status: the status.
 
         Raises:
-            TypeError: one is not an integer.
+            TypeError: an argument is not an integer.
             ValueError: wr_id is out of range, or the status is unknown.
         """
         wr_id = within("wr_id", wr_id, 0, (1 << 64) - 1)
@@ -135,8 +135,8 @@ class FaultPlan:
             times: how many send attempts to reject.
 
         Raises:
-            TypeError: one is not an integer.
-            ValueError: one is out of range.
+            TypeError: an argument is not an integer.
+            ValueError: an argument is out of range.
         """
         qp_num = within("qp_num", qp_num, 0, (1 << 24) - 1)
         self._planned.refusals[qp_num] = within("times", times, 0)

@@ -1,4 +1,4 @@
-"""Which memory of this process is mapped, for regions of addresses and dma-bufs."""
+"""Which memory of this process is mapped, for regions made from addresses or dma-bufs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> mem
     extra = offset % mmap.ALLOCATIONGRANULARITY
     if extra != iova % mmap.ALLOCATIONGRANULARITY:
         raise VerbsError(
-            name, errno.EINVAL, "offset and iova must have the same offset within a page"
+            name, errno.EINVAL, "offset and iova must be at the same position in a page"
         )
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if access & Access.LOCAL_WRITE else 0)
     try:

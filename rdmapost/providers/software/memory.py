@@ -78,8 +78,8 @@ class Region(native.Record):
     def part(self, start: int, length: int, write: bool) -> Any:
         """Return part of the memory, or None if it is no longer mapped.
 
-        If it may be unmapped at any time, return a copy of it for reading, or, for writing, a
-        Room, through which the kernel writes it.
+        If the memory may be unmapped at any time, this is a copy for reading, or, for writing, a
+        Room, through which the kernel writes the memory.
         """
         if self.unsure is None:
             return self.memory[start : start + length]
@@ -315,7 +315,7 @@ class Memory(native.Record):
         if start < 0 or start + length > target.length:
             raise RemoteAccessError("the range lies outside what the rkey covers")
         if need & ~target.access:
-            raise RemoteAccessError("the rkey does not grant this")
+            raise RemoteAccessError("the rkey does not grant this access")
         return region, start + target.addr - region.addr
 
     def remote(
@@ -332,7 +332,7 @@ class Memory(native.Record):
 
         Args:
             pd, qpn, rkey, addr, length, need: as for check_remote().
-            size: how many of the bytes to return. The others are not checked to be mapped: for
+            size: how many of the bytes to return. Whether the others are mapped is not checked: for
                 memory that may be unmapped, the kernel would copy or fault in each page. Default:
                 all.
 
@@ -360,7 +360,7 @@ class Memory(native.Record):
         qpn: int,
         rkey: int,
     ) -> None:
-        """Bind a window, as a work request requests.
+        """Bind a window, as a work request specifies.
 
         Raises:
             ErrorStatus: MW_BIND_ERR: the rules for binding are not met.
@@ -467,7 +467,7 @@ def _write(room: Any, piece: Any) -> None:
 
 
 def replace(number: bytes, target: Any) -> None:
-    """On commit, replace a number by one computed from it: once, even if the verb is repeated."""
+    """On commit, replace a number with one computed from it: once, even if the verb is repeated."""
     if isinstance(target, native.Room):
         native.try_once_on_commit(target.fill, number)
     else:

@@ -82,7 +82,7 @@ _channels: dict[int, Channel] = table()
 
 
 def open_context(device: Device) -> Any:
-    """Open a device, inside a verb; return its context."""
+    """Open a device and return its context; call this inside a verb."""
     whole = ffi.new("struct verbs_context *")
     context = lib.rp_soft_context_init(whole)
     try:

@@ -207,7 +207,7 @@ class QueuePair(native.Record):
             self.flush_sends()
 
     def flush(self) -> None:
-        """Complete everything that is posted with a flush error."""
+        """Complete all posted work requests, with a flush error."""
         self.flush_sends()
         if self.srq is None:
             self.flush_receives()
@@ -215,7 +215,7 @@ class QueuePair(native.Record):
             self.context.events.push(EventType.QP_LAST_WQE_REACHED, self.handle)
 
     def flush_posted(self) -> None:
-        """Complete with flush errors the work requests posted in ERR or SQE."""
+        """Complete the work requests that were posted in ERR or SQE, with flush errors."""
         self.flush_sends()
         if self.state is _ERR and self.srq is None:
             self.flush_receives()

@@ -42,7 +42,7 @@ def create_srq(pd: Any, init: Any) -> Any:
 
 
 def make_srq(context: Any, pd: Any, attr: Any) -> Any:
-    """Create a shared receive queue, inside a verb."""
+    """Create a shared receive queue; call this inside a verb."""
     limits = ("max_wr", attr.max_wr, MAX_SRQ_WR), ("max_sge", attr.max_sge, MAX_SGE)
     for name, value, limit in limits:
         if not 1 <= value <= limit:
@@ -114,7 +114,7 @@ def destroy_srq(srq: Any) -> None:
 
 
 def make_qp_ex(context: Any, init: Any, domain: XRCDomain | None = None) -> Any:
-    """Create a queue pair as ibv_create_qp_ex does, inside a verb."""
+    """Create a queue pair as ibv_create_qp_ex does; call this inside a verb."""
     mask = init.comp_mask
     header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
     if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
@@ -135,7 +135,7 @@ def make_qp_ex(context: Any, init: Any, domain: XRCDomain | None = None) -> Any:
 def make_qp(
     context: Any, pd: Any, init: Any, domain: XRCDomain | None = None, *, extended: bool = False
 ) -> Any:
-    """Create a queue pair, inside a verb."""
+    """Create a queue pair; call this inside a verb."""
     if init.qp_type not in QP_TYPES:
         text = f"soft0 has no {QPType(init.qp_type).name} queue pairs"
         raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, text)

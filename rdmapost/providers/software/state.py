@@ -93,7 +93,7 @@ def bound(struct: Any, name: str) -> Any:
 
 
 def keep(struct: Any, thing: Any, name: str, whole: Any = None) -> Any:
-    """Store the object behind a struct, by a handle in the struct; return the struct.
+    """Give a struct a new handle, which finds the object behind it; return the struct.
 
     Args:
         name: the verb.

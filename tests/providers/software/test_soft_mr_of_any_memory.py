@@ -779,7 +779,7 @@ def test_dmabuf_without_local_write_may_be_read_only(rc, fd):
 @pytest.mark.parametrize(
     ("offset", "length", "iova", "access", "text"),
     [
-        (0, 8, 1, ALL, "offset and iova must have the same offset within a page"),
+        (0, 8, 1, ALL, "offset and iova must be at the same position in a page"),
         (0, 5 * PAGE, 0, ALL, f"it has {4 * PAGE} bytes"),
         *(
             (0, 8, 0, ALL | flag, f"a region of a dma-buf cannot have Access.{flag.name}")
