@@ -91,17 +91,16 @@ def _length(length: Any) -> int:
 
 def may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file; not if its exporter is known to allocate memory."""
-    # Types and their own attributes: what an object says of itself need not be true.
-    arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
-    if not isinstance(arrays, type):
-        arrays = ()
+    # Only these types and their own attributes: what another object says of itself need not be
+    # true, and a subclass may export other memory than its base (__buffer__).
+    arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):
         if issubclass(type(owner), memoryview):
             owner = owner.obj
-        elif issubclass(type(owner), _ALLOCATED):
+        elif type(owner) in _ALLOCATED:
             return False
-        elif issubclass(type(owner), arrays):
+        elif type(owner) is arrays:
             base = arrays.base.__get__(owner)
             if base is None:
                 return not arrays.flags.__get__(owner).owndata

@@ -552,6 +552,14 @@ class Tensor:
         return self.array.__dlpack__(**options)
     def __dlpack_device__(self):
         return 1, 0
+def exported_by(base, *args):
+    global mapped
+    mapped = mmap.mmap(fd, 1 << 16)
+    import numpy
+    class Exporter(eval(base)):
+        def __buffer__(self, flags):
+            return memoryview(mapped)
+    return numpy.frombuffer(Exporter(*args), "u1")
 fd = os.memfd_create("test")
 os.ftruncate(fd, 1 << 16)
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE
@@ -588,6 +596,14 @@ def statuses_after_truncation(memory: str, offsets: str, early: str = "pass") ->
 def test_file_map_that_looks_like_allocated_memory_does_not_crash_the_process(memory, early):
     """Its field or attribute `base` is None, as in an array that owns its memory."""
     assert statuses_after_truncation(memory, "[8192]", early) == ["REM_ACCESS_ERR"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have no __buffer__")
+@pytest.mark.parametrize("base", ["bytes", "bytearray", "numpy.ndarray"])
+def test_file_map_that_a_subclass_exports_does_not_crash_the_process(base):
+    pytest.importorskip("numpy")
+    memory = f"exported_by({base!r}, 3)"
+    assert statuses_after_truncation(memory, "[8192]") == ["REM_ACCESS_ERR"]
 
 
 def test_tensor_in_a_file_map_that_has_become_shorter_completes_with_an_error():
