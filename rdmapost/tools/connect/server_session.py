@@ -53,6 +53,8 @@ class ServerSession:
         self._report: Report | None = None
         self._report_until = 0.0
         self._look: Generator[None, None, Seen] | None = None
+        # Whether the client sent more before it had the answer to a Look.
+        self._hurried = False
         self._last_message_at = time.monotonic()
         self._reason = ""
         # Why the session ended: one of protocol_messages.CODES, or "lost".
@@ -227,8 +229,9 @@ class ServerSession:
             self._release()
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
-        if self._look or (isinstance(message, Look) and self._protocol.lines.partial):
-            # So a client that does not read its answers cannot create more work, either.
+        if self._look or self._hurried:
+            # So a client that does not read its answers cannot create more work, either. Only a Bye
+            # may come early: the client may have been interrupted in a request.
             raise ProtocolError("another request came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:
@@ -236,6 +239,7 @@ class ServerSession:
             self._report = None
             late = [Nothing(self._client.arrived)]
         if isinstance(message, Look):
+            self._hurried = self._protocol.lines.partial
             # If the memory is large, later ticks read the rest.
             self._look = self._client.look(message.offset, message.length)
             return [*late, *self._continue_look()]

@@ -198,15 +198,30 @@ def test_a_client_that_never_reads_its_answers_is_dropped(
     served.works()
 
 
-@pytest.mark.parametrize("second", [Report(2, 60_000), b"{"], ids=["report", "half"])
+@pytest.mark.parametrize("second", [Report(2, 60_000), Look(0, 1)], ids=["report", "look"])
 def test_a_second_request_before_the_answer_to_a_look_is_refused(
-    serve: Callable[..., Served], context: rp.Context, second: Message | bytes
+    serve: Callable[..., Served], context: rp.Context, second: Message
 ) -> None:
     served = serve()
     sent = [hello(context), Ready(), Look(0, 1), second]
     with raw_client(served, *sent) as sock:
         code, text = one_error(sock)
     assert (code, text) == ("format", "another request came before the answer to the last one")
+    served.works()
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 28], ids=["small", "large"])
+@pytest.mark.parametrize("split", [5, None], ids=["in two pieces", "whole"])
+def test_a_client_may_leave_before_the_answer_to_a_look(
+    serve: Callable[..., Served], context: rp.Context, split: int | None, size: int
+) -> None:
+    served = serve(size=size)
+    leave = encode(Bye())
+    first = encode(Look(0, size)) + leave[:split]
+    with raw_client(served, hello(context), Ready(), first) as sock:
+        sock.sendall(leave[len(leave[:split]) :])
+        assert [answer["type"] for answer in answers(sock)][-1] == "bye"
+    assert served.until(connect.Left).reason == "done"
     served.works()
 
 
