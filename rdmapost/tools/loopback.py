@@ -6,7 +6,6 @@ import errno
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from .._arguments import counted, expect, index, member, time_limit, within
@@ -21,7 +20,7 @@ from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
 from ..standard.wire import GRH_BYTES
 from .remote_fields import remote_fields
-from .resource_stack import ResourceHolder, ResourceStack, drop_outstanding
+from .resource_stack import ResourceHolder, ResourceStack
 
 __all__ = ["Loopback", "Side"]
 
@@ -161,8 +160,8 @@ class Loopback(ResourceHolder):
                     ),
                 )
             ]
-            # Close regions after the windows bound to them and the queue pairs that use them.
-            self._regions = stack.add(ResourceStack())
+            # Close these after the queue pairs, whose outstanding work requests may use them.
+            self._used = stack.add(ResourceStack())
             remote_type, remote_options = qp_type, options
             if srq_type is SRQType.XRC:
                 xrcd = stack.add(XRCD(context))
@@ -186,11 +185,6 @@ class Loopback(ResourceHolder):
                     (remote_type, remote_cq, remote_mr, remote_options),
                 )
             ]
-            # Close windows and address handles before the queue pairs: rxe needs 50 s
-            # to destroy a queue pair with a window bound to it.
-            self._used = stack.add(ResourceStack())
-            for side in (self.remote, self.local):
-                stack.before_closing(partial(drop_outstanding, side.qp))
             self._connect(qp_type)
         self._deadline = time.monotonic() + self.timeout
 
@@ -219,6 +213,17 @@ class Loopback(ResourceHolder):
             "remote_qkey": DEFAULT_QKEY,
         }
 
+    def close(self) -> None:
+        """Close everything, also what other code has created on the PD; do nothing if it is closed.
+
+        If it was interrupted or failed, call it again: it closes what is still open.
+
+        Raises:
+            VerbsError: the device refused; the rest is closed.
+        """
+        # Windows first: rxe needs 50 s to destroy a queue pair with a window bound to it.
+        self._stack.close_with_all_on(self._pd)
+
     def window(self, mw_type: MWType = MWType.TYPE_2) -> MW:
         """Create a memory window that is closed with the loopback.
 
@@ -241,7 +246,7 @@ class Loopback(ResourceHolder):
         Raises:
             VerbsError: the device refused.
         """
-        return self._regions.add(MR(self._pd, length, access))
+        return self._used.add(MR(self._pd, length, access))
 
     def target(self, offset: int = 0, rkey: int | None = None) -> dict[str, Any]:
         """Return the fields of a work request that address the remote memory.

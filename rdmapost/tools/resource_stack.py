@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import SimpleNamespace, TracebackType
+from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import ClosedError, RdmaError
 from ..resources.memory import PD
-from ..resources.qp import QP
 from ..resources.resource import ClosesOnExit, Resource, close_with_all_below
 
 
@@ -38,13 +37,6 @@ class ResourceStack:
         if len(self._held) > self._enough:
             self._drop_closed()
         return resource
-
-    def before_closing(self, function: Callable[[], object]) -> None:
-        """Have a function called before the resources that are now on the stack are closed.
-
-        Every close() calls it, so it must be repeatable.
-        """
-        self._held.append(SimpleNamespace(close=function))
 
     def _drop_closed(self) -> None:
         """Drop resources that other code has closed, because they may keep memory.
@@ -139,16 +131,6 @@ class CloseAfterwards:
         else:
             with suppress(RdmaError):
                 self._close()
-
-
-def drop_outstanding(qp: QP) -> None:
-    """Reset a queue pair that has outstanding work requests.
-
-    Otherwise the resources that they use cannot be closed.
-    """
-    with suppress(RdmaError):
-        if any(qp.outstanding):
-            qp.to_reset()
 
 
 def refuse_inherited(what: str, pid: int) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import rdmapost as rp
 from support import LIMIT
 
 
@@ -33,6 +36,37 @@ def thread(target: Callable[[], object], limit: float = LIMIT) -> Iterator[list[
     yield raised
     beside.join(limit)
     assert not beside.is_alive(), "the thread has not ended"
+
+
+@contextlib.contextmanager
+def posting(qp: rp.QP, mr: rp.MR) -> Iterator[list[BaseException]]:
+    """Post receives in a thread, from the start of the block until one is refused; see thread().
+
+    Both threads run in turns that are as short as possible.
+
+    Args:
+        qp: a queue pair; full queues are waited for.
+        mr: the receives' memory.
+    """
+    begun = threading.Event()
+
+    def post() -> None:
+        while True:
+            try:
+                qp.post_recv(rp.RecvWR(mr[:8]))
+            except rp.PostError as error:
+                if error.errno != errno.ENOMEM:
+                    raise
+            begun.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with thread(post) as raised:
+            assert begun.wait(LIMIT)
+            yield raised
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from ..._arguments import counted, expect, index, member, seconds, time_limit, within
@@ -27,7 +26,7 @@ from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES
 from ..reachability import fabric_of
 from ..remote_fields import remote_fields
-from ..resource_stack import NotCopied, ResourceStack, drop_outstanding, refuse_inherited
+from ..resource_stack import NotCopied, ResourceStack, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
 from .exposure import bytes_within, windows_access
@@ -112,13 +111,11 @@ class BaseConnection(native.Finalizer, NotCopied):
                 size = max(1, local_size or 0)
                 mr = stack.add(MR(pd, size, access | Access.LOCAL_WRITE))
             self.cq, self.mr = cq, mr
+            # Close these after the queue pair, whose outstanding work requests may use them.
+            self._used = stack.add(ResourceStack())
             self.qp = stack.add(
                 QP(pd, qp_type, cq, srq=srq, port_num=port_num, gid_index=gid_index, **options)
             )
-            self._used = stack.add(ResourceStack())
-            # Not a bound method: the stack must not refer to the connection, or only the garbage
-            # collector would free it.
-            stack.before_closing(partial(drop_outstanding, self.qp))
 
     def _handshake(self, token: str | None) -> IORequests:
         """Connect the queue pair to the server's; raise the errors of dial()."""
@@ -209,7 +206,6 @@ class BaseConnection(native.Finalizer, NotCopied):
 
     def _release(self) -> None:
         """Close everything, including what other code has created on the connection's own PD."""
-        drop_outstanding(self.qp)
         self._stack.close_with_all_on(self._own_pd)
 
     def _finalize(self) -> None:

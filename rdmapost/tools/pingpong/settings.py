@@ -2,8 +2,8 @@
 
 The stock programs do not exchange settings. So rdmapost sends its line only once a stock program
 has no more use for the connection: after "done", the server sends its line, and a client that reads
-one answers with its own. A stock client has closed the connection by then, and a stock server closes it without
-sending anything.
+one answers with its own. A stock client has closed the connection by then, and a stock server
+closes it without sending anything.
 """
 
 from __future__ import annotations

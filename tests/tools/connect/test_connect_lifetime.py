@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from support import LIMIT, run_python, until
 from support.serving import Served, both_servers, server_threads
+from support.threads import posting
 
 import rdmapost as rp
 from rdmapost import connect
@@ -742,6 +743,19 @@ del holder, loop
         client,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("region", ["its own", "the caller's"])
+def test_thread_that_posts_while_its_connection_is_closed_is_told_so(
+    serve: Callable[..., Served], context: rp.Context, region: str
+) -> None:
+    served = serve()
+    with rp.PD(context) as pd, rp.MR(pd, 4096) as mr:
+        for _ in range(20):
+            peer = served.dial(**({} if region == "its own" else {"mr": mr}))
+            with posting(peer.qp, peer.mr) as raised:
+                peer.close()
+            assert [type(error) for error in raised] == [rp.ClosedError]
 
 
 # ---- what the caller creates on a connection's own PD ----------------------------------

@@ -10,6 +10,7 @@ from array import array
 from typing import Any
 
 import pytest
+from support.threads import posting
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -71,14 +72,34 @@ def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     context: rp.Context,
 ) -> None:
     pair = Loopback(context)
-    pd = pair.local.mr.pd
-    with rp.MR(pd, 64), pytest.raises(rp.InUseError, match="cannot be closed: MR"):
+    cq = pair.local.cq
+    with rp.PD(context) as pd:
+        with rp.QP(pd, QPType.RC, cq), pytest.raises(rp.InUseError, match="closed: RC QP"):
+            pair.close()
+        for side in (pair.local, pair.remote):
+            assert (side.qp.closed, side.mr.closed, side.mr.pd.closed) == (True, True, True)
+        assert (cq.closed, pair.remote.cq.closed) == (False, True)
         pair.close()
-    for side in (pair.local, pair.remote):
-        assert (side.qp.closed, side.cq.closed, side.mr.closed) == (True, True, True)
-    assert not pd.closed
-    pair.close()
-    assert pd.closed
+    assert cq.closed
+
+
+def test_close_closes_what_other_code_created_on_the_pd(context: rp.Context) -> None:
+    with Loopback(context) as pair:
+        region = rp.MR(pair.local.mr.pd, 64)
+        pair.local.qp.post_recv(rp.RecvWR(region[:]))
+    assert region.closed
+    assert region.pd.closed
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+def test_thread_that_posts_while_the_loopback_is_closed_is_told_so(
+    context: rp.Context, side: str
+) -> None:
+    for _ in range(20):
+        pair = Loopback(context)
+        with posting(getattr(pair, side).qp, getattr(pair, side).mr) as raised:
+            pair.close()
+        assert [type(error) for error in raised] == [rp.ClosedError]
 
 
 def test_region_closed_early_frees_its_memory(context: rp.Context) -> None:
@@ -93,20 +114,20 @@ def test_region_closed_early_frees_its_memory(context: rp.Context) -> None:
 
 
 def test_failed_close_is_a_note_on_the_error_of_the_block(context: rp.Context) -> None:
-    left: list[rp.MR] = []
+    left: list[rp.QP] = []
 
-    def use() -> None:
+    def use(pd: rp.PD) -> None:
         with Loopback(context) as pair:
-            left.append(rp.MR(pair.local.mr.pd, 64))
+            left.append(rp.QP(pd, QPType.RC, pair.local.cq))
             raise KeyError("on purpose")
 
-    with pytest.raises(KeyError) as raised:
-        use()
-    (note,) = raised.value.__notes__
-    assert note.startswith("PD cannot be closed: MR of 64 bytes")
-    pd = left[0].pd
-    left[0].close()
-    pd.close()
+    with rp.PD(context) as pd:
+        with pytest.raises(KeyError) as raised:
+            use(pd)
+        with left.pop() as qp:
+            (note,) = raised.value.__notes__
+            assert f" cannot be closed: {qp} still open" in note
+        qp.send_cq.close()
 
 
 @pytest.mark.parametrize(
