@@ -74,7 +74,9 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
             results["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _WRITE_BYTES)
         else:
             if admitted(pair, wr.rkey, MARGIN):
-                raise RdmaError("a write to the window through a queue pair that did not bind it succeeded")
+                raise RdmaError(
+                    "a write to the window through a queue pair that did not bind it succeeded"
+                )
             results["target_refused"] = True
     show(out, results)
 

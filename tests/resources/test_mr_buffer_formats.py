@@ -218,7 +218,7 @@ def test_objects_stay_whole_when_their_array_is_refused(pd: rp.PD) -> None:
     assert list(array) == ["kept", {"as": "it is"}]
 
 
-@pytest.mark.parametrize("access, what", [(rp.Access.LOCAL_WRITE, "write over"), (0, "send")])
+@pytest.mark.parametrize(("access", "what"), [(rp.Access.LOCAL_WRITE, "write over"), (0, "send")])
 def test_strings_of_numpy_are_refused_because_they_are_pointers(pd, access, what):
     numpy = pytest.importorskip("numpy", minversion="2.0", reason="numpy 2 has StringDType")
     memory = numpy.array(["kept", "as it is"], numpy.dtypes.StringDType())
