@@ -411,8 +411,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if reset() is None:
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
-        # A reset would drop work requests that are posted now. If another thread has noted a state
-        # meanwhile, this thread may have undone what that one had set.
+        # A reset in progress would drop work requests posted now. If another thread has noted a
+        # state meanwhile, these calls may have undone that thread's: repeat them.
         while True:
             state = self._state
             self._send.set_ready(state >= self._sends_from, resets)
@@ -668,8 +668,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         state, reason = self._why_no_transition(to, attrs, mask)
         if reason:
-            # The noted state may be out of date: the device may have moved the QP to ERR, or two
-            # interrupts may have ended a change.
+            # The noted state may be out of date: the device may have moved the QP to ERR, or an
+            # interrupt may have ended a change, and a second one its cleanup.
             with contextlib.suppress(VerbsError):
                 self._read_state()
             state, reason = self._why_no_transition(to, attrs, mask)
@@ -695,8 +695,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
-                # The reset's verb has not returned, but the device keeps work requests posted from
-                # now on.
+                # The device has made the reset, although its verb has not returned: work requests
+                # posted from now on are kept.
                 self._resets.pop(executed, None)
             self._note_modified(to, attrs, reset, terms)
         except VerbsError as error:
@@ -756,8 +756,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 state = self.query().qp_state
             except VerbsError:
                 return
-            # Another thread may have seen the QP in RESET and used it: then the ERR is that
-            # thread's.
+            # Another thread may have seen the QP in RESET and used it: then that use caused
+            # the ERR.
             if state is not QPState.ERR or change not in self._resets:
                 return
             self._drop(reset.posted)
@@ -1257,8 +1257,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Raises:
             TypeError: wrs is neither.
-            PostError: a work request was refused, or an item is not one; wr and index say
-                which, posted how many were posted before it, and reason why.
+            PostError: a work request was refused, or an item is not one. The error
+                has wr and index (which one), posted (how many were posted before it) and reason.
             ClosedError: the QP is closed.
 
         See ibv_post_send(3).
@@ -1368,8 +1368,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._open_struct()
         if self.qp_type in XRC:
             raise RdmaError(
-                f"{self} has no receive queue: a message goes to the XRC SRQ that it names "
-                "(srq.post_srq_recv)"
+                f"{self} has no receive queue: messages go to the XRC SRQ that they name; post "
+                "receives there with srq.post_srq_recv()"
             )
         if self.srq is not None:
             raise RdmaError(
@@ -1454,7 +1454,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             mw: the window; post a BindMW to bind one of type 2.
             mr: the region, registered with Access.MW_BIND and open until the
                 window is unbound; also needed to unbind.  If it is ZERO_BASED, or lacks LOCAL_WRITE
-                where the peer may write or do atomics, the bind ends with MW_BIND_ERR.
+                although the peer may write or do atomics, the bind ends with MW_BIND_ERR.
             addr: address of the first byte.
             length: bytes; 0 unbinds the window.
             mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE
@@ -1482,7 +1482,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._send.bind(self, wr, sure=self._state >= QPState.RTS)
 
     def diagnose(self, peer: QP | Endpoint | None = None) -> list[Finding]:
-        """Diagnose why sends do not complete, or may not.
+        """Diagnose why sends do not complete, or might not.
 
         It checks the state, the port, the GID and the path; the time until
         RETRY_EXC_ERR and RNR_RETRY_EXC_ERR; what is outstanding on the queues and in
@@ -1491,9 +1491,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         as a finding.
 
         Args:
-            peer: the peer's queue pair, or its endpoint(), which tells neither its path_mtu nor its
-                state and receives. A connected queue pair finds a peer on the same open device by
-                itself.
+            peer: the peer's queue pair, or its endpoint(), which does not include its path_mtu,
+                state or receives. If this queue pair is connected to one on the same open device,
+                peer can be omitted.
 
         Returns:
             findings, the problems first.

@@ -68,7 +68,7 @@ def device_of(
     expect("send_cq", send_cq, CQ)
     assert pd is not None
     if any([cq is not None and cq.context is not pd.context for cq in (send_cq, recv_cq)]):
-        raise ValueError("the CQ was created on another open device than the PD")
+        raise ValueError("the CQ and the PD belong to different open devices")
     return pd.context
 
 
@@ -78,7 +78,7 @@ def unsuitable_argument(
     """Name the argument that the type does not support; None if all are valid."""
     name = qp_type.name
     if srq is not None and srq.pd.context is not context:
-        return "the SRQ was created on another open device than the PD"
+        return "the SRQ and the PD belong to different open devices"
     if srq is not None and (qp_type in XRC or srq.srq_type is SRQType.XRC):
         return (
             "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
@@ -106,7 +106,7 @@ def create_call(
     *,
     checked: bool,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the call that can create a queue pair's type, and its arguments.
+    """Return the call that can create a queue pair of its type, and the call's arguments.
 
     Args:
         context: the open device.

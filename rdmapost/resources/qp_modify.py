@@ -41,7 +41,7 @@ def mask_of(attrs: Iterable[str]) -> QPAttrMask:
 
 
 def fill_qp_attr(raw: Any, attrs: dict[str, Any]) -> None:
-    """Write attributes into a ``struct ibv_qp_attr``; in `attrs` numbers become ints."""
+    """Write attributes into a ``struct ibv_qp_attr``, and convert numbers in `attrs` to ints."""
     for name, value in attrs.items():
         if name in ("ah_attr", "alt_ah_attr"):
             expect(name, value, AHAttr)
@@ -131,7 +131,7 @@ def refuse_late_options(qp: str, qp_type: QPType, state: QPState, options: Itera
 
 
 def late_attributes(options: dict[str, int], now: Callable[[], QPAttr]) -> dict[str, Any]:
-    """Return the attributes to change for options that belong to an earlier transition.
+    """Return the attributes that set these options, which belong to an earlier transition.
 
     Args:
         options: the options.
@@ -166,7 +166,7 @@ def refuse_another_peer(qp: str, now: QPAttr, remote: Endpoint) -> None:
 
 
 def refuse_out_of_range(attrs: dict[str, Any]) -> None:
-    """Raise ValueError for a number that no device takes."""
+    """Raise ValueError for a number that is out of range on every device."""
     if reason := _outside(attrs, RANGES):
         raise ValueError(f"{reason} (ibv_modify_qp(3))")
 

@@ -68,8 +68,8 @@ class QPAttr:
         alt_pkey_index: its entry of the port's P_Key table.
         alt_port_num: its local port, from 1.
         alt_timeout: its timeout, encoded like timeout.
-        rate_limit: kbit/s that it sends at most (RAW_PACKET); 0 for no limit, or if the device does
-            not report it: libibverbs never does.
+        rate_limit: the limit on its sends in kbit/s (RAW_PACKET); 0 if there is none, or if the
+            device does not report it: with libibverbs none does.
         init_attr: what the queue pair was created with.
     """
 

@@ -145,7 +145,7 @@ class Resource(native.Handle, ClosesOnExit):
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
-        """End the tool that holds the device open with this resource; close_all() does so first."""
+        """End the tool whose device this resource keeps open; close_all() calls this first."""
 
     def _refuse_children(self) -> bool:
         """Close children that nothing refers to; raise InUseError if others are open.
@@ -263,8 +263,8 @@ def open_children(resource: Resource) -> list[Any]:
 def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     """Close all descendants of a resource, then the resource, in an order that devices accept.
 
-    Tools that use them in threads of their own end first. Windows go before queue pairs and
-    regions, and children before their parents.
+    Tools that use them in their own threads are ended first. Windows are closed before queue pairs
+    and regions, and children before their parents.
 
     Returns:
         The resources that are still open, each with its error, in the order of closing.

@@ -158,7 +158,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             if (given is not None) != wanted:
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.context:
-                return f"the {given} was created on another open device than the PD"
+                return f"the {given} and the PD belong to different open devices"
         if srq_type is SRQType.TM and not _reports_tags(self.cq):
             return (
                 "an SRQ of type TM needs a CQ that reports tags: "

@@ -63,7 +63,7 @@ class EventSource(Waitable):
 
 
 def check_max_entries(count: Any, max_entries: Any) -> tuple[int, int]:
-    """Return the least and the most completions that a wait returns, as ints."""
+    """Return the minimum and maximum number of completions that a wait returns, as ints."""
     count, max_entries = index("count", count), index("max_entries", max_entries)
     if max_entries < count:
         raise ValueError(f"max_entries={max_entries} is less than count={count}")

@@ -54,8 +54,8 @@ def max_inline(
 ) -> int:
     """Find the largest max_inline_data that a device grants.
 
-    It creates and closes queue pairs, at most two for each bit of at_most plus
-    one, which takes some milliseconds on most devices.
+    It creates and closes at most 2n + 1 queue pairs, where n is the number of bits in
+    at_most; this takes a few milliseconds on most devices.
 
     Args:
         pd: the protection domain.

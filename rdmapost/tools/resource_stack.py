@@ -41,7 +41,7 @@ class ResourceStack:
     def _drop_closed(self) -> None:
         """Drop resources that other code has closed, because they may keep memory.
 
-        This is slow, so as many closed resources as open ones may stay.
+        This is slow, so closed resources may stay until they outnumber the open ones.
         """
         for resource in tuple(self._held):
             if getattr(resource, "closed", False):

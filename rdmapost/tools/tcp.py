@@ -1,4 +1,4 @@
-"""TCP for the tools: addresses as text, listening, connecting, and the errors of these."""
+"""TCP for the tools: addresses as text, listening and connecting, and their errors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _unshared: set[weakref.ref[socket.socket]] = set()
 def unshare(sock: socket.socket) -> None:
     """Have the child of a fork close its copy at once.
 
-    A signal handler may fork in the middle of a request. If the child returns to it, it must not
-    read the parent's answers, or shut the connection down as it unwinds.
+    A signal handler may fork in the middle of a request. If the child returns to the request, it
+    must not read the parent's answers, or shut the connection down as it unwinds.
     """
     _unshared.add(weakref.ref(sock, _unshared.discard))
 

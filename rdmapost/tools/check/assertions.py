@@ -27,7 +27,7 @@ def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
 
 
 def written(pair: Loopback, offset: int, expected: bytes) -> None:
-    """Check that a write whose completion has come is in the remote memory.
+    """Check that the data of a completed write is in the remote memory.
 
     Args:
         pair: the queue pairs.

@@ -99,7 +99,7 @@ class Trial:
     def loopback(
         self, *, local_size: int | None = None, remote_size: int | None = None, **options: Any
     ) -> Loopback:
-        """Create the pair of queue pairs, with random local and known remote memory.
+        """Create the pair of queue pairs; local memory holds random data, remote memory known data.
 
         Args:
             local_size, remote_size: as in Loopback; default: room for one

@@ -8,7 +8,7 @@ One side serves and the other dials::
         peer.wait()
 
 ``aserve`` and ``adial`` are the same for asyncio. If you already have an out-of-band channel,
-exchange an ``Endpoint`` over it, which is one line of text.
+use it to exchange each side's ``Endpoint``, which is one line of text.
 """
 
 from typing import TYPE_CHECKING

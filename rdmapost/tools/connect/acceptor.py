@@ -46,7 +46,7 @@ _TOO_FAST = "this server gets too many wrong tokens; try again later"
 
 
 class _RateLimit:
-    """A rate per second, after a burst of one second's worth."""
+    """A limit on the events per second, after a burst of one second's worth."""
 
     def __init__(self, per_second: int) -> None:
         self._interval = 1 / per_second
@@ -77,7 +77,7 @@ class _Pending:
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, or an IPv6 address's /64, all of which one host may use."""
+    """Return an IPv4 address, or an IPv6 address's /64, because one host may use all of it."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]

@@ -61,9 +61,9 @@ async def adial(
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
-            queue pair is created in its protection domain. With the region's key the server has
-            the region's access; with the key of one of your windows, that window's. To let it use
-            only windows, give the region LOCAL_WRITE | MW_BIND.
+            queue pair is created in its protection domain. The region's key gives the server
+            the region's access rights; the key of one of your windows, that window's. To let the
+            server use only windows, register the region with only LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ, with room
             for its send queue and its receive queue, or for the SRQ at its current size.
@@ -179,9 +179,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         """Raise RdmaError unless this is the event loop that ``adial`` ran in."""
         loop = self._closing.get_loop()
         if loop.is_closed():
-            raise RdmaError(
-                f"{self._named} belongs to an event loop that is closed, and ended with it"
-            )
+            raise RdmaError(f"{self._named} ended with its event loop, which is closed")
         if loop is not asyncio.get_running_loop():
             raise RdmaError(
                 f"{self._named} belongs to another event loop: use it in the one that adial() "

@@ -80,13 +80,13 @@ async def aserve(
             protection domain: a client that knows or guesses the key of another region there can
             use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it.
             If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant, and
-            with it all that mr grants with its own rkey: to restrict clients to your windows, give
-            it only LOCAL_WRITE | MW_BIND.
+            so mr's own rkey grants all that mr allows: to restrict clients to your windows, give mr
+            only LOCAL_WRITE | MW_BIND.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
-            Left may come while completions of that client are still in cq: poll it empty before
-            you forget the qp_num.
-        cq: where the work requests that you post to the clients' queue pairs complete, and the
+            A client's Left event may come while completions of that client are still in cq: empty
+            cq before you forget the qp_num.
+        cq: the CQ for the work requests that you post to the clients' queue pairs, and for the
             receives of srq; by default each queue pair has its own CQ.
         qp_options: more arguments for the clients' queue pairs: of QP (max_send_wr, max_send_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,

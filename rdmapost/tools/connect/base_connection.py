@@ -224,7 +224,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
 
 def _name_methods() -> None:
-    """Give the methods Connection's name, which errors about their arguments show."""
+    """Name the methods after Connection, because errors about their arguments show the name."""
     for name, method in vars(BaseConnection).items():
         if isinstance(method, types.FunctionType) and not name.startswith("_"):
             method.__qualname__ = f"Connection.{name}"

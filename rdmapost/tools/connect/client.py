@@ -71,9 +71,9 @@ def dial(
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
-            queue pair is created in its protection domain. With the region's key the server has
-            the region's access; with the key of one of your windows, that window's. To let it use
-            only windows, give the region LOCAL_WRITE | MW_BIND.
+            queue pair is created in its protection domain. The region's key gives the server
+            the region's access rights; the key of one of your windows, that window's. To let the
+            server use only windows, register the region with only LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ, with room
             for its send queue and its receive queue, or for the SRQ at its current size.
@@ -133,9 +133,9 @@ def _from_system(error: OSError) -> OSError:
 
 
 class _Request:
-    """Exists while a request waits for its turn or has it; only a local variable refers to it.
+    """Exists while a request waits for or has its turn; only a local variable refers to this.
 
-    close(), which does not wait for a turn, has a _Request, too: it keeps the descriptors open.
+    close(), which does not wait for a turn, has a _Request, too, to keep the descriptors open.
     """
 
     __slots__ = ("__weakref__",)
@@ -376,8 +376,8 @@ class Connection(BaseConnection, ClosesOnExit):
             timeout: seconds to wait for the arrival; a negative one counts as 0; None for no limit.
 
         Returns:
-            The arrival, or None if it did not come in time, and at once if the server posts no
-                receives.
+            The arrival, or None if it did not come in time. If the server posts no receives, None
+                at once.
 
         Raises:
             TypeError: an argument is not a number.
@@ -385,8 +385,8 @@ class Connection(BaseConnection, ClosesOnExit):
             ClosedError: another process opened the connection.
             ConnectError: the server is gone or no longer remembers the arrival, the connection
                 is closed, or a signal handler has interrupted another request of this thread.
-            ConnectTimeout: there was no answer within timeout, the connection's timeout and one
-                more second, or other requests took too long; the connection stays usable.
+            ConnectTimeout: there was no answer within timeout plus the connection's timeout plus
+                one second, or other requests took too long; the connection stays usable.
         """
         for request, wait in self._report_requests(index, timeout):
             answer = self._ask(request, wait + MARGIN_S)

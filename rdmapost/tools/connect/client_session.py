@@ -57,8 +57,8 @@ class ClientSession:
         outcome = yield data, time.monotonic() + self._timeout
         if outcome is NoData.TIMED_OUT:
             raise ConnectTimeout(
-                f"{self.where} did not take a request within {self._timeout:g} s; it may have got "
-                "a part of it, so the connection is closed"
+                f"{self.where} did not accept a request within {self._timeout:g} s, but may have "
+                "received part of it, so the connection is closed"
             )
         # Messages that the server sent before it closed the connection may still be unread.
         broken = reason(outcome) if isinstance(outcome, OSError) else ""

@@ -17,8 +17,8 @@ A session, C being the client and S the server::
     S seen
     C bye       S bye: it has released everything
 
-A request that arrives while a report waits ends the wait: the report is answered with nothing, and
-then the request is answered.
+A request that arrives while a report waits ends the wait: the report is answered with a
+``nothing`` message, and then the request is answered.
 
 Instead of any answer, the server may send an error, its last message.
 """
@@ -439,7 +439,7 @@ def read_version(fields: dict[str, Any]) -> int:
     """Return the version that a first message names."""
     version = fields.get("rdmapost")
     if type(version) is not int:
-        raise ProtocolError("the first message does not say which version it speaks (rdmapost)")
+        raise ProtocolError("the first message does not give its protocol version (field rdmapost)")
     return version
 
 

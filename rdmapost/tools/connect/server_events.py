@@ -46,8 +46,8 @@ class Changed:
     """What has changed in a client's memory since it joined.
 
     Attributes:
-        offset, length: from the first changed byte to the last.
-        data: its first bytes, at most 1024.
+        offset, length: the range from the first changed byte to the last.
+        data: the first bytes of that range, at most 1024.
     """
 
     offset: int

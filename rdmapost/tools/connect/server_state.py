@@ -79,8 +79,8 @@ class ServerState:
         self._on_connect, self._ask = on_connect, ask
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        # Weak references: a place that is no longer held leaves this set without our code,
-        # which could run out of memory.
+        # Weak references: a place that is no longer held is removed from this set without running
+        # our code, which could run out of memory.
         self._places: set[weakref.ref[Place]] = set()
         # Held while one piece of a large memory is read, so that any number of looks keep only one
         # core busy.

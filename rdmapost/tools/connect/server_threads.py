@@ -73,7 +73,7 @@ class _ReentrantEvent:
                 self._waiters.pop().release()
 
     def wait(self, timeout: float, may_happen: Callable[[], bool]) -> bool:
-        """Wait while it may still happen, and return whether it has."""
+        """Wait while the event may still happen, and return whether it has."""
         mine = _thread.allocate_lock()
         mine.acquire()
         self._waiters.append(mine)
@@ -132,7 +132,7 @@ class ServerThread:
         return self._id == _thread.get_ident() and self.exists()
 
     def wait_until_begun(self) -> bool:
-        """Wait, and return whether it has called begin()."""
+        """Wait for the thread to call begin(); return whether it has."""
         while not self.has_begun and self.exists():
             self._began.acquire(timeout=_LOOK_S)
         return self.has_begun
@@ -197,8 +197,8 @@ class ServerThreads:
         """Start the threads.
 
         Args:
-            lifeline: receives one end of a socket pair, which only the Server keeps. The threads
-                end when that end is shut down, or when the interpreter closes it because the
+            lifeline: receives a socket, one of a pair, which only the Server keeps. The threads
+                end when that socket is shut down, or when the interpreter closes it because the
                 Server is gone, even if a signal handler interrupts the finalizer.
         """
         # In another thread, which no signal handler interrupts.
@@ -303,7 +303,7 @@ class ServerThreads:
     def abandon(self) -> None:
         """Clean up after an interrupted or failed start().
 
-        Wait a limited time for the end, but not in the middle of a verb.
+        Wait a limited time for the threads to end, but not in the middle of a verb.
         """
         self.end()
         if self._start_once.acquire(blocking=False):

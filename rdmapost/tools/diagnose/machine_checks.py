@@ -49,8 +49,8 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first
-            active one.  "soft0" and "roce:..." need none of this: if any of it is missing, that is
-            no problem for them.
+            active one.  "soft0" and "roce:..." need none of this, so whatever is missing is no
+            problem for them.
         port_num: its port; default: the first active one.
         gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.

@@ -139,7 +139,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_short(snap: Snapshot, total: float) -> bool:
-    """Whether the time is short for a roce device's peer: its process may be busy."""
+    """Whether the time is short for a roce device, because the peer's process may be busy."""
     return snap.qp.context.kind == "roce" and total < _SHORT_S
 
 
@@ -148,7 +148,7 @@ def _default_timeout(snap: Snapshot) -> int:
 
 
 def _better_timers(snap: Snapshot) -> str:
-    """Name the options of connect() with which check_retries() finds nothing."""
+    """Say which options of connect() would satisfy check_retries()."""
     timeout, retry_cnt = snap.attr.timeout, snap.attr.retry_cnt
     total = until_retry_exc(timeout, _RETRY_CNT)
     better = []

@@ -240,7 +240,7 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
     Returns:
         the names in the lines, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
         DISCONNECTED and perftest's "Completion with error at client" come last, because another
-        error causes them; SUCCESS, the events of every connection (ESTABLISHED) and findings that
+        error causes them; SUCCESS, events that every connection has (ESTABLISHED) and findings that
         are "ok" are left out unless the lines name nothing else.
     """
     first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}

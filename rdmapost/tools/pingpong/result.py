@@ -43,9 +43,9 @@ class Latency:
 class Result:
     """What a ping-pong measured.
 
-    A round trip is from the posting of a message to the completion of the receive of
-    the next one.  The server has one fewer than messages, because its last message
-    is not answered.  Round trips in which progress was reported are left out.
+    A round trip lasts from posting a message until the receive of the peer's next
+    message completes.  The server has one round trip fewer than messages, because its
+    last message is not answered.  Round trips in which progress was reported are left out.
 
     Attributes:
         role: "client" or "server".

@@ -1,6 +1,6 @@
 """The settings that both sides of a ping-pong must have in common, and their line of text.
 
-The stock programs do not exchange settings. So rdmapost sends its line only once a stock program
+The stock programs do not exchange settings. So rdmapost sends its line only when a stock program
 has no more use for the connection: after "done", the server sends its line, and a client that reads
 one answers with its own. A stock client has closed the connection by then, and a stock server
 closes it without sending anything.

@@ -56,8 +56,8 @@ class Pingpong(ResourceHolder):
         events: sleep until a completion event; otherwise poll continuously.
         sl: service level, 0..15.
         port_num: the local port, from 1.
-        gid_index: the local GID; by default choose_gid chooses it.  On InfiniBand the peer
-            gets it only if it is given.
+        gid_index: the local GID; by default choose_gid chooses it.  On InfiniBand the GID is
+            sent to the peer only if gid_index is given.
         timeout: seconds for each step of the handshake, and for each message.
 
     Attributes:
@@ -136,8 +136,8 @@ class Pingpong(ResourceHolder):
         with self._stack.closed_on_error() as stack:
             self._pd = stack.add(PD(context))
             self._cq = stack.add(CQ(context, rx_depth + 1))
-            # Resources used by its work requests are closed after the queue pair. Do not reset the
-            # queue pair first: in RESET, Soft-RoCE drops unsent packets, including the last
+            # The resources that the queue pair's work requests use are closed after it. Do not
+            # reset it first: in RESET, Soft-RoCE drops unsent packets, including the last
             # acknowledgement, and the peer would report a timeout.
             self._opened = stack.add(ResourceStack())
             self._qp = stack.add(
@@ -209,8 +209,8 @@ class Pingpong(ResourceHolder):
             What was measured.
 
         Raises:
-            PingpongError: no client connected, it broke the handshake or is gone; or
-                the data is not that of a client that validates.
+            PingpongError: no client connected; or the client broke the handshake, or is gone;
+                or the data is not that of a client that validates.
             TypeError: timeout is not a number.
             ValueError: it is NaN.
             ClosedError: the Pingpong is closed, before or during the run: by its close(), or by
@@ -445,7 +445,7 @@ class Pingpong(ResourceHolder):
         )
 
     def _unlike(self, received: int) -> str:
-        """Name settings that may differ, if no message has arrived and they were not compared."""
+        """Return a hint that settings may differ; "" if compared, or if a message has arrived."""
         if received or self._compared:
             return ""
         fields = self._settings.fields()

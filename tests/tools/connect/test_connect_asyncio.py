@@ -306,7 +306,7 @@ def test_asyncio_connection_can_only_be_closed_after_its_event_loop(
 
     with connect.serve(context, port=0, on_event=on_event) as server:
         peer = asyncio.run(connect.adial(context, *server.address[:2]))
-        with pytest.raises(rp.RdmaError, match="belongs to an event loop that is closed"):
+        with pytest.raises(rp.RdmaError, match="ended with its event loop, which is closed"):
             asyncio.run(asyncio.wait_for(_call(peer, method), 5))
         assert peer.qp.closed == (method == "close")
         if method != "close":

@@ -43,7 +43,7 @@ serve = servers
     [
         (b"GET / HTTP/1.1\r\n\r\n", "not rdmapost's protocol"),
         (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not rdmapost's protocol"),
-        (b"{}\n", "does not say which version"),
+        (b"{}\n", "does not give its protocol version"),
         (b"{nonsense}\n", "not a line with one JSON object"),
         (b'{"rdmapost":2,"type":"hello"}\n', "hello lacks its field token"),
         (b'{"rdmapost":2,"type":"ready"}\n', "type hello, got 'ready'"),

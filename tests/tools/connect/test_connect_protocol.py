@@ -322,7 +322,7 @@ def test_a_hello_without_a_version_is_refused(version: object) -> None:
     protocol = ServerProtocol()
     line = json.dumps({**json.loads(encode(HELLO)), "rdmapost": version})
     protocol.receive(line.encode() + b"\n")
-    with pytest.raises(ProtocolError, match="does not say which version"):
+    with pytest.raises(ProtocolError, match="does not give its protocol version"):
         protocol.next_message()
 
 
