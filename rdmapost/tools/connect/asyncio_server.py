@@ -21,13 +21,12 @@ from ...resources.memory import MR
 from ...resources.srq import SRQ
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import stop_listening
-from .failures import ConnectError
 from .host_port import DEFAULT_PORT, check_where
 from .qp_options import QPOptions
 from .served_client import AsyncOnConnect, ServedClient
 from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
-from .server_state import ServerState
+from .server_state import NoAnswer, ServerState
 from .server_threads import ServerThreads
 
 
@@ -210,15 +209,20 @@ class _InLoop:
             answer = asyncio.run_coroutine_threadsafe(asking, self._loop)
         except RuntimeError:
             asking.close()
-            raise ConnectError("the server is shutting down", "closing") from None
+            raise NoAnswer("the server is shutting down", "closing") from None
         self._add(answer)
         try:
             return answer.result(self.timeout)
         except TimeoutError:
+            # on_connect itself may have raised it.
+            if answer.done():
+                raise
             answer.cancel()
-            raise
+            raise NoAnswer(
+                f"the server's on_connect took longer than {self.timeout:g} s", "timeout"
+            ) from None
         except concurrent.futures.CancelledError:
-            raise ConnectError("the server is shutting down", "closing") from None
+            raise NoAnswer("the server is shutting down", "closing") from None
 
     def _add(self, answer: concurrent.futures.Future[bytes | None]) -> None:
         self._pending.add(answer)

@@ -97,6 +97,7 @@ def dial(
         ConnectTimeout: the server did not answer in time.
         ProtocolError: the program that listens there is not an rdmapost server.
         VerbsError: the device refused.
+        MemoryError: there is no memory for local_size bytes.
     """
     port = check_where(host, port)
     check_token(token)
@@ -173,9 +174,9 @@ class Connection(BaseConnection, ClosesOnExit):
             its timeout and one second.
 
     If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
-    (KeyboardInterrupt), the connection stays usable: the late answer is dropped. In the rare case
-    that this happens while bytes are sent or received, and after any other ConnectError, the
-    connection is closed, and later requests say why.
+    (KeyboardInterrupt) while the connection waits for the answer, the connection stays usable: the
+    late answer is dropped. If a handler raises while the request is sent or the answer is read,
+    and after any other ConnectError, the connection is closed, and later requests say why.
 
     A connection that is dropped without close() is closed, with a ResourceWarning.
     """

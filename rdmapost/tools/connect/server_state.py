@@ -31,6 +31,10 @@ _log = logging.getLogger("rdmapost.connect")
 MAX_CLIENTS = 1 << 16
 
 
+class NoAnswer(ConnectError):
+    """on_connect was called, and did not answer: there was no time, or the server is closing."""
+
+
 class ServerState:
     """A server's settings, and its clients.
 
@@ -130,9 +134,10 @@ class ServerState:
             answer = self._ask(self._on_connect, client)
             if answer is not None:
                 client.offer = replace(client.offer, private_data=private_bytes(answer))
+        except NoAnswer as error:
+            raise ProtocolError(str(error), error.code) from None
         except RdmaError as error:
-            closing = isinstance(error, ConnectError) and error.code == "closing"
-            raise ProtocolError(str(error), "closing" if closing else "rejected") from error
+            raise ProtocolError(str(error), "rejected") from error
         except BaseException as error:
             # Including SystemExit, which would end the thread without an answer.
             _log.exception("on_connect failed")
