@@ -30,9 +30,9 @@ _WRITE_BYTES = 16
 def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes) -> None:
     """Bind a type 2 memory window, and write data through it.
 
-    The window is as long as the data; another write tests the memory next to the
-    window.  On xrc the side that binds cannot be written to, so the window's key
-    is refused.
+    The window is as long as the data; a second write tests whether the memory next
+    to the window is out of reach.  On xrc the side that binds cannot be the target of
+    a write: the command tests whether the window's key is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder

@@ -1,4 +1,4 @@
-/* Attributes stored in __slots__, and the items of tuples: read and written as memory. */
+/* Direct access to attributes in __slots__, by their offsets, and to the items of tuples. */
 #ifndef RDMAPOST_ATTRIBUTE_OFFSETS_H
 #define RDMAPOST_ATTRIBUTE_OFFSETS_H
 

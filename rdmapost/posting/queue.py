@@ -148,7 +148,7 @@ class PostQueue(native.Queue):
         """Adopt the new size that the device has granted.
 
         Args:
-            depth: how many work requests it holds now.
+            depth: how many work requests the queue can now hold.
         """
         if self.checked:
             self.set_room(depth)

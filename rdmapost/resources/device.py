@@ -67,13 +67,13 @@ def list_devices() -> list[DeviceInfo]:
 
 
 def list_roce_interfaces() -> list[RoceInterface]:
-    """List the network devices on which a roce device can be opened, and what prevents it.
+    """List the network devices with an address; say whether a roce device can be opened on each.
 
     Returns:
         for each network device that has an address: the name for open_device(), the
-        address, the path MTU, and why it cannot be opened now, or None. It cannot if
-        another program, Soft-RoCE or a roce device of this process has UDP port 4791; but
-        "roce:lo" takes the next free loopback address.
+        address, the path MTU, and why it cannot be opened now, or None. It cannot while
+        another program, Soft-RoCE or a roce device of this process holds UDP port 4791 on
+        that address; but "roce:lo" takes the next free loopback address.
 
     Raises:
         VerbsError: the network devices cannot be listed, for lack of descriptors.

@@ -54,7 +54,7 @@ GIDLike: TypeAlias = GID | bytes | bytearray | memoryview | str
 
 
 def gid_argument(name: str, given: Any) -> GID:
-    """Return an argument or a field as a GID; errors name it."""
+    """Return an argument or a field as a GID; error messages call it `name`."""
     return bytes.__new__(GID, _gid_bytes(name, given))
 
 

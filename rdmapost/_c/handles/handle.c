@@ -1747,7 +1747,7 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	if (hold_back(h))
 		return;
-	/* Others may need to close it before this thread's verb ends or the last user leaves. */
+	/* A parent may have to be closed before this thread's verb ends or the last user leaves. */
 	if (state_of(h) == OPEN && (rp_thread()->top || is_busy(h)))
 		list_again(h);
 	close_abandoned(h);

@@ -173,8 +173,8 @@ static inline void rp_pin(struct rp_handle *handle)
 }
 
 /*
- * Undo rp_pin(). The caller still holds a reference. May run any Python code, like dropping the
- * last reference.
+ * Undo rp_pin(). The caller still holds a reference. Like dropping the last reference, this may run
+ * any Python code.
  */
 void rp_unpin(struct rp_handle *handle);
 

@@ -39,8 +39,8 @@ int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event);
 
 /*
- * ibv_query_port, which the header hides by a macro, with the full struct and the field added in
- * release 50.
+ * ibv_query_port, which the header hides behind a macro: fills the full struct, and gives the field
+ * added in release 50.
  */
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr, uint32_t *active_speed_ex);

@@ -7,7 +7,8 @@
  * oldest supported header (rdma-core 44) has are listed; they are verified too.
  *
  * It is one file because it is a list, read next to the one header it describes,
- * and because the structs refer to each other, which would fix the files' order.
+ * and because the structs refer to each other: parts of it would depend on their
+ * order.
  */
 
 /* ---- addresses ---------------------------------------------------------- */

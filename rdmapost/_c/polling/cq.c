@@ -829,7 +829,7 @@ static PyObject *raise_polling(int error)
 }
 
 /*
- * Gather the completions that an order asks for, and append a WC for each to a list. Returns how
+ * Gather the completions that `order` asks for, and append a WC for each to `wcs`. Returns how
  * many, or -1 with an exception; those not appended go back to the backlog. A polling error is
  * raised only if there was no completion.
  */
@@ -935,8 +935,8 @@ static const char WC_FORMAT[] =
 	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
 
 /*
- * An export has failed: raise TypeError or ValueError, which name the argument, instead of the
- * exporter's own. Other exceptions stay.
+ * The buffer could not be exported: replace the exporter's TypeError, ValueError or BufferError by a
+ * TypeError or ValueError that names the argument. Leave other exceptions as they are.
  */
 static void refuse_rows(PyObject *buffer)
 {

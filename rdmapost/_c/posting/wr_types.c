@@ -104,8 +104,8 @@ static PyObject *forget(struct wr_type *type)
 }
 
 /*
- * describe_wr(type, verb, opcode, writes, atomic, fields): a row of
- * rdmapost/posting/fields.py; fields: (name, offset, bytes, what) each.  Returns its index.
+ * describe_wr(type, verb, opcode, writes, atomic, fields): add a row of rdmapost/posting/fields.py;
+ * each field is a tuple (name, offset, bytes, what). Returns the row's index.
  */
 static PyObject *describe_wr(PyObject *self, PyObject *args)
 {

@@ -95,8 +95,8 @@ static int copy_by_kernel(long call, uint64_t here, uint64_t there, uint64_t len
 }
 
 /*
- * Copy where a sandbox forbids copy_by_kernel(); each address may be mapped or not. 0, or an errno:
- * that of pipe2(), or EFAULT.
+ * Copy through a pipe, because a sandbox forbids copy_by_kernel(); both ranges may be unmapped.
+ * Returns 0, or an errno: that of pipe2(), or EFAULT.
  */
 static int copy_by_pipe(uint64_t to, uint64_t from, uint64_t length)
 {
@@ -139,8 +139,8 @@ static int is_refused(uint64_t start, uint64_t end)
 static void refuse_range(uint64_t start, uint64_t length)
 {
 	/*
-	 * The range may be refused already: if there is no memory for the exception, a write is
-	 * retried.
+	 * The range may be refused already: a write that failed is repeated if there was no memory
+	 * for its exception.
 	 */
 	if (is_refused(start, start + length))
 		return;

@@ -248,7 +248,8 @@ static int is_late(void)
 
 /*
  * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, or -1 if the work
- * waits for a later verb: for lack of memory, or because this verb is late and the work can wait.
+ * is left to a later verb: for lack of memory, or because this verb has used up its share of time
+ * and the work can wait.
  */
 static long work(PyObject *object, int this_is_late)
 {

@@ -88,8 +88,8 @@ class RoceCapture(Capture):
             recording.is_awaited = False
         if not has_ended and not recording.is_inherited():
             raise RdmaError(
-                f"the capture to {os.fsdecode(recording.path)} cannot be ended: the file has not "
-                f"been written for {_AT_CLOSE:g} s; see what reads it"
+                f"the capture to {os.fsdecode(recording.path)} could not be ended: its last "
+                f"packets have not been written after {_AT_CLOSE:g} s; see what reads the file"
             )
 
 

@@ -72,7 +72,7 @@ def sent(
     size: int,
     each: int,
 ) -> None:
-    """Give captures the packets that are about to be sent.
+    """Pass the packets that are about to be sent to the device's captures.
 
     Args:
         device: the device.
@@ -104,7 +104,7 @@ def _sent_block(
 def received(
     device: Any, source: bytes, port: int, covered: bytes, tos: int, ttl: int, size: int, each: int
 ) -> None:
-    """Give captures the packets in a device's buffer, before they are checked.
+    """Pass the packets in a device's receive buffer to its captures, before they are checked.
 
     Args:
         device: the device.

@@ -207,7 +207,7 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> list[bytes]:
 
 
 def _transport_size(hdr: bytes, headers: _Headers) -> int:
-    """Return the length that the TCP or UDP header gives; -1 if it is cut short."""
+    """Return the length of the TCP or UDP header; -1 if a TCP header is cut short."""
     if headers.protocol == IPPROTO_UDP:
         return UDP_BYTES
     if len(hdr) < headers.transport + TCP_BYTES:

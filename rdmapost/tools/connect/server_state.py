@@ -32,7 +32,7 @@ MAX_CLIENTS = 1 << 16
 
 
 class NoAnswer(ConnectError):
-    """on_connect was called, and did not answer: there was no time, or the server is closing."""
+    """on_connect returned nothing: it took longer than the timeout, or the server is closing."""
 
 
 class ServerState:

@@ -383,7 +383,7 @@ class Pingpong(ResourceHolder):
         return found
 
     def _sleep(self, received: int) -> list[WC]:
-        """Wait for a completion; ``received`` messages have arrived."""
+        """Wait for a completion; the error says that ``received`` messages have arrived."""
         try:
             return self._cq.wait(1, self.timeout)
         except WaitTimeout:
