@@ -371,7 +371,7 @@ class Context(EventSource, struct="ibv_context"):
         """File descriptor that is readable when an asynchronous event is pending.
 
         On soft0 it is also readable when a work request is due for a retry. The next call to the
-        device makes the retry, so get_async_event() may find no event and return None.
+        device performs the retry, so get_async_event() may find no event and return None.
 
         Raises:
             ClosedError: the device is closed.
@@ -405,10 +405,10 @@ class Context(EventSource, struct="ibv_context"):
         )
 
     def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
-        """Begin to write the packets that the device sends and receives to a file for Wireshark.
+        """Begin to capture the device's packets, in both directions, to a file for Wireshark.
 
-        The pcapng file is created, or replaced.  Each packet begins with its IP header and has
-        its direction and, where known, a comment that names its work request and wr_id.  Packets
+        The pcapng file is created, or replaced.  Each packet begins with its IP header; its
+        direction is recorded and, where known, its work request and wr_id, in a comment.  Packets
         that the kernel coalesces or segments appear as on the wire.  The UDP checksum is computed,
         because the device does not see it.
 
@@ -445,7 +445,7 @@ class Context(EventSource, struct="ibv_context"):
 
         ``async_fd`` is readable when there is one.  If a signal handler raises
         (KeyboardInterrupt) after an event was taken and before it is returned, the next call
-        returns it.  Events of a resource that is closed before they are taken are dropped; others
+        returns it.  Closing a resource drops its events that have not been taken; all other events
         are kept until they are taken.
 
         Args:

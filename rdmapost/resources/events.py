@@ -82,7 +82,7 @@ def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun, without taking an event.
 
     soft0 knows immediately. libibverbs reports an overrun only in an event, which belongs to
-    the caller: there it is known once get_async_event() has returned that event.
+    the caller: on its devices, an overrun is known once get_async_event() has returned that event.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):

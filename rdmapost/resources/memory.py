@@ -191,7 +191,7 @@ class _Form:
         return at if self.unreadable else mapped if self.source.mapped else usual
 
     def changed(self, pd: PD | None, access: Access, source: Source | None) -> _Form:
-        """Return the form after a change; if the memory stays the same, both share its view."""
+        """Return the form after a change; it shares this one's view if the memory is the same."""
         same = self if source is None else None
         return _Form(pd or self.pd, access, source or self.source, same=same)
 
@@ -536,8 +536,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             except VerbsError as error:
                 if error.errno not in _BOUND:
                     raise
-                # The device knows which windows are bound, so it was asked first. A window here
-                # holds every region that it may be bound to, until a completion settles it.
+                # The device knows which windows are bound, so it was asked first. An MW object
+                # holds every region that it may be bound to, until a completion settles which.
                 self._unbind_windows()
                 bound = self._windows()
                 if bound:
@@ -574,8 +574,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ValueError: as for MR; or no argument is given; or ZERO_BASED would change, or the
                 memory of a ZERO_BASED region.
             InUseError: an outstanding or prepared work request names the region, a memory
-                window is bound to it (a window whose key was invalidated is not once the completion
-                that says so has been polled), or this thread is in the middle of a verb.
+                window is bound to it (a window whose key was invalidated counts until you poll the
+                completion that says so), or this thread is in the middle of a verb.
             ClosedError: the region or the PD is closed.
             UnsupportedError: the device does not support this verb or this change, or the region
                 is a dma-buf's.

@@ -92,7 +92,7 @@ def _length(length: Any) -> int:
 def may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file; not if its exporter is known to allocate memory."""
     # Only these types and their own attributes: what another object says of itself need not be
-    # true, and a subclass may export other memory than its base (__buffer__).
+    # true, and a subclass may export memory other than its base's (__buffer__).
     arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):

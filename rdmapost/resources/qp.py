@@ -412,7 +412,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 # An interrupt ended the reset, and a second one its cleanup.
                 resets.pop(change, None)
         # A reset in progress would drop work requests posted now. If another thread has noted a
-        # state meanwhile, these calls may have undone that thread's: repeat them.
+        # state meanwhile, these calls may have undone what that thread set: repeat them.
         while True:
             state = self._state
             self._send.set_ready(state >= self._sends_from, resets)
@@ -432,7 +432,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 return state
 
     def _note_state(self, state: QPState, reading: int) -> bool:
-        """Note a state, or return False if one whose reading began later has been noted."""
+        """Note a state; if a reading that began later has noted one, return False instead."""
         is_latest = self._latest_reading < reading
         if is_latest:
             # No other thread runs between the comparison and these, either.
@@ -442,7 +442,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return is_latest
 
     def _read_state_beside_resets(self) -> None:
-        """Read the state if a reset is in progress: the device may have made the reset already."""
+        """Read the state if a reset is in progress: the device may have carried it out already."""
         if self._resets:
             with contextlib.suppress(VerbsError):
                 self._read_state()
@@ -668,8 +668,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         state, reason = self._why_no_transition(to, attrs, mask)
         if reason:
-            # The noted state may be out of date: the device may have moved the QP to ERR, or an
-            # interrupt may have ended a change, and a second one its cleanup.
+            # The noted state may be out of date: the device may have moved the QP to ERR, or
+            # interrupts may have ended a change and then its cleanup.
             with contextlib.suppress(VerbsError):
                 self._read_state()
             state, reason = self._why_no_transition(to, attrs, mask)
@@ -695,8 +695,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 self._verb(provider_of(self.context).modify_qp, raw, mask)
             made = True
             if executed is not None:
-                # The device has made the reset, although its verb has not returned: work requests
-                # posted from now on are kept.
+                # The device has carried out the reset, although its verb has not returned: work
+                # requests posted from now on are kept.
                 self._resets.pop(executed, None)
             self._note_modified(to, attrs, reset, terms)
         except VerbsError as error:
@@ -743,7 +743,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             reset.after.psn = _random_psn()
 
     def _have_reset(self, raw: Any, mask: int, change: int, reset: _Reset) -> None:
-        """Have the device make a reset that has begun; repeat it if the QP is in ERR afterwards.
+        """Have the device carry out a reset; repeat it if the QP is in ERR afterwards.
 
         If a request that Soft-RoCE is handling fails during the reset, ibv_modify_qp() returns 0
         and the queue pair is in ERR (rxe_qp_reset() in Linux 6.12).
@@ -791,9 +791,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """Release the work requests dropped by resets in progress, if the device is in RESET.
 
         Returns:
-            the number of the latest reset, if the device is known to have made it although its verb
-            has not returned: no other reset was in progress after it began, and the device has been
-            seen in another state since. Otherwise None.
+            the number of the latest reset, if the device is known to have carried it out although
+            its verb has not returned: no other reset was in progress after it began, and the device
+            has been seen in another state since. Otherwise None.
         """
         latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)

@@ -1,4 +1,4 @@
-"""Wire formats: the sizes and layouts of headers, of InfiniBand, RoCE v2 and TCP/IP."""
+"""Wire formats: the sizes and layouts of InfiniBand, RoCE v2 and TCP/IP headers."""
 
 from __future__ import annotations
 

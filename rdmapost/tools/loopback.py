@@ -214,9 +214,10 @@ class Loopback(ResourceHolder):
         }
 
     def close(self) -> None:
-        """Close everything, also what other code has created on the PD; do nothing if it is closed.
+        """Close everything, including what other code has created on the PD.
 
-        If it was interrupted or failed, call it again: it closes what is still open.
+        Do nothing if it is already closed. If it was interrupted or failed, call it again: it
+        closes what is still open.
 
         Raises:
             VerbsError: the device refused; the rest is closed.

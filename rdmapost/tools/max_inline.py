@@ -69,8 +69,8 @@ def max_inline(
         bytes, at most at_most; 0 if the device supports no inline data.
 
     Raises:
-        TypeError: at_most is not an integer; or as from QP.
-        ValueError: at_most is out of range; or as from QP.
+        TypeError: at_most is not an integer; or as for QP.
+        ValueError: at_most is out of range; or as for QP.
         VerbsError: the device refuses the queue pair even without inline data,
             or for a reason other than its size.
     """

@@ -23,8 +23,8 @@ _Resource = TypeVar("_Resource", bound=_Closable)
 class ResourceStack:
     """Resources in creation order, to be closed in reverse.
 
-    Unlike an ExitStack, it does not forget what it has closed: the next ``close()`` closes what an
-    error or an interrupt left open.
+    Unlike an ExitStack, it keeps its resources after ``close()``: the next ``close()`` closes what
+    an error or an interrupt left open.
     """
 
     def __init__(self) -> None:

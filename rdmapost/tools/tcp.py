@@ -131,7 +131,7 @@ def _look_up(found: list[Any], host: str, port: int, flags: int = 0) -> None:
 
 
 def _wait_writable(sock: socket.socket, timeout: float) -> bool:
-    """Wait until a socket can send; return whether it can in time."""
+    """Wait until a socket can send, but no longer than timeout; return whether it can."""
     poller = select.poll()
     poller.register(sock, select.POLLOUT)
     return bool(poller.poll(timeout * 1000))

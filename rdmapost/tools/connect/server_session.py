@@ -230,8 +230,8 @@ class ServerSession:
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._look or self._hurried:
-            # So a client that does not read its answers cannot create more work, either. Only a Bye
-            # may come early: the client may have been interrupted in a request.
+            # This also keeps a client that does not read its answers from creating more work. Only
+            # a Bye may come early: the client may have been interrupted in a request.
             raise ProtocolError("another request came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:

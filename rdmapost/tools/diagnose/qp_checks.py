@@ -161,7 +161,7 @@ def _better_timers(snap: Snapshot) -> str:
 
 
 def check_rnr(snap: Snapshot) -> Iterable[Finding]:
-    """Check how long a send waits for a receive, and how long it makes a peer wait."""
+    """Check how long a send waits for a receive, and how long this side makes a peer wait."""
     qp, attr = snap.qp, snap.attr
     if snap.requests and qp.qp_type in (QPType.RC, QPType.XRC_SEND):
         yield _rnr_retry(snap)

@@ -266,7 +266,7 @@ def _is_harmless(mention: Mention) -> bool:
 
 
 def _follows(mention: Mention) -> bool:
-    """Tell whether another error, or the end of a run, has caused this one."""
+    """Whether another error, or the end of a run, has caused the one mentioned."""
     one = mention.explanation
     return (one.kind, one.number) == ("status", WCStatus.WR_FLUSH_ERR) or (
         (one.kind, one.name) in (("cm_event", "DISCONNECTED"), ("failure", "completion"))

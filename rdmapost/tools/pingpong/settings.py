@@ -1,4 +1,4 @@
-"""The settings that both sides of a ping-pong must have in common, and their line of text.
+"""The settings that both sides of a ping-pong must share, and the line that carries them.
 
 The stock programs do not exchange settings. So rdmapost sends its line only when a stock program
 has no more use for the connection: after "done", the server sends its line, and a client that reads

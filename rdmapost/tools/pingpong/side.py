@@ -383,7 +383,7 @@ class Pingpong(ResourceHolder):
         return found
 
     def _sleep(self, received: int) -> list[WC]:
-        """Wait for a completion; the error says that ``received`` messages have arrived."""
+        """Wait for a completion; a timeout error says that ``received`` messages have arrived."""
         try:
             return self._cq.wait(1, self.timeout)
         except WaitTimeout:
@@ -445,7 +445,7 @@ class Pingpong(ResourceHolder):
         )
 
     def _unlike(self, received: int) -> str:
-        """Return a hint that settings may differ; "" if compared, or if a message has arrived."""
+        """Return a hint that settings may differ; "" if they were compared or a message arrived."""
         if received or self._compared:
             return ""
         fields = self._settings.fields()
