@@ -823,7 +823,7 @@ class ODPGeneralCap(_Flags):
 
 
 class ODPTransportCap(_Flags):
-    """What may access on-demand regions on one transport: ``enum ibv_odp_transport_cap_bits``."""
+    """Operations on on-demand regions, on one transport: ``enum ibv_odp_transport_cap_bits``."""
 
     SUPPORT_SEND = 1 << 0
     """Sends."""

@@ -280,7 +280,7 @@ def note_status(error: Exception, status: WCStatus) -> None:
 
 
 def where_explained(what: str | int) -> str:
-    """Return where a status, by name, or an errno, by number, is explained."""
+    """Return where a status (given by name) or an errno (given by number) is explained."""
     name = _errno.errorcode.get(what, what) if isinstance(what, int) else what
     return f"see 'rdmapost explain {name}'"
 

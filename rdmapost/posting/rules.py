@@ -1,6 +1,7 @@
-"""The rules of a post, and the messages of refusals; ``standard/opcodes.py`` has the table.
+"""The rules of a post, and the messages of refusals.
 
 C checks the work requests (``_c/posting/rules.c``); the message of each rule is here, by name.
+``standard/opcodes.py`` has the table of opcodes and queue pair types.
 """
 
 from __future__ import annotations

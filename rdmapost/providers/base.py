@@ -224,8 +224,8 @@ class Capture(metaclass=ABCMeta):
         is otherwise logged.
 
         Raises:
-            RdmaError: the capture had ended early, because the file could not be written; or the
-                file has not been written for 30 s.
+            RdmaError: the capture had ended early, because the file could not be written; or its
+                last packets are still not in the file after 30 s.
         """
 
 

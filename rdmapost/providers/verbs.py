@@ -205,7 +205,8 @@ class VerbsProvider:
         raise UnsupportedError(
             "Context.counters",
             errno.EOPNOTSUPP,
-            "only roce devices count here; read /sys/class/infiniband/NAME/ports/PORT/hw_counters",
+            "only roce devices have these counters; read "
+            "/sys/class/infiniband/NAME/ports/PORT/hw_counters",
         )
 
     # ---- memory -------------------------------------------------------------

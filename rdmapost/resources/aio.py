@@ -19,7 +19,8 @@ code that finds that the tasks of a wait list are gone, or their loop closed, st
 Between two waits for completions, the wait list keeps its descriptor watched and its timer set:
 setting these up costs more than the rest of a wait. It stops when somebody else waits for the CQ,
 when an event comes that nobody waits for, or when the CQ is closed. Only the resource's poller
-refers to a wait list: the event loop does so weakly, and the list refers weakly to the resource.
+has a strong reference to a wait list: the event loop's is weak, and so is the list's reference to
+the resource.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _ctypes_codes(ctypes: Any, cls: Any) -> list[str]:
 
 
 def _attributes(cls: Any, name: str) -> list[Any]:
-    """Return the attributes with a name in a class and its bases, whatever a metaclass shows."""
+    """Return each attribute ``name`` of a class and its bases, whatever a metaclass shows."""
     own = [_DICT(base) for base in _MRO(cls)]
     return [names[name] for names in own if name in names]
 

@@ -299,7 +299,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         self._cqe: int = self._verb(_CQE)
 
     def _not_reported(self) -> str | None:
-        """Name the wc_flags that the device's attributes rule out; None if they do not say."""
+        """Say what in wc_flags the device does not report, or return None if that is unknown."""
         name, attr = self.context.name, self.context.attr
         if self.wc_flags & _TIMESTAMPS and not attr.completion_timestamp_mask:
             return f"{name} has no completion timestamps (its completion_timestamp_mask is 0)"

@@ -71,9 +71,9 @@ def list_roce_interfaces() -> list[RoceInterface]:
 
     Returns:
         for each network device that has an address: the name for open_device(), the
-        address, the path MTU, and why it cannot be opened now, or None. It cannot while
-        another program, Soft-RoCE or a roce device of this process holds UDP port 4791 on
-        that address; but "roce:lo" takes the next free loopback address.
+        address, the path MTU, and why the roce device cannot be opened now, or None. UDP
+        port 4791 of the address may be held by another program, Soft-RoCE or a roce device
+        of this process; "roce:lo" then takes the next free loopback address.
 
     Raises:
         VerbsError: the network devices cannot be listed, for lack of descriptors.

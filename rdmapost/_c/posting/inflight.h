@@ -76,7 +76,8 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie);
 
 /*
  * Note that a key, of a window or of anything else, has been invalidated. `invalidated` is the
- * device's dict (Context._invalidated) from the index in a window's keys to the window's counts.
+ * device's dict (Context._invalidated), which maps the index in a window's keys to the window's
+ * counts.
  */
 void rp_note_invalidated(PyObject *invalidated, uint32_t rkey);
 
@@ -95,7 +96,7 @@ struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie);
 /*
  * Record a work request that is about to be posted; the caller has reserved a free slot. Returns
  * its cookie; the other work requests in a list have the cookies that follow. Takes over the
- * references, and the rp_pin() calls, for the objects that the record holds.
+ * caller's references to the objects that the record holds, and the caller's pins on them.
  */
 static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 {
@@ -129,8 +130,8 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 /*
  * Retire a work request that has completed with a status and, if the queue completes in order, all
  * before it. Returns whether the cookie was outstanding; if so, sets `*wr_id` to a new reference to
- * the caller's wr_id, or to NULL, and then `*number` to its value. Runs no Python code:
- * rp_drop_done(), which may run any, releases the retired entries.
+ * the caller's wr_id or, if only its value was recorded, sets `*wr_id` to NULL and `*number` to the
+ * value. Runs no Python code: rp_drop_done(), which may run any, releases the retired entries.
  */
 int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
 		uint64_t *number);

@@ -156,7 +156,7 @@ static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct 
 	return admitted;
 }
 
-/* How many of the last `count` work requests of a prepared list one entry records. */
+/* How many of the last `count` work requests of a prepared list share one entry. */
 static size_t in_one_entry(const struct post *post, size_t count)
 {
 	return post->invalidates ? 1 : count;
@@ -244,7 +244,7 @@ static void take_back_list(struct work_queue *q, const struct post *post, int64_
 	}
 }
 
-/* Drivers take a window's current key, which the next bind replaces, from its struct. */
+/* Store windows' new keys in their structs: drivers read the key that a bind replaces there. */
 static void put_keys(const struct post *post, size_t count)
 {
 	for (size_t i = 0; i < count; i++) {
@@ -307,7 +307,7 @@ static void add_posted_note(long long posted, Py_ssize_t count)
 	rp_raise(error);
 }
 
-/* Release the result of a call that must have raised, and the work requests: always NULL. */
+/* Release the work requests, and the result of a call that must have raised; returns NULL. */
 static PyObject *raised(PyObject *done, PyObject *wrs)
 {
 	Py_XDECREF(done);

@@ -278,7 +278,7 @@ static int release_held(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	/* Any code can find a list through the collector while it is prepared, and call this. */
+	/* During its preparation, any code can find a list through the collector, and call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
 		release_held(self);
 }
@@ -852,7 +852,8 @@ static const struct field *place(struct number *n, PyObject *object, void **at)
 			return field;
 		}
 	}
-	PyErr_SetString(PyExc_TypeError, "a work request of another class, or no number of it");
+	PyErr_SetString(PyExc_TypeError,
+			"the work request is of another class, or the field is not a number");
 	return NULL;
 }
 

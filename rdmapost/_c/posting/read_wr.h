@@ -116,7 +116,7 @@ int rp_append_sge(struct post *post, struct request *r, const struct ibv_sge *sg
 int rp_read_object(struct post *post, struct request *r, const struct field *field, PyObject *value);
 int rp_close_request(struct work_queue *q, struct post *post, struct request *r);
 
-/* Read a new sg_list for one of a post's work requests into another post; returns as rp_read. */
+/* Read a new sg_list for a work request of one post into another; returns what rp_read() does. */
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /*

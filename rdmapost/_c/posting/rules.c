@@ -2,7 +2,7 @@
  * The rules of a post: what ibv_post_send(3), ibv_post_recv(3), ibv_bind_mw(3) and
  * ibv_post_srq_ops(3) require of a work request and its queue.
  *
- * Each has a name; its message is in rdmapost/posting/rules.py. Everything here works on
+ * Each rule has a name; its message is in rdmapost/posting/rules.py. Everything here works on
  * numbers already read and structs held open, and runs no Python code. If the
  * caller turned checks off, only what could harm the process is refused.
  */

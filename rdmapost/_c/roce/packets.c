@@ -113,7 +113,7 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*y*OOn", &out, &given, &headers, &buffers, &mtu))
 		return NULL;
-	/* A buffer's exporter, if written in Python, may change a list. */
+	/* Copy the lists: a buffer's exporter, if written in Python, may change them. */
 	headers = PySequence_Tuple(headers);
 	payload.buffers = headers ? PySequence_Tuple(buffers) : NULL;
 	if (payload.buffers && !rp_read_flow(&flow, &given))

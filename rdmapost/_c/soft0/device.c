@@ -1,4 +1,4 @@
-/* The soft device's lock, and its parts that are written in Python. */
+/* The soft device's lock, and the parts of the device that are written in Python. */
 #include "soft0/internal.h"
 
 static PyObject *parts; /* soft_device()'s arguments; never released */

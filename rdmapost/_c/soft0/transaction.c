@@ -27,7 +27,7 @@ static PyObject *elsewhere; /* run_elsewhere() */
 struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
-	PyObject *bug; /* type of the second attempt's exception (`result` is GIVE_UP's), or NULL */
+	PyObject *bug; /* type of the exception in attempt_again(); if set, `result` is GIVE_UP's */
 	int starved; /* there was no memory even for GIVE_UP */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
@@ -492,7 +492,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
 	result = attempt(call);
-	/* In a forked child, the device's descriptors are closed: its own errors would mislead. */
+	/* In a forked child, the device's errors would mislead: its descriptors are closed. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
 		       PyErr_ExceptionMatches(rp_errors.error))) {

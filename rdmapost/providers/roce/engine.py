@@ -44,7 +44,7 @@ def execute_next(qp: RoceQueuePair) -> bool:
 
 
 def on_timer(qp: RoceQueuePair) -> None:
-    """React to the time that a queue pair asked for, or to an earlier time."""
+    """React to a queue pair's timer, which may expire early."""
     qp.timer = math.inf
     if _RTR <= qp.state < _ERR:
         now = qp.device.now

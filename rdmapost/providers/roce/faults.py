@@ -94,7 +94,7 @@ class Direction(native.Record):
         plan: the plan that applies to them, or None.
         count: how many have gone in this direction under the plan.
         held: the packets that wait.
-        is_straight: whether packets pass as they are.
+        is_straight: whether packets pass at once, unchanged (no plan, and no packet waits).
     """
 
     def __init__(self, number: int) -> None:

@@ -28,8 +28,8 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets; False once a send has shown that the
             network device cannot segment.
-        errors: the failed sends (packets are sent when a step is committed): for each, its errno,
-            and how many packets, bytes and retransmitted packets it had.
+        errors: the sends that failed when a step was committed: for each, its errno, and how many
+            packets, bytes and retransmitted packets it had.
     """
 
     def __init__(self) -> None:

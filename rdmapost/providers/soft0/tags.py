@@ -6,8 +6,8 @@ goes, with its header, to the queue's next receive.
 
 Software may be about to add an entry while a message that it would match is already waiting among
 the unexpected ones; a later message must not overtake it. So both sides count unexpected messages,
-and entries added while the counts differ are held: they match nothing until an operation brings a
-count that agrees (phase synchronisation, ibv_post_srq_ops(3)).
+and entries added while the counts differ are held: they match nothing until an operation carries
+a count that agrees with the device's (phase synchronisation, ibv_post_srq_ops(3)).
 
 A rendezvous request has the payload's address instead of the payload (RVH). The device itself
 fetches it with an RDMA READ, on the queue pair that received the request, and sends a FIN.

@@ -21,7 +21,9 @@ def check_mapped(name: str, start: int, length: int, write: bool) -> None:
         VerbsError: EFAULT from the verb ``name``: some of it is unmapped or lacks the permission.
     """
     if not native.permitted(start, length, write):
-        raise VerbsError(name, errno.EFAULT, "the process has no such access to this memory")
+        raise VerbsError(
+            name, errno.EFAULT, "some of this memory is not mapped for the requested access"
+        )
 
 
 _SHARED_ANONYMOUS = ([b"/dev/zero"], [b"/dev/zero (deleted)"])

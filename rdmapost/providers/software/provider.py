@@ -1,4 +1,4 @@
-"""The control verbs that the software devices share, behind the C structs."""
+"""The control verbs that the software devices share; they take and return C structs."""
 
 from __future__ import annotations
 
