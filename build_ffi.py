@@ -1,15 +1,15 @@
 """Build ``rdmapost._verbs``, the compiled binding over libibverbs.
 
 The declarations are in ``rdmapost/_c/*/*.cdef.h``, the shim (``ibv_post_send`` and
-the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the other C
-next to it; this file only passes them to cffi and setuptools.
+the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the rest of the C
+elsewhere in ``rdmapost/_c/``; this file only passes them to cffi and setuptools.
 
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, next to its sources.
 
-One module serves CPython 3.11 and later, by the limited API.  A free-threaded
-CPython has none (its objects are laid out differently): there the module and
-its wheel are for that version alone.
+One module, built with the limited API, serves CPython 3.11 and later.  A
+free-threaded CPython has no limited API (its objects are laid out differently):
+there the module and its wheel are for that version alone.
 """
 
 from __future__ import annotations

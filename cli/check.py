@@ -51,7 +51,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
 
 
 def _table(results: list[Result]) -> str:
-    """Lay out results by opcode and QP type; below, list the reasons for all but passes."""
+    """Lay out results by opcode and QP type, then the reasons for those that did not pass."""
     whys: dict[str, int] = {}
     cells: dict[tuple[str, str], str] = {}
     for result in results:

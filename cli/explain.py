@@ -32,7 +32,7 @@ _SOME_FIELDS = {"ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srq
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
-    """Complete a name, in any case: the name in C if it starts with IBV_, else in Python."""
+    """Complete a name, ignoring case: to its C name if it starts with IBV_, else to Python's."""
     from click.shell_completion import CompletionItem
 
     from rdmapost.explain import KINDS, names
@@ -137,7 +137,7 @@ def _explain_log(out: Output, lines: Iterable[str]) -> None:
 
 
 def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Explanation]:
-    """Explain words: together one name, or each a name, or text that a program printed.
+    """Explain words: as one name, as several names, or as text that a program printed.
 
     Args:
         words: the words.

@@ -119,7 +119,7 @@ def wrapped(text: str, first: str) -> str:
 
 
 def echo(text: str, *, err: bool = False, red: str = "") -> None:
-    """Print text on stdout or stderr; on a terminal, wrap it, and print its start ``red`` in red.
+    """Print text on stdout or stderr; on a terminal, wrap it, and show the prefix ``red`` in red.
 
     Words and commands in single quotes stay whole, so that they can be copied.
     """
@@ -146,7 +146,7 @@ def usage_error(text: str) -> NoReturn:
 
 
 def need_command(ctx: click.Context) -> None:
-    """Without a command, end a group with its help or, with --json, an error; exit with 2."""
+    """If no command was given, print the group's help (an error with --json), and exit with 2."""
     if ctx.invoked_subcommand is None:
         out = ctx.find_object(Output)
         if out is not None and out.json:

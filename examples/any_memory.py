@@ -1,4 +1,4 @@
-"""Register memory that other libraries made: no copy, whatever its kind.
+"""Register memory of any kind that other libraries allocated, without copying it.
 
 Each kind of memory is filled over RDMA, checked by its own library, and read back over RDMA: a
 numpy array, an array that only has DLPack (as tensors of PyTorch or JAX do), ctypes structures at

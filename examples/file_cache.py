@@ -51,7 +51,7 @@ class Server:
                 if error.errno != errno.EFAULT:
                     raise
             # Before Linux 6.2, a device cannot pin a shared mapping that is read-only. A private
-            # one is a copy: it does not follow later changes of the file.
+            # one is a copy, which does not see later changes to the file.
             private = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
             return self.enter(rp.MR(self.pd, private, rp.Access.REMOTE_READ))
 

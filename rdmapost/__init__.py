@@ -23,7 +23,7 @@ else:
 
     @atexit.register
     def _close_all():
-        """Close open resources, after the atexit handlers that were registered after the import."""
+        """Close open resources; atexit handlers registered after the import have run by then."""
         global _exited
         resource = sys.modules.get(f"{__name__}.resources.resource")
         _exited = resource is None

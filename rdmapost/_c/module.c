@@ -83,7 +83,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 		return NULL;
 	}
 #ifdef Py_GIL_DISABLED
-	/* The tests also run without a GIL (CONTRIBUTING.md), which is not enough to rely on. */
+	/* The tests also pass without a GIL (CONTRIBUTING.md), but that proves too little. */
 	if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_USED))
 		Py_CLEAR(module);
 #endif

@@ -778,7 +778,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 /*
  * _end_making(well): the constructor has ended. If it created no struct, another constructor may
  * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
- * for long; if it cannot be closed, list it, so that the error for closing a parent names it.
+ * for a long time; if it cannot be closed, list it, so that errors for closing parents name it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
@@ -1209,7 +1209,7 @@ static int insist(struct rp_handle *h, const char *method, struct error *raised)
 	struct error first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
-	/* This may be impossible in a child that a signal handler has forked. */
+	/* In a child that a signal handler has forked, the call may never complete: try once. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == rp_process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)

@@ -57,7 +57,7 @@ struct rp_handle {
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
-	char kept; /* refused in a close that no caller made: kept until the process ends */
+	char kept; /* refused in a close with no caller to raise to: kept until the process ends */
 	char put_off; /* its close is deferred until a verb ends; waits on the handle end now */
 };
 

@@ -762,9 +762,9 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 }
 
 /*
- * Turn a delivered list into spares, and free the excess. The spares kept suffice to put back,
- * without allocating memory, the `lent` completions that the caller has now, and those lent before,
- * which another thread may still have.
+ * Turn a delivered list into spares, and free the excess. Keep enough spares to put back, without
+ * allocating memory, the `lent` completions that the caller has now, and those lent before, which
+ * another thread may still have.
  */
 static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {
@@ -870,7 +870,7 @@ static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *
 	return list ? -1 : n;
 }
 
-/* Read a number of completions; 0, or -1 with an exception, also for a negative number. */
+/* Read a number of completions; 0, or -1 with an exception, for example if it is negative. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);

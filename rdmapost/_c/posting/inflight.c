@@ -135,7 +135,7 @@ static struct rp_entry *find(const struct rp_in_flight *q, uint64_t cookie)
 	       is_there(&q->entries[index]) ? &q->entries[index] : NULL;
 }
 
-/* In such a queue, retire an entry: it is done, and rp_drop_done() will release it. */
+/* In a queue that completes in any order, retire an entry; rp_drop_done() will release it. */
 static void retire(struct rp_in_flight *q, struct rp_entry *entry)
 {
 	entry->state = RP_DONE;
@@ -447,7 +447,7 @@ static void invalidate(PyObject *value)
 #endif
 }
 
-/* The cookie's queue, borrowed; NULL if the value is another: any code can change the dict. */
+/* The cookie's queue, borrowed; NULL if `value` is not that queue: any code can change the dict. */
 static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
 {
 	struct rp_in_flight *q = NULL;
