@@ -133,7 +133,7 @@ def _run(
         out, target, settings, peer, opcode: as in the other commands.
         make: makes the work request.
         after: computes the new value from the old.
-        request: the operands, for the document.
+        request: the operands, for the JSON document.
     """
     from rdmapost import RdmaError
 

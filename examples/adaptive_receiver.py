@@ -104,7 +104,7 @@ class Sender:
                 wc.check()
 
     def ask_too_much(self) -> rp.WC | None:
-        """Send a message that is too long, and wait for it and for an answer."""
+        """Send a message that is too long, and wait for its completion and for an answer."""
         self.qp.post_send(rp.Send(self.mr[: 2 * SIZE], wr_id=9))
         try:
             self.cq.wait(2, timeout=1)

@@ -47,9 +47,9 @@ _results: dict[object, Any] = {}
 def once(function: Callable[..., Any], key: object, *args: object) -> Any:
     """Call a C function unless it has been called with this key; return its result.
 
-    C accepts such a call once in a process, but an interrupted import is repeated.  Call this where
-    the modules that define the arguments are complete (in a package's ``__init__``): an incomplete
-    module is run again, and creates its classes a second time.
+    C accepts such a call only once in a process, but an interrupted import is repeated.  Call this
+    where the modules that define the arguments have been imported completely (in a package's
+    ``__init__``): a module that was interrupted runs again, and creates its classes a second time.
     """
     called = function, key
     if called not in _results:

@@ -3,8 +3,8 @@
 It implements CQ.completions, ``async for wc in cq``, CompChannel.cq_event and Context.async_event.
 
 There is no thread and no periodic polling. A task requests an event, polls again, and only then
-sleeps; code that takes an event requests the next one and polls again before any task goes on
-sleeping. So no event is missed.
+sleeps; code that takes an event requests the next one and polls again before it leaves any task
+asleep. So no event is missed.
 
 Completions stay in the CQ until a task takes all that it asked for in one call, during which it
 cannot be cancelled. So cancelling a task loses no completion.

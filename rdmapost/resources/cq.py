@@ -624,7 +624,7 @@ _TOO_SMALL = frozenset({errno.EINVAL, errno.EBUSY})
 def keep_completions(cq: CQ) -> None:
     """Move all completions of a CQ to its backlog, before one of its QPs is destroyed or reset.
 
-    Some devices drop the completions of such a QP; from the backlog they are delivered on every
+    Some devices drop the completions of such a QP; those in the backlog are delivered on every
     device.
     """
     with contextlib.suppress(ClosedError, VerbsError):

@@ -657,7 +657,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             ) from None
 
     def _settle(self) -> None:
-        """Release the memory of the form that was replaced; called again if it is interrupted."""
+        """Release the memory of the form that was replaced; if interrupted, call this again."""
         if self._replaced is not None and self._replaced.held is not self._form.held:
             self._replaced.give_back()
 
@@ -748,8 +748,8 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
     def rkey(self) -> int:
         """Its key; posting a bind changes its low 8 bits at once.
 
-        If that bind completes with an error, set it back to the previous key (ibv_bind_mw(3)): this
-        is where the driver finds the current key, which the next bind replaces.
+        If that bind completes with an error, set this back to the previous key (ibv_bind_mw(3)):
+        the driver reads the key that the next bind replaces from here.
 
         Raises:
             TypeError: the new key is not an integer.

@@ -405,7 +405,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 keep_completions(recv_cq)
 
     def _admit_posts(self) -> None:
-        """Have the queues accept posts or refuse them, according to the noted state."""
+        """Have the queues accept or refuse posts, according to the state noted last."""
         resets = self._resets
         for change, reset in list(resets.items()):
             if reset() is None:

@@ -301,7 +301,7 @@ void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 {
 	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
 
-	/* If another bind was posted since, the window counts as bound longer than it really is. */
+	/* If another bind was posted since, the window counts as bound for longer than it is. */
 	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
 	       !rp_swap_word(word, &old, old - (1ull << 32)))
 		;
@@ -778,7 +778,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 /*
  * _end_making(well): the constructor has ended. If it created no struct, another constructor may
  * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
- * for a long time; if it cannot be closed, list it, so that errors for closing parents name it.
+ * for a long time; if that fails, list the handle: whoever cannot close a parent is told its name.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {

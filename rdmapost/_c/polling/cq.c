@@ -677,8 +677,8 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 }
 
 /*
- * The completions to take: `count` of them if `promised` more are available for asyncio tasks, else
- * none. With `fewer`, those that are available, up to `count`.
+ * The completions to take: `count` of them if that leaves `promised` for asyncio tasks, else none.
+ * With `fewer`, as many as are available, up to `count`.
  */
 struct order {
 	uint64_t count, promised;
@@ -1100,7 +1100,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	leads = p->leader == me;
 	unlock_poller(p);
 	if (leads) {
-		/* Then poll again: completions that arrived before this raise no event. */
+		/* Request an event, then poll again: what arrived before the request raises none. */
 		if (ask_for_event(handle, 0))
 			return -1;
 		if (gather(p, handle, &order, NULL))

@@ -447,9 +447,9 @@ PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct pos
 }
 
 /*
- * Setting handles has raised `exception`. Make it the context of the PostError that is set, which
- * says what was posted; but if it is a KeyboardInterrupt or the like, raise it, with the PostError
- * as its context.
+ * Setting the handles of TAG_ADDs has raised `exception`. Make it the context of the PostError that
+ * is set, which says what was posted; but if it is a KeyboardInterrupt or the like, raise it, with
+ * the PostError as its context.
  */
 static void raise_not_taken(PyObject *exception)
 {

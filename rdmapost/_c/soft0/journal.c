@@ -223,7 +223,7 @@ void rp_journal_rollback(void)
 		if (record == Py_None)
 			continue;
 		done = make_recorded(record);
-		/* A change that was recorded but not made cannot be undone. */
+		/* If a change was recorded but not made, undoing it fails. */
 		if (!done)
 			PyErr_Clear();
 		Py_XDECREF(done);

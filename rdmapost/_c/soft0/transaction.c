@@ -332,8 +332,8 @@ static void look_at_wires(void)
 }
 
 /*
- * Acquire the lock, and do the work that is due. The holder is in a verb, so a close by a finalizer or
- * a signal handler waits until end_step().
+ * Acquire the lock, and do the work that is due. This thread then counts as being in a verb, so that
+ * a close by a finalizer or a signal handler is deferred until end_step().
  */
 static void enter(struct rp_use *use)
 {

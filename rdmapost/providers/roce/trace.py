@@ -220,7 +220,7 @@ def _route(source: int, target: int) -> str:
 
 
 def _psn_of(qp: RoceQueuePair, packet: bytes) -> int:
-    """Return a packet's PSN as the requester counts it, not cut to 24 bits."""
+    """Return a packet's PSN as the requester counts it, not truncated to 24 bits."""
     return qp.una + distance(int.from_bytes(packet[9:12]), qp.una & PSN_MASK)
 
 

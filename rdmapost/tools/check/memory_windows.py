@@ -257,7 +257,7 @@ def _wait_behind(pair: Loopback) -> None:
     pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[-1:], **pair.target(end)))
     completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=0)
     if not pair.settled(last, end) and not _broken(pair):
-        raise Failed("no message arrives after a write with a key that may be invalid")
+        raise Failed("a write did not arrive after another one with a key that may be invalid")
 
 
 def _broken(pair: Loopback) -> bool:

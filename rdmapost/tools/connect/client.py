@@ -348,9 +348,9 @@ class Connection(BaseConnection, ClosesOnExit):
     def wait(self, count: int = 1, timeout: float | None = 5.0) -> list[WC]:
         """Wait for completions on this side (cq.wait).
 
-        A server that goes away does not end a wait.  Work requests in flight to it end with an
-        error; posted receives do not end.  Wait with a timeout, and then see whether the connection
-        is ``closed``.
+        The wait does not end when the server goes away.  Work requests in flight to the server
+        complete with an error; posted receives do not complete.  Wait with a timeout, and then see
+        whether the connection is ``closed``.
 
         Args:
             count: how many.

@@ -359,7 +359,7 @@ class ServedClient:
             raise ClosedError("the owner has closed its MR")
 
     def changed(self) -> Generator[None, None, Changed | None]:
-        """Return the changes from the initial contents, and yield as look does.
+        """Return how the contents differ from the initial ones; yield now and then, as look() does.
 
         Return None for the owner's MR, whose initial contents are unknown, and for a closed region,
         whose current contents are unknown.
