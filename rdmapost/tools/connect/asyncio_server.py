@@ -26,7 +26,7 @@ from .qp_options import QPOptions
 from .served_client import AsyncOnConnect, ServedClient
 from .server import BaseServer, open_listener
 from .server_events import Event, OnEvent
-from .server_state import NoAnswer, ServerState
+from .server_state import Late, NoAnswer, ServerState
 from .server_threads import ServerThreads
 
 
@@ -164,16 +164,48 @@ async def aserve(
     return AsyncServer(server, opening.listener, in_loop)
 
 
-async def _ask(on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
+class _Question:
+    """A call of on_connect for a client: it returns, or the server stops waiting for that.
+
+    Attributes:
+        answer: what on_connect has returned.
+    """
+
+    __slots__ = ("_first", "answer")
+
+    def __init__(self) -> None:
+        self._first: dict[str, bool] = {}
+        self.answer: bytes | None = None
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the server no longer waits."""
+        return not self._first.get("returned", True)
+
+    def decide(self, *, returned: bool) -> bool:
+        """Note that on_connect has returned, or that the server gives up; return which was first.
+
+        One call decides: the event loop and the client's thread cannot come between each other.
+        """
+        return self._first.setdefault("returned", returned)
+
+
+async def _ask(
+    on_connect: AsyncOnConnect, client: ServedClient, question: _Question, late: Late
+) -> None:
+    if question.given_up:
+        return
     try:
         answer = on_connect(client)
-        return await answer if isinstance(answer, Awaitable) else answer
+        question.answer = await answer if isinstance(answer, Awaitable) else answer
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
         # Something that on_connect awaited was cancelled, not this task: on_connect has failed.
         raise concurrent.futures.CancelledError from error
+    if not question.decide(returned=True):
+        late(client, question.answer)
 
 
 class _InLoop:
@@ -184,8 +216,8 @@ class _InLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._exiting = False
-        # The answers of on_connect that threads wait for.
-        self._pending: set[concurrent.futures.Future[bytes | None]] = set()
+        # The calls of on_connect that threads wait for.
+        self._pending: set[concurrent.futures.Future[None]] = set()
         self._ended = False
 
     def call(self, on_event: OnEvent, event: Event) -> None:
@@ -203,38 +235,41 @@ class _InLoop:
             self._exiting = True
             raise
 
-    def ask(self, on_connect: AsyncOnConnect, client: ServedClient) -> bytes | None:
-        asking = _ask(on_connect, client)
+    def ask(self, on_connect: AsyncOnConnect, client: ServedClient, late: Late) -> bytes | None:
+        question = _Question()
+        asking = _ask(on_connect, client, question, late)
         try:
-            answer = asyncio.run_coroutine_threadsafe(asking, self._loop)
+            asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         except RuntimeError:
             asking.close()
             raise NoAnswer("the server is shutting down", "closing") from None
-        self._add(answer)
+        self._add(asked)
         try:
-            return answer.result(self.timeout)
-        except TimeoutError:
-            # on_connect itself may have raised it.
-            if answer.done():
-                raise
-            answer.cancel()
-            raise NoAnswer(
-                f"the server's on_connect took longer than {self.timeout:g} s", "timeout"
-            ) from None
+            asked.result(self.timeout)
         except concurrent.futures.CancelledError:
-            raise NoAnswer("the server is shutting down", "closing") from None
+            if not question.decide(returned=False):
+                raise NoAnswer("the server is shutting down", "closing") from None
+        except TimeoutError:
+            if not question.decide(returned=False):
+                # on_connect itself may have raised it.
+                if asked.done():
+                    raise
+                asked.cancel()
+                text = f"the server's on_connect took longer than {self.timeout:g} s"
+                raise NoAnswer(text, "timeout") from None
+        return question.answer
 
-    def _add(self, answer: concurrent.futures.Future[bytes | None]) -> None:
-        self._pending.add(answer)
-        answer.add_done_callback(self._pending.discard)
+    def _add(self, asked: concurrent.futures.Future[None]) -> None:
+        self._pending.add(asked)
+        asked.add_done_callback(self._pending.discard)
         if self._ended:
-            answer.cancel()
+            asked.cancel()
 
     def end(self) -> None:
-        """Cancel all pending answers, and any added later: the server is closing."""
+        """Cancel all pending calls, and any added later: the server is closing."""
         self._ended = True
-        for answer in tuple(self._pending):
-            answer.cancel()
+        for asked in tuple(self._pending):
+            asked.cancel()
 
 
 def _close(threads: ServerThreads, _: object) -> None:

@@ -24,11 +24,15 @@ from .failures import ConnectError, ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .qp_options import QPOptions, check_given, private_bytes
 from .served_client import Place, ServedClient
-from .server_events import Event, OnEvent
+from .server_events import Event, Joined, Left, OnEvent
 
 _log = logging.getLogger("rdmapost.connect")
 
 MAX_CLIENTS = 1 << 16
+
+
+Late = Callable[[ServedClient, Any], None]
+Ask = Callable[[Any, ServedClient, Late], Any]
 
 
 class NoAnswer(ConnectError):
@@ -39,7 +43,8 @@ class ServerState:
     """A server's settings, and its clients.
 
     The arguments are serve()'s; `call` calls on_event with an event, `ask` calls on_connect with a
-    client and returns its result, and `exposed` is passed to make_exposure.
+    client and returns its result, and `exposed` is passed to make_exposure. If on_connect returns
+    after `ask` has raised NoAnswer, its result goes to the third argument of `ask`.
     """
 
     def __init__(
@@ -57,7 +62,7 @@ class ServerState:
         on_event: OnEvent | None,
         on_connect: Callable[[ServedClient], Any] | None,
         call: Callable[[OnEvent, Event], None] = lambda on_event, event: on_event(event),
-        ask: Callable[[Any, ServedClient], Any] = lambda on_connect, client: on_connect(client),
+        ask: Ask = lambda on_connect, client, late: on_connect(client),
         **exposed: Any,
     ) -> None:
         not_these = ("max_recv_wr", "max_recv_sge")
@@ -131,9 +136,7 @@ class ServerState:
         if self._on_connect is None:
             return
         try:
-            answer = self._ask(self._on_connect, client)
-            if answer is not None:
-                client.offer = replace(client.offer, private_data=private_bytes(answer))
+            self._admitted(client, self._ask(self._on_connect, client, self._came_late))
         except NoAnswer as error:
             raise ProtocolError(str(error), error.code) from None
         except RdmaError as error:
@@ -143,6 +146,22 @@ class ServerState:
             _log.exception("on_connect failed")
             text = f"the server's on_connect failed ({type(error).__name__})"
             raise ProtocolError(text, "failed") from error
+
+    def _admitted(self, client: ServedClient, answer: Any) -> None:
+        if answer is not None:
+            client.offer = replace(client.offer, private_data=private_bytes(answer))
+
+    def _came_late(self, client: ServedClient, answer: Any) -> None:
+        """Report a client that on_connect has admitted, but that was refused before, as gone."""
+        try:
+            self._admitted(client, answer)
+        except (TypeError, ValueError):
+            _log.exception("on_connect failed")
+            return
+        qp_type, offer, data = client.qp.qp_type, client.offer, client.private_data
+        self.notify(Joined(client.number, client.address, qp_type, offer, data))
+        reason = "on_connect answered too late: the client had been refused"
+        self.notify(Left(client.number, client.address, reason, None))
 
     def release(self, client: ServedClient) -> None:
         """Release a client's resources."""

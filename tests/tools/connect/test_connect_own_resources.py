@@ -663,6 +663,70 @@ def test_asyncio_client_whose_on_connect_never_ends_is_dropped(
     assert not caplog.records
 
 
+def test_asyncio_on_connect_is_not_called_once_the_client_has_been_refused(
+    context: rp.Context,
+) -> None:
+    async def main() -> list[connect.ServedClient]:
+        asked: list[connect.ServedClient] = []
+        async with await connect.aserve(
+            context, port=0, on_connect=asked.append, timeout=0.1
+        ) as server:
+            # This keeps the event loop busy for as long as the client waits.
+            with pytest.raises(connect.ConnectError, match="on_connect took longer") as error:
+                connect.dial(context, *server.address[:2])
+            assert error.value.code == "timeout"
+            # The loop's next turns would call on_connect.
+            await asyncio.sleep(0.01)
+            return asked
+
+    assert asyncio.run(main()) == []
+
+
+@pytest.mark.parametrize("why", ["it takes too long", "the server closes"])
+def test_asyncio_client_that_on_connect_admits_too_late_joins_and_leaves(
+    context: rp.Context, why: str
+) -> None:
+    """The owner can then take back what on_connect has assigned to the client."""
+    refused = threading.Event()
+
+    def dial(address: tuple[str, int]) -> str:
+        try:
+            with pytest.raises(connect.ConnectError) as error:
+                connect.dial(context, *address)
+            return error.value.code
+        finally:
+            refused.set()
+
+    async def main() -> tuple[str, list[connect.Event]]:
+        events: list[connect.Event] = []
+        loop = asyncio.get_running_loop()
+
+        def on_connect(client: connect.ServedClient) -> bytes:
+            if why == "the server closes":
+                device.close_all()
+            assert refused.wait(LIMIT)
+            return b"admitted"
+
+        server = await connect.aserve(
+            device, port=0, on_connect=on_connect, on_event=events.append, timeout=0.2
+        )
+        code = await loop.run_in_executor(None, dial, server.address[:2])
+        await server.close()
+        # The events were put in the loop's queue by then.
+        await asyncio.sleep(0.01)
+        return code, events
+
+    with rp.open_device(context.name) as device:
+        code, events = asyncio.run(main())
+    assert code == ("timeout" if why == "it takes too long" else "closing")
+    joined, left = (e for e in events if not isinstance(e, connect.Refused))
+    assert isinstance(joined, connect.Joined)
+    assert isinstance(left, connect.Left)
+    assert joined.client == left.client == 1
+    assert joined.offer.private_data == b"admitted"
+    assert left.reason == "on_connect answered too late: the client had been refused"
+
+
 def test_both_sides_know_when_the_other_is_gone(context: rp.Context) -> None:
     gone = threading.Event()
 
