@@ -286,10 +286,22 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
 def _close_in_order(resource: Resource, interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
     for handle in _all_below(resource):
         handle._end_user()
-    below = _all_below(resource)
-    left = [*sorted(below, key=_RANK), resource]
+    left: list[Any] = [resource]
+    try:
+        resource._admit_children(False)
+        left = [*sorted(_all_below(resource), key=_RANK), resource]
+        for handle in left:
+            handle._admit_children(False)
+        return _close_listed(left, interrupts)
+    finally:
+        for handle in left:
+            handle._admit_children(True)
+
+
+def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
+    resource = left[-1]
     windows = [handle for handle in left if not handle._rank]
-    end = time.monotonic() + _BINDS_S
+    end = time.monotonic() + _WAIT_S
     while True:
         for handle in left:
             if hasattr(handle, "_in_flight"):
@@ -299,17 +311,31 @@ def _close_in_order(resource: Resource, interrupts: list[Exception]) -> list[tup
         if not windows or time.monotonic() > end:
             break
         time.sleep(0.001)
+    end = time.monotonic() + _WAIT_S
     while left:
         errors = _close_each(left, interrupts)
-        if len(errors) == len(left):
+        if len(errors) < len(left):
+            # Some of these were in use by resources that are closed now.
+            left = [handle for handle, _ in errors]
+            continue
+        refused = {id(handle) for handle in left}
+        created = [handle for handle in _all_below(resource) if id(handle) not in refused]
+        if time.monotonic() > end or not (created or any(map(_may_be_creating, errors))):
             return errors
-        # Some of these were in use by resources that are closed now.
-        left = [handle for handle, _ in errors]
+        if not created:
+            time.sleep(0.001)
+        left = [*sorted(created, key=_RANK), *left]
     return []
 
 
-_BINDS_S = 0.5
-"""How long to wait for the completions of binds."""
+def _may_be_creating(refused: tuple[Any, RdmaError]) -> bool:
+    """Whether another thread may be creating a resource that the close of this one waits for."""
+    handle, error = refused
+    return isinstance(error, InUseError) and not open_children(handle)
+
+
+_WAIT_S = 0.5
+"""How long to wait for the completions of binds, and for threads that create resources."""
 _RANK = operator.attrgetter("_rank")
 
 
@@ -320,7 +346,8 @@ def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[A
         try:
             _close_one(handle, interrupts)
         except RdmaError as error:
-            errors.append((handle, error))
+            # The traceback's frames refer to this list.
+            errors.append((handle, error.with_traceback(None)))
     return errors
 
 

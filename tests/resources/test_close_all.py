@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import pytest
 from support import ALL, LIMIT, ended, interrupt_everywhere, null_device, waiting
+from support.threads import thread
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -160,6 +163,53 @@ def test_interrupted_close_all_can_be_called_again(soft):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         assert interrupt_everywhere(close)
+
+
+@pytest.mark.parametrize("call", ["MR(pd, 64)", "MW(pd)", "CQ(opened)"])
+def test_thread_that_creates_resources_all_the_time_does_not_keep_the_device_open(context, call):
+    create = compile(f"rp.{call}", call, "eval")
+    for _ in range(20):
+        opened = rp.open_device(context.name)
+        names = {"rp": rp, "opened": opened, "pd": rp.PD(opened)}
+        begun = threading.Event()
+
+        def run(names=names, begun=begun):
+            made = []
+            while True:
+                made.append(eval(create, names))
+                begun.set()
+
+        with thread(run) as raised:
+            assert begun.wait(LIMIT)
+            opened.close_all()
+        assert [type(error) for error in raised] == [rp.ClosedError]
+        assert opened.closed
+
+
+def test_close_all_that_a_resource_refuses_once_leaves_nothing_to_the_garbage_collector(opened):
+    failed = []
+
+    class Reluctant(rp.QP):
+        def close(self):
+            if not failed:
+                failed.append(self.qp_num)
+                raise rp.RdmaError("not yet")
+            super().close()
+
+    pd, cq = rp.PD(opened), rp.CQ(opened)
+    kept = weakref.ref(qp := Reluctant(pd, rp.QPType.RC, cq))
+    # Closing another resource is progress, after which the queue pair is closed again.
+    rest = rp.MR(pd, 64)
+    gc.disable()
+    try:
+        opened.close_all()
+        assert failed
+        assert rest.closed
+        assert qp.closed
+        del qp
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_resources_that_are_equal_to_others_are_closed(opened):

@@ -376,11 +376,22 @@ class Tensor(ctypes.Structure):
     )
 
 
-def test_dlpack_tensor_of_negative_extents_is_refused(pd):
+@pytest.mark.parametrize("deleter", ["runs Python code", "raises"])
+def test_dlpack_tensor_of_negative_extents_is_refused_and_deleted(pd, deleter, monkeypatch):
     memory, name = mmap.mmap(-1, 4096), b"dltensor"
     shape = (ctypes.c_int64 * 2)(-4, -4)
     tensor = Tensor(data=_address(memory), device_type=1, ndim=2, code=1, bits=8, lanes=1)
     tensor.shape = shape
+    deleted, unraisable = [], []
+    monkeypatch.setattr("sys.unraisablehook", lambda hooked: unraisable.append(hooked.exc_type))
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def delete(at):
+        deleted.append(at)
+        if deleter == "raises":
+            raise KeyError(at)
+
+    tensor.deleter = ctypes.cast(delete, ctypes.c_void_p)
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
@@ -391,6 +402,8 @@ def test_dlpack_tensor_of_negative_extents_is_refused(pd):
 
     with pytest.raises(TypeError, match="a negative extent"):
         rp.MR(pd, Array())
+    assert deleted == [ctypes.addressof(tensor)]
+    assert unraisable == ([KeyError] if deleter == "raises" else [])
 
 
 @pytest.mark.parametrize("capsule", [None, 1, "a capsule"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import gc
 import logging
 import random
@@ -111,6 +112,48 @@ def test_resource_dropped_near_the_recursion_limit_is_closed_later(name, soft):
 
 def _deep(frames: int, call: Callable[[], object]) -> object:
     return _deep(frames - 1, call) if frames else call()
+
+
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("hook", ["trace", "profile", "cProfile", "none"])
+@isolated(silent=True, timeout=30)
+def test_resources_dropped_near_the_recursion_limit_under_a_profiler_are_closed_later(
+    hook, count, soft
+):
+    """Python 3.11 runs a pending call again and again before a traced function begins."""
+    profiler = cProfile.Profile()
+    start, stop = {
+        "trace": (lambda: sys.settrace(lambda *_: None), lambda: sys.settrace(None)),
+        "profile": (lambda: sys.setprofile(lambda *_: None), lambda: sys.setprofile(None)),
+        "cProfile": (profiler.enable, profiler.disable),
+        "none": (lambda: None, lambda: None),
+    }[hook]
+    context = rp.open_device(soft)
+    pd = rp.PD(context)
+    held: list[rp.MR] = []
+
+    def leaf() -> None:
+        pass
+
+    def drop() -> None:
+        try:
+            drop()
+        except RecursionError:
+            held.clear()
+            leaf()
+            raise
+
+    for _ in range(5):
+        held += [rp.MR(pd, 64) for _ in range(count)]
+        start()
+        with contextlib.suppress(RecursionError):
+            drop()
+        stop()
+    with rp.CQ(context):
+        # Each creation and each close has the main thread try again.
+        leaf()
+    assert open_handles() == [pd, context]
+    context.close_all()
 
 
 @isolated(warnings="ignore", timeout=60)

@@ -553,6 +553,8 @@ static int join_parents(PyObject *parents)
 
 		if (!rp_is_handle(parent))
 			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
+		else if (RP_LOAD(&((struct rp_handle *)parent)->emptied))
+			PyErr_Format(rp_errors.closed, "%S is being closed", parent);
 		else if (!enter((struct rp_handle *)parent, CHILD))
 			rp_raise_closed((struct rp_handle *)parent);
 		else
@@ -761,6 +763,8 @@ static void raise_made(PyObject *self)
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 
+static void ask_main(void);
+
 /* _begin_making(): mark the constructor as begun; raise if another one has begun. */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
@@ -772,6 +776,21 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 		return NULL;
 	}
 	__atomic_store_n(&h->maker, this_thread(), __ATOMIC_SEQ_CST);
+	ask_main();
+	Py_RETURN_NONE;
+}
+
+/*
+ * _admit_children(whether): admit no children while everything on the handle is being closed, or a
+ * thread that creates them without end would keep it open.
+ */
+static PyObject *handle_admit_children(PyObject *self, PyObject *whether)
+{
+	int admitted = PyObject_IsTrue(whether);
+
+	if (admitted < 0)
+		return NULL;
+	RP_STORE(&((struct rp_handle *)self)->emptied, !admitted);
 	Py_RETURN_NONE;
 }
 
@@ -1257,8 +1276,10 @@ static void reopen(struct rp_handle *h)
 static int close_now(struct rp_handle *h)
 {
 	struct pause pause = { 1, 0 };
-	int stopped = shut(h, &pause);
+	int stopped;
 
+	ask_main();
+	stopped = shut(h, &pause);
 	if (stopped)
 		return stopped < 0 ? -1 : 0;
 	h->refused = 0;
@@ -1305,14 +1326,67 @@ static void keep(struct rp_handle *h)
 	restore_error(error);
 }
 
-static int close_later(void *object)
+/*
+ * Handles whose close lacked stack or memory, for the main thread to close; the list holds
+ * references.
+ *
+ * In CPython 3.11, a function that is traced or profiled repeats its first instruction for as long
+ * as a pending call is queued; so if it runs in a pending call itself, it never ends. Therefore one
+ * pending call closes all handles, and queues no other before its end.
+ */
+static struct rp_handle *for_main;
+static char main_asked; /* the pending call is queued or running */
+
+static int close_for_main(void *unused);
+
+/*
+ * Have the main thread close the handles in the list. If it cannot be asked now, the next call does
+ * it: each constructor and each close calls this.
+ */
+static void ask_main(void)
 {
-	close_abandoned(object);
-	Py_DECREF((PyObject *)object);
+	if (RP_LOAD(&for_main) && !__atomic_exchange_n(&main_asked, 1, __ATOMIC_SEQ_CST) &&
+	    Py_AddPendingCall(close_for_main, NULL))
+		RP_STORE(&main_asked, 0);
+}
+
+/* Whether this thread's functions are traced or profiled. */
+static int is_traced(void)
+{
+	const char *const getters[] = { "gettrace", "getprofile" };
+	int traced = 0;
+
+	for (size_t i = 0; i < sizeof(getters) / sizeof(getters[0]); i++) {
+		PyObject *getter = PySys_GetObject(getters[i]);
+		PyObject *hook = getter ? PyObject_CallNoArgs(getter) : NULL;
+
+		traced |= hook && hook != Py_None;
+		Py_XDECREF(hook);
+		PyErr_Clear();
+	}
+	return traced;
+}
+
+static int close_for_main(void *unused)
+{
+	struct rp_handle *h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST), *next;
+
+	(void)unused;
+	for (; h; h = next) {
+		next = h->next_for_main;
+		RP_STORE(&h->is_for_main, 0);
+		close_abandoned(h);
+		Py_DECREF((PyObject *)h);
+	}
+	RP_STORE(&main_asked, 0);
+	rp_deliver_soon();
+	/* A traced function that is about to start would call this again and again. */
+	if (RP_LOAD(&for_main) && !is_traced())
+		ask_main();
 	return 0;
 }
 
-/* Ask the main thread to close a handle soon. Returns whether it will. */
+/* Leave a handle to the main thread, unless it has been retried for long enough: returns whether. */
 static int put_off_to_main(struct rp_handle *h)
 {
 	int64_t now = rp_now_ns();
@@ -1321,11 +1395,15 @@ static int put_off_to_main(struct rp_handle *h)
 		h->first_try = now;
 	else if (now - h->first_try > RETRIES_NS)
 		return 0;
-	Py_INCREF((PyObject *)h);
-	if (!Py_AddPendingCall(close_later, h))
-		return 1;
-	Py_DECREF((PyObject *)h);
-	return 0;
+	if (!__atomic_exchange_n(&h->is_for_main, 1, __ATOMIC_SEQ_CST)) {
+		Py_INCREF((PyObject *)h);
+		h->next_for_main = RP_LOAD(&for_main);
+		while (!__atomic_compare_exchange_n(&for_main, &h->next_for_main, h, 0,
+						    __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+			;
+	}
+	ask_main();
+	return 1;
 }
 
 /*
@@ -1785,6 +1863,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
 	{ "_end_making", handle_end, METH_O, NULL },
+	{ "_admit_children", handle_admit_children, METH_O, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },

@@ -32,6 +32,7 @@ struct rp_handle {
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
 	struct rp_handle *behind; /* in the list of queue pairs held back */
+	struct rp_handle *next_for_main; /* in the list of those that the main thread closes */
 	int64_t held_since; /* when it was held back, or 0 */
 	struct rp_binder *binder; /* its send queue's binder, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
@@ -58,6 +59,8 @@ struct rp_handle {
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
 	char kept; /* refused in a close with no caller to raise to: kept until the process ends */
+	char emptied; /* everything on it is being closed: it admits no children */
+	char is_for_main; /* it is in that list */
 	char put_off; /* its close is deferred until a verb ends; waits on the handle end now */
 };
 

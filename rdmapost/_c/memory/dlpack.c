@@ -56,20 +56,39 @@ static PyObject *numbers(const int64_t *at, int count)
 static const char UNVERSIONED[] = "dltensor", VERSIONED[] = "dltensor_versioned";
 static const char USED_UNVERSIONED[] = "used_dltensor", USED_VERSIONED[] = "used_dltensor_versioned";
 
+/*
+ * A deleter may run Python code, with no exception set; it cannot raise one. The caller of
+ * end_release() has called the deleter.
+ */
+static void end_release(PyObject *type, PyObject *value, PyObject *traceback)
+{
+	if (PyErr_Occurred())
+		PyErr_WriteUnraisable(NULL);
+	PyErr_Restore(type, value, traceback);
+}
+
 static void release_unversioned(PyObject *keeper)
 {
-	struct unversioned *u = PyCapsule_GetPointer(keeper, USED_UNVERSIONED);
+	PyObject *type, *value, *traceback;
+	struct unversioned *u;
 
-	if (u->deleter)
+	PyErr_Fetch(&type, &value, &traceback);
+	u = PyCapsule_GetPointer(keeper, USED_UNVERSIONED);
+	if (u && u->deleter)
 		u->deleter(u);
+	end_release(type, value, traceback);
 }
 
 static void release_versioned(PyObject *keeper)
 {
-	struct versioned *v = PyCapsule_GetPointer(keeper, USED_VERSIONED);
+	PyObject *type, *value, *traceback;
+	struct versioned *v;
 
-	if (v->deleter)
+	PyErr_Fetch(&type, &value, &traceback);
+	v = PyCapsule_GetPointer(keeper, USED_VERSIONED);
+	if (v && v->deleter)
 		v->deleter(v);
+	end_release(type, value, traceback);
 }
 
 /* Consume a capsule; return its keeper, or NULL with an exception. */

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from support import LIMIT, run_python, until
 from support.serving import Served, both_servers, server_threads
-from support.threads import posting
+from support.threads import posting, thread
 
 import rdmapost as rp
 from rdmapost import connect
@@ -756,6 +756,26 @@ def test_thread_that_posts_while_its_connection_is_closed_is_told_so(
             with posting(peer.qp, peer.mr) as raised:
                 peer.close()
             assert [type(error) for error in raised] == [rp.ClosedError]
+
+
+def test_thread_that_creates_regions_all_the_time_does_not_keep_its_connection_open(
+    serve: Callable[..., Served],
+) -> None:
+    served = serve()
+    for _ in range(10):
+        peer = served.dial()
+        begun = threading.Event()
+
+        def create(peer: connect.Connection = peer, begun: threading.Event = begun) -> None:
+            while True:
+                peer.region(64)
+                begun.set()
+
+        with thread(create) as raised:
+            assert begun.wait(LIMIT)
+            peer.close()
+        assert [type(error) for error in raised] == [rp.ClosedError]
+        assert peer.qp.pd.closed
 
 
 # ---- what the caller creates on a connection's own PD ----------------------------------
