@@ -34,8 +34,11 @@ def expect(name: str, given: object, *types: type | None) -> None:
     for wanted in types:
         if given is None if wanted is None else issubclass(given_type, wanted):
             return
-    names = " or ".join(["None" if wanted is None else wanted.__name__ for wanted in types])
-    raise TypeError(f"{name}: expected {names}, got {given_type.__name__}")
+    names = ["None" if wanted is None else wanted.__name__ for wanted in types]
+    found = given_type.__name__
+    # numpy has a bool of its own.
+    found = f"{given_type.__module__}.{found}" if found in names else found
+    raise TypeError(f"{name}: expected {' or '.join(names)}, got {found}")
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

@@ -515,10 +515,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Raises:
             TypeError: remote is not an Endpoint.
-            ValueError: a number is out of range.
+            ValueError: a number is out of range, or the queue pair is an XRC_RECV.
             ClosedError: the PD is closed.
             VerbsError: the device refused.
         """
+        if self.pd is None:
+            raise ValueError(f"{self} has no PD on which to create an address handle")
         return AH(self.pd, self.path_to(remote, sl=sl, traffic_class=traffic_class))
 
     # ---- states -------------------------------------------------------------

@@ -465,6 +465,15 @@ def test_arguments_of_the_headers_are_checked(call, error, text):
         call()
 
 
+def test_bool_of_numpy_is_told_from_pythons(context):
+    numpy = pytest.importorskip("numpy", minversion="2.0", reason="numpy 2 calls its type bool")
+    with (
+        rp.CQ(context) as cq,
+        pytest.raises(TypeError, match=r"^for_good: expected bool, got numpy\.bool$"),
+    ):
+        cq.cancel_waits(numpy.bool(True))
+
+
 def test_integer_too_long_for_python_to_print_is_refused_like_any_other(rc):
     """Python prints no integer of more than 4300 digits."""
     huge = 10**5000
