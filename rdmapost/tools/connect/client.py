@@ -405,7 +405,7 @@ class Connection(BaseConnection, ClosesOnExit):
         Returns:
             A digest of all those bytes, and the first 1024 of them; for the rest, compare digests
             or look again.  Both are empty if the server does not reveal them: the memory also holds
-            others' data and may not be read, or has no buffer to read it by (MR.at, MR.from_dmabuf).
+            others' data and may not be read, or it has no buffer (MR.at, MR.from_dmabuf).
 
         Raises:
             TypeError: an argument is not an integer.
