@@ -116,11 +116,13 @@ void rp_handler_raised(void)
 		rp_raise_later(rp_take_exception());
 }
 
+unsigned int rp_delivery_waits;
+
 /* Make the main thread raise the signal handlers' exceptions. */
 void rp_deliver_soon(void)
 {
 	/* If the queue of pending calls is full, retry when the next verb ends. */
-	if (PyList_Size(raised) > 0)
+	if (PyList_Size(raised) > 0 && RP_LOAD(&rp_delivery_waits) != rp_process + 1)
 		Py_AddPendingCall(deliver, NULL);
 }
 

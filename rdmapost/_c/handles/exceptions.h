@@ -40,6 +40,8 @@ void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(); clear it if it is for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
+/* While this is rp_process + 1, rp_deliver_soon() does nothing; call it afterwards. */
+RP_SHARED unsigned int rp_delivery_waits;
 /*
  * Like rp_deliver_soon(), for a caller that can raise: in the main thread, also removes and returns
  * the first saved exception. Returns NULL if there is none, or in another thread.

@@ -1335,7 +1335,7 @@ static void keep(struct rp_handle *h)
  * pending call closes all handles, and queues no other before its end.
  */
 static struct rp_handle *for_main;
-static char main_asked; /* the pending call is queued or running */
+static unsigned int main_asked; /* the process + 1 whose pending call is queued or running, or 0 */
 
 static int close_for_main(void *unused);
 
@@ -1345,7 +1345,10 @@ static int close_for_main(void *unused);
  */
 static void ask_main(void)
 {
-	if (RP_LOAD(&for_main) && !__atomic_exchange_n(&main_asked, 1, __ATOMIC_SEQ_CST) &&
+	unsigned int process = rp_process + 1;
+
+	if (RP_LOAD(&for_main) &&
+	    __atomic_exchange_n(&main_asked, process, __ATOMIC_SEQ_CST) != process &&
 	    Py_AddPendingCall(close_for_main, NULL))
 		RP_STORE(&main_asked, 0);
 }
@@ -1372,12 +1375,14 @@ static int close_for_main(void *unused)
 	struct rp_handle *h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST), *next;
 
 	(void)unused;
+	RP_STORE(&rp_delivery_waits, rp_process + 1);
 	for (; h; h = next) {
 		next = h->next_for_main;
 		RP_STORE(&h->is_for_main, 0);
 		close_abandoned(h);
 		Py_DECREF((PyObject *)h);
 	}
+	RP_STORE(&rp_delivery_waits, 0);
 	RP_STORE(&main_asked, 0);
 	rp_deliver_soon();
 	/* A traced function that is about to start would call this again and again. */
