@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -135,7 +136,7 @@ def _of_cuda(memory: Any, writable: bool) -> Source:
     described = memory.__cuda_array_interface__
     try:
         start, read_only = described["data"]
-        shape, typestr = tuple(described["shape"]), str(described["typestr"])
+        shape, typestr = tuple(map(operator.index, described["shape"])), str(described["typestr"])
         strides, fields = described.get("strides"), described.get("descr")
         size = int(typestr[2:])
     except (KeyError, TypeError, ValueError, AttributeError) as error:

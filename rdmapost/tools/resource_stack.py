@@ -23,11 +23,15 @@ _Resource = TypeVar("_Resource", bound=_Closable)
 class ResourceStack:
     """Resources in creation order, to be closed in reverse.
 
+    Attributes:
+        ended: close() has been called: what is added may stay open.
+
     Unlike an ExitStack, it keeps its resources after ``close()``: the next ``close()`` closes what
     an error or an interrupt left open.
     """
 
     def __init__(self) -> None:
+        self.ended = False
         self._held: list[_Closable] = []
         self._enough = 1
 
@@ -57,6 +61,8 @@ class ResourceStack:
             Exception: the first exception that a close() raised.
         """
         failed: Exception | None = None
+        # Before the list is read: either this closes what is being added, or its owner sees this.
+        self.ended = True
         # Another thread's add() may shorten the list at the same time.
         for resource in reversed(tuple(self._held)):
             try:

@@ -303,9 +303,9 @@ def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
         *((other, swap) for other in others),
         (type(field)(rp.Send, 0), swap),
     ):
-        with pytest.raises(TypeError, match="a work request of another class"):
+        with pytest.raises(TypeError, match="work request is of another class"):
             descriptor.__get__(wrong)
-        with pytest.raises(TypeError, match="a work request of another class"):
+        with pytest.raises(TypeError, match="work request is of another class"):
             descriptor.__set__(wrong, 5)
     assert swap.swap == 7
     for wrong in ((), (5, 0), (rp.Send,), (rp.Send, "x")):

@@ -82,7 +82,7 @@ async def adial(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or conflicts with another one.
-        ClosedError: mr, srq or cq is closed.
+        ClosedError: the device, mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: the program that listens there is not an rdmapost server.
@@ -305,7 +305,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         if self._pid != os.getpid():
             return True
         if self._turn.locked():
-            return False
+            # A request is pending, unless its event loop has ended.
+            return self._closing.get_loop().is_closed()
         # Without a request, the server sends only its last error.
         if (
             self._writer is None

@@ -17,7 +17,7 @@ from typing import Any
 from ..._arguments import counted, expect, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
-from ...errors import RdmaError
+from ...errors import ClosedError, RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.memory import MR, PD, access_flags
@@ -172,9 +172,14 @@ class BaseConnection(native.Finalizer, NotCopied):
             access: what may be done with it, an Access.
 
         Raises:
-            VerbsError: the device refused.
+            TypeError, ValueError, MemoryError, VerbsError: as for MR.
+            ClosedError: the connection is closed.
         """
-        return self._used.add(MR(self.qp.pd, length, access))
+        region = self._used.add(MR(self.qp.pd, length, access))
+        if self._used.ended:
+            region.close()
+            raise ClosedError("the connection is closed")
+        return region
 
     def _report_requests(
         self, number: int, timeout: float | None

@@ -92,7 +92,7 @@ def dial(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or conflicts with another one.
-        ClosedError: mr, srq or cq is closed.
+        ClosedError: the device, mr, srq or cq is closed.
         ConnectError: nothing listens there, or the server refused; the message says why.
         ConnectTimeout: the server did not answer in time.
         ProtocolError: the program that listens there is not an rdmapost server.

@@ -131,7 +131,7 @@ def serve(
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or conflicts with another one; or access is
             less than the remote rights of an mr with MW_BIND.
-        ClosedError: mr, srq or cq is closed.
+        ClosedError: the device, mr, srq or cq is closed.
         RdmaError: the port has no GID; or the device has no atomics and they are asked for; or
             no thread can be started.
         ConnectError: there is no such host; or the address cannot be listened on: it is in

@@ -43,7 +43,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What has changed in a client's memory since it joined.
+    """How a client's memory differs from what it was at first.
+
+    With ``shared``, that is what it was when the server started, so other clients' writes count.
 
     Attributes:
         offset, length: the range from the first changed byte to the last.

@@ -758,12 +758,15 @@ def test_thread_that_posts_while_its_connection_is_closed_is_told_so(
             assert [type(error) for error in raised] == [rp.ClosedError]
 
 
+@pytest.mark.parametrize("memory", ["its own", "the caller's"])
 def test_thread_that_creates_regions_all_the_time_does_not_keep_its_connection_open(
-    serve: Callable[..., Served],
+    serve: Callable[..., Served], context: rp.Context, memory: str
 ) -> None:
     served = serve()
     for _ in range(10):
-        peer = served.dial()
+        pd = rp.PD(context)
+        mr = rp.MR(pd, 64)
+        peer = served.dial(**({} if memory == "its own" else {"mr": mr}))
         begun = threading.Event()
 
         def create(peer: connect.Connection = peer, begun: threading.Event = begun) -> None:
@@ -775,7 +778,11 @@ def test_thread_that_creates_regions_all_the_time_does_not_keep_its_connection_o
             assert begun.wait(LIMIT)
             peer.close()
         assert [type(error) for error in raised] == [rp.ClosedError]
-        assert peer.qp.pd.closed
+        with pytest.raises(rp.ClosedError):
+            peer.region(64)
+        # Nothing of the connection's is left on it.
+        mr.close()
+        pd.close()
 
 
 # ---- what the caller creates on a connection's own PD ----------------------------------
