@@ -270,8 +270,8 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
         The resources that are still open, each with its error, in the order of closing.
 
     Raises:
-        Exception: an exception that a signal handler raised meanwhile; everything that can be
-            closed is.
+        Exception: an exception that a signal handler raised while a resource was being closed;
+            everything that can be closed is.
     """
     interrupts: list[Exception] = []
     errors = _close_in_order(resource, interrupts)
@@ -288,14 +288,13 @@ def _close_in_order(resource: Resource, interrupts: list[Exception]) -> list[tup
         handle._end_user()
     left: list[Any] = [resource]
     try:
-        resource._admit_children(False)
+        native.admit_children(left, False)
         left = [*sorted(_all_below(resource), key=_RANK), resource]
-        for handle in left:
-            handle._admit_children(False)
+        native.admit_children(left, False)
         return _close_listed(left, interrupts)
     finally:
-        for handle in left:
-            handle._admit_children(True)
+        # One call, which no signal handler interrupts.
+        native.admit_children(left, True)
 
 
 def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[Any, RdmaError]]:
@@ -320,7 +319,8 @@ def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[An
             continue
         refused = {id(handle) for handle in left}
         created = [handle for handle in _all_below(resource) if id(handle) not in refused]
-        if time.monotonic() > end or not (created or any(map(_may_be_creating, errors))):
+        waits = any([_may_wait(handle, error, refused) for handle, error in errors])
+        if time.monotonic() > end or not (created or waits):
             return errors
         if not created:
             time.sleep(0.001)
@@ -328,10 +328,16 @@ def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[An
     return []
 
 
-def _may_be_creating(refused: tuple[Any, RdmaError]) -> bool:
-    """Whether another thread may be creating a resource that the close of this one waits for."""
-    handle, error = refused
-    return isinstance(error, InUseError) and not open_children(handle)
+def _may_wait(handle: Any, error: RdmaError, refused: set[int]) -> bool:
+    """Whether a close was refused because of what another thread was creating or closing.
+
+    Args:
+        handle: what could not be closed.
+        error: why.
+        refused: the IDs of all that could not be closed.
+    """
+    children = open_children(handle) if isinstance(error, InUseError) else [handle]
+    return not children or any([id(child) not in refused for child in children])
 
 
 _WAIT_S = 0.5

@@ -165,6 +165,36 @@ def test_interrupted_close_all_can_be_called_again(soft):
         assert interrupt_everywhere(close)
 
 
+def test_refused_close_all_that_is_interrupted_leaves_the_device_usable(soft):
+    refusing = [True]
+
+    class Refusing(rp.CQ):
+        def close(self):
+            if refusing[0]:
+                raise rp.RdmaError("not yet")
+            super().close()
+
+    context = rp.open_device(soft)
+    kept = Refusing(context)
+
+    def close() -> None:
+        try:
+            made = rp.MR(rp.PD(context), 64)
+            context.close_all()
+        except rp.CloseError:
+            assert made.closed
+        except BaseException:
+            rp.CQ(context).close()
+            with pytest.raises(rp.CloseError):
+                context.close_all()
+            raise
+
+    assert interrupt_everywhere(close)
+    refusing[0] = False
+    assert not kept.closed
+    context.close_all()
+
+
 @pytest.mark.parametrize("call", ["MR(pd, 64)", "MW(pd)", "CQ(opened)"])
 def test_thread_that_creates_resources_all_the_time_does_not_keep_the_device_open(context, call):
     create = compile(f"rp.{call}", call, "eval")

@@ -781,20 +781,6 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 }
 
 /*
- * _admit_children(whether): admit no children while everything on the handle is being closed, or a
- * thread that creates them without end would keep it open.
- */
-static PyObject *handle_admit_children(PyObject *self, PyObject *whether)
-{
-	int admitted = PyObject_IsTrue(whether);
-
-	if (admitted < 0)
-		return NULL;
-	RP_STORE(&((struct rp_handle *)self)->emptied, !admitted);
-	Py_RETURN_NONE;
-}
-
-/*
  * _end_making(well): the constructor has ended. If it created no struct, another constructor may
  * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
  * for a long time; if that fails, list the handle: whoever cannot close a parent is told its name.
@@ -1360,26 +1346,43 @@ static int is_traced(void)
 	int traced = 0;
 
 	for (size_t i = 0; i < sizeof(getters) / sizeof(getters[0]); i++) {
-		PyObject *getter = PySys_GetObject(getters[i]);
+		/* The call could replace it in sys. */
+		PyObject *getter = Py_XNewRef(PySys_GetObject(getters[i]));
 		PyObject *hook = getter ? PyObject_CallNoArgs(getter) : NULL;
 
 		traced |= hook && hook != Py_None;
 		Py_XDECREF(hook);
+		Py_XDECREF(getter);
 		PyErr_Clear();
 	}
 	return traced;
 }
 
+static void push_for_main(struct rp_handle *h)
+{
+	h->next_for_main = RP_LOAD(&for_main);
+	while (!__atomic_compare_exchange_n(&for_main, &h->next_for_main, h, 0, __ATOMIC_SEQ_CST,
+					    __ATOMIC_SEQ_CST))
+		;
+}
+
 static int close_for_main(void *unused)
 {
 	struct rp_handle *h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST), *next;
+	int failed = 0;
 
 	(void)unused;
 	RP_STORE(&rp_delivery_waits, rp_process + 1);
 	for (; h; h = next) {
 		next = h->next_for_main;
+		if (failed) {
+			/* There would not be enough stack or memory for this one, either. */
+			push_for_main(h);
+			continue;
+		}
 		RP_STORE(&h->is_for_main, 0);
 		close_abandoned(h);
+		failed = RP_LOAD(&h->is_for_main);
 		Py_DECREF((PyObject *)h);
 	}
 	RP_STORE(&rp_delivery_waits, 0);
@@ -1402,10 +1405,7 @@ static int put_off_to_main(struct rp_handle *h)
 		return 0;
 	if (!__atomic_exchange_n(&h->is_for_main, 1, __ATOMIC_SEQ_CST)) {
 		Py_INCREF((PyObject *)h);
-		h->next_for_main = RP_LOAD(&for_main);
-		while (!__atomic_compare_exchange_n(&for_main, &h->next_for_main, h, 0,
-						    __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-			;
+		push_for_main(h);
 	}
 	ask_main();
 	return 1;
@@ -1868,7 +1868,6 @@ static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
 	{ "_end_making", handle_end, METH_O, NULL },
-	{ "_admit_children", handle_admit_children, METH_O, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },
@@ -2111,6 +2110,28 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/*
+ * admit_children(handles, whether): let the handles of a list have no more children while they are
+ * all being closed, or a thread that creates some without end would keep them open. Runs no Python
+ * code.
+ */
+static PyObject *admit_children(PyObject *self, PyObject *args)
+{
+	PyObject *handles;
+	int admitted;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &handles, &admitted))
+		return NULL;
+	for (Py_ssize_t i = 0; i < PyList_Size(handles); i++) {
+		PyObject *one = PyList_GetItem(handles, i);
+
+		if (rp_is_handle(one))
+			RP_STORE(&((struct rp_handle *)one)->emptied, !admitted);
+	}
+	Py_RETURN_NONE;
+}
+
 /* in_verb(): whether this thread is in the middle of a verb, where a close is deferred. */
 static PyObject *in_verb(PyObject *self, PyObject *unused)
 {
@@ -2123,6 +2144,7 @@ static PyMethodDef functions[] = {
 	{ "importing", importing, METH_NOARGS, NULL },
 	{ "describe_handles", describe_handles, METH_VARARGS, NULL },
 	{ "exiting", exiting, METH_O, NULL },
+	{ "admit_children", admit_children, METH_VARARGS, NULL },
 	{ "in_verb", in_verb, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
