@@ -317,12 +317,13 @@ def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[An
             # Some of these were in use by resources that are closed now.
             left = [handle for handle, _ in errors]
             continue
+        if time.monotonic() > end:
+            return errors
         refused = {id(handle) for handle in left}
         created = [handle for handle in _all_below(resource) if id(handle) not in refused]
-        waits = any([_may_wait(handle, error, refused) for handle, error in errors])
-        if time.monotonic() > end or not (created or waits):
-            return errors
         if not created:
+            if not any([_may_wait(handle, error, refused) for handle, error in errors]):
+                return errors
             time.sleep(0.001)
         left = [*sorted(created, key=_RANK), *left]
     return []

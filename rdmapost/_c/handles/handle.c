@@ -1339,23 +1339,22 @@ static void ask_main(void)
 		RP_STORE(&main_asked, 0);
 }
 
-/* Whether this thread's functions are traced or profiled. */
-static int is_traced(void)
+/*
+ * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
+ * sys.getprofile() tells; called as C functions, because there may be no stack for a call.
+ */
+static int has_hook(const char *getter_name)
 {
-	const char *const getters[] = { "gettrace", "getprofile" };
-	int traced = 0;
+	PyObject *getter = Py_XNewRef(PySys_GetObject(getter_name)), *hook = NULL;
+	int has;
 
-	for (size_t i = 0; i < sizeof(getters) / sizeof(getters[0]); i++) {
-		/* The call could replace it in sys. */
-		PyObject *getter = Py_XNewRef(PySys_GetObject(getters[i]));
-		PyObject *hook = getter ? PyObject_CallNoArgs(getter) : NULL;
-
-		traced |= hook && hook != Py_None;
-		Py_XDECREF(hook);
-		Py_XDECREF(getter);
-		PyErr_Clear();
-	}
-	return traced;
+	if (getter && PyCFunction_Check(getter) && PyCFunction_GetFlags(getter) == METH_NOARGS)
+		hook = PyCFunction_GetFunction(getter)(PyCFunction_GetSelf(getter), NULL);
+	has = hook != Py_None;
+	Py_XDECREF(hook);
+	Py_XDECREF(getter);
+	PyErr_Clear();
+	return has;
 }
 
 static void push_for_main(struct rp_handle *h)
@@ -1369,7 +1368,7 @@ static void push_for_main(struct rp_handle *h)
 static int close_for_main(void *unused)
 {
 	struct rp_handle *h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST), *next;
-	int failed = 0;
+	int failed = 0, traced;
 
 	(void)unused;
 	RP_STORE(&rp_delivery_waits, rp_process + 1);
@@ -1385,11 +1384,12 @@ static int close_for_main(void *unused)
 		failed = RP_LOAD(&h->is_for_main);
 		Py_DECREF((PyObject *)h);
 	}
+	/* A traced function that is about to start would call this again and again. */
+	traced = RP_LOAD(&for_main) && (has_hook("gettrace") || has_hook("getprofile"));
 	RP_STORE(&rp_delivery_waits, 0);
 	RP_STORE(&main_asked, 0);
 	rp_deliver_soon();
-	/* A traced function that is about to start would call this again and again. */
-	if (RP_LOAD(&for_main) && !is_traced())
+	if (!traced)
 		ask_main();
 	return 0;
 }

@@ -302,11 +302,10 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     @property
     def closed(self) -> bool:
         """True once the server has gone away or dropped this client, as in Connection."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._closing.get_loop().is_closed():
             return True
         if self._turn.locked():
-            # A request is pending, unless its event loop has ended.
-            return self._closing.get_loop().is_closed()
+            return False
         # Without a request, the server sends only its last error.
         if (
             self._writer is None
