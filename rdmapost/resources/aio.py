@@ -417,7 +417,7 @@ class _WaitList:
     def stop(self, claims: int) -> None:
         """Leave the events to others, unless a task has started to wait since.
 
-        If this is interrupted, whoever waits next completes it.
+        If this is interrupted, the next waiter completes it.
         """
         if self._poller.unclaim(self, claims):
             self._stop_watching()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support import ALL, LIMIT, ended, interrupt_everywhere, null_device, waiting
-from support.threads import thread
+from support.threads import repeating
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -201,16 +201,8 @@ def test_thread_that_creates_resources_all_the_time_does_not_keep_the_device_ope
     for _ in range(20):
         opened = rp.open_device(context.name)
         names = {"rp": rp, "opened": opened, "pd": rp.PD(opened)}
-        begun = threading.Event()
-
-        def run(names=names, begun=begun):
-            made = []
-            while True:
-                made.append(eval(create, names))
-                begun.set()
-
-        with thread(run) as raised:
-            assert begun.wait(LIMIT)
+        made = []
+        with repeating(lambda made=made, names=names: made.append(eval(create, names))) as raised:
             opened.close_all()
         assert [type(error) for error in raised] == [rp.ClosedError]
         assert opened.closed

@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from connected_pair import LIMIT, Number, Rig, thread, until
 from interrupts import Moment, interrupt_at_each_moment
 from isolated import TIMES, isolated
+from support.threads import repeating
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -420,15 +422,7 @@ def test_thread_that_keeps_polling_for_events_does_not_block_closing_the_channel
     rig = Rig(device)
     for _ in range(5):
         channel = rp.CompChannel(rig.context)
-        polled = threading.Event()
-
-        def look(channel: rp.CompChannel = channel, polled: threading.Event = polled) -> None:
-            while True:
-                channel.get_cq_event(0)
-                polled.set()
-
-        with thread(look) as raised:
-            polled.wait()
+        with repeating(partial(channel.get_cq_event, 0), LIMIT) as raised:
             start = time.monotonic()
             channel.close()
             assert time.monotonic() - start < TIMES

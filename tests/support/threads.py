@@ -39,6 +39,21 @@ def thread(target: Callable[[], object], limit: float = LIMIT) -> Iterator[list[
 
 
 @contextlib.contextmanager
+def repeating(call: Callable[[], object], limit: float = LIMIT) -> Iterator[list[BaseException]]:
+    """Repeat a call in a thread, at least once before the block, until it raises; see thread()."""
+    called = threading.Event()
+
+    def repeat() -> None:
+        while True:
+            call()
+            called.set()
+
+    with thread(repeat, limit) as raised:
+        assert called.wait(limit)
+        yield raised
+
+
+@contextlib.contextmanager
 def posting(qp: rp.QP, mr: rp.MR) -> Iterator[list[BaseException]]:
     """Post receives in a thread, from the start of the block until one is refused; see thread().
 
@@ -48,22 +63,18 @@ def posting(qp: rp.QP, mr: rp.MR) -> Iterator[list[BaseException]]:
         qp: a queue pair; full queues are waited for.
         mr: the receives' memory.
     """
-    begun = threading.Event()
 
     def post() -> None:
-        while True:
-            try:
-                qp.post_recv(rp.RecvWR(mr[:8]))
-            except rp.PostError as error:
-                if error.errno != errno.ENOMEM:
-                    raise
-            begun.set()
+        try:
+            qp.post_recv(rp.RecvWR(mr[:8]))
+        except rp.PostError as error:
+            if error.errno != errno.ENOMEM:
+                raise
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with thread(post) as raised:
-            assert begun.wait(LIMIT)
+        with repeating(post) as raised:
             yield raised
     finally:
         sys.setswitchinterval(interval)

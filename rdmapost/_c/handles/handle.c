@@ -354,12 +354,17 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
  */
 struct rp_handle *rp_held_back;
 
+/* Put a handle at the head of a list, whose links are `next`. */
+static void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle **next)
+{
+	*next = RP_LOAD(list);
+	while (!__atomic_compare_exchange_n(list, next, h, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+		;
+}
+
 static void push_held_back(struct rp_handle *h)
 {
-	h->behind = RP_LOAD(&rp_held_back);
-	while (!__atomic_compare_exchange_n(&rp_held_back, &h->behind, h, 0, __ATOMIC_SEQ_CST,
-					    __ATOMIC_SEQ_CST))
-		;
+	push(&rp_held_back, h, &h->behind);
 }
 
 static int binds_windows(struct rp_handle *h)
@@ -783,7 +788,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 /*
  * _end_making(well): the constructor has ended. If it created no struct, another constructor may
  * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
- * for a long time; if that fails, list the handle: whoever cannot close a parent is told its name.
+ * for a long time. If that fails, list the handle, so that the error for closing a parent names it.
  */
 static PyObject *handle_end(PyObject *self, PyObject *well)
 {
@@ -1359,10 +1364,7 @@ static int has_hook(const char *getter_name)
 
 static void push_for_main(struct rp_handle *h)
 {
-	h->next_for_main = RP_LOAD(&for_main);
-	while (!__atomic_compare_exchange_n(&for_main, &h->next_for_main, h, 0, __ATOMIC_SEQ_CST,
-					    __ATOMIC_SEQ_CST))
-		;
+	push(&for_main, h, &h->next_for_main);
 }
 
 static int close_for_main(void *unused)
@@ -1394,7 +1396,7 @@ static int close_for_main(void *unused)
 	return 0;
 }
 
-/* Leave a handle to the main thread, unless it has been retried for long enough: returns whether. */
+/* Leave a handle to the main thread; returns 0 if it has been retried for long enough. */
 static int put_off_to_main(struct rp_handle *h)
 {
 	int64_t now = rp_now_ns();

@@ -56,39 +56,26 @@ static PyObject *numbers(const int64_t *at, int count)
 static const char UNVERSIONED[] = "dltensor", VERSIONED[] = "dltensor_versioned";
 static const char USED_UNVERSIONED[] = "used_dltensor", USED_VERSIONED[] = "used_dltensor_versioned";
 
-/*
- * A deleter may run Python code, with no exception set; it cannot raise one. The caller of
- * end_release() has called the deleter.
- */
-static void end_release(PyObject *type, PyObject *value, PyObject *traceback)
-{
-	if (PyErr_Occurred())
-		PyErr_WriteUnraisable(NULL);
-	PyErr_Restore(type, value, traceback);
-}
-
-static void release_unversioned(PyObject *keeper)
-{
-	PyObject *type, *value, *traceback;
-	struct unversioned *u;
-
-	PyErr_Fetch(&type, &value, &traceback);
-	u = PyCapsule_GetPointer(keeper, USED_UNVERSIONED);
-	if (u && u->deleter)
-		u->deleter(u);
-	end_release(type, value, traceback);
-}
-
-static void release_versioned(PyObject *keeper)
+/* Call the tensor's deleter, which may run Python code: no exception is set then, or afterwards. */
+static void release(PyObject *keeper)
 {
 	PyObject *type, *value, *traceback;
 	struct versioned *v;
+	struct unversioned *u;
 
 	PyErr_Fetch(&type, &value, &traceback);
-	v = PyCapsule_GetPointer(keeper, USED_VERSIONED);
-	if (v && v->deleter)
-		v->deleter(v);
-	end_release(type, value, traceback);
+	if (PyCapsule_IsValid(keeper, USED_VERSIONED)) {
+		v = PyCapsule_GetPointer(keeper, USED_VERSIONED);
+		if (v->deleter)
+			v->deleter(v);
+	} else {
+		u = PyCapsule_GetPointer(keeper, USED_UNVERSIONED);
+		if (u && u->deleter)
+			u->deleter(u);
+	}
+	if (PyErr_Occurred())
+		PyErr_WriteUnraisable(NULL);
+	PyErr_Restore(type, value, traceback);
 }
 
 /* Consume a capsule; return its keeper, or NULL with an exception. */
@@ -110,7 +97,7 @@ static PyObject *consume(PyObject *capsule)
 		consumed = !PyCapsule_SetName(capsule, used);
 	RP_END();
 	if (consumed) {
-		PyCapsule_SetDestructor(keeper, versioned ? release_versioned : release_unversioned);
+		PyCapsule_SetDestructor(keeper, release);
 		return keeper;
 	}
 	Py_XDECREF(keeper);

@@ -53,8 +53,10 @@ def on_timer(qp: RoceQueuePair) -> None:
 
 
 def give_up(qp: RoceQueuePair) -> bool:
-    """Fail the oldest work request or, if there is none, the queue pair, because execute_next could
-    not continue; return whether to call again."""
+    """End what execute_next could not continue, and return whether to call again.
+
+    This fails the oldest work request or, if there is none, the queue pair.
+    """
     if qp.state < _SQE:
         if qp.sq.pending:
             requester.fail(qp, WCStatus.FATAL_ERR)

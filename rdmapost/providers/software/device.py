@@ -152,7 +152,7 @@ class Device(native.Record):
         del self.qps[qp.number]
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
-        """Begin a plan of packet faults; if it is None, end the current one.
+        """Start a plan of packet faults; None ends the current one.
 
         Raises:
             UnsupportedError: the device has no packets.

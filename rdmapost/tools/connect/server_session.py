@@ -30,7 +30,7 @@ from .protocol_messages import (
     printable,
 )
 from .served_client import ServedClient
-from .server_events import Arrived, Changed, Joined, Left, Refused
+from .server_events import Arrived, Changed, Left, Refused
 from .server_state import ServerState
 from .wakeup import Wakeup
 
@@ -192,11 +192,7 @@ class ServerSession:
         hello, self._hello = self._hello, None
         if hello is not None:
             self._client = client = self._server.admit(hello, self._address)
-            self._server.notify(
-                Joined(
-                    client.number, self._address, hello.qp_type, client.offer, client.private_data
-                )
-            )
+            self._server.notify_joined(client)
             # Do not charge the client for the time that admission took.
             self._last_message_at = time.monotonic()
             yield client.offer

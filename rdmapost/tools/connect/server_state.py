@@ -158,8 +158,7 @@ class ServerState:
         except (TypeError, ValueError):
             _log.exception("on_connect failed")
             return
-        qp_type, offer, data = client.qp.qp_type, client.offer, client.private_data
-        self.notify(Joined(client.number, client.address, qp_type, offer, data))
+        self.notify_joined(client)
         reason = "on_connect answered too late: the client had been refused"
         self.notify(Left(client.number, client.address, reason, None))
 
@@ -183,6 +182,11 @@ class ServerState:
             with suppress(RdmaError):
                 self._unreleased[0].close()
             del self._unreleased[0]
+
+    def notify_joined(self, client: ServedClient) -> None:
+        """Report that a client has been admitted."""
+        qp_type, offer, data = client.qp.qp_type, client.offer, client.private_data
+        self.notify(Joined(client.number, client.address, qp_type, offer, data))
 
     def notify(self, event: Event) -> None:
         """Call on_event; its failures do not affect the client."""

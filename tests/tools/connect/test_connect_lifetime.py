@@ -15,12 +15,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 from support import LIMIT, run_python, until
 from support.serving import Served, both_servers, server_threads
-from support.threads import posting, thread
+from support.threads import posting, repeating
 
 import rdmapost as rp
 from rdmapost import connect
@@ -767,15 +768,7 @@ def test_thread_that_creates_regions_all_the_time_does_not_keep_its_connection_o
         pd = rp.PD(context)
         mr = rp.MR(pd, 64)
         peer = served.dial(**({} if memory == "its own" else {"mr": mr}))
-        begun = threading.Event()
-
-        def create(peer: connect.Connection = peer, begun: threading.Event = begun) -> None:
-            while True:
-                peer.region(64)
-                begun.set()
-
-        with thread(create) as raised:
-            assert begun.wait(LIMIT)
+        with repeating(partial(peer.region, 64)) as raised:
             peer.close()
         assert [type(error) for error in raised] == [rp.ClosedError]
         with pytest.raises(rp.ClosedError):
