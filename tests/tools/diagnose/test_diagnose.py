@@ -605,8 +605,12 @@ def test_cause_is_still_found_after_the_failure(unconnected, near, far, options,
     a.connect(dataclasses.replace(b.endpoint(), **near), timeout=8, retry_cnt=1)
     b.connect(dataclasses.replace(a.endpoint(), **far), **options)
     found = [named(a.diagnose(b), cause)]
-    a.post_send(unconnected.wr(rp.RdmaRead, unconnected.mine[:8]))
-    assert unconnected.cq.wait(1, 10)[0].status is not WCStatus.SUCCESS
+    read = unconnected.wr(rp.RdmaRead, unconnected.mine[:8])
+    a.post_send([read, read])
+    failed, flushed = unconnected.cq.wait(2, 10)
+    assert failed.status not in (WCStatus.SUCCESS, WCStatus.WR_FLUSH_ERR)
+    # rxe delivers the failure before it moves the queue pair to ERR, and flushes afterwards.
+    assert flushed.status is WCStatus.WR_FLUSH_ERR
     assert a.state is QPState.ERR
     found.append(named(a.diagnose(b), cause))
     assert found[0] == found[1]
