@@ -1369,10 +1369,16 @@ static void push_for_main(struct rp_handle *h)
 
 static int close_for_main(void *unused)
 {
-	struct rp_handle *h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST), *next;
+	struct rp_handle *h, *next;
 	int failed = 0, traced;
 
 	(void)unused;
+	/* A deferred close that fails would be deferred again; rp_close_put_off() asks at its end. */
+	if (rp_thread()->draining) {
+		RP_STORE(&main_asked, 0);
+		return 0;
+	}
+	h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST);
 	RP_STORE(&rp_delivery_waits, rp_process + 1);
 	for (; h; h = next) {
 		next = h->next_for_main;
@@ -1522,6 +1528,7 @@ void rp_close_put_off(void)
 	if (RP_LOAD(&rp_held_back))
 		close_held_back();
 	me->draining = 0;
+	ask_main();
 	rp_deliver_soon();
 	restore_error(error);
 }
