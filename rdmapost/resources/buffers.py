@@ -41,6 +41,8 @@ def _codes_behind(view: memoryview) -> list[str]:
     """
     codes = _codes_of(view)
     exporter: Any = view.obj
+    if _holds_objects(exporter):
+        codes.append("O")
     if type(exporter).__name__ == "_buffer_wrapper":
         for behind in gc.get_referents(exporter):
             if isinstance(behind, memoryview):
@@ -53,6 +55,19 @@ def _codes_behind(view: memoryview) -> list[str]:
         with own:
             codes += _codes_of(own)
     return codes
+
+
+def _holds_objects(exporter: Any) -> bool:
+    """Say whether a numpy array or scalar refers to objects.
+
+    If it consists of some fields of a structured type, its format omits the others.
+    """
+    numpy = sys.modules.get("numpy")
+    for base in (getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)):
+        if isinstance(base, type) and issubclass(type(exporter), base):
+            dtype: Any = base.__dict__["dtype"]
+            return bool(dtype.__get__(exporter).hasobject)
+    return False
 
 
 def _codes_of(view: memoryview) -> list[str]:

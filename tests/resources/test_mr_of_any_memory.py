@@ -424,6 +424,30 @@ def test_array_of_python_objects_is_refused(pd):
         rp.MR(pd, array, READ)
 
 
+def test_fields_of_an_array_are_refused_if_a_field_between_them_refers_to_objects(pd):
+    """Their format names neither the objects nor the rest of the row."""
+    array = _numpy().zeros(8, [("x", "i8"), ("o", "O")])
+    nested = _numpy().zeros(8, [("n", array.dtype)])["n"]
+    for whole in (array, nested, _numpy().ma.array(array), array.view(_numpy().recarray)):
+        part = whole[["x"]]
+        for memory in (part, memoryview(part), memoryview(part).cast("B")):
+            with pytest.raises(TypeError, match="would write over references to Python objects"):
+                rp.MR(pd, memory)
+    with pytest.raises(TypeError, match="the device would send references to Python objects"):
+        rp.MR(pd, array[["x"]][0], READ)
+    plain = _numpy().zeros(8, [("x", "i8"), ("y", "i8")])
+    with rp.MR(pd, plain[["x"]]) as mr:
+        assert len(mr) == 128
+
+
+def test_region_of_plain_memory_is_not_registered_again_over_hidden_objects(pd):
+    array = _numpy().zeros(8, [("x", "i8"), ("o", "O")])
+    with rp.MR(pd, bytearray(128)) as mr:
+        with pytest.raises(TypeError, match="would write over references to Python objects"):
+            mr.rereg(memory=array[["x"]])
+        assert not mr.closed
+
+
 def test_array_of_a_type_without_a_buffer_is_refused_with_the_reason(pd):
     with pytest.raises(TypeError, match=r"ndarray of datetime64.* the same memory as bytes"):
         rp.MR(pd, _numpy().zeros(8, "M8[s]"))

@@ -183,6 +183,7 @@ POINTERS = {
     ),
     "objects": lambda: np.zeros(6, object),
     "records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)]),
+    "some fields of records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)])[["a"]],
     "ctypes objects": lambda: (ctypes.py_object * 6)(),
     "ctypes strings": lambda: (ctypes.c_char_p * 6)(),
     "memoryview": lambda: memoryview(np.zeros(6, object)),
