@@ -89,8 +89,8 @@ def _try(context: Context, port_num: int, gid_index: int | None, timeout: float)
         here, there = pair.local, pair.remote
         size = len(_MESSAGE)
         here.mr.buffer[:size] = _MESSAGE
-        # A receive for the message, and one that stays posted: diagnose() reports a queue pair
-        # without any.
+        # A receive for the message, and one that stays posted: diagnose() would report a queue
+        # pair that has no receives.
         pair.receive(size, 2)
         here.qp.post_recv(RecvWR(here.mr[size : 2 * size]))
         here.qp.post_send(Send(here.mr[:size]))

@@ -32,7 +32,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 
     The window is as long as the data; a second write tests whether the memory next
     to the window is out of reach.  On xrc the side that binds cannot be the target of
-    a write: the command tests whether the window's key is refused.
+    a write, so the command only tests whether a write with the window's key is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
@@ -75,7 +75,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
         else:
             if admitted(pair, wr.rkey, MARGIN):
                 raise RdmaError(
-                    "a write to the window through a queue pair that did not bind it succeeded"
+                    "a queue pair that did not bind the window could write to it"
                 )
             results["target_refused"] = True
     show(out, results)

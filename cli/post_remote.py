@@ -105,7 +105,7 @@ def _exposed(connection: Connection) -> str:
 def _why_refused(
     out: Output, connection: Connection, shown: WC, opcode: Opcode, sent: int | None
 ) -> str | None:
-    """Say why the server refused a work request, if its offer explains it."""
+    """Say why the server refused a work request, if the server's offer explains that."""
     offer, peer = connection.offer, out.doc["peer"]
     # The server's queue pair has its region's access flags, and refuses before the region does.
     lacks_access = _NEEDS.get(opcode, Access(0)) & ~offer.access
@@ -127,7 +127,7 @@ def _why_refused(
 
 
 def _why_unreachable(connection: Connection) -> str | None:
-    """Say why the server's GID cannot be reached, if a diagnosis finds it."""
+    """Say why the server's GID cannot be reached, if a diagnosis finds a reason."""
     for finding in connection.qp.diagnose(connection.offer.endpoint):
         if finding.name == "gid-wrong" and finding.severity == "problem":
             return f"{finding.evidence}; {finding.remedy}"
@@ -172,7 +172,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
             )
         if arrival.status:
             raise RdmaError(
-                f"{out.doc['peer']} could not receive it: its receive failed with "
+                f"{out.doc['peer']} could not receive the message: its receive failed with "
                 f"{arrival.status.name}"
             )
         found.append(arrival)

@@ -51,8 +51,8 @@ def send(
     The second queue pair is on the same device.  HOST runs 'rdmapost serve',
     which reports what arrives.
 
-    With --invalidate the command creates the key that it invalidates: of a memory
-    window that the other side has bound, or on xrc of a memory region.  With
+    With --invalidate the command first creates the key to invalidate: that of a
+    memory window bound by the other side, or on xrc that of a memory region.  With
     --qp-type raw the data follows a made-up Ethernet header.
     """
     from rdmapost import Opcode, RdmaError, Send, SendWithImm, SendWithInv

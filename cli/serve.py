@@ -174,7 +174,7 @@ def serve(
 ) -> None:
     """Let commands in other processes post to this device.
 
-    These are send, write, read and atomic with HOST[:PORT].  It prints the
+    These are send, write, read and atomic with HOST[:PORT].  The server prints the
     address, key and size of the memory that each client gets, and reports what
     arrives, until SIGINT (Ctrl-C) or SIGTERM.  With --json it prints each event
     as one line of JSON.  Nothing is encrypted: listen only on a network

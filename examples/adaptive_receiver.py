@@ -1,8 +1,8 @@
 """A receiver that grows with its load: more receives and more completions, while messages arrive.
 
-It starts with 8 receives for all of its senders. Completions are taken in batches: half of the
-receives at once under load, or what arrived within 50 ms. As long as batches fill up it doubles
-its CQ and its SRQ. `cancel_waits` ends it.
+It starts with 8 receives for all of its senders. It takes completions in batches: under load, as
+soon as half of the receives have completed; otherwise, whatever arrived within 50 ms. After each
+batch under load it doubles its CQ and its SRQ, up to a limit. `cancel_waits` ends it.
 
 The last sender shows how a wait that cannot be satisfied names the work request that failed.
 

@@ -1,4 +1,4 @@
-"""The constants of ``<infiniband/verbs.h>``, by the names of the man pages.
+"""The constants of ``<infiniband/verbs.h>``, under the names that the man pages use.
 
 Values are written as numbers, because an older header may lack the newer
 ones; a test compares them with the header that the module was compiled

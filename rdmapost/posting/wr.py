@@ -367,12 +367,12 @@ class TSO(_WithBuffers):
 class AtomicWrite(SendWR):
     """Write a 64-bit value to remote memory atomically (RC, XRC_SEND; ibv_wr_atomic_write).
 
-    A reader sees the old value or the new one, never a part of each; an RDMA_WRITE of 8 bytes does
+    A reader sees the old value or the new one, never a mix of both; an RDMA_WRITE of 8 bytes does
     not guarantee that. ``remote_addr`` is a multiple of 8. The queue pair must be created with
     ``send_ops_flags=SendOps.ATOMIC_WRITE``. The peer needs REMOTE_WRITE.
 
     Attributes:
-        atomic_wr: the value, 0..2^64-1; it is copied at the post.
+        atomic_wr: the value, 0..2^64-1; it is copied when posted.
         remote_addr: address at the peer.
         rkey, remote_srqn: as in RdmaWrite.
         wr_id, send_flags: as in SendWR.
@@ -392,7 +392,7 @@ class Flush(SendWR):
 
     It completes when everything that this queue pair wrote earlier is visible or persistent. The
     queue pair must be created with ``send_ops_flags=SendOps.FLUSH``. The peer needs FLUSH_GLOBAL or
-    FLUSH_PERSISTENT, both in its region and in the access of its queue pair.
+    FLUSH_PERSISTENT, in the access flags of both its region and its queue pair.
 
     Attributes:
         remote_addr, length: the range, of at most 2^32-1 bytes; ignored with FlushLevel.MR.
@@ -491,7 +491,7 @@ class TagDel(OpsWR):
 class TagSync(OpsWR):
     """Tell the device how many unexpected messages have been handled.
 
-    Until this equals the number that the device has delivered, new entries do not match.
+    New entries do not match until this count equals the number that the device has delivered.
     A completion with WCFlags.TM_SYNC_REQ asks for a TagSync.
 
     Attributes:

@@ -130,7 +130,7 @@ class Counters(NamedTuple):
     Attributes:
         packets_sent, packets_received: packets, including those that were dropped, but not
             send_errors.
-        bytes_sent, bytes_received: their bytes, without the headers of IP and UDP.
+        bytes_sent, bytes_received: their bytes, without the IP and UDP headers.
         retransmitted: packets of requests that were sent again.
         naks_sent, naks_received: NAKs, other than RNR NAKs.
         rnr_naks_sent, rnr_naks_received: RNR NAKs, sent because no receive was posted.
@@ -143,7 +143,7 @@ class Counters(NamedTuple):
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
             IPv4 address and the other an IPv6 address.
-        faults: packets to which the fault plan has done something.
+        faults: packets that the fault plan has affected.
     """
 
     packets_sent: int

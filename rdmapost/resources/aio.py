@@ -94,7 +94,7 @@ async def completions(
                     await waiter.woken
                     # First: a cancelled wait takes nothing, even if completions have arrived since.
                     if poller.cancels != cancels:
-                        raise WaitCancelled(f"cancel_waits() of this {cq} has ended the wait")
+                        raise WaitCancelled(f"cancel_waits() on this {cq} has ended the wait")
                     if poller.wait(cq, count, 0, 0.0, found) is None:
                         break
                     if waiter.expired:

@@ -379,8 +379,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.channel is None:
             self._open_struct()
             raise RdmaError(
-                f"{self} was created without a completion channel: pass CQ(channel=...); the CQ's "
-                "own is for cq.wait()"
+                f"{self} was created without a completion channel: pass CQ(channel=...); its "
+                "private channel is only for cq.wait()"
             )
         self._poller.notify(self, solicited_only)
 
@@ -428,9 +428,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 returns exactly count.
 
         Raises:
-            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The text
-                says if one of them has failed, and if the CQ is known to have overrun and thus
-                to have lost completions.
+            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The
+                message says if one of them has failed, and if the CQ is known to have overrun
+                and thus to have lost completions.
             WaitCancelled: cancel_waits() was called.
             TypeError: count, timeout or max_entries is not a number.
             ValueError: count is negative or more than max_entries, or timeout is NaN.
@@ -524,8 +524,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         task.  They consume no completions, even if some have just come.  Call it from any thread,
         or from a signal handler.
 
-        To end a loop that waits, pass for_good: the loop may be between two waits, and its
-        next one would not be affected.
+        To end a loop that waits, pass for_good: without it, a loop that is between two waits
+        would wait again.
 
         Args:
             for_good: also cancel every later wait on this CQ.  ``poll`` and ``poll_into`` still
@@ -545,8 +545,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         """Wait in an asyncio task for count completions; return them, and others up to max_entries.
 
         No thread blocks, and cancelling the task loses no completion.  If enough are available,
-        it returns without suspending: a loop that must let other tasks run also awaits
-        asyncio.sleep(0).  Several tasks of one event loop may wait; one that waits for many
+        it returns without suspending: in a loop that must let other tasks run, await
+        asyncio.sleep(0) too.  Several tasks of one event loop may wait; one that waits for many
         completions does not delay one that waits for few.  The CQ may share its channel with
         others.  ``async for wc in cq`` yields completions one at a time.
 
@@ -557,9 +557,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 wait for are left to them.
 
         Raises:
-            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The text
-                says if one of them has failed, and if the CQ is known to have overrun and thus
-                to have lost completions.
+            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The
+                message says if one of them has failed, and if the CQ is known to have overrun
+                and thus to have lost completions.
             WaitCancelled: cancel_waits() was called.
             TypeError: count, timeout or max_entries is not a number.
             ValueError: count is negative or more than max_entries, or timeout is NaN.

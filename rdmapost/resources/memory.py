@@ -749,7 +749,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         """Its key; posting a bind changes its low 8 bits at once.
 
         If that bind completes with an error, set this back to the previous key (ibv_bind_mw(3)):
-        the driver reads the key that the next bind replaces from here.
+        the driver takes the key stored here as the one that the next bind replaces.
 
         Raises:
             TypeError: the new key is not an integer.

@@ -91,7 +91,7 @@ def _length(length: Any) -> int:
 
 
 def may_be_mapped(view: memoryview) -> bool:
-    """Whether a buffer may be a mapped file; not if its exporter is known to allocate memory."""
+    """Whether a buffer may be a mapped file; False if its exporter is known to allocate memory."""
     # Only these types and their own attributes: what another object says of itself need not be
     # true, and a subclass may export memory other than its base's (__buffer__).
     arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())

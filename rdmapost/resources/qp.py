@@ -610,7 +610,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             path_mtu: the path MTU.
             timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout, 0..31; 0
                 waits forever.
-            retry_cnt: retries after that, 0..7.
+            retry_cnt: retries after that time, 0..7.
             rnr_retry: retries when the peer has no receive, 0..7; 7 retries forever.
             rq_psn, sq_psn: first packet sequence number to receive and to send, 24 bits.
             max_rd_atomic, max_dest_rd_atomic: how many reads and atomics it, or the peer, may
@@ -671,7 +671,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         state, reason = self._why_no_transition(to, attrs, mask)
         if reason:
             # The noted state may be out of date: the device may have moved the QP to ERR, or
-            # interrupts may have ended a change and then its cleanup.
+            # an interrupt may have ended a transition, and a second one its cleanup.
             with contextlib.suppress(VerbsError):
                 self._read_state()
             state, reason = self._why_no_transition(to, attrs, mask)
@@ -1112,8 +1112,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         that they hold are released.  Completions that are already in the CQ stay
         there for the next poll or wait.  An SRQ's receives stay posted.
 
-        If it may have sent (it was in RTS or beyond), its psn is a new one, which the peer must
-        expect: exchange the endpoints again.
+        A queue pair that may have sent packets (it was in RTS or beyond) gets a new psn, which
+        the peer must expect: exchange the endpoints again.
 
         Raises:
             ValueError: the transition is invalid (see modify).
@@ -1340,7 +1340,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             How many rows were posted: all, or as many as the queue had room for.
 
         Raises:
-            TypeError: a column is not a buffer of integers (see post_columns), or none is given.
+            TypeError: a column is not a buffer of integers (see post_columns), or no column is
+                given.
             ValueError: the columns have different lengths.
             PostError: a row was refused; index says which.
             ClosedError: the QP is closed.

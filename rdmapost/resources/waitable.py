@@ -56,7 +56,7 @@ class EventSource(Waitable):
         raise NotImplementedError
 
     def _take_event(self) -> object:
-        """Read an event unless one is waiting to be returned; return None if there is none."""
+        """Return the events already read, or one read now; return None if none is pending."""
         if not self._events:
             self._get_event()
         return self._events or None

@@ -1,4 +1,4 @@
-"""Base classes: of QP and SRQ, which have work queues; of MR, MW and AH, which work requests use.
+"""Base classes of QP and SRQ (which have work queues) and of MR, MW and AH (which they use).
 
 While a work request is outstanding or prepared, the resources that it uses cannot be closed.
 """

@@ -91,7 +91,7 @@ def tcp(qp_type: QPType) -> bytes:
 def what_is_wrong(
     packets: Sequence[bytes], hdr: bytes, qp_type: QPType, payload: bytes, mss: int
 ) -> str | None:
-    """Return why packets are not the segments of a payload, or None if they are.
+    """Say why packets are not the segments of a payload; return None if they are.
 
     Args:
         packets: in order of arrival.

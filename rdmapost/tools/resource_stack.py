@@ -24,7 +24,7 @@ class ResourceStack:
     """Resources in creation order, to be closed in reverse.
 
     Attributes:
-        ended: close() has been called: what is added may stay open.
+        ended: whether close() has been called; what is added afterwards may stay open.
 
     Unlike an ExitStack, it keeps its resources after ``close()``: the next ``close()`` closes what
     an error or an interrupt left open.
@@ -91,7 +91,7 @@ class ResourceStack:
 
 
 class _ClosedOnError:
-    """A context manager; one of contextlib's would need memory to close the stack."""
+    """Closes a stack if the block raises; contextlib's managers would need memory to do so."""
 
     __slots__ = ("_stack",)
 

@@ -41,7 +41,7 @@ _unshared: set[weakref.ref[socket.socket]] = set()
 
 
 def unshare(sock: socket.socket) -> None:
-    """Have the child of a fork close its copy at once.
+    """Have a forked child close its copy of a socket at once.
 
     A signal handler may fork in the middle of a request. If the child returns to the request, it
     must not read the parent's answers, or shut the connection down as it unwinds.

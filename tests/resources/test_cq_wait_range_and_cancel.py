@@ -180,7 +180,7 @@ def test_cancel_waits_ends_the_threads_that_wait(rc):
         ],
     )
     assert [type(error) for error in raised] == [rp.WaitCancelled] * 4
-    assert {str(error) for error in raised} == {f"cancel_waits() of this {cq} has ended the wait"}
+    assert {str(error) for error in raised} == {f"cancel_waits() on this {cq} has ended the wait"}
     assert cq._poller.waiting == 0
     assert [wc.wr_id for wc in cq.wait(1)] == [5]
     rc.works()
@@ -274,7 +274,7 @@ def test_cancel_waits_ends_the_tasks_that_wait(rc):
 
     raised = asyncio.run(run())
     assert [type(error) for error in raised] == [rp.WaitCancelled] * 3
-    assert {str(error) for error in raised} == {f"cancel_waits() of this {cq} has ended the wait"}
+    assert {str(error) for error in raised} == {f"cancel_waits() on this {cq} has ended the wait"}
     with pytest.raises(rp.WaitTimeout):
         cq.wait(1, 0.01)
 

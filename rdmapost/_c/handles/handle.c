@@ -1162,7 +1162,7 @@ again:
 /* Do everything that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct pause *pause)
 {
-	/* Threads that wait on the handle are in the middle of a verb, which must end first. */
+	/* Wake the threads that wait on the handle: their verbs, and all others, must end first. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
@@ -1346,7 +1346,8 @@ static void ask_main(void)
 
 /*
  * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
- * sys.getprofile() tells; called as C functions, because there may be no stack for a call.
+ * sys.getprofile() tells. Its C function is called directly, because there may be no stack for a
+ * Python call.
  */
 static int has_hook(const char *getter_name)
 {
@@ -1373,7 +1374,7 @@ static int close_for_main(void *unused)
 	int failed = 0, traced;
 
 	(void)unused;
-	/* A deferred close that fails would be deferred again; rp_close_put_off() asks at its end. */
+	/* A close that fails would be deferred again; rp_close_put_off() ends with ask_main(). */
 	if (rp_thread()->draining) {
 		RP_STORE(&main_asked, 0);
 		return 0;
@@ -1839,7 +1840,10 @@ static void handle_finalize(PyObject *self)
 	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
 	if (hold_back(h))
 		return;
-	/* A parent may have to be closed before this thread's verb ends or the last user leaves. */
+	/*
+	 * This close is deferred until this thread's verb ends or the last user leaves. List the
+	 * handle for the close of a parent, which may come earlier.
+	 */
 	if (state_of(h) == OPEN && (rp_thread()->top || is_busy(h)))
 		list_again(h);
 	close_abandoned(h);

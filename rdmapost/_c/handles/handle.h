@@ -61,7 +61,7 @@ struct rp_handle {
 	char kept; /* refused in a close with no caller to raise to: kept until the process ends */
 	char emptied; /* everything on it is being closed: it admits no children */
 	char is_for_main; /* it is in that list */
-	char put_off; /* its close is deferred until a verb ends; waits on the handle end now */
+	char put_off; /* its close is deferred until a verb ends; any wait on it must end now */
 };
 
 RP_SHARED PyObject *rp_handle_type;

@@ -56,7 +56,10 @@ static PyObject *numbers(const int64_t *at, int count)
 static const char UNVERSIONED[] = "dltensor", VERSIONED[] = "dltensor_versioned";
 static const char USED_UNVERSIONED[] = "used_dltensor", USED_VERSIONED[] = "used_dltensor_versioned";
 
-/* Call the tensor's deleter, which may run Python code: no exception is set then, or afterwards. */
+/*
+ * Call the tensor's deleter, which may run Python code, with any pending exception set aside. An
+ * exception that the deleter leaves behind is only reported.
+ */
 static void release(PyObject *keeper)
 {
 	PyObject *type, *value, *traceback;

@@ -33,7 +33,7 @@ static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t 
 		return rp_raise_verbs("ibv_get_cq_event", errno);
 	}
 	ibv_ack_cq_events(cq, 1);
-	/* The event must not be lost, and memory may be short only for a moment. */
+	/* Retry: the event must not be lost, and a shortage of memory may be brief. */
 	for (int i = 0; failed && i < MAX_INTERRUPTS; i++) {
 		PyErr_Clear();
 		address = PyLong_FromVoidPtr(cq);

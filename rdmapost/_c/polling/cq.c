@@ -29,7 +29,7 @@ enum { BATCH = 64 };
 /* Python preallocates the integers up to 256. */
 enum { SMALL_NUMBERS = 256 };
 
-/* In ms; a signal just before the sleep does not interrupt it. */
+/* In ms. Sleeps are limited because a signal just before one does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
 /* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
@@ -48,7 +48,7 @@ struct waiter {
 /* Every CQ has a poller; so does every completion channel, to wait for its events. */
 struct poller {
 	PyObject_HEAD
-	uint64_t cq; /* serial number of the CQ, the only handle that it polls; 0 without a CQ */
+	uint64_t cq; /* serial number of the CQ, the only handle that polls accept; 0 if no CQ */
 	struct rp_lock lock; /* protects the members below */
 	struct waiter *first;
 	struct waiter *leader;
@@ -69,7 +69,7 @@ struct poller {
 	size_t there; /* completions in the backlog */
 	struct rp_completion *spare; /* for the next poll, and to put back delivered completions */
 	size_t spares;
-	size_t lent; /* completions in the list to which the last ones were delivered */
+	size_t lent; /* length of the list to which completions were last delivered */
 };
 
 /*
@@ -454,8 +454,8 @@ METHOD(unclaim)
 /* ---- the backlog -------------------------------------------------------- */
 
 /*
- * Queues to release after a batch: those whose work requests it retired, and those that `last`
- * pointed to before.
+ * Queues to release after a batch: those whose work requests it retired, and those that the
+ * poller's `last` pointed to before.
  */
 struct touched {
 	struct rp_in_flight *queue[2 * BATCH];
@@ -556,7 +556,7 @@ static inline int invalidates(const struct ibv_wc *wc)
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {
 	const struct rp_entry *entry = &q->entries[q->first & (q->size - 1)];
-	/* In registers: in memory, each row would wait for the writes of the row before. */
+	/* Keep these in registers: in memory, each row would wait for the previous row's writes. */
 	uint64_t done = q->done, begun = q->begun, last, number = wc->wr_id >> 32;
 	const uint64_t *wr_ids;
 	char *at = *rows;
@@ -682,7 +682,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
  */
 struct order {
 	uint64_t count, promised;
-	const struct waiter *after; /* waits that began before it come first; NULL for none */
+	const struct waiter *after; /* waits that began before this one come first; if NULL, none */
 	int fewer;
 	int64_t spin_ns;
 	int error; /* from polling */
@@ -935,8 +935,8 @@ static const char WC_FORMAT[] =
 	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
 
 /*
- * The buffer could not be exported: replace the exporter's TypeError, ValueError or BufferError by a
- * TypeError or ValueError that names the argument. Leave other exceptions as they are.
+ * The buffer could not be exported: replace the exporter's TypeError, ValueError or BufferError
+ * with a TypeError or ValueError that names the argument. Leave other exceptions as they are.
  */
 static void refuse_rows(PyObject *buffer)
 {
@@ -1116,7 +1116,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	return ready > 0 ? call_optional(p->drop_event) : ready;
 }
 
-/* Give earlier waits time to take their completions; 1; 0 if that time is up; or -1. */
+/* Give earlier waits time to take their completions. Returns 1, 0 if that time is up, or -1. */
 static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t deadline)
 {
 	if (!*until)

@@ -101,7 +101,7 @@ PyObject *rp_raise_verbs(const char *verb, int code)
 
 void rp_raise_cancelled(PyObject *cq)
 {
-	PyErr_Format(made_of.wait_cancelled, "cancel_waits() of this %S has ended the wait", cq);
+	PyErr_Format(made_of.wait_cancelled, "cancel_waits() on this %S has ended the wait", cq);
 }
 
 /* Copy a dict of members into an array indexed by number; 0, or -1 with an exception. */

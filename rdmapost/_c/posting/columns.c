@@ -55,7 +55,7 @@ struct columns {
 	struct work_queue *q;
 	struct rp_handle *owner;
 	const struct wr_type *type;
-	PyObject *sg_list; /* the SGEs of every row, blocks or ranges; or NULL */
+	PyObject *sg_list; /* SGEs for all rows, a Blocks, or a Ranges; or NULL */
 	PyObject *wr_id; /* as in struct rp_entry */
 	uint64_t signal_every;
 	size_t count, bad; /* number of rows; the first refused row */
@@ -254,7 +254,7 @@ static int refuse_column(PyObject *name, PyObject *given)
 	return rows ? -1 : 0;
 }
 
-/* A value for all rows was read. If it was refused, so is row 0. 0, or -1 with an exception. */
+/* If a value for all rows was refused when read, refuse row 0; 0, or -1 with an exception. */
 static int note_refusal(struct columns *c, int read)
 {
 	if (!read)
@@ -263,7 +263,7 @@ static int note_refusal(struct columns *c, int read)
 	return read < 0 ? -1 : 0;
 }
 
-/* Read a number of at least `least` that belongs to no field; 0, or -1 with an exception. */
+/* Read a number, not a field's value, that is at least `least`; 0, or -1 with an exception. */
 static int read_one(const struct columns *c, PyObject *name, PyObject *given, int least,
 		    uint64_t *number)
 {
@@ -363,7 +363,7 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 	return read;
 }
 
-/* Read sg_list: the SGEs of all rows, blocks, or ranges. */
+/* Read sg_list: SGEs for all rows, a Blocks, or a Ranges. */
 static int read_local(struct columns *c, struct request *r)
 {
 	struct column addr = { .field = &sge_addr, .scale = 1 };
@@ -487,7 +487,7 @@ static void raise_row(const struct columns *c, PyObject *const *given, PyObject 
 
 /* ---- posting, with the lock held --------------------------------------------- */
 
-/* How many of the last `count` rows one entry in flight can record: 1 or `count`. */
+/* How many of the last `count` rows share one entry in flight: 1 or `count`. */
 static size_t in_one_entry(const struct columns *c, size_t count)
 {
 	return !c->q->in_flight->in_order || rp_invalidates(c->q, c->type) ? 1 : count;
@@ -536,7 +536,10 @@ static inline uint64_t cookie_at(uint64_t first, size_t row)
 	return (first & ~(uint64_t)UINT32_MAX) | ((first + row) & UINT32_MAX);
 }
 
-/* Undo the records of the rows from `from` on. The request has references to their objects too. */
+/*
+ * Undo the records of the rows from `from` on. That frees none of their objects, because the
+ * request has references to them too.
+ */
 static void take_back(const struct columns *c, uint64_t first, const uint64_t *cookies,
 		      size_t from, size_t count)
 {

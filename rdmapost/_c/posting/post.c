@@ -244,7 +244,7 @@ static void take_back_list(struct work_queue *q, const struct post *post, int64_
 	}
 }
 
-/* Store windows' new keys in their structs: drivers read the key that a bind replaces there. */
+/* Store windows' new keys in their structs, where drivers read the key that a bind replaces. */
 static void put_keys(const struct post *post, size_t count)
 {
 	for (size_t i = 0; i < count; i++) {

@@ -19,7 +19,7 @@ int rp_check_again(const struct work_queue *q, struct rp_handle *owner, struct p
 /* The first address of an open region or a buffer, and its length. */
 uint64_t rp_start_and_length(PyObject *owner, uint64_t *length);
 
-/* The rule that a number in a field breaks whatever the other fields are, or NULL. */
+/* The rule that a field's number breaks, regardless of the other fields; or NULL. */
 const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number);
 

@@ -108,8 +108,8 @@ int rp_take_fault(PyObject *faults);
 void rp_soft_opened(void);
 
 /*
- * Return a new reference to an attribute of the object with this handle, or, for NAMES, to the
- * object itself; NULL, without an exception, if there is none.
+ * Return a new reference to an attribute of the object with this handle or, if `name` is NAMES, to
+ * the object itself; NULL, without an exception, if there is none.
  */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 

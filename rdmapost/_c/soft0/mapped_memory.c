@@ -187,7 +187,7 @@ static PyObject *read_bytes(uint64_t addr, uint64_t length)
 	Py_RETURN_NONE;
 }
 
-/* Write to an address, until the first part that is not mapped; 0, or an errno. */
+/* Write to an address, up to the first part that is not mapped; 0, or an errno. */
 static int write_bytes(uint64_t addr, const char *from, uint64_t length)
 {
 	char bounce[BOUNCE];
@@ -263,7 +263,7 @@ static PyObject *room_slice(PyObject *self, PyObject *slice)
 			 ROOM(self)->keeps);
 }
 
-/* fill(data): overwrite the room with data of the same length; raise OSError if that fails. */
+/* fill(data): overwrite the memory with data of the same length; raise OSError if that fails. */
 static PyObject *room_fill(PyObject *self, PyObject *from)
 {
 	Py_buffer view;

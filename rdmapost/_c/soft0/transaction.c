@@ -362,9 +362,10 @@ static void enter(struct rp_use *use)
 }
 
 /*
- * Let others run. A thread that waits for the lock or the GIL must wake up first; without a pause
- * this thread would take both again before that, for the work that is left or for its next verb. If
- * it released the GIL only while it held the lock, the other would never find the lock free.
+ * Let other threads run. One that waits for the lock or the GIL needs time to wake up; without a
+ * pause, this thread would have taken both again by then, for the work that is left or for its next
+ * verb. If this thread released the GIL only while it held the lock, the other would never find the
+ * lock free.
  */
 static void yield_lock(void)
 {
@@ -413,7 +414,7 @@ static PyObject *progress(void)
 		leave();
 		end_step(&use);
 	}
-	/* Deliver a control verb's exception, too: a thread waiting in C may never do so. */
+	/* Return a control verb's exception, too: a thread waiting in C may never raise it. */
 	return rp_deliver();
 }
 

@@ -89,7 +89,8 @@ class RoceCapture(Capture):
         if not has_ended and not recording.is_inherited():
             raise RdmaError(
                 f"the capture to {os.fsdecode(recording.path)} could not be ended: its last "
-                f"packets have not been written after {_AT_CLOSE:g} s; see what reads the file"
+                f"packets have not been written after {_AT_CLOSE:g} s; check the program that "
+                "reads the file"
             )
 
 

@@ -38,7 +38,7 @@ class RoceDevice(Device):
     """An RDMA device on a UDP socket.
 
     Attributes:
-        address: the address of this machine that it uses.
+        address: the local address that it uses.
         socket: its socket; None while it is not open.
         now: the time of the step in progress, by the monotonic clock.
         counters: its counters.

@@ -67,7 +67,7 @@ atexit.register(_end_threads)
 
 
 def start(wake_fds: tuple[int, ...]) -> Any:
-    """Start a device's thread, and return a socket, whose shutdown ends the thread.
+    """Start a device's thread; return a socket whose shutdown ends the thread.
 
     A rollback ends the thread, too.
 

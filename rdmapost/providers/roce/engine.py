@@ -53,9 +53,9 @@ def on_timer(qp: RoceQueuePair) -> None:
 
 
 def give_up(qp: RoceQueuePair) -> bool:
-    """End what execute_next could not continue, and return whether to call again.
+    """Fail the work that execute_next could not continue; return whether to call again.
 
-    This fails the oldest work request or, if there is none, the queue pair.
+    The oldest work request fails or, if there is none, the queue pair.
     """
     if qp.state < _SQE:
         if qp.sq.pending:

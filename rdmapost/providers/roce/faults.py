@@ -69,8 +69,8 @@ class Held(NamedTuple):
 
     Attributes:
         when: the time at which it may go.
-        until: the number of a later packet: once that has gone by, this one may go even before
-            `when`; negative if there is none.
+        until: the number of a later packet, after which this one may go even before `when`;
+            negative if there is none.
         item: the packet.
     """
 
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether its time has come, or packet `until` has gone by; `number` is the latest."""
+        """Whether its time has come, or `until` has gone by; the latest packet is `number`."""
         return self.when <= now or 0 <= self.until <= number
 
 
@@ -152,7 +152,7 @@ class Direction(native.Record):
         return arrived, any(fate[:4]) or fate.damage >= 0
 
     def release(self, now: float) -> list[Any]:
-        """Return the packets that have waited long enough, in the order of their times."""
+        """Return the packets that have waited long enough, earliest `when` first."""
         return self._take(now, -1)
 
     def _take(self, now: float, number: int) -> list[Any]:

@@ -72,8 +72,8 @@ class SendRequest:
 
     Attributes:
         wqe: the work request.
-        form: its packets.
-        path: the path that they take.
+        form: the kinds of its packets.
+        path: the path that its packets take.
         psn, end: its packets, or the responses to a READ, have the PSNs psn..end-1.
         offset, size: the range of the work request's bytes that it transfers.
         counts: whether it counts as an outstanding READ or atomic.

@@ -176,7 +176,7 @@ class Recording:
         return os.getpid() != self._pid
 
     def must_not_wait(self) -> bool:
-        """Whether the calling thread is in the middle of a device's step, or is the capture's."""
+        """Whether the calling thread is in a device's step, or is the capture's own thread."""
         return native.in_step() or self._is_own_thread()
 
     def _is_own_thread(self) -> bool:

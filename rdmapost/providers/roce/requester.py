@@ -141,7 +141,7 @@ def packets_in_burst(size: int) -> int:
 
 
 def _ask(bursts: list[Burst]) -> None:
-    """Set AckReq in the last packet, and often enough in the last packets of earlier bursts."""
+    """Set AckReq in the last packet, and in enough of the packets that end earlier bursts."""
     unasked = 0
     for burst in bursts:
         unasked += len(burst.headers)

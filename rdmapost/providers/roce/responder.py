@@ -111,9 +111,9 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Whether a datagram fits into the next receive; a longer one does not break the queue pair.
+    """Whether a datagram fits into the next receive.
 
-    Soft-RoCE does the same.
+    As on Soft-RoCE, one that is too long does not break the queue pair.
     """
     pending = (qp.rq if qp.srq is None else qp.srq.queue).pending
     if not pending:

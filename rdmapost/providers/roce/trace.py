@@ -72,7 +72,7 @@ def sent(
     size: int,
     each: int,
 ) -> None:
-    """Pass the packets that are about to be sent to the device's captures.
+    """Pass outgoing packets to the device's captures, just before they are sent.
 
     Args:
         device: the device.

@@ -70,7 +70,7 @@ def close(made: Any) -> None:
 
 
 def close_all() -> None:
-    """Leave the addresses to the parent, which may close its devices while the child lives.
+    """In the child of a fork, close the sockets, so that the parent can free their addresses.
 
     This takes no lock: a thread that the child lacks might hold it.
     """

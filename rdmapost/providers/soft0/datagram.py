@@ -1,4 +1,4 @@
-"""Unreliable datagrams: each has its own address and a GRH in front, and may be dropped."""
+"""Unreliable datagrams: each names its destination, arrives behind a GRH, and may be dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue pair of soft0: its attempts, and the checksums of the messages that it receives."""
+"""A queue pair of soft0: when it retries, and the checksums of the messages that it receives."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Device(native.Record):
         port_mtu: the active MTU of its port.
         memory: its keys.
         qps, srqs: its queue pairs and SRQs, by number.
-        numbers: the numbers of queue pairs and SRQs.
+        numbers: chooses the numbers of new queue pairs and SRQs.
         timer_fd: expires when the device is due; -1 while it is not open.
         times_open: how many open contexts it has.
         qkey_violations: how many datagrams had a wrong Q_Key, up to 65535.

@@ -54,7 +54,7 @@ class PlannedFaults(native.Record):
 
 
 class PacketFaults(NamedTuple):
-    """What happens to packets, by rates of 0..1; the names are those of FaultPlan.packets."""
+    """What happens to packets, and how often; the fields are named as in FaultPlan.packets."""
 
     drop: float
     duplicate: float
@@ -171,9 +171,9 @@ class FaultPlan:
                 drops them.
             delay_by: seconds, more than 0.
             seed: chooses the packets, 0..2^64-1.
-            sent: apply it to packets that the device sends; if False, an earlier plan for them
-                stays in force.
-            received: apply it to packets that it receives, likewise.
+            sent: apply the plan to packets that the device sends; if False, an earlier plan for
+                them stays in force.
+            received: likewise for packets that the device receives.
 
         Raises:
             TypeError: a rate, delay_by or seed is not a number, or sent or received not a bool.

@@ -332,9 +332,9 @@ class Memory(native.Record):
 
         Args:
             pd, qpn, rkey, addr, length, need: as for check_remote().
-            size: how many of the bytes to return. Whether the others are mapped is not checked: for
-                memory that may be unmapped, the kernel would copy or fault in each page. Default:
-                all.
+            size: how many of the bytes to return. Whether the others are mapped is not checked: if
+                the memory may be unmapped, a check would have the kernel copy or fault in each
+                page. Default: all.
 
         Raises:
             RemoteAccessError: a key, range, domain or permission is wrong, or the memory to return

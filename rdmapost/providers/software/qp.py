@@ -147,7 +147,7 @@ class QueuePair(native.Record):
         self.rq.prompt = state is _ERR
 
     def drop_queues(self) -> None:
-        """Drop the posted work requests and their completions that were not polled."""
+        """Drop the posted work requests, and the completions that have not been polled."""
         for wqe in native.posted(self.sq):
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)

@@ -93,7 +93,7 @@ def bound(struct: Any, name: str) -> Any:
 
 
 def keep(struct: Any, thing: Any, name: str, whole: Any = None) -> Any:
-    """Give a struct a new handle, which finds the object behind it; return the struct.
+    """Give a struct a new handle that identifies the object behind it; return the struct.
 
     Args:
         name: the verb.

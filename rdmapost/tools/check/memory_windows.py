@@ -188,7 +188,7 @@ def _bound_already(pair: Loopback, window: MW) -> None:
     binder(pair).qp.post_send(bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8))
     (wc,) = _done(pair)
     if wc.status is WCStatus.SUCCESS:
-        raise Failed("a bound window was bound again")
+        raise Failed("binding a bound type 2 window again succeeded")
 
 
 def _managed(
@@ -257,7 +257,7 @@ def _wait_behind(pair: Loopback) -> None:
     pair.local.qp.post_send(RdmaWrite(sg_list=pair.local.mr[-1:], **pair.target(end)))
     completed(pair.sent(), WCOpcode.RDMA_WRITE, wr_id=0)
     if not pair.settled(last, end) and not _broken(pair):
-        raise Failed("a write did not arrive after another one with a key that may be invalid")
+        raise Failed("a permitted write, posted after one with the key under test, did not arrive")
 
 
 def _broken(pair: Loopback) -> bool:

@@ -121,7 +121,7 @@ class Trial:
         return pair
 
     def make_up(self, pair: Loopback) -> None:
-        """Fill the local memory with random bytes; on RAW_PACKET they are a frame.
+        """Fill the local memory with random bytes, on RAW_PACKET after an Ethernet header.
 
         Args:
             pair: the queue pairs.

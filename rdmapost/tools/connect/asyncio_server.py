@@ -95,13 +95,13 @@ async def aserve(
             fails after 0.25 s, with the client's default rnr_retry).
         private_data: up to 256 bytes that every client gets in its offer.
         token: what a client must know, up to 256 characters; None admits everyone.
-            Use a random one: 64 wrong ones a second are checked, 32 from one address.
+            Use a random one: up to 64 guesses a second are checked, 32 from one address.
         max_clients: how many at once.
         timeout: seconds for each step; at most 5 for the hello.
         idle_timeout: drop a client that has made no request and sent no message for this
             many seconds, even if its connection is alive.  The server cannot see RDMA
-            reads, writes and atomics: keep None, no limit, for clients that do nothing
-            else.  Without it a client stays as long as its TCP connection; a host that
+            reads, writes and atomics: for clients that do nothing else, keep the default,
+            None.  A client then stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.
@@ -165,7 +165,7 @@ async def aserve(
 
 
 class _Question:
-    """A call of on_connect for a client: it returns, or the server stops waiting for that.
+    """A call of on_connect for a client, over when it returns or the server stops waiting for it.
 
     Attributes:
         answer: what on_connect has returned.
@@ -185,7 +185,7 @@ class _Question:
     def decide(self, *, returned: bool) -> bool:
         """Note that on_connect has returned, or that the server gives up; return which was first.
 
-        One call decides: the event loop and the client's thread cannot come between each other.
+        A single dict operation decides, so the event loop and the client's thread cannot race.
         """
         return self._first.setdefault("returned", returned)
 

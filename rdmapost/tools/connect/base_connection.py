@@ -229,7 +229,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
 
 def _name_methods() -> None:
-    """Name the methods after Connection, because errors about their arguments show the name."""
+    """Set each method's qualified name to Connection.NAME: errors about its arguments show it."""
     for name, method in vars(BaseConnection).items():
         if isinstance(method, types.FunctionType) and not name.startswith("_"):
             method.__qualname__ = f"Connection.{name}"

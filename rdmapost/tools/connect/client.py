@@ -255,7 +255,7 @@ class Connection(BaseConnection, ClosesOnExit):
 
     def _enqueue(self, request: _Request, asks: bool = True) -> _Turn:
         try:
-            # A weak reference is hashed only while its referent exists: set(map()) creates and
+            # A weak reference must be hashed while its referent exists: set(map()) creates and
             # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
             # Add the turn before it has a number: later turns wait until they know the number,

@@ -100,13 +100,13 @@ def serve(
             fails after 0.25 s, with the client's default rnr_retry).
         private_data: up to 256 bytes that every client gets in its offer.
         token: what a client must know, up to 256 characters; None admits everyone.
-            Use a random one: 64 wrong ones a second are checked, 32 from one address.
+            Use a random one: up to 64 guesses a second are checked, 32 from one address.
         max_clients: how many at once.
         timeout: seconds for each step; at most 5 for the hello.
         idle_timeout: drop a client that has made no request and sent no message for this
             many seconds, even if its connection is alive.  The server cannot see RDMA
-            reads, writes and atomics: keep None, no limit, for clients that do nothing
-            else.  Without it a client stays as long as its TCP connection; a host that
+            reads, writes and atomics: for clients that do nothing else, keep the default,
+            None.  A client then stays as long as its TCP connection; a host that
             disappears is detected within half a minute.
         port_num: the local port, from 1.
         gid_index: the local GID; default: chosen by choose_gid.

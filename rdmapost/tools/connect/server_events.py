@@ -43,9 +43,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """How a client's memory differs from what it was at first.
+    """How a client's memory differs from its initial contents.
 
-    With ``shared``, that is what it was when the server started, so other clients' writes count.
+    With ``shared``, those are its contents when the server started, so other clients' writes count.
 
     Attributes:
         offset, length: the range from the first changed byte to the last.

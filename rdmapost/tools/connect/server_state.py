@@ -152,7 +152,7 @@ class ServerState:
             client.offer = replace(client.offer, private_data=private_bytes(answer))
 
     def _came_late(self, client: ServedClient, answer: Any) -> None:
-        """Report a client that on_connect has admitted, but that was refused before, as gone."""
+        """Report a client as joined and gone: on_connect admitted it after it had been refused."""
         try:
             self._admitted(client, answer)
         except (TypeError, ValueError):

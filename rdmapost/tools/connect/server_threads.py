@@ -197,9 +197,10 @@ class ServerThreads:
         """Start the threads.
 
         Args:
-            lifeline: receives a socket, one of a pair, which only the Server keeps. The threads
-                end when that socket is shut down, or when the interpreter closes it because the
-                Server is gone, even if a signal handler interrupts the finalizer.
+            lifeline: a list of the Server's, to which one socket of a pair is added; nothing
+                else may keep that socket. The threads end when it is shut down, or when the
+                interpreter closes it because the Server is gone, even if a signal handler
+                interrupts the finalizer.
         """
         # In another thread, which no signal handler interrupts.
         try:
