@@ -74,9 +74,7 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
             results["outside_refused"] = not admitted(pair, wr.rkey, MARGIN - _WRITE_BYTES)
         else:
             if admitted(pair, wr.rkey, MARGIN):
-                raise RdmaError(
-                    "a queue pair that did not bind the window could write to it"
-                )
+                raise RdmaError("a queue pair that did not bind the window could write to it")
             results["target_refused"] = True
     show(out, results)
 

@@ -186,16 +186,16 @@ _structs: dict[type, Any] = {}
 
 
 def _once(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a constructor that runs once, and tells C when it begins and ends."""
+    """Return a constructor that runs once, and that C calls."""
 
     @functools.wraps(init)
     def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
         self._begin_making()
         try:
-            init(self, *args, **options)
-            self._end_making(True)
+            self._construct(init, (self, *args), options)
         except BaseException:
-            self._end_making(False)
+            # An interrupt may come between the end of that call and here.
+            self._undo_making()
             raise
 
     return __init__
@@ -310,6 +310,8 @@ def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[An
         if not windows or time.monotonic() > end:
             break
         time.sleep(0.001)
+    if native.defer_closes(left):
+        return []
     end = time.monotonic() + _WAIT_S
     while left:
         errors = _close_each(left, interrupts)

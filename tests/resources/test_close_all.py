@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import threading
 import warnings
 import weakref
@@ -163,6 +164,56 @@ def test_interrupted_close_all_can_be_called_again(soft):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         assert interrupt_everywhere(close)
+
+
+def _close_all_at(moment: int, name: str, context: rp.Context) -> str:
+    """Make and close a resource, while a signal handler closes all at that moment."""
+    pd, cq = rp.PD(context), rp.CQ(context)
+    make = {
+        "PD": lambda: rp.PD(context),
+        "CQ": lambda: rp.CQ(context),
+        "MR": lambda: rp.MR(pd, 64),
+        "QP": lambda: rp.QP(pd, rp.QPType.RC, cq),
+        "SRQ": lambda: rp.SRQ(pd),
+        "MW": lambda: rp.MW(pd),
+        "CompChannel": lambda: rp.CompChannel(context),
+    }[name]
+    seen = 0
+
+    def handle(_: object, event: str, __: object) -> None:
+        nonlocal seen
+        seen += event in ("call", "c_return")
+        if seen == moment:
+            sys.setprofile(None)
+            context.close_all()
+
+    gc.disable()
+    sys.setprofile(handle)
+    try:
+        make().close()
+    except rp.ClosedError:
+        return "refused"
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return "closed" if seen >= moment else "not reached"
+
+
+@pytest.mark.parametrize("name", ["PD", "CQ", "MR", "QP", "SRQ", "MW", "CompChannel"])
+def test_close_all_in_a_signal_handler_closes_a_device_on_which_a_resource_is_made_or_closed(
+    name, soft, monkeypatch
+):
+    """It takes effect when the constructor or the close ends, whatever the moment."""
+    reports: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    results = []
+    while "not reached" not in results:
+        context = rp.open_device(soft)
+        results.append(_close_all_at(len(results) + 1, name, context))
+        if results[-1] != "not reached":
+            assert (context.closed, reports) == (True, []), len(results)
+        context.close_all()
+    assert set(results) == {"refused", "closed", "not reached"}
 
 
 def test_refused_close_all_that_is_interrupted_leaves_the_device_usable(soft):

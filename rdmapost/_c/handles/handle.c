@@ -202,7 +202,7 @@ int rp_is_open(const struct rp_handle *h)
 
 int rp_in_verb(void)
 {
-	return rp_thread()->top != NULL;
+	return rp_thread()->top || rp_thread()->making;
 }
 
 int rp_begin_use_shut(struct rp_handle *h, struct rp_use *use)
@@ -548,6 +548,11 @@ static void leave_parents(PyObject *parents, Py_ssize_t count)
 		leave((struct rp_handle *)PyTuple_GetItem(parents, i), CHILD);
 }
 
+static void raise_ending(struct rp_handle *parent)
+{
+	PyErr_Format(rp_errors.closed, "%S is being closed", parent);
+}
+
 /* Become a child of each parent; 0, or -1 with an exception. */
 static int join_parents(PyObject *parents)
 {
@@ -559,7 +564,7 @@ static int join_parents(PyObject *parents)
 		if (!rp_is_handle(parent))
 			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
 		else if (RP_LOAD(&((struct rp_handle *)parent)->emptied))
-			PyErr_Format(rp_errors.closed, "%S is being closed", parent);
+			raise_ending((struct rp_handle *)parent);
 		else if (!enter((struct rp_handle *)parent, CHILD))
 			rp_raise_closed((struct rp_handle *)parent);
 		else
@@ -770,6 +775,46 @@ static void raise_made(PyObject *self)
 
 static void ask_main(void);
 
+/* Whether a parent is about to be closed: by close_all(), or once this, its only child, has gone. */
+static int is_ending(const struct rp_handle *parent, PyObject *parents)
+{
+	uint64_t count = 0;
+
+	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
+		count += PyTuple_GetItem(parents, i) == (PyObject *)parent;
+	return RP_LOAD(&parent->emptied) ||
+	       (RP_LOAD(&parent->put_off) == BY_CALLER &&
+		CHILDREN(load(&parent->word)) == count);
+}
+
+/* Return a new reference to a handle member's current value, or NULL (no exception). */
+static PyObject *get_now(PyObject *self, PyObject *const *member)
+{
+	PyObject *value;
+
+	RP_BEGIN(self);
+	value = Py_XNewRef(*member);
+	RP_END();
+	return value;
+}
+
+/* Raise ClosedError if a parent of a new handle is about to be closed; 0, or -1. */
+static int refuse_ending_parent(struct rp_handle *h)
+{
+	PyObject *parents = get_now((PyObject *)h, &h->parents);
+	int failed = 0;
+
+	for (Py_ssize_t i = 0; !failed && parents && i < PyTuple_Size(parents); i++) {
+		struct rp_handle *parent = (struct rp_handle *)PyTuple_GetItem(parents, i);
+
+		failed = is_ending(parent, parents);
+		if (failed)
+			raise_ending(parent);
+	}
+	Py_XDECREF(parents);
+	return -failed;
+}
+
 /* _begin_making(): mark the constructor as begun; raise if another one has begun. */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
@@ -786,24 +831,56 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 }
 
 /*
- * _end_making(well): the constructor has ended. If it created no struct, another constructor may
- * begin. If it created one and then failed, close the handle, because a traceback may keep it alive
- * for a long time. If that fails, list the handle, so that the error for closing a parent names it.
+ * The constructor has failed. If it created no struct, another constructor may begin. If it did,
+ * close the handle, because a traceback may keep it alive for a long time. If that fails, list the
+ * handle, so that the error for closing a parent names it.
  */
-static PyObject *handle_end(PyObject *self, PyObject *well)
+static void undo_making(struct rp_handle *h)
 {
-	struct rp_handle *h = (struct rp_handle *)self;
+	uintptr_t maker = __atomic_exchange_n(&h->maker, 0, __ATOMIC_SEQ_CST);
 
-	if (well != Py_True && change_state(h, BEGUN, NEW))
-		Py_RETURN_NONE;
-	__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
-	if (well == Py_True || is_done(h) || rp_exiting == RP_CLOSED_ALL)
-		Py_RETURN_NONE;
-	if (rp_in_verb())
+	if ((maker == this_thread() && change_state(h, BEGUN, NEW)) || is_done(h) ||
+	    rp_exiting == RP_CLOSED_ALL)
+		return;
+	if (rp_thread()->top)
 		put_off(h, BY_CALLER);
 	else
 		close_quietly(h);
+}
+
+/* _undo_making(): the constructor has failed, or been interrupted after its end. */
+static PyObject *handle_undo(PyObject *self, PyObject *unused)
+{
+	(void)unused;
+	undo_making((struct rp_handle *)self);
 	Py_RETURN_NONE;
+}
+
+/*
+ * _construct(init, args, options): run a constructor. As in a verb, this thread's closes are deferred
+ * until it ends; it fails if it would keep a parent from closing.
+ */
+static PyObject *handle_construct(PyObject *self, PyObject *args)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	PyObject *init, *values, *options, *done;
+	struct error error;
+
+	if (!PyArg_ParseTuple(args, "OO!O!", &init, &PyTuple_Type, &values, &PyDict_Type, &options))
+		return NULL;
+	rp_thread()->making++;
+	done = PyObject_Call(init, values, options);
+	if (done && refuse_ending_parent(h))
+		Py_CLEAR(done);
+	rp_thread()->making--;
+	error = save_error();
+	if (done)
+		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
+	else
+		undo_making(h);
+	rp_close_deferred(rp_thread());
+	restore_error(error);
+	return done;
 }
 
 /*
@@ -944,17 +1021,6 @@ static PyObject *get_making(PyObject *self, void *unused)
 	(void)unused;
 	return PyBool_FromLong(maker_of(self) == this_thread() ||
 			       state_of((struct rp_handle *)self) == NEW);
-}
-
-/* Return a new reference to a handle member's current value, or NULL (no exception). */
-static PyObject *get_now(PyObject *self, PyObject *const *member)
-{
-	PyObject *value;
-
-	RP_BEGIN(self);
-	value = Py_XNewRef(*member);
-	RP_END();
-	return value;
 }
 
 static PyObject *get_parents(PyObject *self, void *unused)
@@ -1282,13 +1348,11 @@ static int close_now(struct rp_handle *h)
 	if (stopped)
 		reopen(h);
 	end_claim(h);
+	if (!rp_thread()->closing)
+		rp_close_deferred(rp_thread());
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !is_busy(h) && !rp_thread()->draining)
 		put_off(h, BY_FINALIZER);
-	/* Run the closes that were deferred because this handle used the resource. */
-	if (!stopped && !rp_thread()->closing && !rp_thread()->top && !rp_thread()->draining &&
-	    rp_thread()->first_put_off)
-		rp_close_put_off();
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != rp_process && PyErr_ExceptionMatches(rp_errors.error))
 		PyErr_Clear();
@@ -1523,6 +1587,8 @@ void rp_close_put_off(void)
 		} else {
 			PyErr_WriteUnraisable((PyObject *)h);
 		}
+		if (!RP_LOAD(&h->put_off))
+			RP_STORE(&h->emptied, 0);
 		Py_DECREF((PyObject *)h);
 	}
 	/* This may have closed windows that held-back queue pairs are waiting for. */
@@ -1880,7 +1946,8 @@ static void handle_dealloc(PyObject *self)
 static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
-	{ "_end_making", handle_end, METH_O, NULL },
+	{ "_construct", handle_construct, METH_VARARGS, NULL },
+	{ "_undo_making", handle_undo, METH_NOARGS, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },
@@ -2125,8 +2192,8 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 
 /*
  * admit_children(handles, whether): let the handles of a list have no more children while they are
- * all being closed, or a thread that creates some without end would keep them open. Runs no Python
- * code.
+ * all being closed, or a thread that creates some without end would keep them open. A handle whose
+ * close is deferred has none until that has been tried. Runs no Python code.
  */
 static PyObject *admit_children(PyObject *self, PyObject *args)
 {
@@ -2137,15 +2204,37 @@ static PyObject *admit_children(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &handles, &admitted))
 		return NULL;
 	for (Py_ssize_t i = 0; i < PyList_Size(handles); i++) {
-		PyObject *one = PyList_GetItem(handles, i);
+		struct rp_handle *one = (struct rp_handle *)PyList_GetItem(handles, i);
 
-		if (rp_is_handle(one))
-			RP_STORE(&((struct rp_handle *)one)->emptied, !admitted);
+		if (rp_is_handle((PyObject *)one))
+			RP_STORE(&one->emptied, !admitted || RP_LOAD(&one->put_off));
 	}
 	Py_RETURN_NONE;
 }
 
-/* in_verb(): whether this thread is in the middle of a verb, where a close is deferred. */
+/*
+ * defer_closes(handles): if this thread is in the middle of a close, close the handles of a list after
+ * it; return whether it is.
+ */
+static PyObject *defer_closes(PyObject *self, PyObject *handles)
+{
+	(void)self;
+	if (!PyList_Check(handles)) {
+		PyErr_SetString(PyExc_TypeError, "not a list of handles");
+		return NULL;
+	}
+	if (!rp_thread()->closing)
+		Py_RETURN_FALSE;
+	for (Py_ssize_t i = 0; i < PyList_Size(handles); i++) {
+		PyObject *one = PyList_GetItem(handles, i);
+
+		if (rp_is_handle(one))
+			put_off((struct rp_handle *)one, BY_CALLER);
+	}
+	Py_RETURN_TRUE;
+}
+
+/* in_verb(): whether this thread is in the middle of a verb or a constructor. */
 static PyObject *in_verb(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -2158,6 +2247,7 @@ static PyMethodDef functions[] = {
 	{ "describe_handles", describe_handles, METH_VARARGS, NULL },
 	{ "exiting", exiting, METH_O, NULL },
 	{ "admit_children", admit_children, METH_VARARGS, NULL },
+	{ "defer_closes", defer_closes, METH_O, NULL },
 	{ "in_verb", in_verb, METH_NOARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

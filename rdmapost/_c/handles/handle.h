@@ -103,7 +103,7 @@ int rp_begin_use(struct rp_handle *handle, struct rp_use *use);
  */
 void rp_end_use(struct rp_use *use);
 
-/* Whether this thread is in the middle of a verb. */
+/* Whether this thread is in the middle of a verb or a constructor. */
 int rp_in_verb(void);
 
 /* Raise ClosedError, saying why a handle cannot be used. */
@@ -125,11 +125,18 @@ static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, s
 	me->top = use;
 }
 
+/* Run the deferred closes, unless this thread is in the middle of a verb or a constructor. */
+static inline void rp_close_deferred(struct rp_thread *me)
+{
+	if (!me->top && (me->first_put_off || RP_LOAD(&rp_held_back)) && !me->draining &&
+	    !me->making)
+		rp_close_put_off();
+}
+
 static inline void rp_pop_use(struct rp_thread *me, const struct rp_use *use)
 {
 	me->top = use->below;
-	if (!me->top && (me->first_put_off || RP_LOAD(&rp_held_back)) && !me->draining)
-		rp_close_put_off();
+	rp_close_deferred(me);
 }
 
 static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle,

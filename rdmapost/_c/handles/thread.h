@@ -24,6 +24,7 @@ struct rp_thread {
 	struct rp_handle *closing; /* the innermost handle it is closing */
 	struct rp_handle *first_put_off, *last_put_off;
 	int draining;
+	int making; /* how many constructors it is in */
 	int calls; /* see rp_enter_call() */
 };
 

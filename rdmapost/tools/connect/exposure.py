@@ -135,8 +135,8 @@ def make_exposure(
     data = content("data", data)
     private_data = private_bytes(private_data)
     if mr is not None:
-        if size is not None or data:
-            raise ValueError("size and data cannot be given with mr")
+        if size is not None or data or shared:
+            raise ValueError("size, data and shared cannot be given with mr")
         size = mr.length
     else:
         size = within("size", _SIZE if size is None else size, 1, 1 << 40)

@@ -415,8 +415,9 @@ def test_wrong_options_are_refused_before_the_first_client(
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda o: {"mr": o.mr, "size": 8}, "size and data cannot be given with mr"),
-        (lambda o: {"mr": o.mr, "data": b"x"}, "size and data cannot be given with mr"),
+        (lambda o: {"mr": o.mr, "size": 8}, "size, data and shared cannot be given with mr"),
+        (lambda o: {"mr": o.mr, "data": b"x"}, "size, data and shared cannot be given with mr"),
+        (lambda o: {"mr": o.mr, "shared": True}, "size, data and shared cannot be given with mr"),
         (lambda o: {"srq": o.srq}, "srq needs cq"),
         (lambda o: {"srq": o.srq, "cq": o.cq, "count": 4}, "count and receive_size cannot"),
         (lambda o: {"mr": o.other_mr, "srq": o.srq, "cq": o.cq}, "belong to different PDs"),
