@@ -285,7 +285,7 @@ def where_explained(what: str | int) -> str:
 
 
 def describe_refusal(errno: int) -> str:
-    """Name an error number, and say where it is explained, if it is."""
+    """Say what an error number is and, if it has a name, where it is explained."""
     if errno not in _errno.errorcode:
         return describe_errno(errno)
     return f"{describe_errno(errno)}; {where_explained(errno)}"

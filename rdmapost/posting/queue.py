@@ -51,7 +51,7 @@ class Reasons(NamedTuple):
 
 
 class _ColumnRow(Sequence[Any]):
-    """A list in which only one work request is known."""
+    """Stands in for a list of work requests of which only one is known: every index gives it."""
 
     def __init__(self, wr: Any, count: int) -> None:
         self._wr, self._count = wr, count

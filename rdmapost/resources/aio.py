@@ -241,9 +241,9 @@ class _Waiter:
 class _Watch:
     """A descriptor that an event loop watches for a wait list.
 
-    It uses its own epoll: if the descriptor is closed and its number reused, the new one is not
-    watched. Only the event loop refers to a watch, so the epoll stays open while it is watched, and
-    is closed with the loop.
+    The loop watches the watch's own epoll, which contains the descriptor: if the descriptor is
+    closed and its number reused, the new descriptor is not watched. Only the event loop refers to a
+    watch, so the epoll stays open while the loop watches it, and is closed with the loop.
 
     Attributes:
         epoll: that epoll; closed once the loop has stopped watching.

@@ -412,7 +412,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def wait(
         self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
     ) -> list[WC]:
-        """Wait for count completions and return them, and others up to max_entries.
+        """Wait for count completions; return them and any more available, up to max_entries.
 
         If enough are available, it returns at once.  Otherwise it spins, then sleeps; while other
         threads run Python, the spinning and the sleeping each cost one GIL switch interval.
@@ -542,7 +542,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
     async def completions(
         self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
     ) -> list[WC]:
-        """Wait in an asyncio task for count completions; return them, and others up to max_entries.
+        """Wait in an asyncio task for count completions; return them and more, up to max_entries.
 
         No thread blocks, and cancelling the task loses no completion.  If enough are available,
         it returns without suspending: in a loop that must let other tasks run, await

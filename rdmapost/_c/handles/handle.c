@@ -848,7 +848,7 @@ static void undo_making(struct rp_handle *h)
 		close_quietly(h);
 }
 
-/* _undo_making(): the constructor has failed, or been interrupted after its end. */
+/* _undo_making(): the constructor has failed, or an interrupt came just after it ended. */
 static PyObject *handle_undo(PyObject *self, PyObject *unused)
 {
 	(void)unused;
@@ -1674,8 +1674,8 @@ static int check_attributes(PyObject *attributes)
 }
 
 /*
- * Set the attributes. Allocates no memory, and runs no Python code, because a form keeps the old
- * values alive.
+ * Set the attributes. This allocates no memory. It runs no Python code either: the replaced form
+ * keeps the old values alive.
  */
 static void set_attributes(PyObject *attributes)
 {

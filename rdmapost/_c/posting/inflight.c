@@ -339,7 +339,7 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 	if (entry->state >= RP_BIND) {
 		PyObject *mr = PyTuple_GetItem(entry->refs, 1);
 
-		/* If the outcome is unknown, the regions bound before stay held, as does mr. */
+		/* If the outcome is unknown, previously bound regions stay held, as does mr. */
 		if (entry->state != RP_UNBIND)
 			rp_note_bound((struct rp_handle *)PyTuple_GetItem(entry->refs, 0),
 				      entry->state == RP_UNBOUND ? NULL : (struct rp_handle *)mr,

@@ -22,8 +22,8 @@ int rp_read_flow(struct rp_flow *flow, const Py_buffer *given);
 uint32_t rp_icrc(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size, Py_ssize_t id);
 
 /*
- * Return the IPv4 identification with which the packet's ICRC is correct; 0 for an intact IPv6 packet,
- * -1 for a damaged one.
+ * Return the IPv4 identification with which the packet's ICRC is correct, or 0 for an intact IPv6
+ * packet; -1 for a damaged packet, IPv4 or IPv6.
  */
 Py_ssize_t rp_identify(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size,
 		       Py_ssize_t guess);

@@ -93,7 +93,7 @@ class Direction(native.Record):
         number: identifies the direction; the directions' random choices are independent.
         plan: the plan that applies to them, or None.
         count: how many have gone in this direction under the plan.
-        held: the packets that wait.
+        held: the packets being held back.
         is_straight: whether packets pass at once, unchanged (no plan, and no packet waits).
     """
 

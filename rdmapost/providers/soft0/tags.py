@@ -71,8 +71,8 @@ class MatchingList(native.Record):
     """The matching list of a shared receive queue, and its operations.
 
     Attributes:
-        slots: the list's capacity; a slot becomes free when the completion of the
-            message that consumed its entry has been polled, or by a TAG_DEL.
+        slots: the list's capacity; a slot is freed by a TAG_DEL, or when the completion of the
+            message that consumed its entry has been polled.
         ops: the operations.
     """
 

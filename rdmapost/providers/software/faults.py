@@ -24,7 +24,8 @@ class PlannedFaults(native.Record):
         wr_id_of: maps the device's wr_id to the caller's, or to None.
         posts: the errnos with which posts fail; C reads them in the middle of a post.
         statuses: the statuses with which work requests complete, in order, by wr_id.
-        refusals: how many more times each queue pair is not ready, by its number.
+        refusals: how many more times a queue pair must behave as if no receive were posted, by the
+            queue pair's number.
     """
 
     __slots__ = ("posts", "refusals", "statuses", "wr_id_of")

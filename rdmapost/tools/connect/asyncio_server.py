@@ -165,10 +165,10 @@ async def aserve(
 
 
 class _Question:
-    """A call of on_connect for a client, over when it returns or the server stops waiting for it.
+    """A call of on_connect for a client; done once it returns or the server stops waiting for it.
 
     Attributes:
-        answer: what on_connect has returned.
+        answer: what on_connect returned.
     """
 
     __slots__ = ("_first", "answer")

@@ -338,7 +338,7 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
 def _place(found: tuple[int, Explanation]) -> tuple[bool, int]:
     """Return a sort key that puts statuses and RDMA CM events before errnos, which say less.
 
-    An example is libfabric's "err: 5 (Input/output error), prov_err: 12".
+    For example, in libfabric's "err: 5 (Input/output error), prov_err: 12", the status is 12.
     """
     at, one = found
     return one.kind not in ("status", "cm_event"), at
