@@ -190,12 +190,12 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def __init__(self: Resource, /, *args: Any, **options: Any) -> None:
-        self._begin_making()
+        number = self._begin_making()
         try:
             self._construct(init, (self, *args), options)
         except BaseException:
             # An interrupt may come between the end of that call and here.
-            self._undo_making()
+            self._undo_making(number)
             raise
 
     return __init__

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import gc
 import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from support.threads import repeating
 from support.windows import bind_wr
 
 import rdmapost as rp
-from rdmapost.resources.resource import _all_open, open_children
+from rdmapost.resources.resource import Resource, _all_open, open_children
 
 null = null_device.null
 on_null = null_device.on_null
@@ -166,10 +168,27 @@ def test_interrupted_close_all_can_be_called_again(soft):
         assert interrupt_everywhere(close)
 
 
-def _close_all_at(moment: int, name: str, context: rp.Context) -> str:
-    """Make and close a resource, while a signal handler closes all at that moment."""
-    pd, cq = rp.PD(context), rp.CQ(context)
-    make = {
+def _posts(pd: rp.PD, cq: rp.CQ) -> dict[str, Callable[[], object]]:
+    """Return calls that post, some of them in vain, on a pair of queue pairs."""
+    a, b = (rp.QP(pd, rp.QPType.RC, cq, max_inline_data=8) for _ in "ab")
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    mr = rp.MR(pd, 64)
+    there: dict[str, Any] = {"remote_addr": mr.addr, "rkey": mr.rkey}
+    write, inline = rp.RdmaWrite, rp.SendFlags.INLINE
+    index = array.array("q", [0, 1])
+    rows, outside = mr.blocks(index, 8), mr.blocks(index, 64)
+    return {
+        "post_send": lambda: a.post_send(write(mr[:8], **there)),
+        "post_send of INLINE": lambda: a.post_send(write(mr[:8], send_flags=inline, **there)),
+        "post_send that is refused": lambda: a.post_send(write([mr[:8]] * 99, **there)),
+        "post_columns": lambda: a.post_columns(write, rows, **there),
+        "post_columns that is refused": lambda: a.post_columns(write, outside, **there),
+    }
+
+
+def _makers(context: rp.Context, pd: rp.PD, cq: rp.CQ) -> dict[str, Callable[[], Any]]:
+    return {
         "PD": lambda: rp.PD(context),
         "CQ": lambda: rp.CQ(context),
         "MR": lambda: rp.MR(pd, 64),
@@ -177,7 +196,13 @@ def _close_all_at(moment: int, name: str, context: rp.Context) -> str:
         "SRQ": lambda: rp.SRQ(pd),
         "MW": lambda: rp.MW(pd),
         "CompChannel": lambda: rp.CompChannel(context),
-    }[name]
+    }
+
+
+def _close_all_at(moment: int, name: str, context: rp.Context, raises: bool) -> str:
+    """Make and close a resource, or post; at that moment a signal handler closes all."""
+    pd, cq = rp.PD(context), rp.CQ(context)
+    call = _makers(context, pd, cq).get(name) or _posts(pd, cq)[name]
     seen = 0
 
     def handle(_: object, event: str, __: object) -> None:
@@ -186,34 +211,47 @@ def _close_all_at(moment: int, name: str, context: rp.Context) -> str:
         if seen == moment:
             sys.setprofile(None)
             context.close_all()
+            if raises:
+                raise SystemExit
 
     gc.disable()
     sys.setprofile(handle)
     try:
-        make().close()
-    except rp.ClosedError:
-        return "refused"
+        made = call()
+        if isinstance(made, Resource):
+            made.close()
+    except (rp.RdmaError, ValueError, SystemExit):
+        pass
     finally:
         sys.setprofile(None)
         gc.enable()
-    return "closed" if seen >= moment else "not reached"
+    return "reached" if seen >= moment else "not reached"
 
 
-@pytest.mark.parametrize("name", ["PD", "CQ", "MR", "QP", "SRQ", "MW", "CompChannel"])
-def test_close_all_in_a_signal_handler_closes_a_device_on_which_a_resource_is_made_or_closed(
-    name, soft, monkeypatch
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *["PD", "CQ", "MR", "QP", "SRQ", "MW", "CompChannel"],
+        *["post_send", "post_send of INLINE", "post_send that is refused"],
+        *["post_columns", "post_columns that is refused"],
+    ],
+)
+def test_close_all_in_a_signal_handler_closes_the_device_whatever_it_interrupts(
+    name, raises, soft, monkeypatch
 ):
-    """It takes effect when the constructor or the close ends, whatever the moment."""
+    """It takes effect when the constructor, the close or the post ends, even by an exception."""
     reports: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reports.append)
-    results = []
-    while "not reached" not in results:
+    moment, result = 0, "reached"
+    while result == "reached":
+        moment += 1
         context = rp.open_device(soft)
-        results.append(_close_all_at(len(results) + 1, name, context))
-        if results[-1] != "not reached":
-            assert (context.closed, reports) == (True, []), len(results)
+        result = _close_all_at(moment, name, context, raises)
+        if result == "reached":
+            assert (context.closed, reports) == (True, []), moment
         context.close_all()
-    assert set(results) == {"refused", "closed", "not reached"}
+    assert moment > 3
 
 
 def test_refused_close_all_that_is_interrupted_leaves_the_device_usable(soft):

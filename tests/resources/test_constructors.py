@@ -89,6 +89,25 @@ def test_second_call_of_a_constructor_changes_nothing(made):
     assert not thing.closed
 
 
+def test_constructor_that_fails_leaves_what_another_one_makes_meanwhile(context):
+    """That one may begin as soon as the first has failed, before its exception is raised."""
+    cq = rp.CQ.__new__(rp.CQ)
+
+    def begin_another(_: object, event: str, function: Any) -> None:
+        if event == "c_exception" and function.__name__ == "_construct":
+            sys.setprofile(None)
+            cq.__init__(context, 16)
+
+    sys.setprofile(begin_another)
+    try:
+        with pytest.raises(ValueError, match="cqe=-1 is not in"):
+            cq.__init__(context, -1)
+    finally:
+        sys.setprofile(None)
+    with cq:
+        assert cq.cqe >= 16
+
+
 @pytest.mark.parametrize("name", ["MR", "CQ"])
 def test_constructor_that_runs_is_alone(name, context, pd):
     """Of two threads that construct one object, one is refused, and changes nothing."""

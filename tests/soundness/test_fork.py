@@ -313,6 +313,32 @@ def test_forked_child_can_open_its_own_device(device):
 
 
 @isolated(silent=True, timeout=20)
+def test_child_forked_within_a_constructor_can_close_what_it_opens(soft):
+    """There, the constructor fails; closes are no longer deferred to its end."""
+    context = rp.open_device(soft)
+    pids: list[int] = []
+
+    class Forks:
+        def __index__(self) -> int:
+            pids.append(os.fork())
+            return 64
+
+    try:
+        cq = rp.CQ(context, Forks())
+    except rp.ClosedError:
+        with rp.open_device(soft) as own:
+            pd = rp.PD(own)
+            with rp.MR(pd, 64) as mr:
+                mr.rereg(memory=bytearray(64))
+            pd.close()
+        finish(0 if (own.closed, pd.closed, mr.closed) == (True, True, True) else 3)
+    assert ended(pids[0]) == 0
+    cq.close()
+    context.close()
+    assert context.closed
+
+
+@isolated(silent=True, timeout=20)
 def test_forked_child_has_a_copy_of_a_regions_memory(device):
     with rp.open_device(device) as context, rp.PD(context) as pd, rp.MR(pd, 64) as mr:
         mr.buffer[:] = b"p" * 64

@@ -6,6 +6,8 @@ runs the device.  Without a GIL all of these run at once.
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -143,3 +145,24 @@ def test_completion_racing_req_notify_is_polled_or_announced() -> None:
         turn.release()
     assert not raised, raised
     rig.close()
+
+
+@isolated(timeout=60)
+def test_traced_thread_beside_signals_in_the_main_thread_does_not_stop_both() -> None:
+    """In Python 3.11 a traced function waits for the main thread to notice a signal."""
+    more = _rounds()
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    with rp.open_device("soft0") as context:
+
+        def traced() -> None:
+            sys.settrace(lambda *_: None)
+            while more():
+                rp.CQ(context, 16).close()
+
+        with thread(traced):
+            signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+            try:
+                while more():
+                    rp.CQ(context, 16).close()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)

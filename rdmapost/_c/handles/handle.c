@@ -815,7 +815,10 @@ static int refuse_ending_parent(struct rp_handle *h)
 	return -failed;
 }
 
-/* _begin_making(): mark the constructor as begun; raise if another one has begun. */
+/*
+ * _begin_making(): mark the constructor as begun; raise if another one has begun. Returns its number,
+ * for _undo_making().
+ */
 static PyObject *handle_begin(PyObject *self, PyObject *unused)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
@@ -827,7 +830,7 @@ static PyObject *handle_begin(PyObject *self, PyObject *unused)
 	}
 	__atomic_store_n(&h->maker, this_thread(), __ATOMIC_SEQ_CST);
 	ask_main();
-	Py_RETURN_NONE;
+	return PyLong_FromUnsignedLong(RP_ADD(&h->constructors, 1));
 }
 
 /*
@@ -848,12 +851,17 @@ static void undo_making(struct rp_handle *h)
 		close_quietly(h);
 }
 
-/* _undo_making(): the constructor has failed, or an interrupt came just after it ended. */
-static PyObject *handle_undo(PyObject *self, PyObject *unused)
+/*
+ * _undo_making(number): the constructor has failed, or an interrupt came just after it ended. Does
+ * nothing if another constructor has begun since.
+ */
+static PyObject *handle_undo(PyObject *self, PyObject *number)
 {
-	(void)unused;
-	undo_making((struct rp_handle *)self);
-	Py_RETURN_NONE;
+	struct rp_handle *h = (struct rp_handle *)self;
+
+	if (PyLong_AsUnsignedLong(number) == RP_LOAD(&h->constructors))
+		undo_making(h);
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 /*
@@ -864,6 +872,7 @@ static PyObject *handle_construct(PyObject *self, PyObject *args)
 {
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *init, *values, *options, *done;
+	unsigned int process = rp_process;
 	struct error error;
 
 	if (!PyArg_ParseTuple(args, "OO!O!", &init, &PyTuple_Type, &values, &PyDict_Type, &options))
@@ -872,7 +881,9 @@ static PyObject *handle_construct(PyObject *self, PyObject *args)
 	done = PyObject_Call(init, values, options);
 	if (done && refuse_ending_parent(h))
 		Py_CLEAR(done);
-	rp_thread()->making--;
+	/* After a fork in the constructor, the child is in none. */
+	if (process == rp_process)
+		rp_thread()->making--;
 	error = save_error();
 	if (done)
 		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
@@ -1094,6 +1105,12 @@ static int sleep_on(const struct rp_handle *h, struct pause *pause)
 	return PyErr_CheckSignals() ? -1 : h->process != rp_process;
 }
 
+/* Whether this thread is in the middle of closing a handle. */
+static int is_mine(const struct rp_handle *h)
+{
+	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
+}
+
 /* Become the handle's closer, if it has none. */
 static int claim(struct rp_handle *h)
 {
@@ -1137,7 +1154,7 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	RP_ADD(&h->claimants, 1);
 	while (!stopped && !claim(h)) {
 		set_stalled(1);
-		if (__atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread() ||
+		if (is_mine(h) ||
 		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
 			stopped = 1;
 		else
@@ -1568,18 +1585,22 @@ void rp_close_put_off(void)
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
 	size_t in_use = 0; /* refusals since the last close that succeeded */
-	int waits = 0;
+	int waits = 0, failed, mine;
 	char who;
 
 	me->draining = 1;
 	close_held_back();
 	while (!waits && (h = next_put_off(me, &who))) {
-		if (who == BY_FINALIZER) {
+		failed = 0;
+		if (who == BY_FINALIZER)
 			close_abandoned(h);
+		else if (!is_done(h))
+			failed = close_insistently(h);
+		/* This thread is closing it, and may be interrupted: in that case, close it then. */
+		mine = who == BY_CALLER && !failed && !is_done(h) && is_mine(h);
+		if (!failed && !mine) {
 			in_use = 0;
-		} else if (is_done(h) || !close_insistently(h)) {
-			in_use = 0;
-		} else if (is_busy(h) && (me->closing || in_use <= count_put_off(me))) {
+		} else if (mine || (is_busy(h) && (me->closing || in_use <= count_put_off(me)))) {
 			/* A handle that this thread is closing may use it: retry later. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();
@@ -1947,7 +1968,7 @@ static PyMethodDef handle_methods[] = {
 	{ "_make", (PyCFunction)(void (*)(void))handle_make, METH_VARARGS | METH_KEYWORDS, NULL },
 	{ "_begin_making", handle_begin, METH_NOARGS, NULL },
 	{ "_construct", handle_construct, METH_VARARGS, NULL },
-	{ "_undo_making", handle_undo, METH_NOARGS, NULL },
+	{ "_undo_making", handle_undo, METH_O, NULL },
 	{ "_verb", handle_verb, METH_VARARGS, NULL },
 	{ "_peek", handle_peek, METH_O, NULL },
 	{ "_remake", handle_remake, METH_VARARGS, NULL },

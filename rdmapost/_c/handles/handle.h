@@ -41,6 +41,7 @@ struct rp_handle {
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
 	/* How many children have had their structs destroyed, and how many have finished closing. */
 	unsigned int destroyed, finished;
+	unsigned int constructors; /* calls of its constructor that have begun */
 	unsigned int claimants; /* threads that wait to close it, or to register it again */
 	unsigned int windows; /* number of windows bound to it */
 	unsigned int process; /* generation of the process that created it */

@@ -8,6 +8,13 @@
 
 #include "handles/exceptions.h"
 
+/*
+ * In CPython 3.11, a traced function repeats its first instruction while a signal is pending that
+ * the main thread has not seen. It sees it when it takes the GIL, so it must not wait for a traced
+ * owner without taking the GIL now and then.
+ */
+enum { LONGEST_WAIT_US = 5000 };
+
 int rp_owns(const struct rp_lock *lock)
 {
 	return RP_LOAD(&lock->owner) == rp_thread()->mark;
@@ -24,11 +31,16 @@ int rp_acquire(struct rp_lock *lock)
 	/* Any release after this sees the waiter. */
 	RP_ADD(&lock->waiting, 1);
 	while (!rp_try_acquire(lock, rp_thread())) {
+		int woken;
+
 		Py_BEGIN_ALLOW_THREADS
-		PyThread_acquire_lock(lock->given, WAIT_LOCK);
+		woken = PyThread_acquire_lock_timed(lock->given, LONGEST_WAIT_US, 0) ==
+			PY_LOCK_ACQUIRED;
 		Py_END_ALLOW_THREADS
-		RP_STORE(&lock->woken, 0);
-		RP_STORE(&lock->starved, RP_LOAD(&lock->owner) != 0);
+		if (woken) {
+			RP_STORE(&lock->woken, 0);
+			RP_STORE(&lock->starved, RP_LOAD(&lock->owner) != 0);
+		}
 	}
 	RP_STORE(&lock->starved, 0);
 	RP_ADD(&lock->waiting, -1);

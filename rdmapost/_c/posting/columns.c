@@ -637,19 +637,19 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 	return outcome;
 }
 
-/* Steps 2 to 5: return how many rows were posted, or NULL with an exception. */
-static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObject *const *given,
-			   PyObject *kwnames)
+/*
+ * Steps 2 to 5, with the queue locked; unlocks it. Returns how many rows were posted, or NULL with an
+ * exception.
+ */
+static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyObject *const *given,
+			     PyObject *kwnames)
 {
 	int in_order = c->q->in_flight->in_order;
 	PyObject *number = NULL, *raised, *answer;
 	struct outcome outcome = { 0, 0 };
 	uint64_t *cookies = NULL, cookie = 0;
 	size_t in = 0, known = 0;
-	struct rp_posting posting;
 
-	if (rp_begin_post(c->q, c->owner, &posting))
-		return NULL;
 	check_rows(c, r);
 	if (c->bad == c->count) {
 		uint64_t room = rp_room(c->q);
@@ -666,7 +666,7 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	}
 	if (outcome.code)
 		take_back(c, cookie, cookies, known, in);
-	raised = rp_end_and_run(c->q, &posting, known > 0);
+	raised = rp_unlock_and_run(c->q, known > 0);
 	PyMem_Free(cookies);
 	if (outcome.code)
 		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, outcome);
@@ -675,6 +675,20 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	answer = rp_answer(number, raised, outcome.posted, c->count);
 	Py_XDECREF(number);
 	return answer;
+}
+
+static PyObject *post_rows(struct columns *c, struct request *r, PyObject *const *given,
+			   PyObject *kwnames)
+{
+	struct rp_posting posting;
+	PyObject *done;
+
+	if (rp_begin_post(c->q, c->owner, &posting))
+		return NULL;
+	done = post_locked(c, r, given, kwnames);
+	rp_unpin_requests(&c->post);
+	rp_end_use_by(posting.me, &posting.use);
+	return done;
 }
 
 /* ---- the methods -------------------------------------------------------------- */

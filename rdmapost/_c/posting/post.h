@@ -61,22 +61,19 @@ static inline int rp_begin_post(struct work_queue *q, struct rp_handle *owner,
 }
 
 /*
- * End a post and, if `taken`, let the device carry out the work requests that it accepted. Returns
- * a signal handler's exception, or NULL.
+ * Release a queue's lock and, if `taken`, let the device carry out the work requests that it
+ * accepted. Returns a signal handler's exception, or NULL.
  */
-static inline PyObject *rp_end_and_run(struct work_queue *q, struct rp_posting *posting, int taken)
+static inline PyObject *rp_unlock_and_run(struct work_queue *q, int taken)
 {
-	PyObject *raised;
-
 	rp_release(&q->lock);
-	raised = taken ? rp_run_device() : NULL;
-	rp_end_use_by(posting->me, &posting->use);
-	return raised;
+	return taken ? rp_run_device() : NULL;
 }
 
 static inline void rp_end_post(struct work_queue *q, struct rp_posting *posting)
 {
-	rp_end_and_run(q, posting, 0);
+	rp_release(&q->lock);
+	rp_end_use_by(posting->me, &posting->use);
 }
 
 /* Hand the device a chain of a queue's work requests. */

@@ -601,13 +601,23 @@ PyObject *rp_make_sges(const struct post *post, const struct request *r)
 	return made;
 }
 
-void rp_free_post(struct post *post)
+void rp_unpin_requests(struct post *post)
 {
 	for (size_t i = 0; i < post->count; i++) {
 		struct request *r = &post->requests[i];
 
 		if (r->pinned)
 			rp_unpin_all(r->refs);
+		r->pinned = 0;
+	}
+}
+
+void rp_free_post(struct post *post)
+{
+	rp_unpin_requests(post);
+	for (size_t i = 0; i < post->count; i++) {
+		struct request *r = &post->requests[i];
+
 		Py_XDECREF(r->refs);
 		Py_XDECREF(r->wr_id);
 		Py_XDECREF(r->wr_id_of_tag);

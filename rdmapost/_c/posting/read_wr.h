@@ -78,6 +78,12 @@ static inline PyObject *rp_held_until_done(const struct work_queue *q, const str
 /* Read work requests up to the first that is refused; 0, or -1 with an exception. */
 int rp_read(struct work_queue *q, PyObject *wrs, struct post *post);
 
+/*
+ * Unpin what the requests name, unless it is in a record of work in flight: before a post's use of
+ * its queue ends, because a close that was deferred until then would be refused.
+ */
+void rp_unpin_requests(struct post *post);
+
 /* Release all that was read; may run any Python code. */
 void rp_free_post(struct post *post);
 
