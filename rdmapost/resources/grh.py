@@ -104,8 +104,10 @@ class GRH:
         if version not in (4, 6):
             raise ValueError(f"version={shown(version)} is not 4 or 6")
         traffic_class = within("traffic_class", self.traffic_class, 0, 0xFF)
-        # An IPv4 header has no flow label, and its length includes the header.
-        flow_label = within("flow_label", self.flow_label, 0, 0xFFFFF if version == 6 else 0)
+        flow_label = within("flow_label", self.flow_label, 0, 0xFFFFF)
+        if version == 4 and flow_label:
+            raise ValueError(f"flow_label={flow_label}: an IPv4 header has no flow label")
+        # The length in an IPv4 header includes the header.
         limit = 0xFFFF if version == 6 else 0xFFFF - IPV4.size
         payload_length = within("payload_length", self.payload_length, 0, limit)
         next_header = within("next_header", self.next_header, 0, 0xFF)

@@ -359,7 +359,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Register part of a dma-buf, such as a GPU's memory (ibv_reg_dmabuf_mr(3)).
 
         soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If it is truncated,
-        work requests that use the missing part complete with an error.
+        work requests that use a missing page complete with an error. Whatever is left of the last
+        page can be used: beyond the new end it reads as zeros, and what is written there is lost.
 
         Args:
             pd: the protection domain.

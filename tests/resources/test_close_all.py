@@ -178,12 +178,18 @@ def _posts(pd: rp.PD, cq: rp.CQ) -> dict[str, Callable[[], object]]:
     write, inline = rp.RdmaWrite, rp.SendFlags.INLINE
     index = array.array("q", [0, 1])
     rows, outside = mr.blocks(index, 8), mr.blocks(index, 64)
+    other, elsewhere = rp.MR(pd, 64), rp.MR(rp.PD(pd.context), 64)
+    batch = a.prepare(write(mr[:8], **there))
     return {
         "post_send": lambda: a.post_send(write(mr[:8], **there)),
         "post_send of INLINE": lambda: a.post_send(write(mr[:8], send_flags=inline, **there)),
         "post_send that is refused": lambda: a.post_send(write([mr[:8]] * 99, **there)),
         "post_columns": lambda: a.post_columns(write, rows, **there),
         "post_columns that is refused": lambda: a.post_columns(write, outside, **there),
+        "prepare": lambda: a.prepare(write(mr[:8], **there)),
+        "prepare that is refused": lambda: a.prepare(write([mr[:8]] * 99, **there)),
+        "sg_list": lambda: setattr(batch[0], "sg_list", other[:8]),
+        "sg_list that is refused": lambda: setattr(batch[0], "sg_list", elsewhere[:8]),
     }
 
 
@@ -235,6 +241,7 @@ def _close_all_at(moment: int, name: str, context: rp.Context, raises: bool) -> 
         *["PD", "CQ", "MR", "QP", "SRQ", "MW", "CompChannel"],
         *["post_send", "post_send of INLINE", "post_send that is refused"],
         *["post_columns", "post_columns that is refused"],
+        *["prepare", "prepare that is refused", "sg_list", "sg_list that is refused"],
     ],
 )
 def test_close_all_in_a_signal_handler_closes_the_device_whatever_it_interrupts(

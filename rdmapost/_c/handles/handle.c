@@ -816,24 +816,6 @@ static int refuse_ending_parent(struct rp_handle *h)
 }
 
 /*
- * _begin_making(): mark the constructor as begun; raise if another one has begun. Returns its number,
- * for _undo_making().
- */
-static PyObject *handle_begin(PyObject *self, PyObject *unused)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-
-	(void)unused;
-	if (!change_state(h, NEW, BEGUN)) {
-		raise_made(self);
-		return NULL;
-	}
-	__atomic_store_n(&h->maker, this_thread(), __ATOMIC_SEQ_CST);
-	ask_main();
-	return PyLong_FromUnsignedLong(RP_ADD(&h->constructors, 1));
-}
-
-/*
  * The constructor has failed. If it created no struct, another constructor may begin. If it did,
  * close the handle, because a traceback may keep it alive for a long time. If that fails, list the
  * handle, so that the error for closing a parent names it.
@@ -849,6 +831,28 @@ static void undo_making(struct rp_handle *h)
 		put_off(h, BY_CALLER);
 	else
 		close_quietly(h);
+}
+
+/*
+ * _begin_making(): mark the constructor as begun; raise if another one has begun. Returns its number,
+ * for _undo_making().
+ */
+static PyObject *handle_begin(PyObject *self, PyObject *unused)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	PyObject *number;
+
+	(void)unused;
+	if (!change_state(h, NEW, BEGUN)) {
+		raise_made(self);
+		return NULL;
+	}
+	__atomic_store_n(&h->maker, this_thread(), __ATOMIC_SEQ_CST);
+	number = PyLong_FromUnsignedLong(RP_ADD(&h->constructors, 1));
+	if (!number)
+		undo_making(h);
+	ask_main();
+	return number;
 }
 
 /*
@@ -1585,7 +1589,7 @@ void rp_close_put_off(void)
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
 	size_t in_use = 0; /* refusals since the last close that succeeded */
-	int waits = 0, failed, mine;
+	int waits = 0, failed, left;
 	char who;
 
 	me->draining = 1;
@@ -1596,11 +1600,11 @@ void rp_close_put_off(void)
 			close_abandoned(h);
 		else if (!is_done(h))
 			failed = close_insistently(h);
-		/* This thread is closing it, and may be interrupted: in that case, close it then. */
-		mine = who == BY_CALLER && !failed && !is_done(h) && is_mine(h);
-		if (!failed && !mine) {
+		/* It is left to a close in progress, which may be interrupted. */
+		left = who == BY_CALLER && !failed && !is_done(h);
+		if (!failed && !left) {
 			in_use = 0;
-		} else if (mine || (is_busy(h) && (me->closing || in_use <= count_put_off(me)))) {
+		} else if (left || (is_busy(h) && (me->closing || in_use <= count_put_off(me)))) {
 			/* A handle that this thread is closing may use it: retry later. */
 			waits = in_use++ > count_put_off(me);
 			PyErr_Clear();

@@ -203,7 +203,7 @@ static int prepare(struct prepared *p, PyObject *wrs)
 		p->post.invalidates |= rp_invalidates(p->queue, p->post.requests[i].type);
 		rp_link(&p->post, i, p->post.count);
 	}
-	rp_end_post(p->queue, &posting);
+	rp_end_post(p->queue, &posting, refused < 0 ? NULL : &p->post);
 	if (refused >= 0) {
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
 				 (size_t)refused, 0);
@@ -674,7 +674,7 @@ static int put_sge(struct prepared *p, size_t index, PyObject *value)
 		*sge = old;
 	p->post.refusal.rule = NULL;
 	RP_END();
-	rp_end_post(p->queue, &posting);
+	rp_end_post(p->queue, &posting, NULL);
 	if (same)
 		Py_DECREF(value);
 	return same;
@@ -717,7 +717,7 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 		 */
 		if (same && rp_check(p->queue, p->owner, post, new))
 			put_sges(p, index, post, &sent, sges);
-		rp_end_post(p->queue, &posting);
+		rp_end_post(p->queue, &posting, post);
 	}
 	Py_XDECREF(sent);
 	return same;

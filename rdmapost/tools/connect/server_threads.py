@@ -215,6 +215,8 @@ class ServerThreads:
             why = self._start_error or MemoryError()
             if isinstance(why, OSError):
                 raise from_tcp(cannot_listen(self._name, why)) from why
+            if isinstance(why, ClosedError):
+                raise why
             text = str(why) or type(why).__name__
             raise RdmaError(f"cannot start a thread for the server: {text}")
 
@@ -337,6 +339,9 @@ class ServerThreads:
             return True
         if self._exists():
             return False
+        if self._start_once.acquire(blocking=False):
+            # A signal handler closes the server before its threads have been started.
+            self._start_error = ClosedError("the server was closed before it had started")
         self._release()
         return True
 

@@ -240,6 +240,28 @@ def test_a_signal_handler_may_close_a_server_at_any_moment_of_its_close(
     each_moment(once)
 
 
+def test_a_signal_handler_may_close_the_device_before_the_servers_threads_start(
+    soft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """serve() raises ClosedError, and no thread is left that fails on a closed socket."""
+    reports: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    context = rp.open_device(soft)
+
+    def handle(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is threads_module.ServerThreads.start.__code__:
+            sys.setprofile(None)
+            context.close_all()
+
+    sys.setprofile(handle)
+    try:
+        with pytest.raises(rp.ClosedError, match="the server was closed before it had started"):
+            connect.serve(context, "127.0.0.1", 0)
+    finally:
+        sys.setprofile(None)
+    assert (context.closed, reports) == (True, [])
+
+
 def test_a_signal_handler_may_close_a_server_in_the_middle_of_a_verb(context: rp.Context) -> None:
     server = connect.serve(context, port=0, timeout=1.0)
     peer = connect.dial(context, *server.address)
