@@ -261,6 +261,48 @@ def test_close_all_in_a_signal_handler_closes_the_device_whatever_it_interrupts(
     assert moment > 3
 
 
+def _close_all_when_collecting(moment: int, name: str, context: rp.Context) -> str:
+    """Post or prepare; the collection of that number closes all."""
+    call = _posts(rp.PD(context), rp.CQ(context))[name]
+    thresholds = gc.get_threshold()
+    seen = 0
+
+    def collect(phase: str, _: object) -> None:
+        nonlocal seen
+        seen += phase == "start"
+        if seen == moment and phase == "start":
+            gc.set_threshold(0)
+            context.close_all()
+
+    gc.callbacks.append(collect)
+    gc.set_threshold(1)
+    try:
+        call()
+    except (rp.RdmaError, ValueError):
+        pass
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collect)
+    return "reached" if seen >= moment else "not reached"
+
+
+@pytest.mark.parametrize("name", ["post_columns", "prepare", "sg_list", "sg_list that is refused"])
+def test_close_all_by_the_garbage_collector_closes_the_device_whatever_it_interrupts(
+    name, soft, monkeypatch
+):
+    """Up to Python 3.11 it may run whenever an object is created."""
+    reports: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    moment, result = 0, "reached"
+    while result == "reached":
+        moment += 1
+        context = rp.open_device(soft)
+        result = _close_all_when_collecting(moment, name, context)
+        if result == "reached":
+            assert (context.closed, reports) == (True, []), moment
+        context.close_all()
+
+
 def test_refused_close_all_that_is_interrupted_leaves_the_device_usable(soft):
     refusing = [True]
 

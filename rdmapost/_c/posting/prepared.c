@@ -67,6 +67,20 @@ static int is_open(struct prepared *p)
 }
 
 /*
+ * Begin to use an open list's queue: closes are deferred while a change of the list holds the old
+ * references. 0, or -1 with an exception.
+ */
+static int begin_change(struct prepared *p, struct rp_use *use)
+{
+	if (!is_open(p))
+		return -1;
+	if (!rp_begin_use(p->owner, use))
+		return 0;
+	rp_raise_closed(p->owner);
+	return -1;
+}
+
+/*
  * Return a new reference to the rp_sent of the next post; NULL with an exception if the list is
  * closed.
  */
@@ -183,6 +197,23 @@ static int keep_sg_lists(struct prepared *p)
 	return 0;
 }
 
+/* Make what a list has besides its work requests; 0, or -1 with an exception. */
+static int make_whole(struct prepared *p)
+{
+	if (!p->post.count) {
+		PyErr_SetString(PyExc_ValueError, "a prepared list has at least one work request");
+		return -1;
+	}
+	if (p->post.count > UINT32_MAX) {
+		PyErr_SetString(PyExc_ValueError, "no queue holds so many work requests");
+		return -1;
+	}
+	if (keep_sg_lists(p))
+		return -1;
+	p->sent = (struct rp_sent *)make_sent(p);
+	return p->sent ? 0 : -1;
+}
+
 /* Read, check and keep all work requests; 0, or -1 with an exception. */
 static int prepare(struct prepared *p, PyObject *wrs)
 {
@@ -203,24 +234,18 @@ static int prepare(struct prepared *p, PyObject *wrs)
 		p->post.invalidates |= rp_invalidates(p->queue, p->post.requests[i].type);
 		rp_link(&p->post, i, p->post.count);
 	}
-	rp_end_post(p->queue, &posting, refused < 0 ? NULL : &p->post);
-	if (refused >= 0) {
+	rp_release(&p->queue->lock);
+	failed = refused >= 0 || make_whole(p);
+	if (failed)
+		rp_unpin_requests(&p->post);
+	else
+		RP_STORE(&p->state, WHOLE);
+	/* A close that was deferred meanwhile closes the list, too, or finds nothing pinned by it. */
+	rp_end_use_by(posting.me, &posting.use);
+	if (refused >= 0)
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
 				 (size_t)refused, 0);
-		return -1;
-	}
-	if (!p->post.count) {
-		PyErr_SetString(PyExc_ValueError, "a prepared list has at least one work request");
-		return -1;
-	}
-	if (p->post.count > UINT32_MAX) {
-		PyErr_SetString(PyExc_ValueError, "no queue holds so many work requests");
-		return -1;
-	}
-	if (keep_sg_lists(p))
-		return -1;
-	p->sent = (struct rp_sent *)make_sent(p);
-	return p->sent ? 0 : -1;
+	return -failed;
 }
 
 static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
@@ -305,10 +330,8 @@ static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 	}
 	p->queue = (struct work_queue *)Py_NewRef(queue);
 	p->owner = (struct rp_handle *)Py_NewRef(owner);
-	if (!prepare(p, wrs)) {
-		RP_STORE(&p->state, WHOLE);
+	if (!prepare(p, wrs))
 		Py_RETURN_NONE;
-	}
 	RP_STORE(&p->state, REFUSED);
 	release_held(self);
 	return NULL;
@@ -609,6 +632,7 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	const struct request *r;
 	struct rp_sent *from;
 	PyObject *wr_id;
+	struct rp_use use;
 	uint64_t number;
 	int done = 0;
 
@@ -619,14 +643,17 @@ static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
 	if (read_value(p, r, NULL, value, &number))
 		return -1;
 	wr_id = PyLong_FromUnsignedLongLong(number);
-	if (!wr_id)
+	if (!wr_id || begin_change(p, &use)) {
+		Py_XDECREF(wr_id);
 		return -1;
+	}
 	while (!done) {
 		from = get_sent(p);
 		done = from ? put_wr_id(p, item->index, &wr_id, from) : -1;
 		Py_XDECREF((PyObject *)from);
 	}
 	Py_DECREF(wr_id);
+	rp_end_use(&use);
 	return done > 0 ? 0 : -1;
 }
 
@@ -728,6 +755,7 @@ static int change_sges(struct prepared *p, size_t index, PyObject *value, struct
 {
 	const struct request *r = &p->post.requests[index], *new = post->few;
 	struct rp_sent *from;
+	struct rp_use use;
 	PyObject *sges;
 	int done = 0;
 
@@ -738,6 +766,8 @@ static int change_sges(struct prepared *p, size_t index, PyObject *value, struct
 		post->refusal.b = (uint64_t)r->num_sge;
 	}
 	if (!post->refusal.rule) {
+		if (begin_change(p, &use))
+			return -1;
 		sges = rp_make_sges(post, new);
 		while (sges && !done) {
 			from = get_sent(p);
@@ -745,6 +775,7 @@ static int change_sges(struct prepared *p, size_t index, PyObject *value, struct
 			Py_XDECREF((PyObject *)from);
 		}
 		Py_XDECREF(sges);
+		rp_end_use(&use);
 		if (done < 1)
 			return -1;
 	}

@@ -173,7 +173,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
         Raises:
             TypeError, ValueError, MemoryError, VerbsError: as for MR.
-            ClosedError: the connection is closed.
+            ClosedError: close() has been called.
         """
         region = self._used.add(MR(self.qp.pd, length, access))
         if self._used.ended:
