@@ -177,6 +177,15 @@ class Exporter:
         return memoryview(self.memories.pop(0))
 
 
+def _completions_beside_objects() -> Any:
+    """Make a view whose format is that of WC_DTYPE, although its rows are longer."""
+    fields = np.dtype(rp.WC_DTYPE).fields
+    records = np.dtype([*[(name, fields[name][0]) for name in fields], ("o", object)], align=True)
+    view = np.zeros(6, records)[list(fields)]
+    assert memoryview(view).format == memoryview(np.zeros(6, rp.WC_DTYPE)).format
+    return view
+
+
 POINTERS = {
     "objects in a packed structure hidden by its metaclass": structure_that_hides(
         [("objects", ctypes.py_object * 6)]
@@ -184,6 +193,7 @@ POINTERS = {
     "objects": lambda: np.zeros(6, object),
     "records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)]),
     "some fields of records with objects": lambda: np.zeros(6, [("a", "u8"), ("b", object)])[["a"]],
+    "all fields of WC_DTYPE, of records with objects": lambda: _completions_beside_objects(),
     "ctypes objects": lambda: (ctypes.py_object * 6)(),
     "ctypes strings": lambda: (ctypes.c_char_p * 6)(),
     "memoryview": lambda: memoryview(np.zeros(6, object)),

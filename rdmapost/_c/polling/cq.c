@@ -994,13 +994,20 @@ static int export_checked(PyObject *buffer, Py_buffer *view)
 	return failed ? -1 : 0;
 }
 
+/* Whether a buffer's rows are WC_DTYPE's. In longer ones, fields that the format omits may hide. */
+static int is_of_wcs(const Py_buffer *view)
+{
+	return view->itemsize == sizeof(struct ibv_wc) && view->format &&
+	       !strcmp(view->format, WC_FORMAT);
+}
+
 static int get_rows(PyObject *buffer, Py_buffer *view)
 {
 	static char nowhere[1];
 
 	if (export_rows(buffer, view))
 		return -1;
-	if (!PyByteArray_CheckExact(buffer) && (!view->format || strcmp(view->format, WC_FORMAT))) {
+	if (!PyByteArray_CheckExact(buffer) && !is_of_wcs(view)) {
 		PyBuffer_Release(view);
 		if (export_checked(buffer, view))
 			return -1;
