@@ -225,7 +225,7 @@ class WaitTimeout(RdmaError, TimeoutError):
     Those that arrived are not lost: the next poll or wait returns them.
 
     Attributes:
-        failed: the first WC with an error status among those that arrived; None if there is none.
+        failed: the first WC to arrive with an error status, or None.
     """
 
     def __init__(self, text: str = "", *, failed: WC | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import asyncio
 import gc
+import itertools
 import sys
 import threading
 import warnings
@@ -205,8 +206,33 @@ def _makers(context: rp.Context, pd: rp.PD, cq: rp.CQ) -> dict[str, Callable[[],
     }
 
 
-def _close_all_at(moment: int, name: str, context: rp.Context, raises: bool) -> str:
-    """Make and close a resource, or post; at that moment a signal handler closes all."""
+def _closes_at_every_moment(
+    soft: str, monkeypatch: pytest.MonkeyPatch, close_at: Callable[..., bool], *args: Any
+) -> int:
+    """Check that close_at(moment, context, ...) closes the device, until it reaches no moment.
+
+    Returns:
+        the first moment that is not reached.
+    """
+    reports: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", reports.append)
+    for moment in itertools.count(1):
+        context = rp.open_device(soft)
+        reached = close_at(moment, context, *args)
+        if reached:
+            assert (context.closed, reports) == (True, []), moment
+        context.close_all()
+        if not reached:
+            break
+    return moment
+
+
+def _close_all_at(moment: int, context: rp.Context, name: str, raises: bool) -> bool:
+    """Make and close a resource, or post; at that moment a signal handler closes all.
+
+    Returns:
+        whether the moment was reached.
+    """
     pd, cq = rp.PD(context), rp.CQ(context)
     call = _makers(context, pd, cq).get(name) or _posts(pd, cq)[name]
     seen = 0
@@ -231,7 +257,7 @@ def _close_all_at(moment: int, name: str, context: rp.Context, raises: bool) -> 
     finally:
         sys.setprofile(None)
         gc.enable()
-    return "reached" if seen >= moment else "not reached"
+    return seen >= moment
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -248,21 +274,15 @@ def test_close_all_in_a_signal_handler_closes_the_device_whatever_it_interrupts(
     name, raises, soft, monkeypatch
 ):
     """It takes effect when the constructor, the close or the post ends, even by an exception."""
-    reports: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", reports.append)
-    moment, result = 0, "reached"
-    while result == "reached":
-        moment += 1
-        context = rp.open_device(soft)
-        result = _close_all_at(moment, name, context, raises)
-        if result == "reached":
-            assert (context.closed, reports) == (True, []), moment
-        context.close_all()
-    assert moment > 3
+    assert _closes_at_every_moment(soft, monkeypatch, _close_all_at, name, raises) > 3
 
 
-def _close_all_when_collecting(moment: int, name: str, context: rp.Context) -> str:
-    """Post or prepare; the collection of that number closes all."""
+def _close_all_when_collecting(moment: int, context: rp.Context, name: str) -> bool:
+    """Post or prepare; the collection of that number closes all.
+
+    Returns:
+        whether there were so many collections.
+    """
     call = _posts(rp.PD(context), rp.CQ(context))[name]
     thresholds = gc.get_threshold()
     seen = 0
@@ -283,7 +303,7 @@ def _close_all_when_collecting(moment: int, name: str, context: rp.Context) -> s
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(collect)
-    return "reached" if seen >= moment else "not reached"
+    return seen >= moment
 
 
 @pytest.mark.parametrize("name", ["post_columns", "prepare", "sg_list", "sg_list that is refused"])
@@ -291,16 +311,7 @@ def test_close_all_by_the_garbage_collector_closes_the_device_whatever_it_interr
     name, soft, monkeypatch
 ):
     """Up to Python 3.11 it may run whenever an object is created."""
-    reports: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", reports.append)
-    moment, result = 0, "reached"
-    while result == "reached":
-        moment += 1
-        context = rp.open_device(soft)
-        result = _close_all_when_collecting(moment, name, context)
-        if result == "reached":
-            assert (context.closed, reports) == (True, []), moment
-        context.close_all()
+    _closes_at_every_moment(soft, monkeypatch, _close_all_when_collecting, name)
 
 
 def test_refused_close_all_that_is_interrupted_leaves_the_device_usable(soft):

@@ -130,6 +130,12 @@ static int list_again(struct rp_handle *h)
 
 /* ---- users ---------------------------------------------------------------- */
 
+/* Whether this thread is in the middle of closing a handle. */
+static int is_closer(const struct rp_handle *h)
+{
+	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
+}
+
 /* Add a user to an open handle's `word`. Returns whether the handle was open. */
 static int enter(struct rp_handle *h, uint64_t user)
 {
@@ -140,7 +146,7 @@ static int enter(struct rp_handle *h, uint64_t user)
 			return 0;
 		/* Until the struct is destroyed, the closer may use it but create no children. */
 		if (word & SHUT &&
-		    (user == CHILD || !h->releasing || h->closer != this_thread()))
+		    (user == CHILD || !h->releasing || !is_closer(h)))
 			return 0;
 	} while (!__atomic_compare_exchange_n(&h->word, &word, word + user, 0,
 					      __ATOMIC_SEQ_CST,
@@ -877,7 +883,6 @@ static PyObject *handle_construct(PyObject *self, PyObject *args)
 	struct rp_handle *h = (struct rp_handle *)self;
 	PyObject *init, *values, *options, *done;
 	unsigned int process = rp_process;
-	struct error error;
 
 	if (!PyArg_ParseTuple(args, "OO!O!", &init, &PyTuple_Type, &values, &PyDict_Type, &options))
 		return NULL;
@@ -888,13 +893,12 @@ static PyObject *handle_construct(PyObject *self, PyObject *args)
 	/* After a fork in the constructor, the child is in none. */
 	if (process == rp_process)
 		rp_thread()->making--;
-	error = save_error();
+	/* An exception that is set stays set. */
 	if (done)
 		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
 	else
 		undo_making(h);
 	rp_close_deferred(rp_thread());
-	restore_error(error);
 	return done;
 }
 
@@ -1109,12 +1113,6 @@ static int sleep_on(const struct rp_handle *h, struct pause *pause)
 	return PyErr_CheckSignals() ? -1 : h->process != rp_process;
 }
 
-/* Whether this thread is in the middle of closing a handle. */
-static int is_mine(const struct rp_handle *h)
-{
-	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
-}
-
 /* Become the handle's closer, if it has none. */
 static int claim(struct rp_handle *h)
 {
@@ -1158,7 +1156,7 @@ static int claim_in_turn(struct rp_handle *h, struct pause *pause)
 	RP_ADD(&h->claimants, 1);
 	while (!stopped && !claim(h)) {
 		set_stalled(1);
-		if (is_mine(h) ||
+		if (is_closer(h) ||
 		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
 			stopped = 1;
 		else

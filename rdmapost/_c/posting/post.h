@@ -70,13 +70,10 @@ static inline PyObject *rp_unlock_and_run(struct work_queue *q, int taken)
 	return taken ? rp_run_device() : NULL;
 }
 
-/* End a post that posts nothing; unpin `requests`, unless NULL. */
-static inline void rp_end_post(struct work_queue *q, struct rp_posting *posting,
-			       struct post *requests)
+/* End a post that posts nothing. */
+static inline void rp_end_post(struct work_queue *q, struct rp_posting *posting)
 {
 	rp_release(&q->lock);
-	if (requests)
-		rp_unpin_requests(requests);
 	rp_end_use_by(posting->me, &posting->use);
 }
 

@@ -701,7 +701,7 @@ static int put_sge(struct prepared *p, size_t index, PyObject *value)
 		*sge = old;
 	p->post.refusal.rule = NULL;
 	RP_END();
-	rp_end_post(p->queue, &posting, NULL);
+	rp_end_post(p->queue, &posting);
 	if (same)
 		Py_DECREF(value);
 	return same;
@@ -744,7 +744,7 @@ static int try_sges(struct prepared *p, size_t index, struct post *post, PyObjec
 		 */
 		if (same && rp_check(p->queue, p->owner, post, new))
 			put_sges(p, index, post, &sent, sges);
-		rp_end_post(p->queue, &posting, post);
+		rp_end_post(p->queue, &posting);
 	}
 	Py_XDECREF(sent);
 	return same;
@@ -775,6 +775,7 @@ static int change_sges(struct prepared *p, size_t index, PyObject *value, struct
 			Py_XDECREF((PyObject *)from);
 		}
 		Py_XDECREF(sges);
+		rp_unpin_requests(post);
 		rp_end_use(&use);
 		if (done < 1)
 			return -1;

@@ -109,7 +109,7 @@ void rp_soft_opened(void);
 
 /*
  * Return a new reference to an attribute of the object with this handle or, if `name` is NAMES, to
- * the object itself; NULL, without an exception, if there is none.
+ * the object itself, or NULL without an exception.
  */
 PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 

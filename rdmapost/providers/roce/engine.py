@@ -55,7 +55,7 @@ def on_timer(qp: RoceQueuePair) -> None:
 def give_up(qp: RoceQueuePair) -> bool:
     """Fail the work that execute_next could not continue; return whether to call again.
 
-    The oldest work request fails or, if there is none, the queue pair.
+    The oldest work request fails, or the queue pair if no work request is left.
     """
     if qp.state < _SQE:
         if qp.sq.pending:

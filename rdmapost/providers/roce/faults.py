@@ -69,8 +69,8 @@ class Held(NamedTuple):
 
     Attributes:
         when: the time at which it may go.
-        until: the number of a later packet, after which this one may go even before `when`;
-            negative if there is none.
+        until: the number of a later packet, after which this one may go even before `when`; or a
+            negative number.
         item: the packet.
     """
 
