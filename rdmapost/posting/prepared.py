@@ -132,9 +132,9 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # A copy: other threads may add lists. (No generator: if there is no memory for one, Python
-        # 3.13 crashes.)
-        refs = tuple(self._batches.values())
+        # A copy: other threads, and finalizers that run in this loop, may add lists. (No generator:
+        # if there is no memory for one, Python 3.13 crashes.)
+        refs = self._batches.copy().values()
         return iter([batch for ref in refs if (batch := ref()) is not None])
 
     def naming(self, resource: Any) -> list[Batch]:
@@ -146,7 +146,7 @@ class OpenBatches:
         self._batches[next(_numbers)] = weakref.ref(batch)
         if len(self._batches) > self._enough:
             # Not in a weakref callback: an exception that a signal handler raises there is lost.
-            for number, ref in tuple(self._batches.items()):
+            for number, ref in self._batches.copy().items():
                 if ref() is None:
                     self._batches.pop(number, None)
             self._enough = 2 * len(self._batches)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import re
 import signal
 import struct
@@ -938,6 +939,37 @@ def test_threads_change_close_and_post_a_list(connect: Connect):
     assert posted
     assert pair.a.outstanding.send == 0
     pair.mine.close()
+
+
+@pytest.mark.parametrize("count", [1, 23])
+def test_collection_during_prepare_may_prepare_on_the_same_queue_pair(connect: Connect, count):
+    """Whenever the garbage collector runs in the last of `count` calls of prepare()."""
+    thresholds, kept, collections = gc.get_threshold(), [], 0
+
+    def prepare(phase: str, _: object) -> None:
+        nonlocal collections
+        collections += phase == "start"
+        if phase == "start" and collections == moment:
+            gc.set_threshold(0)
+            kept.append(pair.a.prepare(write(pair)))
+
+    for moment in itertools.count(1):
+        pair = connect(max_send_wr=64)
+        kept = [pair.a.prepare(write(pair)) for _ in range(count - 1)]
+        collections = 0
+        gc.callbacks.append(prepare)
+        gc.set_threshold(1)
+        try:
+            kept.append(pair.a.prepare(write(pair)))
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(prepare)
+        if collections < moment:
+            break
+        for batch in kept:
+            batch.post()
+        pair.wait(count + 1)
+    assert moment > 1
 
 
 def test_finalizer_of_a_list_that_is_being_prepared_does_nothing(connect):

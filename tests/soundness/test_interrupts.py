@@ -266,6 +266,23 @@ def test_queue_pair_and_region_of_an_interrupted_prepare_can_be_closed(verb, sof
     interrupt_at_each_moment(lambda: Rig(soft), act, check)
 
 
+@isolated(silent=True)
+def test_handler_that_prepares_while_its_queue_pair_is_closed_leaves_no_list_open(soft):
+    """At any moment of close(): prepare() raises ClosedError or returns a list that gets closed."""
+
+    def prepare(rig: Rig) -> None:
+        with contextlib.suppress(rp.ClosedError):
+            rig.more.append(rig.a.prepare(rig.write(1)))
+
+    def check(rig: Rig, _: Moment) -> None:
+        assert rig.a.closed
+        assert all(batch.closed for batch in rig.more)
+        rig.context.close_all()
+        assert not open_files() - rig.files
+
+    interrupt_at_each_moment(lambda: Rig(soft), lambda rig: rig.a.close(), check, handler=prepare)
+
+
 def _outstanding(rig: Rig) -> None:
     """Leave receives, writes, and a prepared list that has been posted on a's queue pair."""
     rig.a.post_recv([rig.receive(number) for number in range(4)])

@@ -229,6 +229,12 @@ static int prepare(struct prepared *p, PyObject *wrs)
 	Py_DECREF(wrs);
 	if (failed || rp_begin_post(p->queue, p->owner, &posting))
 		return -1;
+	if (!rp_is_open(p->owner)) {
+		/* This thread is closing it, and may already have closed its lists. */
+		rp_end_post(p->queue, &posting);
+		rp_raise_closed(p->owner);
+		return -1;
+	}
 	refused = check_all(p);
 	for (size_t i = 0; refused < 0 && i < p->post.count; i++) {
 		p->post.invalidates |= rp_invalidates(p->queue, p->post.requests[i].type);

@@ -268,7 +268,7 @@ class _InLoop:
     def end(self) -> None:
         """Cancel all pending calls, and any added later: the server is closing."""
         self._ended = True
-        for asked in tuple(self._pending):
+        for asked in self._pending.copy():
             asked.cancel()
 
 

@@ -342,6 +342,9 @@ class ServerThreads:
         if self._start_once.acquire(blocking=False):
             # A signal handler closes the server before its threads have been started.
             self._start_error = ClosedError("the server was closed before it had started")
+        elif self._exists():
+            # They were started meanwhile, and release everything themselves.
+            return False
         self._release()
         return True
 
