@@ -166,6 +166,36 @@ RESPONDER = (
 )
 """Tests of both halves of a responder."""
 
+_LIFE_OF_A_HANDLE = (
+    "resources/test_close_order.py",
+    "resources/test_close_during_verbs.py",
+    "resources/test_constructors.py",
+    "resources/test_garbage_collection.py",
+    "resources/test_mr.py",
+    "resources/test_mr_rereg.py",
+    "resources/test_close_at_exit_and_fork.py",
+    "posting/test_memory_in_flight.py",
+    "resources/test_ah.py",
+    "resources/test_mw_type_1_bind_mw.py",
+    "providers/software/test_soft_handler_exceptions.py",
+    "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
+    "soundness/test_exit.py",
+    "soundness/test_fork.py",
+    "soundness/test_mw_lifetimes.py",
+    "soundness/test_finalizers.py::test_resource_dropped_near_the_recursion_limit_is_closed_later",
+    "soundness/test_finalizers.py::"
+    "test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
+    "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
+    "soundness/test_finalizers.py::"
+    "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
+    "soundness/test_close_races.py::"
+    "test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return",
+    "soundness/test_close_races.py::"
+    "test_close_within_another_waits_for_a_thread_that_closes_the_same_resource",
+    "soundness/test_close_races.py::"
+    "test_child_created_by_a_handler_never_outlives_its_closing_parent",
+)
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
     "rdmapost.posting.rules": (
@@ -445,35 +475,21 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_finalizers.py::"
         "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
     ),
-    "rdmapost/_c/handles/handle.c": (
-        "resources/test_close_order.py",
-        "resources/test_close_during_verbs.py",
-        "resources/test_constructors.py",
-        "resources/test_garbage_collection.py",
-        "resources/test_mr.py",
-        "resources/test_mr_rereg.py",
-        "resources/test_close_at_exit_and_fork.py",
-        "posting/test_memory_in_flight.py",
-        "resources/test_ah.py",
-        "resources/test_mw_type_1_bind_mw.py",
-        "providers/software/test_soft_handler_exceptions.py",
-        "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
-        "soundness/test_exit.py",
-        "soundness/test_fork.py",
-        "soundness/test_mw_lifetimes.py",
-        "soundness/test_finalizers.py::"
-        "test_resource_dropped_near_the_recursion_limit_is_closed_later",
-        "soundness/test_finalizers.py::"
-        "test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
-        "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
-        "soundness/test_finalizers.py::"
-        "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
-        "soundness/test_close_races.py::"
-        "test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return",
-        "soundness/test_close_races.py::"
-        "test_close_within_another_waits_for_a_thread_that_closes_the_same_resource",
-        "soundness/test_close_races.py::"
-        "test_child_created_by_a_handler_never_outlives_its_closing_parent",
+    **dict.fromkeys(
+        [
+            f"rdmapost/_c/handles/{name}.c"
+            for name in (
+                "handle",
+                "users",
+                "create",
+                "close",
+                "deferred",
+                "reregister",
+                "windows",
+                "finalizer",
+            )
+        ],
+        _LIFE_OF_A_HANDLE,
     ),
 }
 """The modules, and the test files or tests that must catch their mutants, fastest first."""

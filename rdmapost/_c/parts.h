@@ -40,6 +40,7 @@ int rp_add_comp_channel(PyObject *module);
 int rp_add_wr_init(PyObject *module);
 int rp_add_sge(PyObject *module);
 int rp_add_handle(PyObject *module);
+int rp_add_finalizer(PyObject *module);
 int rp_add_buffer(PyObject *module);
 int rp_add_tag_handle(PyObject *module);
 int rp_add_wr_types(PyObject *module);

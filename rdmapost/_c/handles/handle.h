@@ -116,7 +116,7 @@ int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
 void rp_user_left(struct rp_handle *handle);
 void rp_close_put_off(void);
 
-/* Unreachable queue pairs that wait for their windows; see hold_back(). */
+/* Unreachable queue pairs that wait for their windows; see handles/windows.c. */
 RP_SHARED struct rp_handle *rp_held_back;
 
 static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
@@ -188,48 +188,5 @@ static inline void rp_pin(struct rp_handle *handle)
  * any Python code.
  */
 void rp_unpin(struct rp_handle *handle);
-
-/* Return the next number: each post of a bind, and each completion of one, takes a number. */
-uint64_t rp_count_bind(void);
-
-/* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
-struct rp_binder {
-	uint64_t users;
-	int64_t windows; /* bound */
-};
-
-/* Returns NULL if out of memory. */
-struct rp_binder *rp_new_binder(void);
-
-/* Free a binder when its last user drops it. */
-void rp_drop_binder(struct rp_binder *binder);
-
-/* A bind that has been posted. */
-struct rp_bind {
-	struct rp_binder *binder; /* of its send queue */
-	uint64_t serial; /* rp_count_bind() */
-	uint32_t number; /* rp_number_bind() */
-	unsigned char key; /* the low byte of the window's new key */
-};
-
-/*
- * A bind has completed. If it succeeded (`sure`), the window releases the regions bound earlier;
- * queues are not ordered with respect to each other, so another queue's bind is earlier only if it
- * had completed when this one was posted. The window now also references `mr`, unless NULL. Both
- * handles are pinned (rp_pin). May run any Python code.
- */
-void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind);
-
-/* Count a bind that is about to be posted; return its number for the key, or 0 for type 1. */
-uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder);
-
-/* Take back a bind that was not posted, or has failed. */
-void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
-
-/* Count the invalidation of a key; `counts` are its window's, or NULL. Runs no Python code. */
-void rp_count_invalidation(PyObject *counts, unsigned char key);
-
-/* Note that a window bind has been posted to a handle's queue. */
-void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
 #endif

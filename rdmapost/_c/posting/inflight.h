@@ -11,6 +11,7 @@
 #define RDMAPOST_INFLIGHT_H
 
 #include "handles/handle.h"
+#include "handles/windows.h"
 
 /* An entry's state; a bind of unknown outcome stays RP_BIND or RP_UNBIND. */
 enum {

@@ -1,0 +1,271 @@
+/*
+ * Closes that have no caller to raise to: those of unreachable handles, those that wait for the
+ * end of this thread's verb, and those that the main thread tries again.
+ */
+#include "handles/internal.h"
+
+enum { RETRIES_NS = 500000000 }; /* how long a close handed to the main thread is retried */
+
+void rp_put_off(struct rp_handle *h, char who)
+{
+	if (__atomic_exchange_n(&h->put_off, who, __ATOMIC_SEQ_CST))
+		return;
+	Py_INCREF((PyObject *)h);
+	h->next = NULL;
+	if (rp_thread()->last_put_off)
+		rp_thread()->last_put_off->next = h;
+	else
+		rp_thread()->first_put_off = h;
+	rp_thread()->last_put_off = h;
+}
+
+void rp_close_abandoned(struct rp_handle *h)
+{
+	if (rp_exiting == RP_CLOSED_ALL || is_done(h) ||
+	    (state_of(h) == OPEN && !rp_is_open(h) && !h->spoiled) || rp_is_busy(h))
+		return;
+	if (rp_thread()->top)
+		rp_put_off(h, BY_FINALIZER);
+	else
+		rp_close_quietly(h);
+}
+
+/*
+ * The device refused to destroy a handle's struct: keep the handle, its memory and its parents
+ * until the process ends.
+ */
+static void keep(struct rp_handle *h)
+{
+	struct rp_error error = save_error();
+	PyObject *said;
+
+	if (!__atomic_exchange_n(&h->kept, 1, __ATOMIC_SEQ_CST)) {
+		if (rp_list_as(h, (PyObject *)h))
+			Py_INCREF((PyObject *)h);
+		PyErr_Clear();
+		said = PyObject_CallMethod((PyObject *)h, "_warn_kept", "O",
+					   error.value ? error.value : Py_None);
+		if (!said)
+			PyErr_WriteUnraisable((PyObject *)h);
+		Py_XDECREF(said);
+	}
+	restore_error(error);
+}
+
+/*
+ * Handles whose close lacked stack or memory, for the main thread to close; the list holds
+ * references.
+ *
+ * In CPython 3.11, a function that is traced or profiled repeats its first instruction for as long
+ * as a pending call is queued; so if it runs in a pending call itself, it never ends. Therefore one
+ * pending call closes all handles, and queues no other before its end.
+ */
+static struct rp_handle *for_main;
+static unsigned int main_asked; /* the process + 1 whose pending call is queued or running, or 0 */
+
+static int close_for_main(void *unused);
+
+void rp_ask_main(void)
+{
+	unsigned int process = rp_process + 1;
+
+	if (RP_LOAD(&for_main) &&
+	    __atomic_exchange_n(&main_asked, process, __ATOMIC_SEQ_CST) != process &&
+	    Py_AddPendingCall(close_for_main, NULL))
+		RP_STORE(&main_asked, 0);
+}
+
+/*
+ * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
+ * sys.getprofile() tells. Its C function is called directly, because there may be no stack for a
+ * Python call.
+ */
+static int has_hook(const char *getter_name)
+{
+	PyObject *getter = Py_XNewRef(PySys_GetObject(getter_name)), *hook = NULL;
+	int has;
+
+	if (getter && PyCFunction_Check(getter) && PyCFunction_GetFlags(getter) == METH_NOARGS)
+		hook = PyCFunction_GetFunction(getter)(PyCFunction_GetSelf(getter), NULL);
+	has = hook != Py_None;
+	Py_XDECREF(hook);
+	Py_XDECREF(getter);
+	PyErr_Clear();
+	return has;
+}
+
+static void push_for_main(struct rp_handle *h)
+{
+	push(&for_main, h, &h->next_for_main);
+}
+
+static int close_for_main(void *unused)
+{
+	struct rp_handle *h, *next;
+	int failed = 0, traced;
+
+	(void)unused;
+	/* A close that fails would be deferred again; rp_close_put_off() ends with rp_ask_main(). */
+	if (rp_thread()->draining) {
+		RP_STORE(&main_asked, 0);
+		return 0;
+	}
+	h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST);
+	RP_STORE(&rp_delivery_waits, rp_process + 1);
+	for (; h; h = next) {
+		next = h->next_for_main;
+		if (failed) {
+			/* There would not be enough stack or memory for this one, either. */
+			push_for_main(h);
+			continue;
+		}
+		RP_STORE(&h->is_for_main, 0);
+		rp_close_abandoned(h);
+		failed = RP_LOAD(&h->is_for_main);
+		Py_DECREF((PyObject *)h);
+	}
+	/* A traced function that is about to start would call this again and again. */
+	traced = RP_LOAD(&for_main) && (has_hook("gettrace") || has_hook("getprofile"));
+	RP_STORE(&rp_delivery_waits, 0);
+	RP_STORE(&main_asked, 0);
+	rp_deliver_soon();
+	if (!traced)
+		rp_ask_main();
+	return 0;
+}
+
+/* Leave a handle to the main thread; returns 0 if it has been retried for long enough. */
+static int put_off_to_main(struct rp_handle *h)
+{
+	int64_t now = rp_now_ns();
+
+	if (!h->first_try)
+		h->first_try = now;
+	else if (now - h->first_try > RETRIES_NS)
+		return 0;
+	if (!__atomic_exchange_n(&h->is_for_main, 1, __ATOMIC_SEQ_CST)) {
+		Py_INCREF((PyObject *)h);
+		push_for_main(h);
+	}
+	rp_ask_main();
+	return 1;
+}
+
+/*
+ * Close a handle when there is no caller to raise to; 0, or -1 with an exception. An exception that
+ * does not recur on the next attempt came from a signal handler: it is passed to rp_raise_later().
+ */
+static int close_insistently(struct rp_handle *h)
+{
+	PyObject *first = NULL;
+	int failed = rp_close_now(h), refusals = 0, known = 0;
+
+	for (int i = 1; failed && i < MAX_INTERRUPTS; i++) {
+		known = PyErr_ExceptionMatches(rp_errors.error);
+		/* An apparent refusal by the device may be a handler's exception: retry. */
+		refusals += known && h->refused;
+		if (PyErr_ExceptionMatches(PyExc_RecursionError) || refusals > 1 ||
+		    (PyErr_ExceptionMatches(rp_errors.in_use) && rp_is_busy(h)))
+			break;
+		/* An InUseError is stale here: the last user has left the close to this thread. */
+		if (PyErr_ExceptionMatches(rp_errors.in_use) || first ||
+		    PyErr_ExceptionMatches(PyExc_MemoryError))
+			PyErr_Clear();
+		else
+			first = rp_take_exception();
+		failed = rp_close_now(h);
+	}
+	/* An error that recurs on every attempt is the close's own, not a signal handler's. */
+	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, rp_errors.error)))
+		Py_CLEAR(first);
+	rp_raise_later(first);
+	return failed;
+}
+
+void rp_close_quietly(struct rp_handle *h)
+{
+	struct rp_error error = save_error();
+	int put_off, known;
+
+	Py_INCREF((PyObject *)h);
+	if (close_insistently(h)) {
+		/* Short of stack or memory: retry in the main thread, for RETRIES_NS. */
+		put_off = rp_lacks_room(PyErr_Occurred()) && put_off_to_main(h);
+		known = PyErr_ExceptionMatches(rp_errors.error);
+		/* If the handle is in use again, its last user closes it. */
+		if (!put_off && state_of(h) == OPEN && !rp_is_busy(h))
+			keep(h);
+		if (!put_off && !known)
+			PyErr_WriteUnraisable((PyObject *)h);
+	}
+	PyErr_Clear();
+	rp_deliver_soon();
+	Py_DECREF((PyObject *)h);
+	restore_error(error);
+}
+
+/* Pop the first handle whose close was deferred; returns a reference, or NULL. */
+static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
+{
+	struct rp_handle *h = me->first_put_off;
+
+	if (!h)
+		return NULL;
+	me->first_put_off = h->next;
+	if (!h->next)
+		me->last_put_off = NULL;
+	*who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
+	return h;
+}
+
+static size_t count_put_off(const struct rp_thread *me)
+{
+	size_t count = 0;
+
+	for (const struct rp_handle *h = me->first_put_off; h; h = h->next)
+		count++;
+	return count;
+}
+
+/* Run this thread's deferred closes. If one fails because its handle is in use, retry it later. */
+void rp_close_put_off(void)
+{
+	struct rp_error error = save_error();
+	struct rp_thread *me = rp_thread();
+	struct rp_handle *h;
+	size_t in_use = 0; /* refusals since the last close that succeeded */
+	int waits = 0, failed, left;
+	char who;
+
+	me->draining = 1;
+	rp_close_held_back();
+	while (!waits && (h = next_put_off(me, &who))) {
+		failed = 0;
+		if (who == BY_FINALIZER)
+			rp_close_abandoned(h);
+		else if (!is_done(h))
+			failed = close_insistently(h);
+		/* It is left to a close in progress, which may be interrupted. */
+		left = who == BY_CALLER && !failed && !is_done(h);
+		if (!failed && !left) {
+			in_use = 0;
+		} else if (left || (rp_is_busy(h) && (me->closing || in_use <= count_put_off(me)))) {
+			/* A handle that this thread is closing may use it: retry later. */
+			waits = in_use++ > count_put_off(me);
+			PyErr_Clear();
+			rp_put_off(h, BY_CALLER);
+		} else {
+			PyErr_WriteUnraisable((PyObject *)h);
+		}
+		if (!RP_LOAD(&h->put_off))
+			RP_STORE(&h->emptied, 0);
+		Py_DECREF((PyObject *)h);
+	}
+	/* This may have closed windows that held-back queue pairs are waiting for. */
+	if (RP_LOAD(&rp_held_back))
+		rp_close_held_back();
+	me->draining = 0;
+	rp_ask_main();
+	rp_deliver_soon();
+	restore_error(error);
+}

@@ -1,0 +1,241 @@
+/*
+ * What the files about handles share. handle.c has the type, users.c what a close waits for or
+ * refuses. create.c, reregister.c and close.c are the steps of a handle's life; deferred.c has the
+ * closes that come later, windows.c what memory windows are bound to.
+ */
+#ifndef RDMAPOST_HANDLES_INTERNAL_H
+#define RDMAPOST_HANDLES_INTERNAL_H
+
+#include "handles/exceptions.h"
+#include "handles/handle.h"
+#include "handles/windows.h"
+#include "parts.h"
+
+#define SHUT RP_SHUT
+#define CHILD (1ull << 32)
+#define VERBS(word) ((word) & UINT32_MAX)
+#define CHILDREN(word) (((word) & ~SHUT) >> 32)
+
+/* The most arguments that a provider's function has. */
+enum { MAX_ARGS = 8 };
+
+/* Who deferred a close. */
+enum { NOBODY, BY_CALLER, BY_FINALIZER };
+
+/*
+ * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). DESTROYED: the
+ * struct is gone, but _forget() has not succeeded yet; the next close() calls it again.
+ */
+enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
+
+/* Provided by rdmapost/resources/resource.py; never released. */
+struct rp_python {
+	PyObject *failed; /* called with a function and an errno: raises */
+	PyObject *ffi;
+	PyObject *to_number; /* converts a cffi pointer to a number */
+	PyObject *open; /* a dict of weak references to open handles */
+	PyObject *type_of; /* returns a cdata's type */
+	PyObject *structs; /* a dict of each class's struct type */
+};
+RP_SHARED struct rp_python rp_python;
+
+static inline uintptr_t this_thread(void)
+{
+	return (uintptr_t)rp_thread();
+}
+
+static inline int state_of(const struct rp_handle *h)
+{
+	return __atomic_load_n(&h->state, __ATOMIC_SEQ_CST);
+}
+
+static inline void set_state(struct rp_handle *h, char state)
+{
+	__atomic_store_n(&h->state, state, __ATOMIC_SEQ_CST);
+}
+
+/* Whether there is nothing to close in this process. */
+static inline int is_done(const struct rp_handle *h)
+{
+	int state = state_of(h);
+
+	return h->process != rp_process || !(state == OPEN || state == DESTROYED);
+}
+
+static inline uint64_t load(const uint64_t *word)
+{
+	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
+}
+
+/* Whether this thread is in the middle of closing a handle. */
+static inline int is_closer(const struct rp_handle *h)
+{
+	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
+}
+
+/* Put a handle at the head of a list, whose links are `next`. */
+static inline void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle **next)
+{
+	*next = RP_LOAD(list);
+	while (!__atomic_compare_exchange_n(list, next, h, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+		;
+}
+
+/* A saved exception. */
+struct rp_error {
+	PyObject *type, *value, *trace;
+};
+
+static inline struct rp_error save_error(void)
+{
+	struct rp_error error;
+
+	PyErr_Fetch(&error.type, &error.value, &error.trace);
+	return error;
+}
+
+static inline void restore_error(struct rp_error error)
+{
+	PyErr_Restore(error.type, error.value, error.trace);
+}
+
+/* ---- users.c -------------------------------------------------------------- */
+
+/* Set a handle's value in the dict of open handles, or remove it if `value` is NULL; 0, or -1. */
+int rp_list_as(struct rp_handle *h, PyObject *value);
+/* Remove a handle from the dict of open handles; runs no Python code. */
+void rp_unlist(struct rp_handle *h);
+/*
+ * List an unreachable handle for close_dropped(): the collector has cleared its weak reference.
+ * Returns whether it is listed.
+ */
+int rp_list_again(struct rp_handle *h);
+
+/* Add a user to an open handle's `word`. Returns whether the handle was open. */
+int rp_enter(struct rp_handle *h, uint64_t user);
+void rp_leave(struct rp_handle *h, uint64_t user);
+int rp_is_busy(struct rp_handle *h);
+/* Become a child of each parent; 0, or -1 with an exception. */
+int rp_join_parents(PyObject *parents);
+/* Stop being a child of the first `count` parents. */
+void rp_leave_parents(PyObject *parents, Py_ssize_t count);
+/* Raise ClosedError: the parent of a new handle is about to be closed. */
+void rp_raise_ending(struct rp_handle *parent);
+/* The interpreter is exiting: leave the handle open, but admit no users. */
+void rp_give_up(struct rp_handle *h);
+
+/*
+ * Call a function with each handle argument replaced by its struct. The handles
+ * stay in use until the caller ends `uses`, which has room for MAX_ARGS. `self`,
+ * unless NULL, replaces the first argument.
+ */
+PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *args,
+			       struct rp_use *uses, int *used);
+void rp_end_uses(struct rp_use *uses, int used);
+/* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
+void rp_raise_failed(PyObject *function, long code);
+
+
+/* ---- handle.c ------------------------------------------------------------- */
+
+/* Return a new reference to a handle member's current value, or NULL (no exception). */
+PyObject *rp_get_now(PyObject *self, PyObject *const *member);
+void rp_finalize_handle(PyObject *self);
+
+/* ---- create.c ------------------------------------------------------------- */
+
+/* Keep a memory region's keys as C numbers, because creating Python ints takes memory. */
+void rp_read_keys(struct rp_handle *h);
+
+/* Methods: _begin_making, _undo_making, _construct, _make. */
+PyObject *rp_begin_making(PyObject *self, PyObject *unused);
+PyObject *rp_undo_making(PyObject *self, PyObject *number);
+PyObject *rp_construct(PyObject *self, PyObject *args);
+PyObject *rp_make_handle(PyObject *self, PyObject *args, PyObject *kwargs);
+
+/* ---- close.c -------------------------------------------------------------- */
+
+/* A wait for other threads, with a time limit at exit. */
+struct rp_pause {
+	long us; /* of the next sleep */
+	long all_us;
+};
+
+/*
+ * Sleep briefly and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
+ * is a forked child, which lacks the threads it waits for.
+ */
+int rp_sleep_on(const struct rp_handle *h, struct rp_pause *pause);
+/*
+ * Become the handle's closer and admit no new users. Returns 0; 1 if it is closed, already being
+ * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
+ */
+int rp_shut(struct rp_handle *h, struct rp_pause *pause);
+/* The handle stays open after all. */
+void rp_reopen(struct rp_handle *h);
+void rp_end_claim(struct rp_handle *h);
+/*
+ * Let waiting threads claim a handle: a thread that closes it in a loop would otherwise claim it
+ * again before they wake.
+ */
+void rp_yield_claim(const struct rp_handle *h);
+/* Count a child in each parent's `destroyed` or `finished`; `counter` is the member's offset. */
+void rp_count_ended(PyObject *parents, size_t counter);
+/*
+ * Call a method until it completes: the device has already done its part. Returns whether it
+ * completed, and sets `*raised` to the first exception; leaves none set.
+ */
+int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised);
+/*
+ * Release every reference that a handle holds; while the handle is DESTROYED, keep those that
+ * _forget() needs. The handle stays a child of its parents.
+ */
+void rp_drop_held(struct rp_handle *h, char state);
+/* Close a handle now; 0, or -1 with an exception. */
+int rp_close_now(struct rp_handle *h);
+PyObject *rp_close_handle(PyObject *self, PyObject *unused);
+
+/* ---- deferred.c ----------------------------------------------------------- */
+
+/* Defer a close to the end of this thread's verb; `who` defers it. */
+void rp_put_off(struct rp_handle *h, char who);
+/* Close an unreachable handle that nothing uses, now or later. */
+void rp_close_abandoned(struct rp_handle *h);
+/* Close an unreachable handle. */
+void rp_close_quietly(struct rp_handle *h);
+/*
+ * Have the main thread close the handles that are left to it. If it cannot be asked now, the next
+ * call does it: each constructor and each close calls this.
+ */
+void rp_ask_main(void);
+
+/* ---- reregister.c --------------------------------------------------------- */
+
+PyObject *rp_remake_handle(PyObject *self, PyObject *args);
+
+/* ---- windows.c ------------------------------------------------------------ */
+
+/*
+ * A region that a window may be bound to. `bind.serial` (taken when the bind was posted) and `done`
+ * (when its completion was seen) come from one counter.
+ */
+struct rp_bound {
+	struct rp_handle *mr;
+	struct rp_bound *next;
+	struct rp_bind bind;
+	uint64_t done;
+	int sure;
+};
+
+/* Release the regions that a window was bound to; may run any Python code. */
+void rp_unbind(struct rp_bound *bound);
+/* Hold back an unreachable queue pair if necessary; returns whether it is held back now. */
+int rp_hold_back(struct rp_handle *h);
+/*
+ * Close the queue pairs that need not wait any longer; may run any Python code. A queue pair stays
+ * listed while it is being closed, because the close may be interrupted.
+ */
+void rp_close_held_back(void);
+PyObject *rp_unbind_invalidated(PyObject *self, PyObject *unused);
+
+#endif

@@ -1,0 +1,240 @@
+/* The regions that memory windows are bound to, and the queue pairs that wait for windows. */
+#include "handles/internal.h"
+
+enum { HELD_NS = 500000000 }; /* how long a queue pair waits for its windows */
+
+uint64_t rp_count_bind(void)
+{
+	static uint64_t count;
+
+	return __atomic_add_fetch(&count, 1, __ATOMIC_RELAXED);
+}
+
+/*
+ * A window of type 2 is bound and invalidated alternately, so the first invalidation seen for a key
+ * ends the first bind under that key, whatever was posted meanwhile. Binds through several queue
+ * pairs may be executed in any order, though. So once a bind is posted through another queue pair
+ * before the invalidations of all earlier binds are seen, invalidations of that key no longer end
+ * any bind. A window's `keeps` has a struct key_counts for each low byte of its keys; a window of
+ * type 1 has none.
+ */
+struct key_counts {
+	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
+	const void *binder; /* the last bind's, or SEVERAL */
+};
+
+enum { KEYS = 256 };
+static const char SEVERAL[1];
+
+static struct key_counts *counts_of_key(PyObject *counts, unsigned char key)
+{
+	if (!counts || !PyBytes_CheckExact(counts) ||
+	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(struct key_counts)))
+		return NULL;
+	return (struct key_counts *)(void *)PyBytes_AsString(counts) + key;
+}
+
+static uint64_t *word_of_key(PyObject *counts, unsigned char key)
+{
+	struct key_counts *found = counts_of_key(counts, key);
+
+	return found ? &found->word : NULL;
+}
+
+uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder)
+{
+	struct key_counts *counts = counts_of_key(mw->keeps, key);
+	uint64_t old;
+
+	if (!counts)
+		return 0;
+	old = RP_LOAD(&counts->word);
+	if (RP_LOAD(&counts->binder) != binder && (uint32_t)old != (uint32_t)(old >> 32))
+		RP_STORE(&counts->binder, SEVERAL);
+	if (RP_LOAD(&counts->binder) != SEVERAL)
+		RP_STORE(&counts->binder, binder);
+	return (uint32_t)(RP_ADD(&counts->word, 1ull << 32) >> 32);
+}
+
+void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
+{
+	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
+
+	/* If another bind was posted since, the window counts as bound for longer than it is. */
+	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
+	       !rp_swap_word(word, &old, old - (1ull << 32)))
+		;
+}
+
+void rp_count_invalidation(PyObject *counts, unsigned char key)
+{
+	uint64_t *word = word_of_key(counts, key), old = word ? RP_LOAD(word) : 0;
+
+	while (word && (uint32_t)old != (uint32_t)(old >> 32) &&
+	       !rp_swap_word(word, &old, (old & ~(uint64_t)UINT32_MAX) | (uint32_t)(old + 1)))
+		;
+}
+
+static int is_invalidated(struct rp_handle *mw, const struct rp_bind *bind)
+{
+	struct key_counts *counts = counts_of_key(mw->keeps, bind->key);
+
+	return counts && bind->number && RP_LOAD(&counts->binder) != SEVERAL &&
+	       (int32_t)((uint32_t)RP_LOAD(&counts->word) - bind->number) >= 0;
+}
+
+struct rp_binder *rp_new_binder(void)
+{
+	struct rp_binder *binder = PyMem_Malloc(sizeof(*binder));
+
+	if (binder)
+		*binder = (struct rp_binder){ .users = 1 };
+	return binder;
+}
+
+void rp_drop_binder(struct rp_binder *binder)
+{
+	if (binder && !__atomic_sub_fetch(&binder->users, 1, __ATOMIC_SEQ_CST))
+		PyMem_Free(binder);
+}
+
+void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
+{
+	if (h->binder)
+		return;
+	RP_ADD(&binder->users, 1);
+	RP_STORE(&h->binder, binder);
+}
+
+/*
+ * A device may take minutes to destroy a queue pair through which a window is bound, and the window
+ * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
+ * closed, for HELD_NS at most; the end of each verb checks. The list holds references.
+ */
+struct rp_handle *rp_held_back;
+
+static void push_held_back(struct rp_handle *h)
+{
+	push(&rp_held_back, h, &h->behind);
+}
+
+static int binds_windows(struct rp_handle *h)
+{
+	struct rp_binder *binder = RP_LOAD(&h->binder);
+
+	return binder && RP_LOAD(&binder->windows);
+}
+
+int rp_hold_back(struct rp_handle *h)
+{
+	if (!binds_windows(h) || is_done(h) || rp_exiting || RP_LOAD(&h->held_since) ||
+	    !rp_list_again(h))
+		return 0;
+	RP_STORE(&h->held_since, rp_now_ns());
+	push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
+	return 1;
+}
+
+void rp_close_held_back(void)
+{
+	struct rp_handle *h = __atomic_exchange_n(&rp_held_back, NULL, __ATOMIC_SEQ_CST), *behind;
+	int64_t now = h ? rp_now_ns() : 0;
+
+	for (; h; h = behind) {
+		behind = h->behind;
+		if (h->process == rp_process && !is_done(h) &&
+		    (!rp_is_open(h) ||
+		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
+			push_held_back(h);
+			continue;
+		}
+		RP_STORE(&h->held_since, 0);
+		rp_close_abandoned(h);
+		Py_DECREF((PyObject *)h);
+	}
+}
+
+void rp_unbind(struct rp_bound *bound)
+{
+	while (bound) {
+		struct rp_bound *next = bound->next;
+
+		RP_ADD(&bound->mr->windows, -1);
+		RP_ADD(&bound->bind.binder->windows, -1);
+		rp_user_left(bound->mr);
+		Py_DECREF((PyObject *)bound->mr);
+		rp_drop_binder(bound->bind.binder);
+		PyMem_Free(bound);
+		bound = next;
+	}
+}
+
+/* Whether a region was certainly bound before a bind. */
+static int precedes(const struct rp_bound *bound, const struct rp_bind *bind)
+{
+	return bound->done < bind->serial ||
+	       (bound->bind.binder == bind->binder && bound->bind.serial < bind->serial);
+}
+
+void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct rp_bind bind)
+{
+	struct rp_bound *new = NULL, *old = NULL;
+	int late = 0;
+
+	if (state_of(mw) != OPEN || mw->process != rp_process)
+		return;
+	if (mr) {
+		/* If memory runs out, the region is never released. */
+		new = PyMem_Malloc(sizeof(*new));
+		RP_ADD(&mr->windows, 1);
+		RP_ADD(&bind.binder->windows, 1);
+		Py_INCREF((PyObject *)mr);
+		RP_ADD(&bind.binder->users, 1);
+	}
+	RP_BEGIN(mw);
+	for (struct rp_bound *b, **at = &mw->bound; (b = *at);) {
+		late |= b->sure && b->bind.binder == bind.binder && b->bind.serial > bind.serial;
+		if (sure && precedes(b, &bind)) {
+			*at = b->next;
+			b->next = old;
+			old = b;
+		} else {
+			at = &b->next;
+		}
+	}
+	if (new) {
+		struct rp_bound **list = late ? &old : &mw->bound;
+
+		*new = (struct rp_bound){ mr, *list, bind, rp_count_bind(), sure };
+		*list = new;
+	}
+	RP_END();
+	rp_unbind(old);
+}
+
+/*
+ * _unbind_invalidated(): release the regions that a window is no longer bound to because its key
+ * was invalidated. Returns whether there were any.
+ */
+PyObject *rp_unbind_invalidated(PyObject *self, PyObject *unused)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+	struct rp_bound *old = NULL;
+	int found;
+
+	(void)unused;
+	RP_BEGIN(h);
+	for (struct rp_bound *b, **at = &h->bound; (b = *at);) {
+		if (is_invalidated(h, &b->bind)) {
+			*at = b->next;
+			b->next = old;
+			old = b;
+		} else {
+			at = &b->next;
+		}
+	}
+	RP_END();
+	found = old != NULL;
+	rp_unbind(old);
+	return PyBool_FromLong(found);
+}
