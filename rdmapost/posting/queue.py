@@ -32,7 +32,7 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
     Verb.ibv_post_srq_ops: (OpsWR, "max_ops", "max_sge"),
 }
 """The class that each verb posts, and the attributes that set the queue's size."""
-_ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY}
+_ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY, "being_closed": errno.EBUSY}
 """The errnos of the rules that the same post may satisfy later; the other rules have EINVAL."""
 
 

@@ -217,6 +217,9 @@ class Refusal(NamedTuple):
     def closed(self) -> str:
         return f"{self.value} is closed"
 
+    def being_closed(self) -> str:
+        return f"{self.value} is being closed"
+
     def spoiled(self) -> str:
         return f"{self.value} cannot be used: its re-registration failed; close it"
 

@@ -1054,6 +1054,30 @@ def test_region_that_is_being_registered_again_is_not_posted(soft, monkeypatch):
         assert seen == [(errno.EBUSY, f"another thread is re-registering {mr}")]
 
 
+@provokes("being_closed")
+def test_region_that_is_being_closed_is_not_posted(soft, monkeypatch):
+    """The device refuses the close, so the region is not called closed, and is posted later."""
+    qp, seen = soft.qp(), []
+    provider = provider_of(soft.pd.context)
+    dereg_mr = provider.dereg_mr
+
+    def refuse_once(handle):
+        if seen:
+            return dereg_mr(handle)
+        with pytest.raises(rp.PostError) as caught:
+            qp.post_send(rp.Send(mr[:8]))
+        seen.append((caught.value.errno, caught.value.reason))
+        return errno.EIO
+
+    monkeypatch.setattr(type(provider), "dereg_mr", staticmethod(refuse_once))
+    with rp.MR(soft.pd, 64, ALL) as mr:
+        with pytest.raises(rp.VerbsError):
+            mr.close()
+        assert seen == [(errno.EBUSY, f"{mr} is being closed")]
+        qp.post_send(rp.Send(mr[:8]))
+        qp.close()
+
+
 _UNSIGNALED = "; if none of them is SIGNALED, no slot is ever freed"
 
 

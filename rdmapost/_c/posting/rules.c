@@ -379,6 +379,9 @@ static const char *why_unusable(const struct rp_handle *h)
 		return "spoiled";
 	if (h->remaking)
 		return "being_registered";
+	/* Its struct exists for as long as the close may be refused. */
+	if (rp_is_here(h) && RP_LOAD(&h->address))
+		return "being_closed";
 	return "closed";
 }
 

@@ -344,7 +344,7 @@ class ServerThreads:
             self._start_error = ClosedError("the server was closed before it had started")
         elif self._exists():
             # They were started meanwhile, and release everything themselves.
-            return False
+            return self._finished.wait(timeout, self._exists)
         self._release()
         return True
 
