@@ -166,6 +166,36 @@ RESPONDER = (
 )
 """Tests of both halves of a responder."""
 
+_POLLERS = (
+    "resources/test_cq_poll_and_wait.py",
+    "resources/test_cq_wait_threads.py",
+    "resources/test_cq_create_and_close.py",
+    "resources/test_cq_interrupts.py",
+    "resources/test_cq_poll_failures.py",
+    "resources/test_wc_fields.py",
+    "posting/test_concurrent_posts.py",
+    "posting/test_wr_id.py",
+    "posting/test_outstanding.py",
+    "posting/test_memory_in_flight.py",
+    "posting/test_retry_cnt_and_rnr_retry.py",
+    "posting/test_queue_full.py",
+    "resources/test_aio_completions.py",
+    "resources/test_aio_events.py",
+    "providers/soft0/test_soft_tag_matching.py",
+    *EVENTS,
+    "resources/test_close_at_exit_and_fork.py::test_interpreter_ends_quietly_while_a_thread_waits",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+    "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
+    "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
+    "soundness/test_fork.py::"
+    "test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child",
+    "soundness/test_close_races.py::"
+    "test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
+    "soundness/test_finalizers.py::"
+    "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
+)
+
 _LIFE_OF_A_HANDLE = (
     "resources/test_close_order.py",
     "resources/test_close_during_verbs.py",
@@ -445,36 +475,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_cq_poll_and_wait.py",
         *EVENTS,
     ),
-    "rdmapost/_c/polling/cq.c": (
-        "resources/test_cq_poll_and_wait.py",
-        "resources/test_cq_wait_threads.py",
-        "resources/test_cq_create_and_close.py",
-        "resources/test_cq_interrupts.py",
-        "resources/test_cq_poll_failures.py",
-        "resources/test_wc_fields.py",
-        "posting/test_concurrent_posts.py",
-        "posting/test_wr_id.py",
-        "posting/test_outstanding.py",
-        "posting/test_memory_in_flight.py",
-        "posting/test_retry_cnt_and_rnr_retry.py",
-        "posting/test_queue_full.py",
-        "resources/test_aio_completions.py",
-        "resources/test_aio_events.py",
-        "providers/soft0/test_soft_tag_matching.py",
-        *EVENTS,
-        "resources/test_close_at_exit_and_fork.py::"
-        "test_interpreter_ends_quietly_while_a_thread_waits",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
-        "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
-        "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
-        "soundness/test_fork.py::"
-        "test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child",
-        "soundness/test_close_races.py::"
-        "test_cq_closed_as_a_wait_starts_ends_the_wait_with_closed_error",
-        "soundness/test_finalizers.py::"
-        "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
-    ),
+    "rdmapost/_c/polling/cq.c": _POLLERS,
+    "rdmapost/_c/polling/waiters.c": _POLLERS,
     **dict.fromkeys(
         [
             f"rdmapost/_c/handles/{name}.c"

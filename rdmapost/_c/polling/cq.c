@@ -5,22 +5,13 @@
  * caller's wr_id), without running Python, and appended to the backlog. They become WCs only after
  * the lock is released, because creating them may run finalizers and raise any exception.
  * Undelivered completions return to the front.
- *
- * Waiting threads are kept in a list, each with its own eventfd. One of them, the leader, also
- * sleeps on the completion channel. If asyncio tasks are waiting, their event loop does that
- * instead (rdmapost/resources/aio.py).
  */
-#include "posting/inflight.h"
+#include "polling/poller.h"
 
 #include <endian.h>
-#include <math.h>
 #include <poll.h>
 #include <structmember.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
-#include "handles/exceptions.h"
-#include "handles/queue_lock.h"
 #include "parts.h"
 #include "polling/wc.h"
 
@@ -29,119 +20,11 @@ enum { BATCH = 64 };
 /* Python preallocates the integers up to 256. */
 enum { SMALL_NUMBERS = 256 };
 
-/* In ms. Sleeps are limited because a signal just before one does not interrupt it. */
-enum { LONGEST_SLEEP = 1000 };
-
 /* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
 enum { RECHECK_NS = 20000000 };
 
 /* How long a wait leaves completions to the waits that began before it. */
 enum { YIELD_NS = 10000000 };
-
-struct waiter {
-	struct waiter *next;
-	uint64_t count; /* completions that it waits for */
-	int fd; /* its eventfd, or -1 before it sleeps */
-	int woken;
-};
-
-/* Every CQ has a poller; so does every completion channel, to wait for its events. */
-struct poller {
-	PyObject_HEAD
-	uint64_t cq; /* serial number of the CQ, the only handle that polls accept; 0 if no CQ */
-	struct rp_lock lock; /* protects the members below */
-	struct waiter *first;
-	struct waiter *leader;
-	unsigned int waiting; /* number of waiting threads */
-	unsigned int process; /* generation of those threads' process */
-	unsigned int cancels; /* number of cancel() calls */
-	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
-	unsigned int claims;  /* number of successful claim() calls */
-	PyObject *tasks; /* called to have the leading event loop poll; or NULL */
-	PyObject *queues; /* dict: queues by number */
-	PyObject *invalidated; /* see rp_note_invalidated() */
-	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
-	PyObject *drop_event; /* takes an event off the CQ's own channel, if one is pending */
-	int channel; /* that channel's descriptor, or -1 */
-	unsigned int wc_flags; /* extra fields of an extended CQ; 0 if not extended */
-	int64_t spin_ns;
-	struct rp_completion *backlog, **end; /* matched completions, and where the next goes */
-	size_t there; /* completions in the backlog */
-	struct rp_completion *spare; /* for the next poll, and to put back delivered completions */
-	size_t spares;
-	size_t lent; /* length of the list to which completions were last delivered */
-};
-
-/*
- * Take the lock; 0, or -1 with an exception if this thread has it. Threads that waited before a fork
- * are gone, and so are their stacks.
- */
-static int lock_poller(struct poller *p)
-{
-	unsigned int process;
-
-	if (rp_acquire(&p->lock))
-		return -1;
-	process = (unsigned int)(p->lock.owner >> 32);
-	if (p->process != process) {
-		p->process = process;
-		p->first = p->leader = NULL;
-		p->waiting = 0;
-	}
-	return 0;
-}
-
-static void unlock_poller(struct poller *p)
-{
-	rp_release(&p->lock);
-}
-
-/*
- * Take the lock unless this thread has it, for work that must not fail. Return whether it was taken,
- * for unlock_if(). A pending exception stays set.
- */
-static int lock_if_free(struct poller *p)
-{
-	return !rp_owns(&p->lock) && !lock_poller(p);
-}
-
-static void unlock_if(struct poller *p, int locked)
-{
-	if (locked)
-		unlock_poller(p);
-}
-
-/*
- * Take the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if Python
- * code has forked meanwhile and this is the child.
- */
-static int lock_in_verb(struct poller *p, struct rp_handle *handle)
-{
-	if (lock_poller(p))
-		return -1;
-	if (handle->process == p->process)
-		return 0;
-	unlock_poller(p);
-	rp_raise_closed(handle);
-	return -1;
-}
-
-/* ---- waiters ------------------------------------------------------------ */
-
-/*
- * Convert a timeout in seconds to a deadline; None has the deadline INT64_MAX. Returns 0, or -1 with
- * an exception.
- */
-static int read_deadline(PyObject *timeout, int64_t *deadline)
-{
-	double seconds = timeout == Py_None ? INFINITY : PyFloat_AsDouble(timeout);
-
-	if (seconds == -1.0 && PyErr_Occurred())
-		return -1;
-	*deadline = seconds >= 1e9 ? INT64_MAX :
-				     rp_now_ns() + (seconds > 0 ? (int64_t)(seconds * 1e9) : 0);
-	return 0;
-}
 
 /* The time `ns` from now, or the deadline if that is earlier. */
 static int64_t within(int64_t ns, int64_t deadline)
@@ -149,152 +32,6 @@ static int64_t within(int64_t ns, int64_t deadline)
 	int64_t then = rp_now_ns() + ns;
 
 	return then < deadline ? then : deadline;
-}
-
-static void wake(struct waiter *w)
-{
-	if (!w->woken && w->fd >= 0)
-		eventfd_write(w->fd, 1);
-	w->woken = 1;
-}
-
-/* Wake the threads whose count is available and, if no thread leads, one that is to lead. */
-static void wake_waiters(struct poller *p)
-{
-	uint64_t left = p->there;
-
-	for (struct waiter *w = p->first; w; w = w->next) {
-		if (w->count > left)
-			continue;
-		left -= w->count;
-		wake(w);
-	}
-	if (p->first && !p->leader && !p->tasks)
-		wake(p->first);
-}
-
-/* The lock is held. */
-static void join(struct poller *p, struct waiter *me)
-{
-	struct waiter **at = &p->first;
-
-	while (*at)
-		at = &(*at)->next;
-	me->next = NULL;
-	*at = me;
-	p->waiting++;
-}
-
-/* Remove a thread from the list. */
-static void part(struct poller *p, struct waiter *me)
-{
-	struct waiter **at = &p->first;
-	int locked = lock_if_free(p);
-
-	while (*at && *at != me)
-		at = &(*at)->next;
-	if (*at) {
-		*at = me->next;
-		p->waiting--;
-	}
-	if (p->leader == me)
-		p->leader = NULL;
-	if (me->fd >= 0)
-		close(me->fd);
-	wake_waiters(p);
-	unlock_if(p, locked);
-}
-
-/*
- * Sleep, without the lock, until woken, until the deadline, or until `fd` is readable (-1: no fd).
- * 1 if `fd` is readable; else 0, or -1 with an exception.
- */
-static int sleep_on(struct poller *p, struct waiter *me, int fd, int64_t deadline)
-{
-	struct pollfd fds[] = { { .fd = fd, .events = POLLIN }, { .events = POLLIN } };
-	int64_t left = deadline - rp_now_ns();
-	eventfd_t counted;
-	int n;
-
-	if (lock_poller(p))
-		return -1;
-	if (me->fd < 0)
-		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
-	n = errno;
-	unlock_poller(p);
-	if (me->fd < 0) {
-		rp_raise_verbs("eventfd", n);
-		return -1;
-	}
-	fds[1].fd = me->fd;
-	/* Rounded up, so that a short wait does not become a busy one. */
-	left = left > 0 ? (left + 999999) / 1000000 : 0;
-	Py_BEGIN_ALLOW_THREADS
-	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
-	Py_END_ALLOW_THREADS
-	if (n > 0 && fds[1].revents) {
-		if (lock_poller(p))
-			return -1;
-		eventfd_read(me->fd, &counted);
-		me->woken = 0;
-		unlock_poller(p);
-	}
-	if (n <= 0 && PyErr_CheckSignals())
-		return -1;
-	return n > 0 && fds[0].revents;
-}
-
-/* Call a function, unless NULL, ignoring its result; 0, or -1. */
-static int call_optional(PyObject *function)
-{
-	PyObject *done = function ? PyObject_CallNoArgs(function) : Py_NewRef(Py_None);
-
-	Py_XDECREF(done);
-	return done ? 0 : -1;
-}
-
-/* Have the leading event loop poll, or give up the lead if the loop is closed; 0, or -1. */
-static int notify_tasks(struct poller *p)
-{
-	PyObject *tasks;
-	int failed;
-
-	if (lock_poller(p))
-		return -1;
-	tasks = Py_XNewRef(p->tasks);
-	unlock_poller(p);
-	failed = call_optional(tasks);
-	Py_XDECREF(tasks);
-	return failed;
-}
-
-/*
- * After completions were put back, have the tasks poll again: they may have polled while the
- * completions were taken. A pending exception stays set.
- */
-static void announce_to_tasks(struct poller *p)
-{
-	PyObject *type, *value, *trace;
-
-	PyErr_Fetch(&type, &value, &trace);
-	/* A signal handler may raise before the event loop has been notified. */
-	for (int i = 0; RP_LOAD(&p->tasks) && notify_tasks(p) && i < MAX_INTERRUPTS; i++)
-		rp_handler_raised();
-	rp_deliver_soon();
-	PyErr_Restore(type, value, trace);
-}
-
-/* Begin a verb on the handle in the first argument; 0, or -1 with an exception. */
-static int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t wanted, struct rp_use *use)
-{
-	if (nargs != wanted || !rp_is_handle(args[0])) {
-		PyErr_SetString(PyExc_TypeError, "wrong arguments");
-		return -1;
-	}
-	if (!rp_begin_use((struct rp_handle *)args[0], use))
-		return 0;
-	rp_raise_closed((struct rp_handle *)args[0]);
-	return -1;
 }
 
 /*
@@ -310,145 +47,6 @@ static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize
 		return -1;
 	}
 	return begin(args, nargs, wanted, use);
-}
-
-/* Return whether the handle is open; if not, set an exception. */
-static int is_open(struct rp_handle *handle)
-{
-	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
-		return 1;
-	/* End a daemon thread as silently as if it had never been woken. */
-	if (rp_exiting)
-		PyErr_SetNone(PyExc_SystemExit);
-	else
-		rp_raise_closed(handle);
-	return 0;
-}
-
-#define POLLER(self) ((struct poller *)(self))
-#define METHOD(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
-
-/*
- * until(handle, fd, function, timeout, tasks): call a function until its result is not None, and
- * sleep on the descriptor between calls. Returns that result; None on timeout; NotImplemented if
- * tasks wait for the same events and the caller is not one of them.
- */
-METHOD(until)
-{
-	struct poller *p = POLLER(self);
-	struct waiter me = { .count = UINT64_MAX, .fd = -1 };
-	PyObject *found = NULL;
-	struct rp_use use;
-	int64_t deadline;
-	int claimed, fd;
-
-	if (begin(args, nargs, 5, &use))
-		return NULL;
-	fd = (int)PyLong_AsLong(args[1]);
-	if (PyErr_Occurred() || read_deadline(args[3], &deadline))
-		goto out;
-	/* An event loop whose tasks are gone gives up the lead. */
-	if (args[4] != Py_True && RP_LOAD(&p->tasks) && notify_tasks(p))
-		goto out;
-	if (lock_poller(p))
-		goto out;
-	claimed = p->tasks && args[4] != Py_True;
-	if (!claimed)
-		join(p, &me);
-	unlock_poller(p);
-	if (claimed) {
-		found = Py_NewRef(Py_NotImplemented);
-		goto out;
-	}
-	/* A close before join() did not wake this thread, so check for one before each sleep. */
-	while (is_open(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
-	       rp_now_ns() < deadline) {
-		Py_CLEAR(found);
-		if (sleep_on(p, &me, fd, deadline) < 0)
-			break;
-	}
-	part(p, &me);
-out:
-	rp_end_use(&use);
-	return found;
-}
-
-/* release(): the handle is closing; wake the waiting threads, and notify the event loop. */
-static PyObject *release(PyObject *self, PyObject *unused)
-{
-	struct poller *p = POLLER(self);
-
-	(void)unused;
-	if (lock_poller(p))
-		return NULL;
-	for (struct waiter *w = p->first; w; w = w->next)
-		wake(w);
-	unlock_poller(p);
-	return notify_tasks(p) ? NULL : Py_NewRef(Py_None);
-}
-
-/* cancel(for_good): end the waits in progress and, if `for_good`, all later ones. */
-static PyObject *cancel(PyObject *self, PyObject *for_good)
-{
-	struct poller *p = POLLER(self);
-
-	if (lock_poller(p))
-		return NULL;
-	if (for_good == Py_True)
-		RP_STORE(&p->refuses, 1);
-	RP_ADD(&p->cancels, 1);
-	unlock_poller(p);
-	return release(self, NULL);
-}
-
-/*
- * claim(tasks): let an event loop lead if nothing else is waiting; return whether it leads. Another
- * leading loop is notified first, and gives up the lead if its tasks are gone.
- */
-static PyObject *claim(PyObject *self, PyObject *tasks)
-{
-	struct poller *p = POLLER(self);
-	int leads;
-
-	if (RP_LOAD(&p->tasks) != tasks && notify_tasks(p))
-		return NULL;
-	if (lock_poller(p))
-		return NULL;
-	if (!p->tasks && !p->first)
-		p->tasks = Py_NewRef(tasks);
-	leads = p->tasks == tasks;
-	p->claims += (unsigned int)leads;
-	unlock_poller(p);
-	return PyBool_FromLong(leads);
-}
-
-/*
- * unclaim(tasks, claims): end an event loop's lead, unless the number of claims is no longer
- * `claims`; return False if the loop still leads, else True.
- */
-METHOD(unclaim)
-{
-	struct poller *p = POLLER(self);
-	PyObject *tasks = nargs == 2 ? args[0] : NULL;
-	unsigned long claims = nargs == 2 ? PyLong_AsUnsignedLong(args[1]) : 0;
-	int led, ends;
-
-	if (!tasks || PyErr_Occurred()) {
-		PyErr_SetString(PyExc_TypeError, "wrong arguments");
-		return NULL;
-	}
-	if (lock_poller(p))
-		return NULL;
-	led = p->tasks == tasks;
-	ends = led && p->claims == claims;
-	if (ends) {
-		p->tasks = NULL;
-		wake_waiters(p);
-	}
-	unlock_poller(p);
-	if (ends)
-		Py_DECREF(tasks);
-	return PyBool_FromLong(ends || !led);
 }
 
 /* ---- the backlog -------------------------------------------------------- */
@@ -739,7 +337,7 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 		if (polled < BATCH && taken && (order->fewer || p->there - ahead >= wanted))
 			*taken = take_first(p, order->count < p->there ? order->count : p->there);
 		if (polled > 0 && p->there)
-			wake_waiters(p);
+			rp_wake_waiters(p);
 		unlock_poller(p);
 		for (int i = 0; i < touched.count; i++) {
 			rp_drop_done(touched.queue[i]);
@@ -817,9 +415,9 @@ static void put_back(struct poller *p, struct rp_completion *list)
 		p->end = last;
 	*last = p->backlog;
 	p->backlog = list;
-	wake_waiters(p);
+	rp_wake_waiters(p);
 	unlock_if(p, locked);
-	announce_to_tasks(p);
+	rp_announce_to_tasks(p);
 }
 
 /* Raise the error of a poll, which may be our own ENOMEM: always NULL. */
@@ -884,7 +482,7 @@ static int read_count(PyObject *arg, const char *name, uint64_t *count)
 }
 
 /* poll(handle, max_entries, wcs): append the completions available now to a list. */
-METHOD(poll_now)
+static RP_POLLER_METHOD(poll_now)
 {
 	struct order order = { .fewer = 1 };
 	struct rp_use use;
@@ -1114,12 +712,12 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 			return -1;
 		if (p->there >= me->count)
 			return 0;
-	} else if (notify_tasks(p)) {
+	} else if (rp_notify_tasks(p)) {
 		return -1;
 	}
 	if (RP_LOAD(&p->tasks)) /* then this thread does not lead */
 		deadline = within(RECHECK_NS, deadline);
-	ready = sleep_on(p, me, leads ? p->channel : -1, deadline);
+	ready = rp_sleep_on_event(p, me, leads ? p->channel : -1, deadline);
 	return ready > 0 ? call_optional(p->drop_event) : ready;
 }
 
@@ -1130,7 +728,7 @@ static int defer(struct poller *p, struct waiter *me, int64_t *until, int64_t de
 		*until = within(YIELD_NS, deadline);
 	if (rp_now_ns() >= *until)
 		return 0;
-	return sleep_on(p, me, -1, *until) < 0 ? -1 : 1;
+	return rp_sleep_on_event(p, me, -1, *until) < 0 ? -1 : 1;
 }
 
 /* Sleep briefly in the middle of another verb, without joining the list of waiters; 0, or -1. */
@@ -1150,7 +748,7 @@ static int nap(void)
  * If `wcs` is a buffer with room for `count` rows, write them and all others that are available.
  * Returns how many, or on timeout -1 minus how many are available.
  */
-METHOD(wait_for)
+static RP_POLLER_METHOD(wait_for)
 {
 	struct poller *p = POLLER(self);
 	struct waiter me = { .fd = -1 };
@@ -1176,7 +774,7 @@ METHOD(wait_for)
 	if ((order.rows && !reserve) ||
 	    read_count(args[1], "count", &order.count) ||
 	    read_count(args[2], "promised", &order.promised) ||
-	    read_deadline(args[3], &deadline))
+	    rp_read_deadline(args[3], &deadline))
 		goto out;
 	if (order.rows && order.count > (uint64_t)view.len / sizeof(struct ibv_wc)) {
 		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than count=%S rows", args[1]);
@@ -1184,7 +782,7 @@ METHOD(wait_for)
 	}
 	me.count = order.count + order.promised;
 	order.after = nested ? NULL : &me;
-	while (is_open(use.handle)) {
+	while (rp_may_wait(use.handle)) {
 		Py_ssize_t n;
 
 		/* First: a cancelled wait takes nothing, even if completions have arrived since. */
@@ -1215,7 +813,7 @@ METHOD(wait_for)
 			/* A close from now on wakes this thread. */
 			if (lock_poller(p))
 				break;
-			join(p, &me);
+			rp_join_waiters(p, &me);
 			unlock_poller(p);
 			joined = 1;
 			order.spin_ns = p->spin_ns;
@@ -1234,7 +832,7 @@ METHOD(wait_for)
 		}
 	}
 	if (joined)
-		part(p, &me);
+		rp_leave_waiters(p, &me);
 out:
 	if (order.rows)
 		PyBuffer_Release(&view);
@@ -1247,7 +845,7 @@ out:
  * fill(handle, count, arm): poll until the backlog has `count` or the CQ is empty; return its size.
  * First request an event if `arm` is True, or take one off the CQ's own channel if it is False.
  */
-METHOD(fill)
+static RP_POLLER_METHOD(fill)
 {
 	struct poller *p = POLLER(self);
 	struct order order = { .count = 0 };
@@ -1267,7 +865,7 @@ METHOD(fill)
 }
 
 /* notify(handle, solicited_only): ibv_req_notify_cq(3). */
-METHOD(notify)
+static RP_POLLER_METHOD(notify)
 {
 	struct rp_use use;
 	int failed;
@@ -1419,17 +1017,17 @@ static void poller_dealloc(PyObject *self)
 }
 
 static PyMethodDef poller_methods[] = {
-	RP_METHOD(until),
+	RP_METHOD_NAMED("until", rp_until),
 	RP_METHOD_NAMED("poll", poll_now),
 	RP_METHOD_NAMED("wait", wait_for),
 	RP_METHOD(fill),
 	RP_METHOD(notify),
 	{ "put_back", put_back_made, METH_O, NULL },
 	{ "first_failed", first_failed, METH_NOARGS, NULL },
-	{ "release", release, METH_NOARGS, NULL },
-	{ "cancel", cancel, METH_O, NULL },
-	{ "claim", claim, METH_O, NULL },
-	RP_METHOD(unclaim),
+	{ "release", rp_release_waiters, METH_NOARGS, NULL },
+	{ "cancel", rp_cancel_waits, METH_O, NULL },
+	{ "claim", rp_claim, METH_O, NULL },
+	RP_METHOD_NAMED("unclaim", rp_unclaim),
 	{ NULL, NULL, 0, NULL },
 };
 
