@@ -27,12 +27,16 @@ MODULE = "rdmapost._verbs"
 FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
 
 ffibuilder = FFI()
-for declarations in ("libibverbs/verbs.cdef.h", "libibverbs/shim.cdef.h", "soft0/soft0.cdef.h"):
+for declarations in (
+    "libibverbs/verbs.cdef.h",
+    "libibverbs/shim.cdef.h",
+    "software/soft_device.cdef.h",
+):
     ffibuilder.cdef((SOURCES / declarations).read_text())
 ffibuilder.set_source(
     MODULE,
     """
-    #include "soft0/soft0.h"
+    #include "software/soft_device.h"
     /* module.c has the module's init function, which calls cffi's; that one is hidden. */
     #undef PyMODINIT_FUNC
     #define PyMODINIT_FUNC __attribute__((visibility("hidden"))) PyObject *

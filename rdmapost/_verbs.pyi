@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 ffi: Any
 lib: Any
 
-# _c/handles/handle.c: the base class of the resources; resources/resource.py documents its methods.
+# _c/handles/: the base class of the resources; resources/resource.py documents its methods.
 class Handle:
     @property
     def closed(self) -> bool: ...
@@ -120,7 +120,7 @@ def read_dlpack(
     capsule: Any, /
 ) -> tuple[Any, int, tuple[int, ...], tuple[int, ...] | None, int, int, int, int, bool]: ...
 
-# _c/soft0/mapped_memory.c: whether memory is mapped, and its pages can be read or written;
+# _c/software/mapped_memory.c: whether memory is mapped, and its pages can be read or written;
 # permitted() does not fault them in.
 def reachable(addr: int, length: int, write: bool, /) -> bool: ...
 def permitted(addr: int, length: int, write: bool, /) -> bool: ...
@@ -142,6 +142,8 @@ def describe_handles(
     closed: type,
     error: type,
     in_use: type,
+    verbs: type,
+    wait_cancelled: type,
     failed: Callable[..., Any],
     ffi: Any,
     to_number: Callable[[Any], Any],
@@ -183,7 +185,7 @@ class InFlight:
     def clear_until(self, posted: int, /) -> None: ...
     # Let completions find the queue in `queues`, by its number, without keeping it alive.
     # LOCAL_INVs that succeed are counted in `invalidated`, which has each window's counts
-    # (handle.c), by the index of its keys (all but the low byte).
+    # (_c/handles/windows.c), by the index of its keys (all but the low byte).
     def enroll(self, queues: dict[int, Any], invalidated: dict[int, bytes], /) -> None: ...
 
 # Make the records those of a handle's queues: its close drops them, even if Python code fails.
@@ -199,16 +201,14 @@ def describe_wc(
     opcode_of: Callable[[int], Any],
     flags: dict[int, Any],
     flag_type: Any,
-    verbs_error: type,
-    wait_cancelled: type,
     /,
 ) -> None: ...
 
-# _c/polling/cq.c.
+# _c/polling/rows.c.
 def describe_rows(checker: Callable[[memoryview], None], /) -> None: ...
 
-# _c/polling/cq.c, which documents the methods.  `handle` is the resource, which stays open during
-# the call; `into` is an empty list.
+# _c/polling/cq.c and waiters.c, which document the methods.  `handle` is the resource, which stays
+# open during the call; `into` is an empty list.
 class Poller:
     waiting: int
     cancels: int
@@ -238,7 +238,7 @@ class Poller:
     ) -> Any: ...
     def claim(self, tasks: Callable[[], object], /) -> bool: ...
     def unclaim(self, tasks: Callable[[], object], claims: int, /) -> bool: ...
-    def release(self) -> None: ...
+    def wake_all(self) -> None: ...
     def cancel(self, for_good: bool, /) -> None: ...
     def first_failed(self) -> Any: ...
     def poll(self, handle: Any, max_entries: int, wcs: list[Any], /) -> None: ...
@@ -345,7 +345,7 @@ class Number:
     def __get__(self, wr: PreparedItem, owner: type | None = None, /) -> int: ...
     def __set__(self, wr: PreparedItem, value: int, /) -> None: ...
 
-# _c/soft0/journal.c: changes to soft0's state are rolled back if the verb raises.
+# _c/software/journal.c: changes to soft0's state are rolled back if the verb raises.
 # The functions passed to these must be in C, where no signal handler runs.
 
 # Its attributes are journaled.
@@ -378,7 +378,7 @@ def set_item(dictionary: dict[Any, Any], key: Any, value: Any, /) -> None: ...
 # Drop a work queue's entries from a completion queue; for on_commit.
 def forget(entries: deque[Any], queue: DeviceQueue, /) -> None: ...
 
-# _c/soft0/data_verbs.c.
+# _c/software/data_verbs.c.
 class WQE:
     wr_id: int
     opcode: int
@@ -430,7 +430,7 @@ class DeviceQueue:
     faults: PostFaults
     slots: DeviceQueue
 
-# _c/soft0/faults.c: planned failures of sends: for each, the errno (1..4095), and the number of
+# _c/software/faults.c: planned failures of sends: for each, the errno (1..4095), and the number of
 # sends accepted before it (below 2^63).
 class PostFaults:
     def add(self, after: int, errno: int, /) -> None: ...
@@ -455,7 +455,7 @@ def announce(cq: DeviceQueue, events: deque[Any], fd: int, solicited: bool, /) -
 def signal(fd: int, events: deque[Any], /) -> None: ...
 def set_timer(fd: int, ns: int, /) -> None: ...
 
-# _c/soft0/transaction.c: call a function as one verb, which is undone if the function raises.
+# _c/software/transaction.c: call a function as one verb, which is undone if the function raises.
 def verb(function: Callable[..., Any], /, *args: Any) -> Any: ...
 
 # Whether this thread is in the middle of a verb or of the device's work, where nothing may wait.
@@ -472,7 +472,7 @@ def after_fork() -> None: ...
 def schedule_at(seconds: float, /) -> None: ...
 def start(worker: Any, /) -> None: ...
 
-# _c/soft0/device.c: give C the parts of the device that it uses (providers/software/state.py):
+# _c/software/device.c: give C the parts of the device that it uses (providers/software/state.py):
 # - objects: the object behind each struct;
 # - ready: the objects with pending work;
 # - wires: the devices that look for packets in every verb;

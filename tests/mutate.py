@@ -355,7 +355,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_matching.py",
     ),
     "rdmapost/_c/memory/dlpack.c": ("resources/test_mr_of_any_memory.py",),
-    "rdmapost/_c/soft0/mapped_memory.c": ("providers/software/test_soft_mr_of_any_memory.py",),
+    "rdmapost/_c/software/mapped_memory.c": ("providers/software/test_soft_mr_of_any_memory.py",),
     "rdmapost/_c/posting/sge.c": (
         *MEMORY,
         "posting/test_sges.py",
@@ -373,7 +373,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_wr_structs.py",
     ),
     "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
-    "rdmapost/_c/soft0/data_verbs.c": (
+    "rdmapost/_c/software/data_verbs.c": (
         "providers/software/test_soft_unchecked_posts.py",
         "providers/software/test_soft_qp.py",
         "providers/software/test_soft_wc_fields.py",
@@ -408,7 +408,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
         "resources/test_resident_memory.py",
     ),
-    "rdmapost/_c/soft0/faults.c": (
+    "rdmapost/_c/software/faults.c": (
         "providers/software/test_soft_faults.py",
         "providers/soft0/test_soft_limits.py",
         "providers/software/test_soft_cq_overrun.py",
@@ -418,11 +418,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_prepared.py",
         "providers/software/test_soft_load_and_out_of_memory.py",
     ),
-    "rdmapost/_c/soft0/device.c": (
+    "rdmapost/_c/software/device.c": (
         "providers/software/test_soft_handler_exceptions.py",
         "providers/software/test_soft_interrupts_at_every_bytecode.py",
     ),
-    "rdmapost/_c/soft0/transaction.c": (
+    "rdmapost/_c/software/transaction.c": (
         "providers/software/test_soft_handler_exceptions.py",
         "providers/software/test_soft_interrupts_at_every_bytecode.py",
         "resources/test_cq_interrupts.py",
@@ -438,7 +438,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_exception_in_the_device_is_logged_and_fails_the_work_request",
     ),
-    "rdmapost/_c/soft0/journal.c": (
+    "rdmapost/_c/software/journal.c": (
         "providers/software/test_soft_qp.py",
         "providers/software/test_soft_wc_fields.py",
         "providers/software/test_soft_async_events.py",
@@ -477,6 +477,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/polling/cq.c": _POLLERS,
     "rdmapost/_c/polling/waiters.c": _POLLERS,
+    "rdmapost/_c/polling/rows.c": _POLLERS,
     **dict.fromkeys(
         [
             f"rdmapost/_c/handles/{name}.c"

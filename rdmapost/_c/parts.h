@@ -35,6 +35,7 @@ int rp_add_threads(void);
 int rp_add_exceptions(void);
 int rp_add_in_flight(PyObject *module);
 int rp_add_wc(PyObject *module);
+int rp_add_rows(PyObject *module);
 int rp_add_poller(PyObject *module);
 int rp_add_comp_channel(PyObject *module);
 int rp_add_wr_init(PyObject *module);

@@ -36,8 +36,8 @@ class PreparedWR(native.PreparedItem):
         wr_id: comes back in the completion, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them; a new list must have as many as the
             old one.
-        imm_data, invalidate_rkey, remote_addr, rkey, compare_add, swap, atomic_wr, length, type,
-            level: if the opcode has them.
+        imm_data, invalidate_rkey, remote_addr, rkey: if the opcode has them.
+        compare_add, swap, atomic_wr, length, type, level: if the opcode has them.
         remote_qpn, remote_qkey, remote_srqn: if the opcode and the queue pair's type have them.
     """
 

@@ -4,7 +4,6 @@ import functools
 
 from .._binding import native, once
 from ..enums import WCFlags, WCOpcode, WCStatus, reported
-from ..errors import VerbsError, WaitCancelled
 from ..posting.columns import Blocks, Ranges
 from ..posting.wr import SGE, RecvWR
 from .ah import AH
@@ -25,7 +24,5 @@ once(
     functools.partial(reported, WCOpcode),
     {flags: WCFlags(flags) for flags in range(128)},
     WCFlags,
-    VerbsError,
-    WaitCancelled,
 )
 once(native.describe_rows, "rows", check_rows)

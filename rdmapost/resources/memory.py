@@ -725,7 +725,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
         # In these bytes, C counts the binds and invalidations of each of the window's keys
-        # (handle.c).
+        # (_c/handles/windows.c).
         counts = bytes(256 * 16) if self.mw_type is MWType.TYPE_2 else None
         try:
             self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)

@@ -4,7 +4,7 @@ A resource holds references to its parents. Closing a parent with open children 
 names them. The garbage collector may finalize a tree in any order; a parent finalized early stays
 open until its last child closes it.
 
-C implements this (``_c/handles/handle.c``): no interrupt, thread or finalizer can come between a
+C implements this (``_c/handles/``): no interrupt, thread or finalizer can come between a
 device's answer and the record of it.
 """
 
@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from .._binding import ffi, native
-from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError
+from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError, WaitCancelled
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -226,6 +226,8 @@ native.describe_handles(
     ClosedError,
     RdmaError,
     InUseError,
+    VerbsError,
+    WaitCancelled,
     _failed,
     ffi,
     functools.partial(ffi.cast, ffi.typeof("uintptr_t")),

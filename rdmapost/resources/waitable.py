@@ -21,7 +21,7 @@ class Waitable(Resource):
     __slots__ = ("_poller",)
 
     _poller: native.Poller
-    """Knows the waiters, and which of them sleeps on the descriptor (``_c/polling/cq.c``)."""
+    """Knows the waiters, and which of them sleeps on the descriptor (``_c/polling/poller.h``)."""
 
     def _event_fd(self) -> int:
         """Return the descriptor that reports its events."""
@@ -29,7 +29,7 @@ class Waitable(Resource):
 
     def _wake(self) -> None:
         if hasattr(self, "_poller"):
-            self._poller.release()
+            self._poller.wake_all()
 
 
 class CompletionSource(Waitable):

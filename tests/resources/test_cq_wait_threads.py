@@ -196,7 +196,7 @@ def attempt():
     while not os.path.exists("/proc/self/fd/0"): time.sleep(0.001)
     time.sleep(0.02)
     is_event = "eventfd" in os.readlink("/proc/self/fd/0")
-    cq._poller.release()  # It looks, and sleeps again.
+    cq._poller.wake_all()  # It looks, and sleeps again.
     time.sleep(0.02)
     began = time.monotonic()
     cq.close()

@@ -12,7 +12,7 @@ static int ask(struct rp_handle *h, const char *method)
 	return done ? 0 : -1;
 }
 
-int rp_sleep_on(const struct rp_handle *h, struct rp_pause *pause)
+int rp_await_others(const struct rp_handle *h, struct rp_pause *pause)
 {
 	struct timespec time = { 0, pause->us * 1000 };
 
@@ -73,7 +73,7 @@ static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
 			stopped = 1;
 		else
-			stopped = rp_sleep_on(h, pause);
+			stopped = rp_await_others(h, pause);
 	}
 	set_stalled(0);
 	RP_ADD(&h->claimants, -1);
@@ -82,7 +82,7 @@ static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 
 void rp_yield_claim(const struct rp_handle *h)
 {
-	struct timespec time = { 0, 2000L * LONGEST_PAUSE_US };
+	struct timespec time = { 0, 2 * LONGEST_PAUSE_US * 1000L };
 
 	if (!RP_LOAD(&h->claimants))
 		return;
@@ -114,7 +114,7 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 	/* Do not wait in the middle of a close: the thread closing the children may wait for it. */
 	if (!rp_thread()->closing &&
 	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
-		return rp_sleep_on(h, pause);
+		return rp_await_others(h, pause);
 	PyErr_Format(rp_errors.in_use,
 		     "%S cannot be closed: a resource on it is being created or closed", h);
 	return -1;
@@ -133,7 +133,7 @@ again:
 	destroyed = RP_LOAD(&h->destroyed);
 	word = load(&h->word);
 	while (state_of(h) == OPEN && !CHILDREN(word) &&
-	       !__atomic_compare_exchange_n(&h->word, &word, word | SHUT, 0, __ATOMIC_SEQ_CST,
+	       !__atomic_compare_exchange_n(&h->word, &word, word | RP_SHUT, 0, __ATOMIC_SEQ_CST,
 					    __ATOMIC_SEQ_CST))
 		;
 	if (state_of(h) == GONE || (state_of(h) == OPEN && CHILDREN(word))) {
@@ -155,7 +155,7 @@ static int release(struct rp_handle *h, struct rp_pause *pause)
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
-		int stopped = rp_sleep_on(h, pause);
+		int stopped = rp_await_others(h, pause);
 
 		if (stopped)
 			return stopped;
@@ -223,14 +223,14 @@ int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised)
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == rp_process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)
-			first = save_error();
+			first = rp_save_error();
 		PyErr_Clear();
 	}
 	/* A later attempt had enough memory or stack: drop the exception. */
 	if (done && first.type && rp_lacks_room(first.type)) {
-		restore_error(first);
+		rp_restore_error(first);
 		PyErr_Clear();
-		first = save_error();
+		first = rp_save_error();
 	}
 	*raised = first;
 	Py_XDECREF(done);
@@ -240,7 +240,7 @@ int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised)
 void rp_drop_held(struct rp_handle *h, char state)
 {
 	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps, NULL, NULL };
-	struct rp_error error = save_error();
+	struct rp_error error = rp_save_error();
 	struct rp_use use;
 	struct rp_bound *bound;
 
@@ -261,7 +261,7 @@ void rp_drop_held(struct rp_handle *h, char state)
 	for (size_t i = 0; i < sizeof(held) / sizeof(held[0]); i++)
 		Py_XDECREF(held[i]);
 	rp_pop_use(rp_thread(), &use);
-	restore_error(error);
+	rp_restore_error(error);
 }
 
 /*
@@ -280,13 +280,13 @@ static void finish(struct rp_handle *h)
 		rp_count_ended(h->parents, offsetof(struct rp_handle, finished));
 	}
 	rp_drop_held(h, forgotten ? GONE : DESTROYED);
-	restore_error(first);
+	rp_restore_error(first);
 }
 
 void rp_reopen(struct rp_handle *h)
 {
 	if (!h->spoiled)
-		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+		__atomic_and_fetch(&h->word, ~RP_SHUT, __ATOMIC_SEQ_CST);
 }
 
 int rp_close_now(struct rp_handle *h)
@@ -308,10 +308,10 @@ int rp_close_now(struct rp_handle *h)
 		rp_reopen(h);
 	rp_end_claim(h);
 	if (!rp_thread()->closing)
-		rp_close_deferred(rp_thread());
+		rp_run_deferred_if_idle(rp_thread());
 	/* Interrupted, and no user is left to try again: defer the close. */
 	if (stopped && h->abandoned && !h->refused && !rp_is_busy(h) && !rp_thread()->draining)
-		rp_put_off(h, BY_FINALIZER);
+		rp_defer_close(h, BY_FINALIZER);
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != rp_process && PyErr_ExceptionMatches(rp_errors.error))
 		PyErr_Clear();
@@ -328,7 +328,7 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused)
 	if (is_done(h) || rp_exiting == RP_CLOSED_ALL)
 		;
 	else if (rp_in_verb())
-		rp_put_off(h, BY_CALLER);
+		rp_defer_close(h, BY_CALLER);
 	else
 		failed = rp_close_now(h);
 	Py_DECREF(self);

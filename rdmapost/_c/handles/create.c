@@ -64,7 +64,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		h->spoiled = 1;
 	else {
 		rp_read_keys(h);
-		__atomic_and_fetch(&h->word, ~SHUT, __ATOMIC_SEQ_CST);
+		__atomic_and_fetch(&h->word, ~RP_SHUT, __ATOMIC_SEQ_CST);
 	}
 	/* Last: from here on any thread may close it. */
 	set_state(h, OPEN);
@@ -127,7 +127,7 @@ static int is_ending(const struct rp_handle *parent, PyObject *parents)
 	for (Py_ssize_t i = 0; i < PyTuple_Size(parents); i++)
 		count += PyTuple_GetItem(parents, i) == (PyObject *)parent;
 	return RP_LOAD(&parent->emptied) ||
-	       (RP_LOAD(&parent->put_off) == BY_CALLER &&
+	       (RP_LOAD(&parent->deferred_by) == BY_CALLER &&
 		CHILDREN(load(&parent->word)) == count);
 }
 
@@ -150,8 +150,8 @@ static int refuse_ending_parent(struct rp_handle *h)
 
 /*
  * The constructor has failed. If it created no struct, another constructor may begin. If it did,
- * close the handle, because a traceback may keep it alive for a long time. If that fails, list the
- * handle, so that the error for closing a parent names it.
+ * close the handle, because a traceback may keep it alive for a long time. If the device refuses, it
+ * is kept (deferred.c).
  */
 static void undo_making(struct rp_handle *h)
 {
@@ -161,7 +161,7 @@ static void undo_making(struct rp_handle *h)
 	    rp_exiting == RP_CLOSED_ALL)
 		return;
 	if (rp_thread()->top)
-		rp_put_off(h, BY_CALLER);
+		rp_defer_close(h, BY_CALLER);
 	else
 		rp_close_quietly(h);
 }
@@ -225,7 +225,7 @@ PyObject *rp_construct(PyObject *self, PyObject *args)
 		__atomic_store_n(&h->maker, 0, __ATOMIC_SEQ_CST);
 	else
 		undo_making(h);
-	rp_close_deferred(rp_thread());
+	rp_run_deferred_if_idle(rp_thread());
 	return done;
 }
 

@@ -6,7 +6,7 @@
 
 /*
  * Data verbs do not acquire the soft device's lock. A C function that touches data that they share
- * with the device (a queue, the lists in soft0/transaction.c and exceptions.c) holds the GIL
+ * with the device (a queue, the lists in software/transaction.c and exceptions.c) holds the GIL
  * throughout; without a GIL it holds this lock, which is recursive. Only C code runs under the
  * lock, and it never waits for a queue's lock or the device's lock. While a thread waits for this
  * lock, Python suspends that thread's critical sections, so the owner may enter them.

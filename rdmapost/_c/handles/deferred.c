@@ -4,19 +4,22 @@
  */
 #include "handles/internal.h"
 
-enum { RETRIES_NS = 500000000 }; /* how long a close handed to the main thread is retried */
+enum {
+	RETRIES_NS = 500000000, /* how long a close handed to the main thread is retried */
+	HELD_NS = 500000000, /* how long a queue pair waits for its windows */
+};
 
-void rp_put_off(struct rp_handle *h, char who)
+void rp_defer_close(struct rp_handle *h, char who)
 {
-	if (__atomic_exchange_n(&h->put_off, who, __ATOMIC_SEQ_CST))
+	if (__atomic_exchange_n(&h->deferred_by, who, __ATOMIC_SEQ_CST))
 		return;
 	Py_INCREF((PyObject *)h);
 	h->next = NULL;
-	if (rp_thread()->last_put_off)
-		rp_thread()->last_put_off->next = h;
+	if (rp_thread()->last_deferred)
+		rp_thread()->last_deferred->next = h;
 	else
-		rp_thread()->first_put_off = h;
-	rp_thread()->last_put_off = h;
+		rp_thread()->first_deferred = h;
+	rp_thread()->last_deferred = h;
 }
 
 void rp_close_abandoned(struct rp_handle *h)
@@ -25,7 +28,7 @@ void rp_close_abandoned(struct rp_handle *h)
 	    (state_of(h) == OPEN && !rp_is_open(h) && !h->spoiled) || rp_is_busy(h))
 		return;
 	if (rp_thread()->top)
-		rp_put_off(h, BY_FINALIZER);
+		rp_defer_close(h, BY_FINALIZER);
 	else
 		rp_close_quietly(h);
 }
@@ -36,7 +39,7 @@ void rp_close_abandoned(struct rp_handle *h)
  */
 static void keep(struct rp_handle *h)
 {
-	struct rp_error error = save_error();
+	struct rp_error error = rp_save_error();
 	PyObject *said;
 
 	if (!__atomic_exchange_n(&h->kept, 1, __ATOMIC_SEQ_CST)) {
@@ -49,7 +52,7 @@ static void keep(struct rp_handle *h)
 			PyErr_WriteUnraisable((PyObject *)h);
 		Py_XDECREF(said);
 	}
-	restore_error(error);
+	rp_restore_error(error);
 }
 
 /*
@@ -61,13 +64,13 @@ static void keep(struct rp_handle *h)
  * pending call closes all handles, and queues no other before its end.
  */
 static struct rp_handle *for_main;
-static unsigned int main_asked; /* the process + 1 whose pending call is queued or running, or 0 */
+static unsigned int main_asked; /* the process whose pending call is queued or running, or 0 */
 
 static int close_for_main(void *unused);
 
 void rp_ask_main(void)
 {
-	unsigned int process = rp_process + 1;
+	unsigned int process = rp_process;
 
 	if (RP_LOAD(&for_main) &&
 	    __atomic_exchange_n(&main_asked, process, __ATOMIC_SEQ_CST) != process &&
@@ -77,7 +80,7 @@ void rp_ask_main(void)
 
 /*
  * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
- * sys.getprofile() tells. Its C function is called directly, because there may be no stack for a
+ * sys.getprofile() tells; yes if that cannot be told. Its C function is called directly, because there may be no stack for a
  * Python call.
  */
 static int has_hook(const char *getter_name)
@@ -105,13 +108,13 @@ static int close_for_main(void *unused)
 	int failed = 0, traced;
 
 	(void)unused;
-	/* A close that fails would be deferred again; rp_close_put_off() ends with rp_ask_main(). */
+	/* A close that fails would be deferred again; rp_run_deferred() ends with rp_ask_main(). */
 	if (rp_thread()->draining) {
 		RP_STORE(&main_asked, 0);
 		return 0;
 	}
 	h = __atomic_exchange_n(&for_main, NULL, __ATOMIC_SEQ_CST);
-	RP_STORE(&rp_delivery_waits, rp_process + 1);
+	RP_STORE(&rp_delivery_waits, rp_process);
 	for (; h; h = next) {
 		next = h->next_for_main;
 		if (failed) {
@@ -135,7 +138,7 @@ static int close_for_main(void *unused)
 }
 
 /* Leave a handle to the main thread; returns 0 if it has been retried for long enough. */
-static int put_off_to_main(struct rp_handle *h)
+static int leave_to_main(struct rp_handle *h)
 {
 	int64_t now = rp_now_ns();
 
@@ -184,62 +187,139 @@ static int close_insistently(struct rp_handle *h)
 
 void rp_close_quietly(struct rp_handle *h)
 {
-	struct rp_error error = save_error();
-	int put_off, known;
+	struct rp_error error = rp_save_error();
+	int left, known;
 
 	Py_INCREF((PyObject *)h);
 	if (close_insistently(h)) {
 		/* Short of stack or memory: retry in the main thread, for RETRIES_NS. */
-		put_off = rp_lacks_room(PyErr_Occurred()) && put_off_to_main(h);
+		left = rp_lacks_room(PyErr_Occurred()) && leave_to_main(h);
 		known = PyErr_ExceptionMatches(rp_errors.error);
 		/* If the handle is in use again, its last user closes it. */
-		if (!put_off && state_of(h) == OPEN && !rp_is_busy(h))
+		if (!left && state_of(h) == OPEN && !rp_is_busy(h))
 			keep(h);
-		if (!put_off && !known)
+		if (!left && !known)
 			PyErr_WriteUnraisable((PyObject *)h);
 	}
 	PyErr_Clear();
 	rp_deliver_soon();
 	Py_DECREF((PyObject *)h);
-	restore_error(error);
+	rp_restore_error(error);
 }
 
-/* Pop the first handle whose close was deferred; returns a reference, or NULL. */
-static struct rp_handle *next_put_off(struct rp_thread *me, char *who)
+/* ---- queue pairs that wait for their windows ------------------------------ */
+
+/*
+ * A device may take minutes to destroy a queue pair through which a window is bound, and the window
+ * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
+ * closed, for HELD_NS at most; the end of each verb checks. The list holds references.
+ */
+struct rp_handle *rp_held_back;
+
+static void push_held_back(struct rp_handle *h)
 {
-	struct rp_handle *h = me->first_put_off;
+	push(&rp_held_back, h, &h->behind);
+}
+
+static int binds_windows(struct rp_handle *h)
+{
+	struct rp_binder *binder = RP_LOAD(&h->binder);
+
+	return binder && RP_LOAD(&binder->windows);
+}
+
+/* Hold back an unreachable queue pair if necessary; returns whether it is held back now. */
+static int hold_back(struct rp_handle *h)
+{
+	if (!binds_windows(h) || is_done(h) || rp_exiting || RP_LOAD(&h->held_since) ||
+	    !rp_list_again(h))
+		return 0;
+	RP_STORE(&h->held_since, rp_now_ns());
+	push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
+	return 1;
+}
+
+/*
+ * Close the queue pairs that need not wait any longer; may run any Python code. A queue pair stays
+ * listed while it is being closed, because the close may be interrupted.
+ */
+static void close_held_back(void)
+{
+	struct rp_handle *h = __atomic_exchange_n(&rp_held_back, NULL, __ATOMIC_SEQ_CST), *behind;
+	int64_t now = h ? rp_now_ns() : 0;
+
+	for (; h; h = behind) {
+		behind = h->behind;
+		if (h->process == rp_process && !is_done(h) &&
+		    (!rp_is_open(h) ||
+		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
+			push_held_back(h);
+			continue;
+		}
+		RP_STORE(&h->held_since, 0);
+		rp_close_abandoned(h);
+		Py_DECREF((PyObject *)h);
+	}
+}
+
+void rp_finalize_handle(PyObject *self)
+{
+	struct rp_handle *h = (struct rp_handle *)self;
+
+	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
+	if (hold_back(h))
+		return;
+	/*
+	 * This close is deferred until this thread's verb ends or the last user leaves. List the
+	 * handle for the close of a parent, which may come earlier.
+	 */
+	if (state_of(h) == OPEN && (rp_thread()->top || rp_is_busy(h)))
+		rp_list_again(h);
+	rp_close_abandoned(h);
+}
+
+/* ---- the end of a verb ---------------------------------------------------- */
+
+/* Pop the first handle whose close was deferred; returns a reference, or NULL. */
+static struct rp_handle *next_deferred(struct rp_thread *me, char *who)
+{
+	struct rp_handle *h = me->first_deferred;
 
 	if (!h)
 		return NULL;
-	me->first_put_off = h->next;
+	me->first_deferred = h->next;
 	if (!h->next)
-		me->last_put_off = NULL;
-	*who = __atomic_exchange_n(&h->put_off, NOBODY, __ATOMIC_SEQ_CST);
+		me->last_deferred = NULL;
+	*who = __atomic_exchange_n(&h->deferred_by, NOBODY, __ATOMIC_SEQ_CST);
 	return h;
 }
 
-static size_t count_put_off(const struct rp_thread *me)
+static size_t count_deferred(const struct rp_thread *me)
 {
 	size_t count = 0;
 
-	for (const struct rp_handle *h = me->first_put_off; h; h = h->next)
+	for (const struct rp_handle *h = me->first_deferred; h; h = h->next)
 		count++;
 	return count;
 }
 
-/* Run this thread's deferred closes. If one fails because its handle is in use, retry it later. */
-void rp_close_put_off(void)
+/*
+ * Each deferred close ends in one of three ways: it is done; its handle is in use, or is left to
+ * another closer, and goes to the end of the list; or it has failed, which is reported. A whole round
+ * without success ends the loop.
+ */
+void rp_run_deferred(void)
 {
-	struct rp_error error = save_error();
+	struct rp_error error = rp_save_error();
 	struct rp_thread *me = rp_thread();
 	struct rp_handle *h;
 	size_t in_use = 0; /* refusals since the last close that succeeded */
-	int waits = 0, failed, left;
+	int gives_up = 0, failed, left;
 	char who;
 
 	me->draining = 1;
-	rp_close_held_back();
-	while (!waits && (h = next_put_off(me, &who))) {
+	close_held_back();
+	while (!gives_up && (h = next_deferred(me, &who))) {
 		failed = 0;
 		if (who == BY_FINALIZER)
 			rp_close_abandoned(h);
@@ -249,23 +329,23 @@ void rp_close_put_off(void)
 		left = who == BY_CALLER && !failed && !is_done(h);
 		if (!failed && !left) {
 			in_use = 0;
-		} else if (left || (rp_is_busy(h) && (me->closing || in_use <= count_put_off(me)))) {
+		} else if (left || (rp_is_busy(h) && (me->closing || in_use <= count_deferred(me)))) {
 			/* A handle that this thread is closing may use it: retry later. */
-			waits = in_use++ > count_put_off(me);
+			gives_up = in_use++ > count_deferred(me);
 			PyErr_Clear();
-			rp_put_off(h, BY_CALLER);
+			rp_defer_close(h, BY_CALLER);
 		} else {
 			PyErr_WriteUnraisable((PyObject *)h);
 		}
-		if (!RP_LOAD(&h->put_off))
+		if (!RP_LOAD(&h->deferred_by))
 			RP_STORE(&h->emptied, 0);
 		Py_DECREF((PyObject *)h);
 	}
 	/* This may have closed windows that held-back queue pairs are waiting for. */
 	if (RP_LOAD(&rp_held_back))
-		rp_close_held_back();
+		close_held_back();
 	me->draining = 0;
 	rp_ask_main();
 	rp_deliver_soon();
-	restore_error(error);
+	rp_restore_error(error);
 }

@@ -48,6 +48,16 @@ void rp_raise_forked(void)
 			"the process was forked in the middle of a verb; open the device again");
 }
 
+PyObject *rp_raise_verbs(const char *verb, int code)
+{
+	PyObject *error = PyObject_CallFunction(rp_errors.verbs, "si", verb, code);
+
+	if (error)
+		PyErr_SetObject(rp_errors.verbs, error);
+	Py_XDECREF(error);
+	return NULL;
+}
+
 void rp_raise_nested(void)
 {
 	PyErr_SetString(rp_errors.error, "this thread is in the middle of a post to the same queue");
@@ -87,7 +97,6 @@ static int deliver(void *unused)
 	return -1;
 }
 
-/* Have an exception raised in this thread after the verb; steals the reference. */
 void rp_raise_later(PyObject *exception)
 {
 	int waits = 0;
@@ -118,11 +127,10 @@ void rp_handler_raised(void)
 
 unsigned int rp_delivery_waits;
 
-/* Make the main thread raise the signal handlers' exceptions. */
 void rp_deliver_soon(void)
 {
 	/* If the queue of pending calls is full, retry when the next verb ends. */
-	if (PyList_Size(raised) > 0 && RP_LOAD(&rp_delivery_waits) != rp_process + 1)
+	if (PyList_Size(raised) > 0 && RP_LOAD(&rp_delivery_waits) != rp_process)
 		Py_AddPendingCall(deliver, NULL);
 }
 

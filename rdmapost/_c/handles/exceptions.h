@@ -12,13 +12,36 @@ RP_SHARED struct rp_errors {
 	PyObject *closed; /* ClosedError */
 	PyObject *error; /* RdmaError */
 	PyObject *in_use; /* InUseError */
+	PyObject *verbs; /* VerbsError */
+	PyObject *wait_cancelled; /* WaitCancelled */
 } rp_errors;
+
+/* A saved exception. */
+struct rp_error {
+	PyObject *type, *value, *trace;
+};
+
+static inline struct rp_error rp_save_error(void)
+{
+	struct rp_error error;
+
+	PyErr_Fetch(&error.type, &error.value, &error.trace);
+	return error;
+}
+
+static inline void rp_restore_error(struct rp_error error)
+{
+	PyErr_Restore(error.type, error.value, error.trace);
+}
 
 /* How many times to try a call that must complete even if a signal handler raises during it. */
 enum { MAX_INTERRUPTS = 16 };
 
 /* Raise ClosedError after a fork in the middle of a verb. */
 void rp_raise_forked(void);
+
+/* Raise VerbsError; returns NULL. */
+PyObject *rp_raise_verbs(const char *verb, int code);
 
 /* Raise RdmaError for a post in the middle of another to the same queue. */
 void rp_raise_nested(void);
@@ -40,7 +63,7 @@ void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(); clear it if it is for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
-/* While this is rp_process + 1, rp_deliver_soon() does nothing; call it afterwards. */
+/* While this is rp_process, rp_deliver_soon() does nothing; call it afterwards. */
 RP_SHARED unsigned int rp_delivery_waits;
 /*
  * Like rp_deliver_soon(), for a caller that can raise: in the main thread, also removes and returns

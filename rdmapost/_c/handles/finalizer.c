@@ -9,7 +9,7 @@
  */
 static void finalizer_finalize(PyObject *self)
 {
-	struct rp_error error = save_error(), first = { NULL, NULL, NULL };
+	struct rp_error error = rp_save_error(), first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
 	for (int i = 0; !done && i < MAX_INTERRUPTS; i++) {
@@ -19,10 +19,10 @@ static void finalizer_finalize(PyObject *self)
 			done = Py_NewRef(Py_None);
 		}
 		if (!done && !first.type)
-			first = save_error();
+			first = rp_save_error();
 		PyErr_Clear();
 	}
-	restore_error(first);
+	rp_restore_error(first);
 	if (done && PyErr_Occurred())
 		rp_handler_raised();
 	else if (!done && rp_exiting != RP_CLOSED_ALL)
@@ -30,7 +30,7 @@ static void finalizer_finalize(PyObject *self)
 	PyErr_Clear();
 	Py_XDECREF(done);
 	rp_deliver_soon();
-	restore_error(error);
+	rp_restore_error(error);
 }
 
 static PyType_Slot finalizer_slots[] = {
@@ -72,10 +72,10 @@ static PyObject *finalizing_call(PyObject *self, PyObject *args, PyObject *kwarg
 	PyObject *resource = PyTuple_Size(args) == 1 ? PyTuple_GetItem(args, 0) : NULL;
 
 	if (resource && rp_is_handle(resource)) {
-		struct rp_error error = save_error();
+		struct rp_error error = rp_save_error();
 
 		rp_finalize_handle(resource);
-		restore_error(error);
+		rp_restore_error(error);
 	}
 	Py_XDECREF(finalizer);
 	return result;

@@ -170,7 +170,7 @@ static PyObject *handle_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 	(void)kwargs;
 	if (h) {
 		h->serial = RP_ADD(&serials, 1);
-		h->word = SHUT;
+		h->word = RP_SHUT;
 	}
 	return (PyObject *)h;
 }
@@ -190,22 +190,6 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 	for (struct rp_bound *b = h->bound; b; b = b->next)
 		Py_VISIT((PyObject *)b->mr);
 	return 0;
-}
-
-void rp_finalize_handle(PyObject *self)
-{
-	struct rp_handle *h = (struct rp_handle *)self;
-
-	__atomic_store_n(&h->abandoned, 1, __ATOMIC_SEQ_CST);
-	if (rp_hold_back(h))
-		return;
-	/*
-	 * This close is deferred until this thread's verb ends or the last user leaves. List the
-	 * handle for the close of a parent, which may come earlier.
-	 */
-	if (state_of(h) == OPEN && (rp_thread()->top || rp_is_busy(h)))
-		rp_list_again(h);
-	rp_close_abandoned(h);
 }
 
 static void handle_dealloc(PyObject *self)
@@ -323,17 +307,19 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 }
 
 /*
- * describe_handles(ClosedError, RdmaError, InUseError, failed, ffi, to_number, open, type_of,
- * structs): store these; never released
+ * describe_handles(ClosedError, RdmaError, InUseError, VerbsError, WaitCancelled, failed, ffi,
+ * to_number, open, type_of, structs): store these; never released
  */
 static PyObject *describe_handles(PyObject *self, PyObject *args)
 {
 	(void)self;
-	if (!PyArg_ParseTuple(args, "OOOOOOO!OO!", &rp_errors.closed, &rp_errors.error,
-			      &rp_errors.in_use, &rp_python.failed, &rp_python.ffi,
-			      &rp_python.to_number, &PyDict_Type, &rp_python.open,
-			      &rp_python.type_of, &PyDict_Type, &rp_python.structs))
+	if (!PyArg_ParseTuple(args, "OOOOOOOOO!OO!", &rp_errors.closed, &rp_errors.error,
+			      &rp_errors.in_use, &rp_errors.verbs, &rp_errors.wait_cancelled,
+			      &rp_python.failed, &rp_python.ffi, &rp_python.to_number, &PyDict_Type,
+			      &rp_python.open, &rp_python.type_of, &PyDict_Type,
+			      &rp_python.structs))
 		return NULL;
+	/* One reference is returned, the other keeps them for ever. */
 	return Py_NewRef(Py_NewRef(args));
 }
 
@@ -363,9 +349,9 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 }
 
 /*
- * admit_children(handles, whether): let the handles of a list have no more children while they are
- * all being closed, or a thread that creates some without end would keep them open. A handle whose
- * close is deferred has none until that has been tried. Runs no Python code.
+ * admit_children(handles, whether): whether the handles of a list may have new children. They may
+ * not while all of them are being closed, or a thread that creates some without end would keep them
+ * open; nor while their close is deferred. Runs no Python code.
  */
 static PyObject *admit_children(PyObject *self, PyObject *args)
 {
@@ -379,7 +365,7 @@ static PyObject *admit_children(PyObject *self, PyObject *args)
 		struct rp_handle *one = (struct rp_handle *)PyList_GetItem(handles, i);
 
 		if (rp_is_handle((PyObject *)one))
-			RP_STORE(&one->emptied, !admitted || RP_LOAD(&one->put_off));
+			RP_STORE(&one->emptied, !admitted || RP_LOAD(&one->deferred_by));
 	}
 	Py_RETURN_NONE;
 }
@@ -401,7 +387,7 @@ static PyObject *defer_closes(PyObject *self, PyObject *handles)
 		PyObject *one = PyList_GetItem(handles, i);
 
 		if (rp_is_handle(one))
-			rp_put_off((struct rp_handle *)one, BY_CALLER);
+			rp_defer_close((struct rp_handle *)one, BY_CALLER);
 	}
 	Py_RETURN_TRUE;
 }

@@ -26,7 +26,7 @@ struct rp_handle {
 	PyObject *cdata; /* the same, as a cffi object */
 	PyObject *destroy; /* called with cdata */
 	PyObject *parents; /* a tuple of handles, or NULL */
-	PyObject *keeps; /* memory that must outlive the struct */
+	PyObject *keeps; /* memory that must outlive the struct; a window's counts (windows.c) */
 	PyObject *queues; /* records of the work requests posted to it, or NULL */
 	void (*forget)(PyObject *queues); /* drops those records; may run any Python code */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
@@ -54,15 +54,16 @@ struct rp_handle {
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
 	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays SHUT */
-	char state;
+	char state; /* see internal.h */
 	char releasing; /* its closer may still use it */
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
 	char kept; /* refused in a close with no caller to raise to: kept until the process ends */
 	char emptied; /* everything on it is being closed: it admits no children */
-	char is_for_main; /* it is in that list */
-	char put_off; /* its close is deferred until a verb ends; any wait on it must end now */
+	char is_for_main; /* it is in the main thread's list */
+	/* Who deferred its close until a verb ends (internal.h); any wait on it must end now. */
+	char deferred_by;
 };
 
 RP_SHARED PyObject *rp_handle_type;
@@ -110,13 +111,17 @@ int rp_in_verb(void);
 /* Raise ClosedError, saying why a handle cannot be used. */
 void rp_raise_closed(struct rp_handle *handle);
 
-/* rp_begin_use() and rp_end_use() for callers that already have rp_thread(). */
+/* Set in `word` while a handle is closed or being closed. */
 #define RP_SHUT (1ull << 63)
-int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
-void rp_user_left(struct rp_handle *handle);
-void rp_close_put_off(void);
 
-/* Unreachable queue pairs that wait for their windows; see handles/windows.c. */
+/* rp_begin_use_by() for a handle that is shut, or whose word has just changed. */
+int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
+/* If this was an unreachable handle's last user, close it. */
+void rp_user_left(struct rp_handle *handle);
+/* Run this thread's deferred closes. */
+void rp_run_deferred(void);
+
+/* Unreachable queue pairs that wait for their windows; see handles/deferred.c. */
 RP_SHARED struct rp_handle *rp_held_back;
 
 static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
@@ -127,17 +132,17 @@ static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, s
 }
 
 /* Run the deferred closes, unless this thread is in the middle of a verb or a constructor. */
-static inline void rp_close_deferred(struct rp_thread *me)
+static inline void rp_run_deferred_if_idle(struct rp_thread *me)
 {
-	if (!me->top && (me->first_put_off || RP_LOAD(&rp_held_back)) && !me->draining &&
+	if (!me->top && (me->first_deferred || RP_LOAD(&rp_held_back)) && !me->draining &&
 	    !me->making)
-		rp_close_put_off();
+		rp_run_deferred();
 }
 
 static inline void rp_pop_use(struct rp_thread *me, const struct rp_use *use)
 {
 	me->top = use->below;
-	rp_close_deferred(me);
+	rp_run_deferred_if_idle(me);
 }
 
 static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle,

@@ -1,7 +1,8 @@
 /*
- * What the files about handles share. handle.c has the type, users.c what a close waits for or
- * refuses. create.c, reregister.c and close.c are the steps of a handle's life; deferred.c has the
- * closes that come later, windows.c what memory windows are bound to.
+ * What the files about handles share. handle.c has the type; users.c counts the users, lists the open
+ * handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a handle's
+ * life; deferred.c has the closes that come later and finalization, windows.c what memory windows
+ * are bound to, finalizer.c the finalizers written in Python.
  */
 #ifndef RDMAPOST_HANDLES_INTERNAL_H
 #define RDMAPOST_HANDLES_INTERNAL_H
@@ -11,10 +12,10 @@
 #include "handles/windows.h"
 #include "parts.h"
 
-#define SHUT RP_SHUT
+/* `word`: RP_SHUT, the number of children, and the number of verbs in progress. */
 #define CHILD (1ull << 32)
 #define VERBS(word) ((word) & UINT32_MAX)
-#define CHILDREN(word) (((word) & ~SHUT) >> 32)
+#define CHILDREN(word) (((word) & ~RP_SHUT) >> 32)
 
 /* The most arguments that a provider's function has. */
 enum { MAX_ARGS = 8 };
@@ -23,8 +24,9 @@ enum { MAX_ARGS = 8 };
 enum { NOBODY, BY_CALLER, BY_FINALIZER };
 
 /*
- * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). DESTROYED: the
- * struct is gone, but _forget() has not succeeded yet; the next close() calls it again.
+ * A handle's state. BEGUN: its constructor is preparing the arguments of _make(). MAKING: the
+ * provider's function that creates the struct may be running. DESTROYED: the struct is gone, but
+ * _forget() has not succeeded yet; the next close() calls it again. GONE: nothing is left to close.
  */
 enum { NEW, BEGUN, MAKING, OPEN, DESTROYED, GONE };
 
@@ -62,6 +64,7 @@ static inline int is_done(const struct rp_handle *h)
 	return h->process != rp_process || !(state == OPEN || state == DESTROYED);
 }
 
+/* Off the hot path these are always atomic, which costs nothing there. */
 static inline uint64_t load(const uint64_t *word)
 {
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
@@ -79,24 +82,6 @@ static inline void push(struct rp_handle **list, struct rp_handle *h, struct rp_
 	*next = RP_LOAD(list);
 	while (!__atomic_compare_exchange_n(list, next, h, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
 		;
-}
-
-/* A saved exception. */
-struct rp_error {
-	PyObject *type, *value, *trace;
-};
-
-static inline struct rp_error save_error(void)
-{
-	struct rp_error error;
-
-	PyErr_Fetch(&error.type, &error.value, &error.trace);
-	return error;
-}
-
-static inline void restore_error(struct rp_error error)
-{
-	PyErr_Restore(error.type, error.value, error.trace);
 }
 
 /* ---- users.c -------------------------------------------------------------- */
@@ -135,12 +120,10 @@ void rp_end_uses(struct rp_use *uses, int used);
 /* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
 void rp_raise_failed(PyObject *function, long code);
 
-
 /* ---- handle.c ------------------------------------------------------------- */
 
 /* Return a new reference to a handle member's current value, or NULL (no exception). */
 PyObject *rp_get_now(PyObject *self, PyObject *const *member);
-void rp_finalize_handle(PyObject *self);
 
 /* ---- create.c ------------------------------------------------------------- */
 
@@ -162,10 +145,10 @@ struct rp_pause {
 };
 
 /*
- * Sleep briefly and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
+ * Sleep briefly, to let other threads go on, and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
  * is a forked child, which lacks the threads it waits for.
  */
-int rp_sleep_on(const struct rp_handle *h, struct rp_pause *pause);
+int rp_await_others(const struct rp_handle *h, struct rp_pause *pause);
 /*
  * Become the handle's closer and admit no new users. Returns 0; 1 if it is closed, already being
  * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
@@ -173,6 +156,7 @@ int rp_sleep_on(const struct rp_handle *h, struct rp_pause *pause);
 int rp_shut(struct rp_handle *h, struct rp_pause *pause);
 /* The handle stays open after all. */
 void rp_reopen(struct rp_handle *h);
+/* This thread is no longer the handle's closer. */
 void rp_end_claim(struct rp_handle *h);
 /*
  * Let waiting threads claim a handle: a thread that closes it in a loop would otherwise claim it
@@ -198,16 +182,20 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused);
 /* ---- deferred.c ----------------------------------------------------------- */
 
 /* Defer a close to the end of this thread's verb; `who` defers it. */
-void rp_put_off(struct rp_handle *h, char who);
+void rp_defer_close(struct rp_handle *h, char who);
 /* Close an unreachable handle that nothing uses, now or later. */
 void rp_close_abandoned(struct rp_handle *h);
-/* Close an unreachable handle. */
+/*
+ * Close a handle for which there is no caller to raise to: retry what a signal handler interrupted;
+ * leave it to the main thread if memory or stack is short; keep it if the device refuses.
+ */
 void rp_close_quietly(struct rp_handle *h);
 /*
  * Have the main thread close the handles that are left to it. If it cannot be asked now, the next
  * call does it: each constructor and each close calls this.
  */
 void rp_ask_main(void);
+void rp_finalize_handle(PyObject *self);
 
 /* ---- reregister.c --------------------------------------------------------- */
 
@@ -229,13 +217,6 @@ struct rp_bound {
 
 /* Release the regions that a window was bound to; may run any Python code. */
 void rp_unbind(struct rp_bound *bound);
-/* Hold back an unreachable queue pair if necessary; returns whether it is held back now. */
-int rp_hold_back(struct rp_handle *h);
-/*
- * Close the queue pairs that need not wait any longer; may run any Python code. A queue pair stays
- * listed while it is being closed, because the close may be interrupted.
- */
-void rp_close_held_back(void);
 PyObject *rp_unbind_invalidated(PyObject *self, PyObject *unused);
 
 #endif

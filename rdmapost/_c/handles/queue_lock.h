@@ -3,7 +3,7 @@
  *
  * rdmapost runs no Python code while a thread holds one, so waits are short, and a thread tries
  * to acquire one twice only if a device's ibv_post_send calls Python. (The soft device's own lock
- * differs; see soft0/device.c.)
+ * differs; see software/device.c.)
  */
 #ifndef RDMAPOST_QUEUE_LOCK_H
 #define RDMAPOST_QUEUE_LOCK_H

@@ -1,8 +1,8 @@
 /* Registering a memory region again: other memory, access or PD, in the same handle. */
 #include "handles/internal.h"
 
-/* The new state of a region. */
-struct form {
+/* What a region is to become. */
+struct registration {
 	PyObject *parents, *keeps;
 	unsigned int access;
 	unsigned long long start;
@@ -94,7 +94,7 @@ static struct rp_error settle(struct rp_handle *h)
  * Call the verb, once nothing uses the region. Release the old parents and memory only if the
  * device has the new ones; if it may have either, keep both. 0, or -1 with an exception.
  */
-static int change(struct rp_handle *h, PyObject *function, PyObject *args, const struct form *new)
+static int change(struct rp_handle *h, PyObject *function, PyObject *args, const struct registration *new)
 {
 	PyObject *parents = h->parents, *keeps = h->keeps;
 	PyObject *both_parents = PySequence_Concat(parents, new->parents);
@@ -135,18 +135,18 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args, const
 	if (code)
 		rp_raise_failed(function, code);
 	if (now == CHANGED) {
-		restore_error(settle(h));
+		rp_restore_error(settle(h));
 		rp_leave_parents(parents, PyTuple_Size(parents));
 		rp_count_ended(parents, offsetof(struct rp_handle, finished));
 	} else if (now == UNCHANGED) {
 		rp_leave_parents(new->parents, PyTuple_Size(new->parents));
 	}
 	if (now != UNCHANGED) {
-		struct rp_error error = save_error();
+		struct rp_error error = rp_save_error();
 
 		Py_DECREF(parents);
 		Py_XDECREF(keeps);
-		restore_error(error);
+		rp_restore_error(error);
 	}
 	Py_XDECREF(result);
 	Py_DECREF(both_parents);
@@ -163,7 +163,7 @@ static int wait_until_unused(struct rp_handle *h, struct rp_pause *pause)
 	PyObject *refused;
 
 	while (VERBS(load(&h->word))) {
-		int stopped = rp_sleep_on(h, pause);
+		int stopped = rp_await_others(h, pause);
 
 		if (stopped)
 			return stopped;
@@ -192,7 +192,7 @@ PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 	struct rp_handle *h = (struct rp_handle *)self;
 	struct rp_pause pause = { 1, 0 };
 	struct rp_use own;
-	struct form new;
+	struct registration new;
 	PyObject *function, *values, *before;
 	int failed, claimed, stale = 0;
 
@@ -219,7 +219,7 @@ PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 		failed = wait_until_unused(h, &pause);
 		stale = h->parents != before;
 		if (!failed && !stale)
-			restore_error(settle(h));
+			rp_restore_error(settle(h));
 		failed = failed || PyErr_Occurred();
 		if (!failed && !stale)
 			failed = change(h, function, values, &new);

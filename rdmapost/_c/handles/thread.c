@@ -8,7 +8,7 @@ unsigned int rp_process = 1;
 RP_THREAD_LOCAL struct rp_thread *rp_current;
 static _Thread_local struct rp_thread its_own;
 
-struct rp_thread *rp_first_thread(void)
+struct rp_thread *rp_init_thread(void)
 {
 	static uint32_t threads;
 

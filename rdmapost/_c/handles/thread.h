@@ -9,7 +9,7 @@
 struct rp_handle;
 struct rp_use;
 
-/* The process's generation: a forked child has a new one. */
+/* The process's generation: from 1; a forked child has the next one. */
 RP_SHARED unsigned int rp_process;
 
 /*
@@ -19,10 +19,10 @@ RP_SHARED unsigned int rp_process;
  * that.
  */
 struct rp_thread {
-	uint64_t mark; /* rp_process; a thread number in the low 32 bits */
+	uint64_t mark; /* high half: rp_process; low half: the thread's number */
 	struct rp_use *top;
 	struct rp_handle *closing; /* the innermost handle it is closing */
-	struct rp_handle *first_put_off, *last_put_off;
+	struct rp_handle *first_deferred, *last_deferred;
 	int draining;
 	int making; /* how many constructors it is in */
 	int calls; /* see rp_enter_call() */
@@ -34,15 +34,16 @@ struct rp_thread {
 #else
 #define RP_THREAD_LOCAL _Thread_local
 #endif
-extern RP_THREAD_LOCAL struct rp_thread *rp_current; /* NULL until rp_first_thread() */
-struct rp_thread *rp_first_thread(void);
+extern RP_THREAD_LOCAL struct rp_thread *rp_current; /* NULL until rp_init_thread() */
+/* Give the calling thread its identity. */
+struct rp_thread *rp_init_thread(void);
 void rp_stand_for(struct rp_thread *thread);
 
 static inline struct rp_thread *rp_thread(void)
 {
 	struct rp_thread *me = rp_current;
 
-	return me ? me : rp_first_thread();
+	return me ? me : rp_init_thread();
 }
 
 /*

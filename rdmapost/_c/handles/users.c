@@ -13,23 +13,23 @@ int rp_list_as(struct rp_handle *h, PyObject *value)
 
 void rp_unlist(struct rp_handle *h)
 {
-	struct rp_error error = save_error();
+	struct rp_error error = rp_save_error();
 
 	/* If memory runs out, the entry stays: readers skip closed handles. */
 	if (rp_list_as(h, NULL))
 		PyErr_Clear();
-	restore_error(error);
+	rp_restore_error(error);
 }
 
 int rp_list_again(struct rp_handle *h)
 {
-	struct rp_error error = save_error();
+	struct rp_error error = rp_save_error();
 	PyObject *listed = PyWeakref_NewRef((PyObject *)h, NULL);
 	int done = listed && !rp_list_as(h, listed);
 
 	PyErr_Clear();
 	Py_XDECREF(listed);
-	restore_error(error);
+	rp_restore_error(error);
 	return done;
 }
 
@@ -43,8 +43,8 @@ int rp_enter(struct rp_handle *h, uint64_t user)
 		if (h->process != rp_process)
 			return 0;
 		/* Until the struct is destroyed, the closer may use it but create no children. */
-		if (word & SHUT &&
-		    (user == CHILD || !h->releasing || !is_closer(h)))
+		if (word & RP_SHUT &&
+		    (user == CHILD || !is_closer(h) || !h->releasing))
 			return 0;
 	} while (!__atomic_compare_exchange_n(&h->word, &word, word + user, 0,
 					      __ATOMIC_SEQ_CST,
@@ -54,7 +54,7 @@ int rp_enter(struct rp_handle *h, uint64_t user)
 
 int rp_is_busy(struct rp_handle *h)
 {
-	return (load(&h->word) & ~SHUT) || load(&h->posted) ||
+	return (load(&h->word) & ~RP_SHUT) || load(&h->posted) ||
 	       __atomic_load_n(&h->windows, __ATOMIC_SEQ_CST);
 }
 
@@ -75,7 +75,7 @@ void rp_leave(struct rp_handle *h, uint64_t user)
 
 int rp_is_open(const struct rp_handle *h)
 {
-	return h->process == rp_process && !(load(&h->word) & SHUT);
+	return h->process == rp_process && !(load(&h->word) & RP_SHUT);
 }
 
 int rp_in_verb(void)
@@ -110,7 +110,7 @@ void rp_unpin(struct rp_handle *h)
 
 void rp_give_up(struct rp_handle *h)
 {
-	__atomic_or_fetch(&h->word, SHUT, __ATOMIC_SEQ_CST);
+	__atomic_or_fetch(&h->word, RP_SHUT, __ATOMIC_SEQ_CST);
 }
 
 /* ---- parents -------------------------------------------------------------- */

@@ -1,9 +1,7 @@
-/* The regions that memory windows are bound to, and the queue pairs that wait for windows. */
+/* The regions that memory windows are bound to (windows.h). */
 #include "handles/internal.h"
 
-enum { HELD_NS = 500000000 }; /* how long a queue pair waits for its windows */
-
-uint64_t rp_count_bind(void)
+uint64_t rp_bind_clock(void)
 {
 	static uint64_t count;
 
@@ -106,54 +104,6 @@ void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 	RP_STORE(&h->binder, binder);
 }
 
-/*
- * A device may take minutes to destroy a queue pair through which a window is bound, and the window
- * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
- * closed, for HELD_NS at most; the end of each verb checks. The list holds references.
- */
-struct rp_handle *rp_held_back;
-
-static void push_held_back(struct rp_handle *h)
-{
-	push(&rp_held_back, h, &h->behind);
-}
-
-static int binds_windows(struct rp_handle *h)
-{
-	struct rp_binder *binder = RP_LOAD(&h->binder);
-
-	return binder && RP_LOAD(&binder->windows);
-}
-
-int rp_hold_back(struct rp_handle *h)
-{
-	if (!binds_windows(h) || is_done(h) || rp_exiting || RP_LOAD(&h->held_since) ||
-	    !rp_list_again(h))
-		return 0;
-	RP_STORE(&h->held_since, rp_now_ns());
-	push_held_back((struct rp_handle *)Py_NewRef((PyObject *)h));
-	return 1;
-}
-
-void rp_close_held_back(void)
-{
-	struct rp_handle *h = __atomic_exchange_n(&rp_held_back, NULL, __ATOMIC_SEQ_CST), *behind;
-	int64_t now = h ? rp_now_ns() : 0;
-
-	for (; h; h = behind) {
-		behind = h->behind;
-		if (h->process == rp_process && !is_done(h) &&
-		    (!rp_is_open(h) ||
-		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
-			push_held_back(h);
-			continue;
-		}
-		RP_STORE(&h->held_since, 0);
-		rp_close_abandoned(h);
-		Py_DECREF((PyObject *)h);
-	}
-}
-
 void rp_unbind(struct rp_bound *bound)
 {
 	while (bound) {
@@ -205,7 +155,7 @@ void rp_note_bound(struct rp_handle *mw, struct rp_handle *mr, int sure, struct 
 	if (new) {
 		struct rp_bound **list = late ? &old : &mw->bound;
 
-		*new = (struct rp_bound){ mr, *list, bind, rp_count_bind(), sure };
+		*new = (struct rp_bound){ mr, *list, bind, rp_bind_clock(), sure };
 		*list = new;
 	}
 	RP_END();

@@ -7,8 +7,8 @@
 
 #include "handles/handle.h"
 
-/* Return the next number: each post of a bind, and each completion of one, takes a number. */
-uint64_t rp_count_bind(void);
+/* The order of binds: each post of one, and each completion of one, takes the next number. */
+uint64_t rp_bind_clock(void);
 
 /* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
 struct rp_binder {
@@ -25,8 +25,8 @@ void rp_drop_binder(struct rp_binder *binder);
 /* A bind that has been posted. */
 struct rp_bind {
 	struct rp_binder *binder; /* of its send queue */
-	uint64_t serial; /* rp_count_bind() */
-	uint32_t number; /* rp_number_bind() */
+	uint64_t serial; /* when it was posted, by rp_bind_clock() */
+	uint32_t number; /* how many binds under this key there had been, with this one */
 	unsigned char key; /* the low byte of the window's new key */
 };
 

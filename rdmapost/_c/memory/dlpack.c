@@ -5,6 +5,7 @@
  * Here the consumer is a second capsule, the keeper, which keeps the tensor alive as long as it
  * lives.
  */
+#include "handles/exceptions.h"
 #include "parts.h"
 
 struct tensor {
@@ -62,11 +63,10 @@ static const char USED_UNVERSIONED[] = "used_dltensor", USED_VERSIONED[] = "used
  */
 static void release(PyObject *keeper)
 {
-	PyObject *type, *value, *traceback;
+	struct rp_error error = rp_save_error();
 	struct versioned *v;
 	struct unversioned *u;
 
-	PyErr_Fetch(&type, &value, &traceback);
 	if (PyCapsule_IsValid(keeper, USED_VERSIONED)) {
 		v = PyCapsule_GetPointer(keeper, USED_VERSIONED);
 		if (v->deleter)
@@ -78,7 +78,7 @@ static void release(PyObject *keeper)
 	}
 	if (PyErr_Occurred())
 		PyErr_WriteUnraisable(NULL);
-	PyErr_Restore(type, value, traceback);
+	rp_restore_error(error);
 }
 
 /* Consume a capsule; return its keeper, or NULL with an exception. */

@@ -26,6 +26,9 @@ enum { RECHECK_NS = 20000000 };
 /* How long a wait leaves completions to the waits that began before it. */
 enum { YIELD_NS = 10000000 };
 
+struct rp_slot rp_poller_slot;
+static PyObject *poller_type;
+
 /* The time `ns` from now, or the deadline if that is earlier. */
 static int64_t within(int64_t ns, int64_t deadline)
 {
@@ -52,17 +55,17 @@ static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize
 /* ---- the backlog -------------------------------------------------------- */
 
 /*
- * Queues to release after a batch: those whose work requests it retired, and those that the
- * poller's `last` pointed to before.
+ * What a batch needs: the queues to release after it, which are those whose work requests it retired
+ * and those that the poller's `last` pointed to before; and where its completions go.
  */
-struct touched {
+struct batch {
 	struct rp_in_flight *queue[2 * BATCH];
 	int count;
 	char *rows; /* where the next completion goes, or NULL for the backlog */
 };
 
 /* Ensure that there are `count` spares; 0 or ENOMEM. */
-static int reserve(struct poller *p, size_t count)
+static int ensure_spares(struct poller *p, size_t count)
 {
 	while (p->spares < count) {
 		struct rp_completion *s = PyMem_Calloc(1, sizeof(*s));
@@ -89,6 +92,8 @@ static struct rp_completion *take_first(struct poller *p, uint64_t count)
 	*last = NULL;
 	return list;
 }
+
+/* ---- rows --------------------------------------------------------------- */
 
 /* A completion in the caller's buffer (WC_DTYPE), which may be at any address. */
 typedef struct ibv_wc row_wc __attribute__((aligned(1)));
@@ -138,6 +143,8 @@ static int put_kept_row(char **rows, struct rp_completion *s)
 	return 0;
 }
 
+/* ---- polling ------------------------------------------------------------ */
+
 /* Whether a completion reports a receive whose sender has invalidated a key. */
 static inline int invalidates(const struct ibv_wc *wc)
 {
@@ -184,14 +191,14 @@ static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, c
  * The lock is held.
  */
 static void match_completions(struct poller *p, const struct ibv_wc *wc,
-			      const struct rp_wc_ex *more, int count, struct touched *touched)
+			      const struct rp_wc_ex *more, int count, struct batch *batch)
 {
 	struct rp_in_flight *queue = NULL;
 	uint64_t number = 0, number_of_row = 0;
 
 	for (int i = 0; i < count; i++) {
 		int good = wc[i].status == IBV_WC_SUCCESS;
-		int matched = good && wc[i].wc_flags & IBV_WC_TM_MATCH;
+		int tag_matched = good && wc[i].wc_flags & IBV_WC_TM_MATCH;
 		int whole = wc[i].wc_flags & IBV_WC_TM_DATA_VALID;
 		struct rp_completion *s = p->spare;
 		PyObject *wr_id;
@@ -205,25 +212,25 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 			/* Nobody waits for the completions of a destroyed queue. */
 			if (!queue)
 				continue;
-			touched->queue[touched->count++] = queue;
+			batch->queue[batch->count++] = queue;
 			if (queue != p->last && p->last)
-				touched->queue[touched->count++] = p->last;
+				batch->queue[batch->count++] = p->last;
 			if (queue != p->last)
 				p->last = (struct rp_in_flight *)Py_NewRef((PyObject *)queue);
 		}
 		if (invalidates(&wc[i]))
 			rp_note_invalidated(p->invalidated, wc[i].invalidated_rkey);
-		run = touched->rows ? put_run(queue, &wc[i], count - i, &touched->rows) : 0;
+		run = batch->rows ? put_run(queue, &wc[i], count - i, &batch->rows) : 0;
 		if (run) {
 			i += run - 1;
 			continue;
 		}
-		if (p->wc_flags && matched && !whole)
+		if (p->wc_flags && tag_matched && !whole)
 			rp_match(queue, wc[i].wr_id);
 		if (!rp_complete(queue, wc[i].wr_id, wc[i].status, &wr_id, &number_of_row))
 			continue;
-		if (touched->rows) {
-			put_row(&touched->rows, &wc[i],
+		if (batch->rows) {
+			put_row(&batch->rows, &wc[i],
 				wr_id ? PyLong_AsUnsignedLong(wr_id) : number_of_row);
 			Py_XDECREF(wr_id);
 			continue;
@@ -234,7 +241,7 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 		s->wc.wr_id = number_of_row;
 		s->has = good ? p->wc_flags : 0;
 		/* An unexpected message has the tag in its header. */
-		if (!matched || wc[i].opcode != IBV_WC_TM_RECV)
+		if (!tag_matched || wc[i].opcode != IBV_WC_TM_RECV)
 			s->has &= ~(unsigned int)IBV_WC_EX_WITH_TM_INFO;
 		if (s->has)
 			s->more = more[i];
@@ -253,14 +260,14 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
  * polled, or a negative errno.
  */
 static int poll_batch(struct poller *p, const struct rp_handle *handle, int max, int64_t spin_ns,
-		      struct touched *touched)
+		      struct batch *batch)
 {
 	struct rp_wc_ex more[BATCH];
 	struct ibv_wc wc[BATCH];
 	int min = spin_ns ? max : 0, n;
 	PyThreadState *thread;
 
-	if (!touched->rows && reserve(p, (size_t)max + p->lent))
+	if (!batch->rows && ensure_spares(p, (size_t)max + p->lent))
 		return -ENOMEM;
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
@@ -270,7 +277,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 		n = errno ? -errno : -EIO;
 	if (thread)
 		PyEval_RestoreThread(thread);
-	match_completions(p, wc, more, n, touched);
+	match_completions(p, wc, more, n, batch);
 	return n;
 }
 
@@ -284,7 +291,7 @@ struct order {
 	int fewer;
 	int64_t spin_ns;
 	int error; /* from polling */
-	int deferred; /* none were taken, only because earlier waits come first */
+	int deferred; /* there are enough; so if none were taken, earlier waits come first */
 	char *rows; /* the next row in the caller's buffer, or NULL for WCs */
 };
 
@@ -301,20 +308,20 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 
 /*
  * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take the
- * completions that the order asks for. 0, or -1 with an exception: a signal handler's, or because a
- * handler has forked.
+ * completions that the order asks for. 0, or -1 with an exception: a signal handler's, because a
+ * handler has forked, or because this thread has the lock.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_completion **taken)
 {
 	PyObject *raised;
 	uint64_t wanted = order->count + order->promised;
-	struct touched touched;
+	struct batch batch;
 	uint64_t ahead;
 	int polled;
 
 	do {
-		touched.count = polled = 0;
+		batch.count = polled = 0;
 		raised = rp_run_device();
 		if (raised) {
 			rp_raise(raised);
@@ -323,14 +330,14 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 		if (lock_in_verb(p, handle))
 			return -1;
 		ahead = ahead_of(p, order->after);
-		touched.rows = order->fewer && !p->there ? order->rows : NULL;
+		batch.rows = order->fewer && !p->there ? order->rows : NULL;
 		if (p->there < wanted + ahead) {
 			uint64_t lacking = wanted + ahead - p->there;
 
 			polled = poll_batch(p, handle, lacking < BATCH ? (int)lacking : BATCH,
-					    order->spin_ns, &touched);
+					    order->spin_ns, &batch);
 			order->error = polled < 0 ? -polled : 0;
-			order->rows = touched.rows ? touched.rows : order->rows;
+			order->rows = batch.rows ? batch.rows : order->rows;
 		}
 		ahead = ahead_of(p, order->after);
 		order->deferred = p->there >= wanted;
@@ -339,14 +346,16 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 		if (polled > 0 && p->there)
 			rp_wake_waiters(p);
 		unlock_poller(p);
-		for (int i = 0; i < touched.count; i++) {
-			rp_drop_done(touched.queue[i]);
-			Py_DECREF((PyObject *)touched.queue[i]);
+		for (int i = 0; i < batch.count; i++) {
+			rp_drop_done(batch.queue[i]);
+			Py_DECREF((PyObject *)batch.queue[i]);
 		}
-		/* Completions in the caller's rows are delivered: nothing may fail from here on. */
-	} while (polled == BATCH && !touched.rows);
+		/* Completions in the caller's rows are delivered: no further batch, which may fail. */
+	} while (polled == BATCH && !batch.rows);
 	return 0;
 }
+
+/* ---- delivering --------------------------------------------------------- */
 
 /* Free the first completion of a list; return the next. */
 static struct rp_completion *free_completion(struct rp_completion *s)
@@ -417,7 +426,7 @@ static void put_back(struct poller *p, struct rp_completion *list)
 	p->backlog = list;
 	rp_wake_waiters(p);
 	unlock_if(p, locked);
-	rp_announce_to_tasks(p);
+	rp_notify_tasks_surely(p);
 }
 
 /* Raise the error of a poll, which may be our own ENOMEM: always NULL. */
@@ -427,12 +436,12 @@ static PyObject *raise_polling(int error)
 }
 
 /*
- * Gather the completions that `order` asks for, and append a WC for each to `wcs`. Returns how
- * many, or -1 with an exception; those not appended go back to the backlog. A polling error is
- * raised only if there was no completion.
+ * Gather the completions that `order` asks for, and deliver them: as rows if the order has any, else
+ * as WCs appended to `wcs`. Returns how many, or -1 with an exception; those not delivered go back to
+ * the backlog. A polling error is raised only if there was no completion.
  */
-static Py_ssize_t get(struct poller *p, struct rp_handle *handle, struct order *order,
-		      PyObject *wcs)
+static Py_ssize_t deliver(struct poller *p, struct rp_handle *handle, struct order *order,
+			  PyObject *wcs)
 {
 	struct rp_completion *list = NULL, *done = NULL;
 	const char *rows = order->rows;
@@ -493,13 +502,13 @@ static RP_POLLER_METHOD(poll_now)
 	if (!PyList_Check(args[2]))
 		PyErr_SetString(PyExc_TypeError, "poll() takes a list");
 	else if (!read_count(args[1], "max_entries", &order.count))
-		n = get(POLLER(self), use.handle, &order, args[2]);
+		n = deliver(POLLER(self), use.handle, &order, args[2]);
 	rp_end_use(&use);
 	return n < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /*
- * After get() has written the first rows, with the result `got`, add the other available
+ * After deliver() has written the first rows, with the result `got`, add the other available
  * completions. Returns the total number of rows, or -1.
  */
 static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py_buffer *view,
@@ -510,7 +519,7 @@ static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py
 
 	while (got > 0 && order.rows < end) {
 		order.count = (uint64_t)(end - order.rows) / sizeof(struct ibv_wc);
-		got = get(p, handle, &order, NULL);
+		got = deliver(p, handle, &order, NULL);
 	}
 	if (got < 0 && order.rows == view->buf)
 		return -1;
@@ -522,102 +531,6 @@ static Py_ssize_t fill_rows(struct poller *p, struct rp_handle *handle, const Py
 	if (got < 0)
 		rp_deliver_soon();
 	return (order.rows - (char *)view->buf) / (Py_ssize_t)sizeof(struct ibv_wc);
-}
-
-/* Python's check_rows(): raises TypeError for a buffer of pointers that Python follows. */
-static PyObject *rows_checker;
-
-/* The format of numpy's arrays of WC_DTYPE. */
-static const char WC_FORMAT[] =
-	"T{L:wr_id:I:status:I:opcode:I:vendor_err:I:byte_len:I:imm_data:I:qp_num:I:src_qp:"
-	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
-
-/*
- * The buffer could not be exported: replace the exporter's TypeError, ValueError or BufferError
- * with a TypeError or ValueError that names the argument. Leave other exceptions as they are.
- */
-static void refuse_rows(PyObject *buffer)
-{
-	PyObject *raised, *name;
-	Py_buffer view;
-
-	if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_ValueError) &&
-	    !PyErr_ExceptionMatches(PyExc_BufferError))
-		return;
-	raised = rp_take_exception();
-	name = PyType_GetName(Py_TYPE(buffer));
-	if (!PyObject_CheckBuffer(buffer)) {
-		PyErr_Format(PyExc_TypeError, "buffer: expected a writable buffer, got %V", name, "?");
-	} else if (PyObject_GetBuffer(buffer, &view, PyBUF_FULL_RO)) {
-		PyErr_Format(PyExc_ValueError, "buffer: %S", raised);
-	} else {
-		if (view.readonly)
-			PyErr_Format(PyExc_TypeError, "buffer: expected a writable buffer, got %V, "
-				     "which is read-only", name, "?");
-		else
-			PyErr_Format(PyExc_ValueError, "buffer: expected a contiguous buffer, got "
-				     "%V, which is not", name, "?");
-		PyBuffer_Release(&view);
-	}
-	Py_XDECREF(name);
-	Py_DECREF(raised);
-}
-
-static int export_rows(PyObject *buffer, Py_buffer *view)
-{
-	int failed;
-
-	if (rp_enter_call())
-		return -1;
-	failed = PyObject_GetBuffer(buffer, view, PyBUF_CONTIG | PyBUF_FORMAT);
-	if (failed)
-		refuse_rows(buffer);
-	rp_leave_call();
-	return failed;
-}
-
-/*
- * Take one memoryview, and check and export that: a class may return a different buffer each time
- * it is asked.
- */
-static int export_checked(PyObject *buffer, Py_buffer *view)
-{
-	PyObject *memory = PyMemoryView_FromObject(buffer);
-	PyObject *checked =
-		memory ? PyObject_CallFunctionObjArgs(rows_checker, memory, NULL) : NULL;
-	int failed = !checked || export_rows(memory, view);
-
-	Py_XDECREF(checked);
-	Py_XDECREF(memory);
-	return failed ? -1 : 0;
-}
-
-/* Whether a buffer's rows are WC_DTYPE's. In longer ones, fields that the format omits may hide. */
-static int is_of_wcs(const Py_buffer *view)
-{
-	return view->itemsize == sizeof(struct ibv_wc) && view->format &&
-	       !strcmp(view->format, WC_FORMAT);
-}
-
-static int get_rows(PyObject *buffer, Py_buffer *view)
-{
-	static char nowhere[1];
-
-	if (export_rows(buffer, view))
-		return -1;
-	if (!PyByteArray_CheckExact(buffer) && !is_of_wcs(view)) {
-		PyBuffer_Release(view);
-		if (export_checked(buffer, view))
-			return -1;
-	}
-	/* An empty buffer's address may be NULL, which here would mean WCs instead of rows. */
-	if (!view->buf)
-		view->buf = nowhere;
-	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)
-		return 0;
-	PyBuffer_Release(view);
-	PyErr_SetString(PyExc_ValueError, "the buffer does not hold whole rows of 48 bytes");
-	return -1;
 }
 
 /* Reserve memory for the result, so that the number of rows written can always be returned. */
@@ -642,9 +555,7 @@ static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
 	return PyLong_FromSsize_t(n);
 }
 
-struct rp_slot rp_poller_slot;
-static PyObject *poller_type;
-
+/* poll_into(buffer): write the available completions as rows; return how many. */
 PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 {
 	PyObject **at = rp_slot_at(self, &rp_poller_slot);
@@ -663,7 +574,7 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 		PyErr_SetString(PyExc_TypeError, "expected a CQ");
 		Py_CLEAR(p);
 	}
-	if (p && !get_rows(buffer, &view)) {
+	if (p && !rp_get_rows(buffer, &view)) {
 		if (!begin_polling(POLLER(p), &self, 1, 1, &use)) {
 			struct order order = { .rows = view.buf };
 
@@ -679,6 +590,8 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 	Py_XDECREF(p);
 	return number_of_rows(n, reserve);
 }
+
+/* ---- waiting ------------------------------------------------------------ */
 
 /* Request an event; 0, or -1 with an exception. */
 static int ask_for_event(const struct rp_handle *handle, int solicited_only)
@@ -764,7 +677,7 @@ static RP_POLLER_METHOD(wait_for)
 	if (begin_polling(p, args, nargs, 5, &use))
 		return NULL;
 	if (!PyList_Check(args[4])) {
-		if (get_rows(args[4], &view)) {
+		if (rp_get_rows(args[4], &view)) {
 			rp_end_use(&use);
 			return NULL;
 		}
@@ -787,10 +700,12 @@ static RP_POLLER_METHOD(wait_for)
 
 		/* First: a cancelled wait takes nothing, even if completions have arrived since. */
 		if (RP_LOAD(&p->cancels) != cancels) {
-			rp_raise_cancelled((PyObject *)use.handle);
+			PyErr_Format(rp_errors.wait_cancelled,
+				     "cancel_waits() on this %S has ended the wait",
+				     use.handle);
 			break;
 		}
-		n = get(p, use.handle, &order, args[4]);
+		n = deliver(p, use.handle, &order, args[4]);
 		if (n || !order.count) {
 			if (order.rows) {
 				n = fill_rows(p, use.handle, &view, &order, n ? n : 1);
@@ -1024,7 +939,7 @@ static PyMethodDef poller_methods[] = {
 	RP_METHOD(notify),
 	{ "put_back", put_back_made, METH_O, NULL },
 	{ "first_failed", first_failed, METH_NOARGS, NULL },
-	{ "release", rp_release_waiters, METH_NOARGS, NULL },
+	{ "wake_all", rp_wake_all, METH_NOARGS, NULL },
 	{ "cancel", rp_cancel_waits, METH_O, NULL },
 	{ "claim", rp_claim, METH_O, NULL },
 	RP_METHOD_NAMED("unclaim", rp_unclaim),
@@ -1067,23 +982,8 @@ static PyType_Slot poller_slots[] = {
 	{ 0, NULL },
 };
 
-/* describe_rows(checker): the function that checks a buffer for rows of completions. */
-static PyObject *describe_rows(PyObject *self, PyObject *checker)
-{
-	(void)self;
-	if (!rows_checker)
-		rows_checker = Py_NewRef(checker); /* never released */
-	Py_RETURN_NONE;
-}
-
-static PyMethodDef functions[] = {
-	{ "describe_rows", describe_rows, METH_O, NULL },
-	{ NULL, NULL, 0, NULL },
-};
-
 int rp_add_poller(PyObject *module)
 {
 	return rp_add_type(module, "rdmapost._verbs.Poller", sizeof(struct poller),
-			   Py_TPFLAGS_HAVE_GC, poller_slots, &poller_type) ||
-	       PyModule_AddFunctions(module, functions) ? -1 : 0;
+			   Py_TPFLAGS_HAVE_GC, poller_slots, &poller_type) ? -1 : 0;
 }

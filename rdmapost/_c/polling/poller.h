@@ -1,6 +1,7 @@
 /*
  * A poller: what polls a CQ, and the threads and tasks that wait for its completions or for a
- * channel's events. waiters.c has the waiting, cq.c the polling and the type.
+ * channel's events. waiters.c has the list of waiters, their sleep, and an event loop's lead; cq.c
+ * polls, waits for completions, and has the type.
  */
 #ifndef RDMAPOST_POLLER_H
 #define RDMAPOST_POLLER_H
@@ -21,14 +22,14 @@ struct poller {
 	PyObject_HEAD
 	uint64_t cq; /* serial number of the CQ, the only handle that polls accept; 0 if no CQ */
 	struct rp_lock lock; /* protects the members below */
-	struct waiter *first;
-	struct waiter *leader;
+	struct waiter *first; /* in the order in which they began */
+	struct waiter *leader; /* sleeps on the channel, too */
 	unsigned int waiting; /* number of waiting threads */
 	unsigned int process; /* generation of those threads' process */
 	unsigned int cancels; /* number of cancel() calls */
 	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
-	unsigned int claims;  /* number of successful claim() calls */
-	PyObject *tasks; /* called to have the leading event loop poll; or NULL */
+	unsigned int claims;  /* successful claim() calls: unclaim() ends no newer claim */
+	PyObject *tasks; /* the leading event loop's (aio.py), called to have it poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
 	PyObject *invalidated; /* see rp_note_invalidated() */
 	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
@@ -127,11 +128,17 @@ static inline int call_optional(PyObject *function)
  * an exception.
  */
 int rp_read_deadline(PyObject *timeout, int64_t *deadline);
-/* Wake the threads whose count is available and, if no thread leads, one that is to lead. */
+/*
+ * Wake the threads whose count is available and, if no thread leads, one that is to lead.
+ * The lock is held.
+ */
 void rp_wake_waiters(struct poller *p);
-/* The lock is held. */
+/* Put a thread at the end of the list. The lock is held. */
 void rp_join_waiters(struct poller *p, struct waiter *me);
-/* Remove a thread from the list. */
+/*
+ * Remove a thread from the list, close its eventfd, end its lead, and wake those that are next. Takes
+ * the lock.
+ */
 void rp_leave_waiters(struct poller *p, struct waiter *me);
 /*
  * Sleep, without the lock, until woken, until the deadline, or until `fd` is readable (-1: no fd).
@@ -144,8 +151,11 @@ int rp_notify_tasks(struct poller *p);
  * After completions were put back, have the tasks poll again: they may have polled while the
  * completions were taken. A pending exception stays set.
  */
-void rp_announce_to_tasks(struct poller *p);
-/* Return whether the handle is open; if not, set an exception. */
+void rp_notify_tasks_surely(struct poller *p);
+/*
+ * Whether a wait on the handle may go on: not if it is closed, or its close is deferred. If not, an
+ * exception is set; at exit, SystemExit.
+ */
 int rp_may_wait(struct rp_handle *handle);
 
 #define POLLER(self) ((struct poller *)(self))
@@ -154,7 +164,7 @@ int rp_may_wait(struct rp_handle *handle);
 
 RP_POLLER_METHOD(rp_until);
 RP_POLLER_METHOD(rp_unclaim);
-PyObject *rp_release_waiters(PyObject *self, PyObject *unused);
+PyObject *rp_wake_all(PyObject *self, PyObject *unused);
 PyObject *rp_cancel_waits(PyObject *self, PyObject *for_good);
 PyObject *rp_claim(PyObject *self, PyObject *tasks);
 

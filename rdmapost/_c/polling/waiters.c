@@ -10,8 +10,6 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include "polling/wc.h"
-
 /* In ms. Sleeps are limited because a signal just before one does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
@@ -82,16 +80,16 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	struct pollfd fds[] = { { .fd = fd, .events = POLLIN }, { .events = POLLIN } };
 	int64_t left = deadline - rp_now_ns();
 	eventfd_t counted;
-	int n;
+	int n, error;
 
 	if (lock_poller(p))
 		return -1;
 	if (me->fd < 0)
 		me->fd = eventfd(me->woken, EFD_CLOEXEC | EFD_NONBLOCK);
-	n = errno;
+	error = errno;
 	unlock_poller(p);
 	if (me->fd < 0) {
-		rp_raise_verbs("eventfd", n);
+		rp_raise_verbs("eventfd", error);
 		return -1;
 	}
 	fds[1].fd = me->fd;
@@ -126,21 +124,20 @@ int rp_notify_tasks(struct poller *p)
 	return failed;
 }
 
-void rp_announce_to_tasks(struct poller *p)
+void rp_notify_tasks_surely(struct poller *p)
 {
-	PyObject *type, *value, *trace;
+	struct rp_error error = rp_save_error();
 
-	PyErr_Fetch(&type, &value, &trace);
 	/* A signal handler may raise before the event loop has been notified. */
 	for (int i = 0; RP_LOAD(&p->tasks) && rp_notify_tasks(p) && i < MAX_INTERRUPTS; i++)
 		rp_handler_raised();
 	rp_deliver_soon();
-	PyErr_Restore(type, value, trace);
+	rp_restore_error(error);
 }
 
 int rp_may_wait(struct rp_handle *handle)
 {
-	if (rp_is_open(handle) && !RP_LOAD(&handle->put_off))
+	if (rp_is_open(handle) && !RP_LOAD(&handle->deferred_by))
 		return 1;
 	/* End a daemon thread as silently as if it had never been woken. */
 	if (rp_exiting)
@@ -151,7 +148,7 @@ int rp_may_wait(struct rp_handle *handle)
 }
 
 /*
- * until(handle, fd, function, timeout, tasks): call a function until its result is not None, and
+ * until(handle, fd, function, timeout, is_task): call a function until its result is not None, and
  * sleep on the descriptor between calls. Returns that result; None on timeout; NotImplemented if
  * tasks wait for the same events and the caller is not one of them.
  */
@@ -195,8 +192,8 @@ out:
 	return found;
 }
 
-/* release(): the handle is closing; wake the waiting threads, and notify the event loop. */
-PyObject *rp_release_waiters(PyObject *self, PyObject *unused)
+/* wake_all(): the handle is closing; wake the waiting threads, and notify the event loop. */
+PyObject *rp_wake_all(PyObject *self, PyObject *unused)
 {
 	struct poller *p = POLLER(self);
 
@@ -220,7 +217,7 @@ PyObject *rp_cancel_waits(PyObject *self, PyObject *for_good)
 		RP_STORE(&p->refuses, 1);
 	RP_ADD(&p->cancels, 1);
 	unlock_poller(p);
-	return rp_release_waiters(self, NULL);
+	return rp_wake_all(self, NULL);
 }
 
 /*

@@ -12,7 +12,6 @@ enum { FIELDS = 20, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 static struct {
 	PyObject *type; /* the class, a tuple */
 	PyObject *flag_type; /* creates a member from any number */
-	PyObject *verbs_error, *wait_cancelled;
 	PyObject *zero;
 	/* These create a value for a number that no member has. */
 	PyObject *status_of, *opcode_of;
@@ -89,21 +88,6 @@ int rp_is_wc(PyObject *object)
 	return rp_has_type(object, made_of.type) && PyTuple_Size(object) == FIELDS;
 }
 
-PyObject *rp_raise_verbs(const char *verb, int code)
-{
-	PyObject *error = PyObject_CallFunction(made_of.verbs_error, "si", verb, code);
-
-	if (error)
-		PyErr_SetObject(made_of.verbs_error, error);
-	Py_XDECREF(error);
-	return NULL;
-}
-
-void rp_raise_cancelled(PyObject *cq)
-{
-	PyErr_Format(made_of.wait_cancelled, "cancel_waits() on this %S has ended the wait", cq);
-}
-
 /* Copy a dict of members into an array indexed by number; 0, or -1 with an exception. */
 static int read_members(PyObject *dict, PyObject **members, long count)
 {
@@ -124,10 +108,7 @@ static int read_members(PyObject *dict, PyObject **members, long count)
 	return 0;
 }
 
-/*
- * describe_wc(type, statuses, status_of, opcodes, opcode_of, flags, flag_type,
- * verbs_error, wait_cancelled)
- */
+/* describe_wc(type, statuses, status_of, opcodes, opcode_of, flags, flag_type) */
 static PyObject *describe_wc(PyObject *self, PyObject *args)
 {
 	PyObject *type, *statuses, *opcodes, *flags;
@@ -137,10 +118,9 @@ static PyObject *describe_wc(PyObject *self, PyObject *args)
 		PyErr_SetString(PyExc_RuntimeError, "it is known already");
 		return NULL;
 	}
-	if (!PyArg_ParseTuple(args, "O!O!OO!OO!OOO", &PyType_Type, &type, &PyDict_Type, &statuses,
+	if (!PyArg_ParseTuple(args, "O!O!OO!OO!O", &PyType_Type, &type, &PyDict_Type, &statuses,
 			      &made_of.status_of, &PyDict_Type, &opcodes, &made_of.opcode_of,
-			      &PyDict_Type, &flags, &made_of.flag_type, &made_of.verbs_error,
-			      &made_of.wait_cancelled))
+			      &PyDict_Type, &flags, &made_of.flag_type))
 		return NULL;
 	if (read_members(statuses, made_of.statuses, STATUSES) ||
 	    read_members(opcodes, made_of.opcodes, OPCODES) ||
@@ -150,8 +130,6 @@ static PyObject *describe_wc(PyObject *self, PyObject *args)
 	Py_INCREF(made_of.status_of);
 	Py_INCREF(made_of.opcode_of);
 	Py_INCREF(made_of.flag_type);
-	Py_INCREF(made_of.verbs_error);
-	Py_INCREF(made_of.wait_cancelled);
 	Py_RETURN_NONE;
 }
 

@@ -17,13 +17,13 @@ struct rp_completion {
 /* Return a new WC, or NULL with an exception. */
 PyObject *rp_make_wc(const struct rp_completion *completion);
 
+/*
+ * Export a caller's buffer of whole rows, which the caller releases; 0, or -1 with an exception. Its
+ * address is never NULL.
+ */
+int rp_get_rows(PyObject *buffer, Py_buffer *view);
+
 /* Whether an object is a WC with all its fields, whatever their values. */
 int rp_is_wc(PyObject *object);
-
-/* Raise VerbsError; returns NULL. */
-PyObject *rp_raise_verbs(const char *verb, int code);
-
-/* Raise WaitCancelled, which names the CQ. */
-void rp_raise_cancelled(PyObject *cq);
 
 #endif

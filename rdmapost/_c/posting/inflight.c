@@ -3,6 +3,7 @@
 
 #include <structmember.h>
 
+#include "handles/exceptions.h"
 #include "parts.h"
 #include "posting/wr_types.h"
 
@@ -177,9 +178,9 @@ static PyObject *wr_id_of(const struct rp_entry *entry, uint64_t index)
 
 void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 {
-	PyObject *type, *value, *traceback, *index, *counts;
+	struct rp_error error = rp_save_error();
+	PyObject *index, *counts;
 
-	PyErr_Fetch(&type, &value, &traceback);
 	/*
 	 * A closed window is not in the dict. If memory runs out, the window still counts as bound.
 	 */
@@ -189,7 +190,7 @@ void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 	PyErr_Clear();
 	Py_XDECREF(counts);
 	Py_XDECREF(index);
-	PyErr_Restore(type, value, traceback);
+	rp_restore_error(error);
 }
 
 /* A TAG_DEL has succeeded: retire the receive, unless a message matched the receive first. */
@@ -517,17 +518,18 @@ static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 
 static void leave(struct rp_in_flight *q)
 {
-	PyObject *queues = q->queues, *key = q->key, *capsule = q->value, *type, *value, *traceback;
+	PyObject *queues = q->queues, *key = q->key, *capsule = q->value;
+	struct rp_error error;
 
 	if (!queues)
 		return;
 	q->queues = q->key = q->value = NULL;
 	if (capsule)
 		invalidate(capsule);
-	PyErr_Fetch(&type, &value, &traceback);
+	error = rp_save_error();
 	if (PyDict_DelItem(queues, key))
 		PyErr_Clear();
-	PyErr_Restore(type, value, traceback);
+	rp_restore_error(error);
 	Py_DECREF(queues);
 	Py_DECREF(key);
 	Py_XDECREF(capsule);

@@ -110,7 +110,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 		rp_pin((struct rp_handle *)refs);
 	}
 	if (r->mw) {
-		serial = rp_count_bind();
+		serial = rp_bind_clock();
 		post->binds = 1;
 		state = post->type_1 && !wr->bind_mw.bind_info.length ? RP_UNBIND : RP_BIND;
 		key = wr->bind_mw.rkey & RP_KEY_BYTE;

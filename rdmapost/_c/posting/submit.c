@@ -1,4 +1,4 @@
-/* Handing a chain of work requests to the device (submit.h). */
+/* What the device's answer to a chain of work requests means; the call itself is in submit.h. */
 #include "posting/submit.h"
 
 #define BEGINS(type)                                                            \

@@ -8,10 +8,10 @@ its own way: ``providers.soft0``, ``providers.roce``.
 
 A signal handler may raise between any two bytecodes, so a control verb, and the execution of each
 work request, is a transaction: C commits its changes when it returns, and rolls them back if it
-raises (``_c/soft0/journal.c``). That covers the attributes of a ``Record`` or a ``DeviceQueue``, a
-``JournaledDict``, and deques changed by ``put`` and ``take``. Other objects do not change once they
-are reachable from these. What a journal cannot undo, such as a write to a descriptor, goes through
-``on_commit``.
+raises (``_c/software/journal.c``). That covers the attributes of a ``Record`` or a ``DeviceQueue``,
+a ``JournaledDict``, and deques changed by ``put`` and ``take``. Other objects do not change once
+they are reachable from these. What a journal cannot undo, such as a write to a descriptor, goes
+through ``on_commit``.
 """
 
 from ..._binding import native, once

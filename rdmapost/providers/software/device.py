@@ -69,7 +69,7 @@ class OpenDevice(native.Record):
 class Device(native.Record):
     """A software RDMA device.
 
-    Every verb holds one lock, which covers everything (``_c/soft0/transaction.c``). The device
+    Every verb holds one lock, which covers everything (``_c/software/transaction.c``). The device
     makes progress inside the verbs. Each device's class implements the methods that raise
     NotImplementedError here, and may replace ``queue_pair``.
 

@@ -2,7 +2,7 @@
 
 ``verb`` turns a function into a control verb: it holds the device's lock, and
 its changes to the device are committed when it returns, or rolled back if it
-raises (``_c/soft0/transaction.c``).  The data verbs are in C (``_c/soft0/data_verbs.c``).
+raises (``_c/software/transaction.c``).  The data verbs are in C (``_c/software/data_verbs.c``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-/* The same as soft0.h, for cffi. */
+/* The same as soft_device.h, for cffi. */
 
 struct verbs_context {
 	...;

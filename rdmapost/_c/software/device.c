@@ -1,5 +1,5 @@
 /* The soft device's lock, and the parts of the device that are written in Python. */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 static PyObject *parts; /* soft_device()'s arguments; never released */
 

@@ -7,7 +7,7 @@
  * bug in the device. A retry on another thread tells which, because handlers run only in the main
  * thread.
  */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 #include <time.h>
 
@@ -485,8 +485,9 @@ int rp_soft_start(uint32_t handle)
 /* verb(function, *args): call it as one transaction, which succeeds or raises with no effect. */
 static PyObject *verb(PyObject *self, PyObject *call)
 {
-	PyObject *result, *type, *value, *trace;
+	struct rp_error error;
 	struct rp_use use;
+	PyObject *result;
 
 	(void)self;
 	if (rp_soft_busy())
@@ -500,10 +501,10 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		Py_CLEAR(result);
 		rp_raise_forked();
 	}
-	PyErr_Fetch(&type, &value, &trace);
+	error = rp_save_error();
 	leave();
 	rp_deliver_soon();
-	PyErr_Restore(type, value, trace);
+	rp_restore_error(error);
 	end_step(&use);
 	return result;
 }

@@ -7,7 +7,7 @@
  *
  * Work requests are copied in full here, and executed in Python.
  */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 #include <structmember.h>
 
@@ -91,7 +91,7 @@ struct device_queue {
 	unsigned int last_handle; /* given to a matching-list entry */
 	unsigned int refuses; /* the errno with which every post fails, or 0 */
 	unsigned int prompt; /* posts are executed at once, rather than waiting for a message */
-	PyObject *faults; /* for sends: the injected failures (soft0/faults.c) */
+	PyObject *faults; /* for sends: the injected failures (software/faults.c) */
 	PyObject *slots; /* for operations: the queue whose slots matching-list entries occupy */
 	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
 };

@@ -4,7 +4,7 @@
  * A post checks for one with its queue's lock held, so it reads plain C numbers: a user cannot
  * replace them, and no Python code runs.
  */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 struct fault {
 	uint64_t number; /* of the send */

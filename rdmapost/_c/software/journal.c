@@ -16,7 +16,7 @@
  * is often due to a lack of memory. There is a reserve of memory for the calls of a commit or a
  * rollback, because they cannot be abandoned half-way.
  */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 PyObject *rp_names[NAMES];
 void (*rp_show)(PyObject *cq);
@@ -213,9 +213,8 @@ int rp_journal_commit(void)
 
 void rp_journal_rollback(void)
 {
-	PyObject *type, *value, *trace;
+	struct rp_error error = rp_save_error();
 
-	PyErr_Fetch(&type, &value, &trace);
 	active = 0;
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
 		PyObject *record = PyList_GetItem(undo, i - 1), *done;
@@ -229,7 +228,7 @@ void rp_journal_rollback(void)
 		Py_XDECREF(done);
 	}
 	rp_journal_forget();
-	PyErr_Restore(type, value, trace);
+	rp_restore_error(error);
 }
 
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)

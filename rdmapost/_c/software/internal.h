@@ -4,12 +4,12 @@
  * The device is written in Python (rdmapost/providers/software/), where a signal handler may
  * raise between any two bytecodes. So the call that undoes a change to the device's state is
  * journaled before the change is made, and actions that cannot be undone are deferred. Then C, in
- * which no handler runs, makes either the undo calls or the deferred ones (soft0/journal.c).
+ * which no handler runs, makes either the undo calls or the deferred ones (software/journal.c).
  *
  * A verb holds the device's lock from start to finish; everything below is used under it.
  */
-#ifndef RDMAPOST_SOFT0_INTERNAL_H
-#define RDMAPOST_SOFT0_INTERNAL_H
+#ifndef RDMAPOST_SOFTWARE_INTERNAL_H
+#define RDMAPOST_SOFTWARE_INTERNAL_H
 
 #include "handles/data_lock.h"
 #include "handles/exceptions.h"
@@ -17,12 +17,12 @@
 #include "handles/queue_lock.h"
 #include "parts.h"
 
-#include "soft0/soft0.h"
+#include "software/soft_device.h"
 
-/* ---- soft0/device.c ------------------------------------------------------- */
+/* ---- software/device.c ------------------------------------------------------- */
 
 /*
- * The device's lock. It is also held while Python runs, so check rp_soft_busy() (soft0.h) before
+ * The device's lock. It is also held while Python runs, so check rp_soft_busy() (soft_device.h) before
  * acquiring it.
  */
 RP_SHARED struct rp_lock rp_soft_lock;
@@ -34,7 +34,7 @@ enum rp_part {
 };
 PyObject *rp_soft_given(enum rp_part which);
 
-/* ---- soft0/journal.c ------------------------------------------------------ */
+/* ---- software/journal.c ------------------------------------------------------ */
 
 /* The names of attributes and methods that C looks up. */
 enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
@@ -80,7 +80,7 @@ RP_SHARED void (*rp_show)(PyObject *cq);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
-/* ---- soft0/mapped_memory.c ------------------------------------------------ */
+/* ---- software/mapped_memory.c ------------------------------------------------ */
 
 /*
  * Copy from memory that may be unmapped, or part of a truncated file; 0 or an errno: EFAULT or, in
@@ -97,12 +97,12 @@ void rp_soft_allow_writes(void);
  */
 void rp_soft_refuse_writes(void);
 
-/* ---- soft0/faults.c ------------------------------------------------------- */
+/* ---- software/faults.c ------------------------------------------------------- */
 
 /* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
-/* ---- soft0/transaction.c: what runs under the lock ------------------------- */
+/* ---- software/transaction.c: what runs under the lock ------------------------- */
 
 /* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);

@@ -8,9 +8,9 @@
  *
  * A check before a write proves little: the memory may change in between, and in a sandbox the copy
  * takes two descriptors. So a write may fail when it is made; then the transaction is undone, and
- * repeated with that memory refused (soft0/transaction.c).
+ * repeated with that memory refused (software/transaction.c).
  */
-#include "soft0/internal.h"
+#include "software/internal.h"
 
 #include <fcntl.h>
 #include <inttypes.h>

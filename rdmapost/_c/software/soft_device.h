@@ -1,6 +1,6 @@
 /* The soft device's structs, and the functions that its Python code calls through cffi. */
-#ifndef RDMAPOST_SOFT0_H
-#define RDMAPOST_SOFT0_H
+#ifndef RDMAPOST_SOFT_DEVICE_H
+#define RDMAPOST_SOFT_DEVICE_H
 
 #include "libibverbs/shim.h"
 
