@@ -29,8 +29,8 @@ class PreparedWR(native.PreparedItem):
 
     It exposes the fields that can change between posts.
     A value of the wrong type raises TypeError.  A number that does not fit raises
-    ValueError, and so does a value that the queue pair's checks refuse.  Outstanding
-    posts do not change.
+    ValueError, and so does a value that the queue pair's checks refuse, or a region that another
+    thread is closing or re-registering.  Outstanding posts do not change.
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.

@@ -281,7 +281,7 @@ class PostQueue(native.Queue):
         # or another thread has changed the queue or a region.
         reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
-        raise PostError(call, errno.EINVAL, reason, index=index, posted=0, count=count, wr=wr)
+        raise PostError(call, errno.EBUSY, reason, index=index, posted=0, count=count, wr=wr)
 
     def _failed(self, owner: Any, wrs: Sequence[Any], code: int, posted: int) -> NoReturn:
         """Raise the device's refusal; ``posted`` is -1 if it did not say which work request."""

@@ -865,6 +865,7 @@ def test_number_that_changes_after_its_row_was_refused_is_still_a_post_error(rc)
 
     with pytest.raises(rp.PostError, match="no longer applies") as caught:
         write_blocks(rc, 2, remote_addr=Changing())
+    assert caught.value.errno == errno.EBUSY
     assert (caught.value.index, caught.value.posted) == (0, 0)
     assert rc.a.outstanding.send == 0
 
