@@ -72,7 +72,8 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_handle(module) || rp_add_finalizer(module) ||
 	     rp_add_in_flight(module) || rp_add_wc(module) || rp_add_rows(module) ||
 	     rp_add_poller(module) || rp_add_comp_channel(module) ||
-	     rp_add_wr_init(module) || rp_add_sge(module) || rp_add_buffer(module) || rp_add_tag_handle(module) ||
+	     rp_add_wr_init(module) || rp_add_sge(module) ||
+	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
 	     rp_add_wr_types(module) || rp_add_read_wr() || rp_add_queue(module) ||
 	     rp_add_prepared(module) || PyModule_AddFunctions(module, functions) || rp_add_columns() ||
 	     rp_add_soft_device(module) || rp_add_soft_journal(module) ||

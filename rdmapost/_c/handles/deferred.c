@@ -80,8 +80,8 @@ void rp_ask_main(void)
 
 /*
  * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
- * sys.getprofile() tells; yes if that cannot be told. Its C function is called directly, because there may be no stack for a
- * Python call.
+ * sys.getprofile() tells; yes if that cannot be told. Its C function is called directly, because
+ * there may be no stack for a Python call.
  */
 static int has_hook(const char *getter_name)
 {

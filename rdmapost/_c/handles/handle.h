@@ -3,7 +3,7 @@
  *
  * Resource (rdmapost/resources/resource.py) derives from the type here. A handle's
  * users are verbs in progress, its children, work requests in flight that name it,
- * and windows bound to it. Every use first checks SHUT in `word`, and a close first
+ * and windows bound to it. Every use first checks RP_SHUT in `word`, and a close first
  * sets it, so no struct is destroyed while a verb uses it.
  *
  * A close in the middle of the same thread's verb (by a signal handler, a
@@ -19,7 +19,7 @@
 struct rp_handle {
 	PyObject_HEAD
 	uint64_t serial; /* unique, and never reused */
-	/* SHUT, the number of children, and the number of verbs in progress. */
+	/* RP_SHUT, the number of children, and the number of verbs in progress. */
 	uint64_t word;
 	uint64_t posted; /* references from work requests in flight */
 	void *address; /* the struct, while it is open */
@@ -53,7 +53,7 @@ struct rp_handle {
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
 	char unreadable; /* a memory region of addresses that this process may not be able to read */
 	char remaking; /* its closer is in _remake() */
-	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays SHUT */
+	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays RP_SHUT */
 	char state; /* see internal.h */
 	char releasing; /* its closer may still use it */
 	char stalled; /* its closer is waiting for another close */

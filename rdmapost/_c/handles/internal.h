@@ -145,8 +145,8 @@ struct rp_pause {
 };
 
 /*
- * Sleep briefly, to let other threads go on, and check for signals; 0, -1 with an exception, or 1 to stop: time is up, or this
- * is a forked child, which lacks the threads it waits for.
+ * Sleep briefly, to let other threads go on, and check for signals; 0, -1 with an exception, or 1 to
+ * stop: time is up, or this is a forked child, which lacks the threads it waits for.
  */
 int rp_await_others(const struct rp_handle *h, struct rp_pause *pause);
 /*

@@ -94,7 +94,8 @@ static struct rp_error settle(struct rp_handle *h)
  * Call the verb, once nothing uses the region. Release the old parents and memory only if the
  * device has the new ones; if it may have either, keep both. 0, or -1 with an exception.
  */
-static int change(struct rp_handle *h, PyObject *function, PyObject *args, const struct registration *new)
+static int change(struct rp_handle *h, PyObject *function, PyObject *args,
+		  const struct registration *new)
 {
 	PyObject *parents = h->parents, *keeps = h->keeps;
 	PyObject *both_parents = PySequence_Concat(parents, new->parents);

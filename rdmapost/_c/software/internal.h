@@ -19,7 +19,7 @@
 
 #include "software/soft_device.h"
 
-/* ---- software/device.c ------------------------------------------------------- */
+/* ---- software/device.c ---------------------------------------------------- */
 
 /*
  * The device's lock. It is also held while Python runs, so check rp_soft_busy() (soft_device.h) before
@@ -34,7 +34,7 @@ enum rp_part {
 };
 PyObject *rp_soft_given(enum rp_part which);
 
-/* ---- software/journal.c ------------------------------------------------------ */
+/* ---- software/journal.c --------------------------------------------------- */
 
 /* The names of attributes and methods that C looks up. */
 enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
@@ -80,7 +80,7 @@ RP_SHARED void (*rp_show)(PyObject *cq);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
-/* ---- software/mapped_memory.c ------------------------------------------------ */
+/* ---- software/mapped_memory.c --------------------------------------------- */
 
 /*
  * Copy from memory that may be unmapped, or part of a truncated file; 0 or an errno: EFAULT or, in
@@ -97,12 +97,12 @@ void rp_soft_allow_writes(void);
  */
 void rp_soft_refuse_writes(void);
 
-/* ---- software/faults.c ------------------------------------------------------- */
+/* ---- software/faults.c ---------------------------------------------------- */
 
 /* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
 
-/* ---- software/transaction.c: what runs under the lock ------------------------- */
+/* ---- software/transaction.c: what runs under the lock --------------------- */
 
 /* A device has been opened: from now on, posts and polls run its pending work. */
 void rp_soft_opened(void);

@@ -33,8 +33,8 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 _CONTENDED = 0.001
 """Seconds; taking the GIL again takes longer only if another thread runs Python code."""
 _ROUNDS_UNTIMED = 15
-"""The number of rounds, after taking the GIL again took so long, in which that is not timed:
-timing it means taking the GIL once more."""
+"""The number of rounds, after taking the GIL again took so long, without a pause and in which that
+is not timed: timing it means taking the GIL once more."""
 _AFTER_ERROR = 0.1
 """Seconds before the thread tries again."""
 _AT_EXIT = 1.0
@@ -135,6 +135,13 @@ class _Pauses:
         """Sleep longer: another thread was quicker, and probably will be again."""
         self.length = min(2 * self.length, _LONGEST)
 
+    def sleep(self) -> None:
+        """Pause; if taking the GIL again took long, leave out the next pauses."""
+        began = time.monotonic()
+        time.sleep(self.length)
+        if time.monotonic() - began > self.length + _CONTENDED:
+            self._no_more()
+
     def after_work(self, epoll: select.epoll) -> None:
         """Make the next pause short, or none: no other thread was quicker."""
         if self._untimed:
@@ -142,9 +149,12 @@ class _Pauses:
             return
         began = time.monotonic()
         found = epoll.poll(0)
-        contended = time.monotonic() - began > _CONTENDED
-        self._untimed = _ROUNDS_UNTIMED if contended else 0
-        self.length = 0.0 if found or contended else _SHORTEST
+        self.length = 0.0 if found else _SHORTEST
+        if time.monotonic() - began > _CONTENDED:
+            self._no_more()
+
+    def _no_more(self) -> None:
+        self.length, self._untimed = 0.0, _ROUNDS_UNTIMED
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
@@ -156,7 +166,7 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
     if _is_stopped(epoll.poll(), stop_fd):
         return False
     if pauses.length:
-        time.sleep(pauses.length)
+        pauses.sleep()
         found = epoll.poll(0)
         if _is_stopped(found, stop_fd):
             return False
