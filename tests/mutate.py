@@ -166,7 +166,7 @@ RESPONDER = (
 )
 """Tests of both halves of a responder."""
 
-_POLLERS = (
+POLLERS = (
     "resources/test_cq_poll_and_wait.py",
     "resources/test_cq_wait_threads.py",
     "resources/test_cq_create_and_close.py",
@@ -195,8 +195,9 @@ _POLLERS = (
     "soundness/test_finalizers.py::"
     "test_handler_that_closes_the_resource_its_thread_waits_on_ends_the_wait",
 )
+"""Tests of polling and waiting."""
 
-_LIFE_OF_A_HANDLE = (
+LIFE_OF_A_HANDLE = (
     "resources/test_close_order.py",
     "resources/test_close_during_verbs.py",
     "resources/test_constructors.py",
@@ -225,6 +226,7 @@ _LIFE_OF_A_HANDLE = (
     "soundness/test_close_races.py::"
     "test_child_created_by_a_handler_never_outlives_its_closing_parent",
 )
+"""Tests of creating, using, registering again and closing."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
@@ -475,9 +477,9 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_cq_poll_and_wait.py",
         *EVENTS,
     ),
-    "rdmapost/_c/polling/cq.c": _POLLERS,
-    "rdmapost/_c/polling/waiters.c": _POLLERS,
-    "rdmapost/_c/polling/rows.c": _POLLERS,
+    "rdmapost/_c/polling/cq.c": POLLERS,
+    "rdmapost/_c/polling/waiters.c": POLLERS,
+    "rdmapost/_c/polling/rows.c": POLLERS,
     **dict.fromkeys(
         [
             f"rdmapost/_c/handles/{name}.c"
@@ -492,7 +494,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
                 "finalizer",
             )
         ],
-        _LIFE_OF_A_HANDLE,
+        LIFE_OF_A_HANDLE,
     ),
 }
 """The modules, and the test files or tests that must catch their mutants, fastest first."""

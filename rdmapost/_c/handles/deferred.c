@@ -55,6 +55,14 @@ static void keep(struct rp_handle *h)
 	rp_restore_error(error);
 }
 
+/* Put a handle at the head of a list, whose links are `next`. */
+static void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle **next)
+{
+	*next = RP_LOAD(list);
+	while (!__atomic_compare_exchange_n(list, next, h, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+		;
+}
+
 /*
  * Handles whose close lacked stack or memory, for the main thread to close; the list holds
  * references.

@@ -12,7 +12,7 @@
 #include "handles/windows.h"
 #include "parts.h"
 
-/* `word`: RP_SHUT, the number of children, and the number of verbs in progress. */
+/* What one child adds to a handle's `word` (handle.h), and the two counts in it. */
 #define CHILD (1ull << 32)
 #define VERBS(word) ((word) & UINT32_MAX)
 #define CHILDREN(word) (((word) & ~RP_SHUT) >> 32)
@@ -74,14 +74,6 @@ static inline uint64_t load(const uint64_t *word)
 static inline int is_closer(const struct rp_handle *h)
 {
 	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
-}
-
-/* Put a handle at the head of a list, whose links are `next`. */
-static inline void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle **next)
-{
-	*next = RP_LOAD(list);
-	while (!__atomic_compare_exchange_n(list, next, h, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-		;
 }
 
 /* ---- users.c -------------------------------------------------------------- */
