@@ -4,8 +4,9 @@ Every verb, and so every poll, first receives the packets that have arrived and 
 process them. So does a thread that waits for a completion, because the socket is among the
 descriptors that it waits for. While no thread does either, the device's own thread looks for
 packets. It sleeps first if another thread may be quicker, because two threads that take turns with
-the GIL are slower than one. It does not sleep if another thread runs Python code all the time:
-then taking the GIL again costs 5 ms (the interpreter's switch interval).
+the GIL are slower than one. It does not sleep for a while if no other thread came during a sleep,
+or if another thread runs Python code all the time: then taking the GIL again costs 5 ms (the
+interpreter's switch interval).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 """The shortest and the longest sleep in which other threads may be quicker, in seconds."""
 _CONTENDED = 0.001
 """Seconds; taking the GIL again takes longer only if another thread runs Python code."""
-_ROUNDS_UNTIMED = 15
-"""The number of rounds, after taking the GIL again took so long, without a pause and in which that
-is not timed: timing it means taking the GIL once more."""
+_ROUNDS_LEFT_OUT = 15
+"""The number of rounds without a pause, after one in which no other thread came or after taking
+the GIL again took long. That is not timed in them: timing it means taking the GIL once more."""
 _AFTER_ERROR = 0.1
 """Seconds before the thread tries again."""
 _AT_EXIT = 1.0
@@ -129,7 +130,7 @@ class _Pauses:
 
     def __init__(self) -> None:
         self.length = 0.0
-        self._untimed = 0
+        self._left_out = 0
 
     def after_others(self) -> None:
         """Sleep longer: another thread was quicker, and probably will be again."""
@@ -140,21 +141,22 @@ class _Pauses:
         began = time.monotonic()
         time.sleep(self.length)
         if time.monotonic() - began > self.length + _CONTENDED:
-            self._no_more()
+            self.leave_out()
 
     def after_work(self, epoll: select.epoll) -> None:
         """Make the next pause short, or none: no other thread was quicker."""
-        if self._untimed:
-            self._untimed -= 1
+        if self._left_out:
+            self._left_out -= 1
             return
         began = time.monotonic()
         found = epoll.poll(0)
         self.length = 0.0 if found else _SHORTEST
         if time.monotonic() - began > _CONTENDED:
-            self._no_more()
+            self.leave_out()
 
-    def _no_more(self) -> None:
-        self.length, self._untimed = 0.0, _ROUNDS_UNTIMED
+    def leave_out(self) -> None:
+        """Make no pause in the next rounds."""
+        self.length, self._left_out = 0.0, _ROUNDS_LEFT_OUT
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
@@ -173,6 +175,7 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
         if not found:
             pauses.after_others()
             return True
+        pauses.leave_out()
     native.run_device()
     pauses.after_work(epoll)
     return True

@@ -104,7 +104,10 @@ def send(qp: RoceQueuePair) -> None:
                 request = _start(qp, psn, limit)
                 if request is None:
                     break
-            psn = _add(qp, bursts, request, psn, limit)
+            after = _add(qp, bursts, request, psn, limit)
+            if after == psn:
+                break
+            psn = after
     except ErrorStatus as error:
         # Earlier requests must end first.
         if not qp.requests or request is qp.requests[0]:
@@ -254,13 +257,21 @@ def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
 
 
 def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int, limit: int) -> int:
-    """Add packets of a request to the bursts to send; return the next PSN."""
+    """Add packets of a request to the bursts to send; return the next PSN.
+
+    Nothing is added if an acknowledgement on its way will make room for a longer burst: the cost of
+    a burst hardly depends on its length.
+    """
     form, wqe = request.form, request.wqe
     if form.middle is form.only or request.end - request.psn == 1:
         _add_only(qp, bursts, request, psn)
         return request.end
     mtu = qp.mtu
-    end = min(limit, request.end, psn + packets_in_burst(mtu + form.middle.size))
+    end = min(request.end, psn + packets_in_burst(mtu + form.middle.size))
+    if end > limit:
+        if psn > qp.una:
+            return psn
+        end = limit
     if psn == request.psn and form.first.size > form.middle.size:
         # The RETH makes the first packet longer than the others.
         end = psn + 1

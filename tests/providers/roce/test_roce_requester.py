@@ -24,7 +24,7 @@ from rdmapost.enums import (
 )
 from rdmapost.providers.roce import engine, packets
 from rdmapost.providers.roce.qp import HOLD_SECONDS
-from rdmapost.providers.roce.requester import READ_PACKETS, WINDOW
+from rdmapost.providers.roce.requester import BURST_PACKETS, READ_PACKETS, WINDOW
 from rdmapost.providers.software.addressing import AddressHandle
 from rdmapost.standard.timers import ack_timeout, rnr_timer
 
@@ -187,14 +187,28 @@ def test_no_more_than_the_window_is_on_its_way(alone, opcode):
 
 def test_window_opens_as_packets_are_acknowledged(alone):
     post(alone, send(alone, 1, 100 * MTU_BYTES))
-    alone.peer.take()
-    alone.ack(SQ_PSN + 9)
-    assert psns(alone.peer.take()) == list(range(64, 74))
-    alone.ack(SQ_PSN + 70)
-    assert psns(alone.peer.take()) == list(range(74, 100))
+    assert psns(alone.peer.take()) == list(range(64))
+    alone.ack(SQ_PSN + 31)
+    assert psns(alone.peer.take()) == list(range(64, 96))
+    alone.ack(SQ_PSN + 63)
+    assert psns(alone.peer.take()) == list(range(96, 100))
     assert statuses(alone) == []
     alone.ack(SQ_PSN + 99)
     assert statuses(alone) == [(1, SUCCESS)]
+
+
+def test_window_with_room_for_part_of_a_burst_waits_for_an_acknowledgement(alone):
+    post(alone, send(alone, 1, 200 * MTU_BYTES, Opcode.RDMA_WRITE))
+    # The first packet is longer than the others, and so is a burst of its own.
+    sent = alone.peer.take()
+    assert psns(sent) == list(range(1 + BURST_PACKETS))
+    assert sent[-1].ack_req
+    alone.ack(SQ_PSN + 9)
+    assert psns(alone.peer.take()) == list(range(33, 65))
+    alone.ack(SQ_PSN + 31)
+    assert psns(alone.peer.take()) == []
+    alone.ack(SQ_PSN + 32)
+    assert psns(alone.peer.take()) == list(range(65, 97))
 
 
 def test_acknowledgement_of_what_was_never_sent_is_ignored(alone):
@@ -589,7 +603,7 @@ def test_memory_that_goes_away_while_a_message_is_sent_ends_it(alone):
     post(alone, send(alone, 1, 100 * MTU_BYTES))
     alone.peer.take()
     alone.device.memory.deregister(alone.memory.mr)
-    alone.ack(SQ_PSN)
+    alone.ack(SQ_PSN + 31)
     assert statuses(alone) == [(1, WCStatus.LOC_PROT_ERR)]
 
 
