@@ -4,6 +4,7 @@
 #include "parts.h"
 
 unsigned int rp_process = 1;
+unsigned int rp_sleeping;
 
 RP_THREAD_LOCAL struct rp_thread *rp_current;
 static _Thread_local struct rp_thread its_own;
@@ -28,6 +29,7 @@ static void after_fork(void)
 	struct rp_thread *me = rp_thread();
 
 	rp_process++;
+	rp_sleeping = 0;
 	/* Everything else belongs to the parent process. */
 	*me = (struct rp_thread){ .mark = (uint64_t)rp_process << 32 | (uint32_t)me->mark };
 	its_own.mark = me->mark;

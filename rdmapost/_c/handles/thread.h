@@ -11,6 +11,8 @@ struct rp_use;
 
 /* The process's generation: from 1; a forked child has the next one. */
 RP_SHARED unsigned int rp_process;
+/* How many threads of this process sleep until a descriptor is readable. */
+RP_SHARED unsigned int rp_sleeping;
 
 /*
  * A thread's identity, the handles its verbs use, and those to close when its outermost verb ends.

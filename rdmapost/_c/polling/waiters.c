@@ -95,9 +95,11 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	fds[1].fd = me->fd;
 	/* Rounded up, so that a short wait does not become a busy one. */
 	left = left > 0 ? (left + 999999) / 1000000 : 0;
+	RP_ADD(&rp_sleeping, 1);
 	Py_BEGIN_ALLOW_THREADS
 	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
+	RP_ADD(&rp_sleeping, -1);
 	if (n > 0 && fds[1].revents) {
 		if (lock_poller(p))
 			return -1;

@@ -529,6 +529,14 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 	return raised_now ? NULL : Py_NewRef(Py_None);
 }
 
+/* sleeping(): how many threads sleep in a wait. */
+static PyObject *sleeping(PyObject *self, PyObject *unused)
+{
+	(void)self;
+	(void)unused;
+	return PyLong_FromUnsignedLong(RP_LOAD(&rp_sleeping));
+}
+
 /* after_fork(): resume the collector if a thread that the child lacks paused it; needs the GIL. */
 static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 {
@@ -565,6 +573,7 @@ static PyMethodDef functions[] = {
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "in_step", in_step, METH_NOARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
+	{ "sleeping", sleeping, METH_NOARGS, NULL },
 	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "schedule_at", schedule_at, METH_O, NULL },
 	{ "start", start, METH_O, NULL },

@@ -82,7 +82,7 @@ class RoceDevice(Device):
             self._bind()
         super().open()
         if self.times_open == 1:
-            self._stop = device_thread.start(self.wake_fds)
+            self._stop = device_thread.start(self.wake_fds, self.counters)
 
     def _bind(self) -> None:
         address, made = udp_socket.bind(self.name.removeprefix(ROCE))

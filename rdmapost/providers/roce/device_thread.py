@@ -2,11 +2,13 @@
 
 Every verb, and so every poll, first receives the packets that have arrived and has the engine
 process them. So does a thread that waits for a completion, because the socket is among the
-descriptors that it waits for. While no thread does either, the device's own thread looks for
-packets. It sleeps first if another thread may be quicker, because two threads that take turns with
-the GIL are slower than one. It does not sleep for a while if no other thread came during a sleep,
-or if another thread runs Python code all the time: then taking the GIL again costs 5 ms (the
-interpreter's switch interval).
+descriptors that it waits for. While no thread does either, the device's own thread processes
+packets.
+
+It sleeps first if another thread waits for completions or events, or has received packets since its
+own last turn: the other is probably quicker, and two threads that take turns with the GIL are
+slower than one. It does not sleep if another thread runs Python code all the time: then taking the
+GIL again costs 5 ms (the interpreter's switch interval).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from typing import Any
 
 from ..._binding import native
+from .counters import Counted
 from .udp_socket import share
 
 _log = logging.getLogger("rdmapost.roce")
@@ -33,9 +36,8 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 """The shortest and the longest sleep in which other threads may be quicker, in seconds."""
 _CONTENDED = 0.001
 """Seconds; taking the GIL again takes longer only if another thread runs Python code."""
-_ROUNDS_LEFT_OUT = 15
-"""The number of rounds without a pause, after one in which no other thread came or after taking
-the GIL again took long. That is not timed in them: timing it means taking the GIL once more."""
+_ROUNDS_ALONE = 15
+"""The number of rounds without a sleep after taking the GIL again took so long."""
 _AFTER_ERROR = 0.1
 """Seconds before the thread tries again."""
 _AT_EXIT = 1.0
@@ -67,13 +69,14 @@ os.register_at_fork(after_in_child=forget_all)
 atexit.register(_end_threads)
 
 
-def start(wake_fds: tuple[int, ...]) -> Any:
+def start(wake_fds: tuple[int, ...], counters: Counted) -> Any:
     """Start a device's thread; return a socket whose shutdown ends the thread.
 
     A rollback ends the thread, too.
 
     Args:
         wake_fds: the descriptors that are readable when there is something to do.
+        counters: what the device counts.
 
     Raises:
         OSError: there are too many threads or descriptors.
@@ -89,7 +92,7 @@ def start(wake_fds: tuple[int, ...]) -> Any:
     native.undo(_threads.pop, stopped, None)
     _threads[stopped] = running
     try:
-        _thread.start_new_thread(_watch, (watched, stopped, running))
+        _thread.start_new_thread(_watch, (watched, counters, stopped, running))
     except RuntimeError:
         # After a MemoryError the thread may run: it ends when the rollback closes `stop`.
         stopped.close()
@@ -97,9 +100,9 @@ def start(wake_fds: tuple[int, ...]) -> Any:
     return stop
 
 
-def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
+def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -> None:
     """Process packets while no other thread does, until the device is closed: the thread's loop."""
-    pauses = _Pauses()
+    turns = _Turns(counters)
     error: Exception | None = None
     try:
         goes_on = True
@@ -109,7 +112,7 @@ def _watch(epoll: select.epoll, stopped: Any, running: Any) -> None:
                 if error is not None:
                     _recover(error)
                     error = None
-                goes_on = _wait_and_look(epoll, stopped.fileno(), pauses)
+                goes_on = _wait_and_look(epoll, stopped.fileno(), turns)
             except Exception as raised:
                 error = raised
     finally:
@@ -125,59 +128,53 @@ def _recover(error: Exception) -> None:
         _log.error("the thread of a roce device goes on after an error", exc_info=error)
 
 
-class _Pauses:
-    """How long the thread leaves packets to other threads."""
+class _Turns:
+    """Whose turn it is to process packets: the device thread's, or first another thread's.
 
-    def __init__(self) -> None:
-        self.length = 0.0
-        self._left_out = 0
+    Args:
+        counters: the device's.
+    """
 
-    def after_others(self) -> None:
-        """Sleep longer: another thread was quicker, and probably will be again."""
-        self.length = min(2 * self.length, _LONGEST)
+    def __init__(self, counters: Counted) -> None:
+        self._counters = counters
+        self._received = counters.received
+        self._pause = 0.0
+        self._rounds_alone = 0
 
-    def sleep(self) -> None:
-        """Pause; if taking the GIL again took long, leave out the next pauses."""
+    def leave_to_others(self) -> bool:
+        """Sleep if another thread may be quicker; return whether it slept."""
+        if self._rounds_alone:
+            self._rounds_alone -= 1
+            return False
+        if not native.sleeping() and self._counters.received == self._received:
+            self._pause = 0.0
+            return False
+        self._pause = min(max(2 * self._pause, _SHORTEST), _LONGEST)
         began = time.monotonic()
-        time.sleep(self.length)
-        if time.monotonic() - began > self.length + _CONTENDED:
-            self.leave_out()
+        time.sleep(self._pause)
+        if time.monotonic() - began > self._pause + _CONTENDED:
+            self._rounds_alone = _ROUNDS_ALONE
+        return True
 
-    def after_work(self, epoll: select.epoll) -> None:
-        """Make the next pause short, or none: no other thread was quicker."""
-        if self._left_out:
-            self._left_out -= 1
-            return
-        began = time.monotonic()
-        found = epoll.poll(0)
-        self.length = 0.0 if found else _SHORTEST
-        if time.monotonic() - began > _CONTENDED:
-            self.leave_out()
-
-    def leave_out(self) -> None:
-        """Make no pause in the next rounds."""
-        self.length, self._left_out = 0.0, _ROUNDS_LEFT_OUT
+    def take(self) -> None:
+        """Process packets."""
+        native.run_device()
+        self._pause, self._received = 0.0, self._counters.received
 
 
-def _wait_and_look(epoll: select.epoll, stop_fd: int, pauses: _Pauses) -> bool:
-    """Wait until there is something to do, pause, and do it unless another thread has done it.
+def _wait_and_look(epoll: select.epoll, stop_fd: int, turns: _Turns) -> bool:
+    """Wait until there is something to do, and do it unless another thread does it.
 
     Returns:
         Whether the device is still open.
     """
-    if _is_stopped(epoll.poll(), stop_fd):
-        return False
-    if pauses.length:
-        pauses.sleep()
+    found = epoll.poll()
+    if not _is_stopped(found, stop_fd) and turns.leave_to_others():
         found = epoll.poll(0)
-        if _is_stopped(found, stop_fd):
-            return False
-        if not found:
-            pauses.after_others()
-            return True
-        pauses.leave_out()
-    native.run_device()
-    pauses.after_work(epoll)
+    if _is_stopped(found, stop_fd):
+        return False
+    if found:
+        turns.take()
     return True
 
 
