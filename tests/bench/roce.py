@@ -6,7 +6,8 @@ exchange a line for each case on its standard input and output.
 - A round trip is a SEND of 64 bytes each way, both sides blocking in ``cq.wait`` or both polling,
   and is compared with datagrams of that size between two plain Python processes.
 - The bandwidth is that of RDMA writes of 1 MiB, one at a time, at two path MTUs.
-- The busy target runs a Python loop, which its device's thread has to interrupt.
+- The sleeping target does nothing; its device's thread answers.  The busy target runs a Python
+  loop, which that thread has to interrupt.
 - Many queue pairs on one device each complete a write.
 
 ``--device NAME`` puts both processes on another device, for comparison: with Soft-RoCE in the
@@ -198,15 +199,16 @@ def round_trips(peer: Peer, count: int, polling: bool) -> float:
 
 def bandwidth(peer: Peer, mtu: int, count: int) -> float:
     """Return the MB/s of RDMA writes of 1 MiB."""
-    times = []
     with peer.connected("nothing", mtu) as (side, target):
         write = rp.RdmaWrite(side.mr[:], **target)
-        for _ in range(count):
-            start = time.perf_counter()
-            side.qps[0].post_send(write)
-            side.done(1, False)
-            times.append(time.perf_counter() - start)
-    return MIB / 1e6 / statistics.median(times)
+        return MIB / 1e6 / statistics.median([timed(side, write) for _ in range(count)])
+
+
+def sleeping_target(peer: Peer, count: int) -> list[float]:
+    """Return the seconds for each write to a process that sleeps."""
+    with peer.connected("nothing") as (side, target):
+        write = rp.RdmaWrite(side.mr[:SIZE], **target)
+        return [timed(side, write) for _ in range(count)]
 
 
 def busy_target(peer: Peer, seconds: float) -> list[float]:
@@ -215,11 +217,17 @@ def busy_target(peer: Peer, seconds: float) -> list[float]:
     with peer.connected("busy", seconds=seconds) as (side, target):
         write = rp.RdmaWrite(side.mr[:SIZE], **target)
         end = time.monotonic() + seconds
-        while (start := time.perf_counter()) and time.monotonic() < end:
-            side.qps[0].post_send(write)
-            side.done(1, False)
-            times.append(time.perf_counter() - start)
+        while time.monotonic() < end:
+            times.append(timed(side, write))
     return times
+
+
+def timed(side: Side, write: rp.RdmaWrite) -> float:
+    """Return the seconds of a write."""
+    start = time.perf_counter()
+    side.qps[0].post_send(write)
+    side.done(1, False)
+    return time.perf_counter() - start
 
 
 def many(peer: Peer) -> float:
@@ -260,6 +268,8 @@ def main() -> None:
         for mtu, goal in ((4096, FAST), (1024, SLOW)):
             rate = bandwidth(peer, mtu, options.writes)
             row(f"RDMA_WRITE of 1 MiB, path MTU {mtu}", rate, "MB/s", rate >= goal, "", goal)
+        took = statistics.median(sleeping_target(peer, options.count))
+        print(f"{'RDMA_WRITE to a sleeping target':44} {took * 1e6:9.1f} us")
         times = busy_target(peer, options.seconds)
         middle = statistics.median(times) * 1e3
         more = f"slowest of {len(times)}: {max(times) * 1e3:.0f} ms"

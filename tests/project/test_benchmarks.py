@@ -22,7 +22,7 @@ BENCH = Path(__file__).parents[1] / "bench"
         (
             "roce.py",
             ("--count", "9", "--writes", "2", "--seconds", "0.2"),
-            ("UDP", "polling", "MTU 1024", "busy target", "256 queue pairs"),
+            ("UDP", "polling", "MTU 1024", "sleeping target", "busy target", "256 queue pairs"),
         ),
     ],
 )
