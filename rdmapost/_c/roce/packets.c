@@ -119,14 +119,12 @@ static PyObject *roce_build(PyObject *self, PyObject *args)
 	if (payload.buffers && !rp_read_flow(&flow, &given))
 		count = PyTuple_Size(headers);
 	for (Py_ssize_t i = 0; i < count; i++, done += n) {
-		Py_ssize_t room = out.len - done;
+		Py_ssize_t left = out.len - done, room = i && segment < left ? segment : left;
 
-		if (i == MAX_SEGMENTS || done != i * segment) {
-			refuse("there are over 64 packets, or one before the last is short");
-			break;
-		}
-		n = build_one((uint8_t *)out.buf + done, i && segment < room ? segment : room,
-			      &flow, PyTuple_GetItem(headers, i), &payload, mtu, i);
+		n = i == MAX_SEGMENTS || done != i * segment ?
+			    refuse("there are over 64 packets, or one before the last is short") :
+			    build_one((uint8_t *)out.buf + done, room, &flow,
+				      PyTuple_GetItem(headers, i), &payload, mtu, i);
 		if (n < 0)
 			break;
 		segment = i ? segment : n;
@@ -225,10 +223,8 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 	error = errno;
 	PyBuffer_Release(&buffer);
 	errno = error;
-	if (size < 0 && (error == EAGAIN || error == EWOULDBLOCK))
-		Py_RETURN_NONE;
 	if (size < 0)
-		return PyErr_SetFromErrno(PyExc_OSError);
+		return error == EAGAIN ? Py_NewRef(Py_None) : PyErr_SetFromErrno(PyExc_OSError);
 	for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
 		int number = *CMSG_DATA(c); /* IP_TOS is a byte; the others are an int */
 
@@ -289,9 +285,10 @@ static PyObject *roce_id(PyObject *self, PyObject *args)
 	return finish(&buffer, &given, id);
 }
 
-/* Whether a packet continues the run of `count` packets that begins with `first`. */
-static int continues(const uint8_t *bth, const uint8_t *first, Py_ssize_t count)
+/* Whether one more packet continues the run of `count` packets that begins with `first`. */
+static int continues(const uint8_t *first, Py_ssize_t count, Py_ssize_t segment)
 {
+	const uint8_t *bth = first + count * segment;
 	uint32_t psn = (uint32_t)(bth[9] << 16 | bth[10] << 8 | bth[11]);
 	uint32_t start = (uint32_t)(first[9] << 16 | first[10] << 8 | first[11]);
 
@@ -308,15 +305,12 @@ static PyObject *roce_run(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "y*nnn", &buffer, &size, &segment, &at))
 		return NULL;
-	if (size > buffer.len || segment < 1 || at < 0 || at >= size) {
+	if (size > buffer.len || segment < 1 || at < 0 || at >= size)
 		refuse(OUTSIDE);
-	} else {
-		const uint8_t *first = (const uint8_t *)buffer.buf + at;
-
+	else
 		while (segment >= BTH && count < (size - at) / segment &&
-		       continues(first + count * segment, first, count))
+		       continues((const uint8_t *)buffer.buf + at, count, segment))
 			count++;
-	}
 	return finish(&buffer, NULL, count);
 }
 
