@@ -137,7 +137,7 @@ class _Turns:
 
     def __init__(self, counters: Counted) -> None:
         self._counters = counters
-        self._received = counters.received
+        self._received = self._received_so_far()
         self._pause = 0.0
         self._rounds_alone = 0
 
@@ -146,7 +146,7 @@ class _Turns:
         if self._rounds_alone:
             self._rounds_alone -= 1
             return False
-        if not native.sleeping() and self._counters.received == self._received:
+        if not native.sleeping() and self._received_so_far() == self._received:
             self._pause = 0.0
             return False
         self._pause = min(max(2 * self._pause, _SHORTEST), _LONGEST)
@@ -159,7 +159,11 @@ class _Turns:
     def take(self) -> None:
         """Process packets."""
         native.run_device()
-        self._pause, self._received = 0.0, self._counters.received
+        self._pause, self._received = 0.0, self._received_so_far()
+
+    def _received_so_far(self) -> tuple[int, int] | None:
+        # Not there if the device could not be opened, and a rollback has removed it.
+        return getattr(self._counters, "received", None)
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, turns: _Turns) -> bool:

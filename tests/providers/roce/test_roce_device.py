@@ -25,6 +25,7 @@ from support.roce import open_roce
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
+from rdmapost.providers.roce import device_thread
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import ACK_REQ, DEFAULT_PKEY, MIG_REQ
 from rdmapost.providers.software.device import open_devices
@@ -447,6 +448,40 @@ def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
     before = counters(context)["packets_sent"]
     peer.send(qp, "RC_RDMA_READ_REQUEST", 0, mr.addr, mr.rkey, size)
     until(lambda: counters(context)["packets_sent"] - before >= size // 4096)
+
+
+@pytest.fixture
+def pauses(monkeypatch) -> list[float]:
+    """How long devices' threads slept before they processed packets."""
+    slept: list[float] = []
+
+    class Recorded:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            time.sleep(seconds)
+
+    monkeypatch.setattr(device_thread, "time", Recorded)
+    return slept
+
+
+def test_thread_answers_at_once_while_no_other_thread_uses_the_device(
+    context, pd, cq, stack, peer, pauses
+):
+    data = bytearray(8)
+    mr = stack.enter_context(rp.MR(pd, data, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint)
+    for psn in range(20):
+        data[0] = 0
+        peer.send(qp, "RC_RDMA_WRITE_ONLY", psn, mr.addr, mr.rkey, 8, size=8)
+        until(lambda: data[0])
+        if psn == 0:
+            # Before it, other tests may have used the device.
+            pauses.clear()
+    assert pauses == []
 
 
 # ---- packets of strangers --------------------------------------------------------------------
