@@ -40,6 +40,7 @@ from support.documents import (
     shown,
 )
 from support.ports import free_port
+from support.roce import skip_unless_free
 
 import rdmapost as rp
 from rdmapost.cli.app import app
@@ -57,8 +58,8 @@ ELSEWHERE = {
     "rdmapost check -d rxe0": "needs Soft-RoCE: test_table_of_soft_roce_matches_its_kernel",
     "export RDMAPOST_TOKEN": TWO_PROCESSES,
     "rdmapost serve --bind 10.0.0.1": TWO_PROCESSES,
-    "rdmapost serve -d roce:lo": "needs two processes: tests/providers/roce/test_roce_device.py",
-    "rdmapost write -d roce:lo": "needs two processes: tests/providers/roce/test_roce_device.py",
+    "rdmapost serve -d roce:lo": "two processes: test_two_terminals_print_what_is_shown",
+    "rdmapost write -d roce:lo": "two processes: test_two_terminals_print_what_is_shown",
     "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",
@@ -82,7 +83,7 @@ PICTURES = {"docs/architecture.md"}
 HOST = '"10.0.0.1"'
 """In examples, a host that serves; here it is this one, on a free port."""
 
-VARIES = {r"from 10\.0\.0\.\d+:\d+": "from CLIENT", r"0x[0-9a-f]+": "0xN"}
+VARIES = {r"from (10\.0\.0|127\.0\.0)\.\d+:\d+": "from CLIENT", r"0x[0-9a-f]+": "0xN"}
 """What differs in each run: the client's address, and memory addresses and keys."""
 
 ALL = [block for document in DOCUMENTS for block in blocks(document)]
@@ -324,17 +325,28 @@ def settled(text: str) -> str:
     return text
 
 
+SESSIONS = [block for block in ALL if block.language == "console" and "server$ " in block.text]
+
+
 def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
     """serve in one process and a posting command in another, as shown side by side."""
-    (session,) = (
-        block
-        for block in blocks("docs/two-hosts.md")
-        if block.language == "console" and "server$ " in block.text
-    )
+    (session,) = (each for each in SESSIONS if "--bind 10.0.0.1" in each.text)
     token, serve, same_token, write = commands_of(session)
     assert token.text == same_token.text
     name, _, value = token.text.removeprefix("export ").partition("=")
-    environment = {**os.environ, name: value, "PYTHONUNBUFFERED": "1", "RDMAPOST_DEVICE": rxe.name}
+    served(serve, write, {name: value, "RDMAPOST_DEVICE": rxe.name})
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/two-hosts.md"])
+def test_two_terminals_print_what_is_shown(document: str) -> None:
+    skip_unless_free("roce:lo")
+    (session,) = (each for each in SESSIONS if each.document == document and "-d roce" in each.text)
+    served(*commands_of(session), {})
+
+
+def served(serve: Command, post: Command, variables: dict[str, str]) -> None:
+    """Serve, post, and compare what both print with what their document shows."""
+    environment = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
     program = [sys.executable, "-P", "-m", "rdmapost.cli"]
     with subprocess.Popen(
         [*program, *shlex.split(serve.text)[1:]],
@@ -351,7 +363,7 @@ def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
                 assert line, said
                 said += line
             done = subprocess.run(
-                [*program, *shlex.split(write.text)[1:]],
+                [*program, *shlex.split(post.text)[1:]],
                 env=environment,
                 text=True,
                 capture_output=True,
@@ -361,8 +373,9 @@ def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
             server.send_signal(signal.SIGINT)
         said += server.stdout.read()
     assert (done.returncode, done.stderr) == (0, "")
-    assert settled(done.stdout) == settled(write.output)
-    assert settled(said) == settled(serve.output)
+    assert settled(done.stdout) == settled(post.output)
+    if serve.output:
+        assert settled(said) == settled(serve.output)
 
 
 # ---- prose -------------------------------------------------------------------
