@@ -64,6 +64,9 @@ class RoceDevice(Device):
         self._stop: Any = None
         """A socket that ends the thread. The thread has the other end: no descriptor is shared."""
         self.now = 0.0
+        self._looked = 0.0
+        """When packets were last looked for: those that had arrived have been processed."""
+        self._has_expired = False
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------
@@ -205,14 +208,17 @@ class RoceDevice(Device):
         now = time.monotonic()
         if not 0 <= self.due <= now:
             return
-        left = -1.0
-        for qp, when in list(self.timers.items()):
-            if when <= now:
+        self._has_expired = True
+        # First, process the packets that have arrived: the answer may be among them.
+        self.start(self)
+        self.set_due(min([when for when in self.timers.values() if when > now], default=-1.0))
+
+    def _start_expired(self) -> None:
+        self._has_expired = False
+        for worker, when in self.timers.items():
+            if when <= self._looked:
                 # A separate step for each, by execute_next.
-                self.start(qp)
-            else:
-                left = when if left < 0 else min(left, when)
-        self.set_due(left)
+                self.start(worker)
 
     def put_off(self) -> bool:
         now = time.monotonic()
@@ -229,8 +235,13 @@ class RoceDevice(Device):
                 return True
             if self.sender.errors:
                 self.sender.note_errors(self)
-            return self.socket is not None and self.receiver.look(self)
-        if self.timers.get(worker, math.inf) <= self.now:
+            if self.socket is not None and self.receiver.look(self):
+                return True
+            self._looked = self.now
+            if self._has_expired:
+                self._start_expired()
+            return False
+        if self.timers.get(worker, math.inf) <= self._looked:
             self.timers.pop(worker)
             engine.on_timer(worker)
             return True

@@ -102,7 +102,7 @@ def start(wake_fds: tuple[int, ...], counters: Counted) -> Any:
 
 def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -> None:
     """Process packets while no other thread does, until the device is closed: the thread's loop."""
-    turns = _Turns(counters)
+    turns: _Turns | None = None
     error: Exception | None = None
     try:
         goes_on = True
@@ -112,6 +112,7 @@ def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -
                 if error is not None:
                     _recover(error)
                     error = None
+                turns = turns or _Turns(counters)
                 goes_on = _wait_and_look(epoll, stopped.fileno(), turns)
             except Exception as raised:
                 error = raised

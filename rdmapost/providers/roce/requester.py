@@ -541,13 +541,14 @@ def on_timer(qp: RoceQueuePair, now: float) -> None:
             qp.rnr_until = 0.0
             send(qp)
         return
+    is_limited = qp.attr["timeout"] > 0
     if qp.missing_until and now >= qp.missing_until:
         qp.missing_psn = qp.una
-        _try_again(qp, True)
+        _try_again(qp, is_limited)
         send(qp)
     elif qp.deadline and now >= qp.deadline:
         qp.nak_psn = qp.missing_psn = -1
-        _try_again(qp, qp.attr["timeout"] > 0)
+        _try_again(qp, is_limited)
         send(qp)
     if qp.missing_until:
         qp.wake_at(qp.missing_until)

@@ -27,7 +27,14 @@ from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.roce import device_thread
 from rdmapost.providers.roce.addresses import flow
-from rdmapost.providers.roce.packets import ACK_REQ, DEFAULT_PKEY, MIG_REQ
+from rdmapost.providers.roce.packets import (
+    ACK,
+    ACK_REQ,
+    DEFAULT_PKEY,
+    MIG_REQ,
+    UNLIMITED_CREDITS,
+    aeth,
+)
 from rdmapost.providers.software.device import open_devices
 from rdmapost.standard.wire import ROCE_V2_PORT
 
@@ -448,6 +455,21 @@ def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
     before = counters(context)["packets_sent"]
     peer.send(qp, "RC_RDMA_READ_REQUEST", 0, mr.addr, mr.rkey, size)
     until(lambda: counters(context)["packets_sent"] - before >= size // 4096)
+
+
+def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
+    pd, cq, stack, peer, monkeypatch
+):
+    """Even if the process is so busy that nothing has read the socket until then."""
+    monkeypatch.setattr(native, "run_device", lambda: None)
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint, timeout=1, retry_cnt=0)
+    qp.post_send(rp.Send(mr[:8]))
+    peer.send(qp, "RC_ACKNOWLEDGE", qp.endpoint().psn, aeth(ACK, UNLIMITED_CREDITS, 1))
+    begin = time.monotonic()
+    until(lambda: time.monotonic() > begin + 0.05)
+    assert [wc.status for wc in cq.wait(1, LIMIT)] == [WCStatus.SUCCESS]
 
 
 @pytest.fixture

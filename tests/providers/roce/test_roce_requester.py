@@ -282,6 +282,21 @@ def test_without_a_timeout_the_peer_may_take_as_long_as_it_likes():
     assert statuses(alone) == [(1, SUCCESS)]
 
 
+def test_without_a_timeout_responses_that_are_missing_cost_no_attempt():
+    alone = Alone(timeout=0, retry_cnt=0)
+    post(alone, send(alone, 1, 4, Opcode.RDMA_READ), send(alone, 2))
+    alone.peer.take()
+    alone.ack(SQ_PSN + 1)
+    alone.network.run(alone.network.now + 10 * HOLD_SECONDS)
+    assert set(psns(alone.peer.take())) == {0, 1}
+    assert statuses(alone) == []
+    alone.inject(
+        "RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN, packets.aeth(packets.ACK, 31, 1), payload=b"late"
+    )
+    alone.ack(SQ_PSN + 1)
+    assert statuses(alone) == [(1, SUCCESS), (2, SUCCESS)]
+
+
 def test_sequence_error_nak_acknowledges_and_has_the_rest_sent_again(alone):
     post(alone, *[send(alone, n) for n in range(5)])
     alone.peer.take()
