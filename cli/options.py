@@ -57,6 +57,15 @@ def not_empty(text: str) -> str:
     return text
 
 
+def listen_address(value: str) -> str:
+    """Parse an address to listen on."""
+    address = not_empty(value).strip("[]")
+    name, _, digits = address.partition(":")
+    if name and digits.isdecimal():
+        raise click.BadParameter(f"{value!r} includes a port; use --tcp-port {digits}")
+    return address
+
+
 _SIZE = re.compile(r"(\d+|0x[0-9a-f]+)(?:([kmg])(?:i?b)?)?", re.IGNORECASE | re.ASCII)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

@@ -16,6 +16,7 @@ from .options import (
     device_options,
     given,
     integer,
+    listen_address,
     not_empty,
     pcap_option,
     seconds,
@@ -92,7 +93,10 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     help="TCP port of the handshake (-p of the stock programs).",
 )
 @click.option(
-    "--bind", type=not_empty, metavar="ADDRESS", help="Listen here.  [default: on every address]"
+    "--bind",
+    type=listen_address,
+    metavar="ADDRESS",
+    help="Listen here.  [default: on every address]",
 )
 @click.option(
     "--wait",

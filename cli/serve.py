@@ -22,7 +22,7 @@ from .options import (
     check_token,
     device_options,
     integer,
-    not_empty,
+    listen_address,
     payload_of,
     pcap_option,
     seconds,
@@ -68,19 +68,10 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     return [f"{given}{comma}{name}" for name in left if name.startswith(last.lower())]
 
 
-def _address(value: str) -> str:
-    """Parse an address to listen on."""
-    address = not_empty(value).strip("[]")
-    name, _, digits = address.partition(":")
-    if name and digits.isdecimal():
-        raise click.BadParameter(f"{value!r} includes a port; use --tcp-port {digits}")
-    return address
-
-
 @click.command()
 @click.option(
     "--bind",
-    type=_address,
+    type=listen_address,
     metavar="ADDRESS",
     default="127.0.0.1",
     show_default=True,

@@ -117,6 +117,10 @@ def test_data_from_a_closed_standard_input_is_a_usage_error() -> None:
             "'127.0.0.1:4000' includes a port; use --tcp-port 4000",
         ),
         (
+            ["pingpong", "-d", "soft0", "--bind", "127.0.0.1:4000"],
+            "'127.0.0.1:4000' includes a port; use --tcp-port 4000",
+        ),
+        (
             ["serve", "--max-clients", "65537"],
             "'--max-clients': 65537 is not at least 1 and at most",
         ),

@@ -84,6 +84,9 @@ def candidates(place: str) -> list[LocalAddress]:
             if type(error) is not OSError:
                 raise
             continue
+        if raw.startswith(IPV4_MAPPED):
+            # As GIDs are shown.
+            return candidates(socket.inet_ntoa(raw[12:]))
         if family is socket.AF_INET and raw[0] == 127:
             return [LocalAddress(host, _LOOPBACK, family)]
         for address in found:

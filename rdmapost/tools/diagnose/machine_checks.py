@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import grp
 import os
 import pwd
@@ -329,6 +330,8 @@ def _check_device(
         remedy = "see the findings about /dev/infiniband, and 'dmesg'"
         if name.startswith(ROCE):
             remedy = "rdmapost devices shows what could be opened"
+            if getattr(error, "errno", None) == errno.EADDRINUSE:
+                remedy = f"use another address, or end what has UDP port {ROCE_V2_PORT}: ss -lunp"
         yield Finding("not-opened", "problem", evidence, remedy, name)
 
 

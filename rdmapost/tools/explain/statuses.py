@@ -295,9 +295,10 @@ STATUSES: tuple[Explanation, ...] = (
         WCStatus.RETRY_EXC_ERR,
         "The peer did not answer. A request was sent retry_cnt + 1 times and no acknowledgement "
         "came. That takes at least 4.096 us * 2^timeout * (retry_cnt + 1): with timeout=14 and "
-        "retry_cnt=6 half a second; devices may wait up to four times as long for each attempt, "
-        "and some raise a short timeout to their minimum. timeout=0 waits forever. Whether the "
-        "request was carried out is not known. The QP is in ERR.",
+        "retry_cnt=6 half a second, with the timeout=17 of roce devices 3.8 s. Devices may wait up "
+        "to four times as long for each attempt, and some raise a short timeout to their "
+        "minimum. timeout=0 waits forever. Whether the request was carried out is not known. The "
+        "QP is in ERR.",
         causes=(
             "The peer's QP is not in RTR or RTS, or is gone: not connected yet, in ERR after its "
             "own failure, destroyed, or its process ended.",
@@ -325,6 +326,8 @@ STATUSES: tuple[Explanation, ...] = (
             "shows whether requests arrive and responses leave (not on NICs that bypass it).",
             "hw_counters before and after: local_ack_timeout_err, out_of_sequence, "
             "packet_seq_err (mlx5); retry_exceeded_err, completer_retry_err (rxe).",
+            "On roce devices: context.counters() or -v on both sides, and the packets themselves: "
+            "context.capture() or --pcap.",
             "InfiniBand: ibstat, and perfquery or ibqueryerrors for the links on the path.",
             "Not vendor_err (perftest's syndrom): only the driver knows what it means.",
         ),

@@ -25,6 +25,7 @@ from support.roce import open_roce
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
+from rdmapost.diagnose import diagnose_machine
 from rdmapost.providers.roce import device_thread
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import (
@@ -264,6 +265,14 @@ def test_address_that_another_device_has_is_refused_with_its_holder(context):
         rp.open_device(f"roce:{address(context)}")
     ran = run_python(f"import rdmapost; rdmapost.open_device('roce:{address(context)}')")
     assert f"is taken by process {os.getpid()}" in ran.stderr
+    found = {each.name: each for each in diagnose_machine(f"roce:{address(context)}")}
+    assert "use another address" in found["not-opened"].remedy
+
+
+def test_address_may_be_written_as_the_gid_that_it_is():
+    host = "127.0.4.9"
+    with open_roce(f"roce:::ffff:{host}") as opened:
+        assert address(opened) == host
 
 
 # ---- a peer that stops in the middle ----------------------------------------------------------
