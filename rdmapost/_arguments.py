@@ -124,7 +124,7 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
 
 
 def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
-    """Return an argument as flags: it may be a combination of flags, or the number of one.
+    """Return an argument as flags: it may be a combination of flags, or its integer value.
 
     Args:
         allowed: all the flags that it may have.

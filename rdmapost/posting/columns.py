@@ -92,8 +92,8 @@ def with_c_methods(cls: type) -> None:
     """Replace a class's placeholder methods with those in C, keeping signatures and docstrings.
 
     The placeholders' Python bodies raise NotImplementedError. This is not a decorator, because
-    editors would then lose the class. After an interrupted import, this may run again with a new
-    class.
+    editors would then lose track of the class. After an interrupted import, this may run again
+    with a new class.
     """
     for name, method in tuple(vars(cls).items()):
         if inspect.isfunction(method) and "NotImplementedError" in method.__code__.co_names:

@@ -60,7 +60,8 @@ def _codes_behind(view: memoryview) -> list[str]:
 def _holds_objects(exporter: Any) -> bool:
     """Say whether a numpy array or scalar refers to objects.
 
-    If it consists of some fields of a structured type, its format omits the others.
+    Its format may not show this: for a selection of a structured type's fields, it omits the
+    others.
     """
     numpy = sys.modules.get("numpy")
     for base in (getattr(numpy, "ndarray", None), getattr(numpy, "generic", None)):

@@ -43,7 +43,7 @@ class ResourceStack:
         return resource
 
     def _drop_closed(self) -> None:
-        """Drop resources that other code has closed, because they may keep memory.
+        """Drop resources that other code has closed, because they may keep memory alive.
 
         This is slow, so closed resources may stay until they outnumber the open ones.
         """

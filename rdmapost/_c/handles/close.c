@@ -151,7 +151,7 @@ again:
 /* Do everything that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct rp_pause *pause)
 {
-	/* Wake the threads that wait on the handle: their verbs, and all others, must end first. */
+	/* Wake threads that wait on the handle: all its verbs, theirs included, must end first. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {

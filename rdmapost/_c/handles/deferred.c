@@ -116,7 +116,10 @@ static int close_for_main(void *unused)
 	int failed = 0, traced;
 
 	(void)unused;
-	/* A close that fails would be deferred again; rp_run_deferred() ends with rp_ask_main(). */
+	/*
+	 * In the middle of rp_run_deferred(), a close that fails would be deferred again. Leave the
+	 * handles for later: rp_run_deferred() ends with rp_ask_main().
+	 */
 	if (rp_thread()->draining) {
 		RP_STORE(&main_asked, 0);
 		return 0;
@@ -145,7 +148,7 @@ static int close_for_main(void *unused)
 	return 0;
 }
 
-/* Leave a handle to the main thread; returns 0 if it has been retried for long enough. */
+/* Leave a close to the main thread; returns 0 if the close has been retried for long enough. */
 static int leave_to_main(struct rp_handle *h)
 {
 	int64_t now = rp_now_ns();
@@ -279,7 +282,7 @@ void rp_finalize_handle(PyObject *self)
 		return;
 	/*
 	 * This close is deferred until this thread's verb ends or the last user leaves. List the
-	 * handle for the close of a parent, which may come earlier.
+	 * handle, so that the close of a parent, which may come earlier, finds it.
 	 */
 	if (state_of(h) == OPEN && (rp_thread()->top || rp_is_busy(h)))
 		rp_list_again(h);

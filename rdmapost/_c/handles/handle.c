@@ -289,8 +289,8 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	/*
-	 * Handles are per process. The module's own init cannot check this: newer Pythons
-	 * run it in the main interpreter.
+	 * Handles are per process, hence one interpreter. The module's own init cannot check
+	 * which interpreter imports it: newer Pythons run init in the main one.
 	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
 		PyErr_SetString(PyExc_ImportError,

@@ -192,7 +192,10 @@ PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *arg
 		struct rp_handle *h = rp_is_handle(arg) ? (struct rp_handle *)arg : NULL;
 
 		if (h && rp_begin_use(h, &uses[*used])) {
-			/* May run any Python code, which could find an incomplete tuple. */
+			/*
+			 * May run any Python code, which could find an incomplete tuple through the
+			 * collector: so the arguments are first put in an array.
+			 */
 			rp_raise_closed(h);
 			break;
 		}

@@ -74,7 +74,7 @@ static int export_checked(PyObject *buffer, Py_buffer *view)
 	return failed ? -1 : 0;
 }
 
-/* Whether a buffer's rows are WC_DTYPE's. In longer ones, fields that the format omits may hide. */
+/* Whether a buffer's rows are WC_DTYPE's. Longer ones may have fields that the format omits. */
 static int is_of_wcs(const Py_buffer *view)
 {
 	return view->itemsize == sizeof(struct ibv_wc) && view->format &&

@@ -197,7 +197,7 @@ static int keep_sg_lists(struct prepared *p)
 	return 0;
 }
 
-/* Make what a list has besides its work requests; 0, or -1 with an exception. */
+/* Make the parts of a list other than its work requests; 0, or -1 with an exception. */
 static int make_whole(struct prepared *p)
 {
 	if (!p->post.count) {

@@ -1,4 +1,4 @@
-/* Creating SGEs, and the numbers of a region that they contain. */
+/* Creating SGEs, and getting the address and lkey of a region for them. */
 #ifndef RDMAPOST_SGE_H
 #define RDMAPOST_SGE_H
 

@@ -226,7 +226,7 @@ static PyObject *soft_resize(PyObject *self, PyObject *args)
 
 static void arm(struct device_queue *queue, unsigned int how)
 {
-	/* A solicited-only request does not replace one for any entry. */
+	/* A solicited-only request does not replace an earlier one that any entry satisfies. */
 	if (how > queue->armed)
 		queue->armed = how;
 }

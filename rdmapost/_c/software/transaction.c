@@ -133,7 +133,7 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	Py_RETURN_NONE;
 }
 
-/* Call a C function although the stack may be so deep that PyObject_Call() raises RecursionError. */
+/* Call a C function even if the stack is so deep that PyObject_Call() raises RecursionError. */
 static PyObject *call_directly(PyObject *function, PyObject *arguments)
 {
 	return PyCFunction_GetFunction(function)(PyCFunction_GetSelf(function), arguments);
@@ -350,7 +350,7 @@ static void enter(struct rp_use *use)
 		forked = !call || rp_soft_transact(call) <= 0;
 		Py_XDECREF(call);
 	}
-	/* Once per verb: a retry may be due again at once. */
+	/* Do due work only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
 		RP_STORE(&due, -1);

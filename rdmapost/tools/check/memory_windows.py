@@ -188,7 +188,7 @@ def _bound_already(pair: Loopback, window: MW) -> None:
     binder(pair).qp.post_send(bind_wr(pair, window, MARGIN, pair.local.mr.length, wr_id=8))
     (wc,) = _done(pair)
     if wc.status is WCStatus.SUCCESS:
-        raise Failed("binding a bound type 2 window again succeeded")
+        raise Failed("a type 2 window that was already bound could be bound again")
 
 
 def _managed(

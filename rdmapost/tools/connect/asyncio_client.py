@@ -256,8 +256,8 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         Raises:
             WaitTimeout, WaitCancelled, TypeError, ValueError, ClosedError, VerbsError: as
                 Connection.wait does.
-            RdmaError: it belongs to another event loop, or its event loop is closed; or a thread
-                or another event loop is already waiting on the same CQ.
+            RdmaError: the connection belongs to another event loop, or its event loop is closed;
+                or a thread or another event loop is already waiting on the same CQ.
         """
         self._refuse_inherited()
         self._refuse_elsewhere()
@@ -274,7 +274,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as Connection.report does.
-            RdmaError: it belongs to another event loop, or its event loop is closed.
+            RdmaError: the connection belongs to another event loop, or its event loop is closed.
         """
         for request, wait in self._report_requests(index, timeout):
             answer = await self._ask(request, wait + MARGIN_S)
@@ -293,7 +293,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
         Raises:
             TypeError, ValueError, ClosedError, ConnectError: as Connection.look does.
-            RdmaError: it belongs to another event loop, or its event loop is closed.
+            RdmaError: the connection belongs to another event loop, or its event loop is closed.
         """
         seen = await self._ask(self._ask_look(offset, length))
         assert isinstance(seen, Seen), "nothing else answers a look"

@@ -361,8 +361,8 @@ class Connection(BaseConnection, ClosesOnExit):
             WaitCancelled: cq.cancel_waits() was called.
             TypeError: an argument is not a number.
             ValueError: count is negative, or timeout is NaN.
-            ClosedError: the connection is closed, or is closed during the wait. With a CQ of
-                yours (dial's cq), only closing that CQ ends the wait.
+            ClosedError: the connection is closed, or is closed during the wait. With your own
+                CQ (dial's cq), only closing that CQ ends the wait.
             VerbsError: the device failed.
         """
         return self.cq.wait(count, timeout)

@@ -84,7 +84,7 @@ class Snapshot:
 
     @property
     def source(self) -> GIDTableEntry | None:
-        """The GID table entry that its packets have as their source, if it exists."""
+        """The GID table entry for the source address of its packets, if there is one."""
         index = self.attr.ah_attr.sgid_index
         return next((entry for entry in self.table if entry.gid_index == index), None)
 

@@ -129,7 +129,7 @@ def explanation_of(
 def failure(
     name: str, meaning: str, *look_at: str, constant: str = "", **texts: Any
 ) -> Explanation:
-    """Build the explanation of a failed call: of the verb ``ibv_NAME`` unless constant is given."""
+    """Make the explanation of a failed call of ``constant``, by default the verb ``ibv_NAME``."""
     texts = {"look_at": look_at, "see": (f"ibv_{name}(3)",), **texts}
     return Explanation(
         kind="failure",
