@@ -429,6 +429,19 @@ def test_rnr_retry_of_7_is_forever():
     assert statuses(alone) == [(1, SUCCESS)]
 
 
+def test_rnr_nak_gives_the_attempts_back_because_the_peer_is_there():
+    """Else an endless wait for a receive ends when enough packets have been lost."""
+    alone = Alone(timeout=10, retry_cnt=1, rnr_retry=7)
+    post(alone, send(alone, 1))
+    for _ in range(5):
+        rnr_nak(alone, SQ_PSN, 1)
+        # What is sent again is lost.
+        alone.network.run(alone.network.now + 1.5 * ack_timeout(10))
+    assert statuses(alone) == []
+    alone.ack(SQ_PSN)
+    assert statuses(alone) == [(1, SUCCESS)]
+
+
 # ---- READs and atomics -------------------------------------------------------------------
 
 
