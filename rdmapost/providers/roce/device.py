@@ -28,6 +28,10 @@ from .random_keys import RandomKeys
 from .receiver import Receiver
 from .sender import Sender
 
+_LONGEST_LOOK = 0.1
+"""Seconds for which packets that have arrived are processed before a timer that has expired. By
+then the socket's usual buffer has been read once, whatever arrives meanwhile."""
+
 
 def guid_of(name: str) -> int:
     """Return the node GUID of a device of this process: locally administered."""
@@ -65,8 +69,9 @@ class RoceDevice(Device):
         """A socket that ends the thread. The thread has the other end: no descriptor is shared."""
         self.now = 0.0
         self._looked = 0.0
-        """When packets were last looked for: those that had arrived have been processed."""
-        self._has_expired = False
+        """When packets were last looked for; the timers that expired by then may run."""
+        self._expired_at = math.inf
+        """When a timer expired that may not run yet."""
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------
@@ -208,13 +213,19 @@ class RoceDevice(Device):
         now = time.monotonic()
         if not 0 <= self.due <= now:
             return
-        self._has_expired = True
-        # First, process the packets that have arrived: the answer may be among them.
-        self.start(self)
+        # First, this verb processes the packets that have arrived: the answer may be among them.
+        self._expired_at = min(self._expired_at, now)
         self.set_due(min([when for when in self.timers.values() if when > now], default=-1.0))
 
-    def _start_expired(self) -> None:
-        self._has_expired = False
+    def _run_expired(self) -> None:
+        """Run the timers that have expired, if there are any and packets do not come first."""
+        is_late = self.now > self._expired_at + _LONGEST_LOOK
+        if not (self.receiver.is_drained or is_late):
+            return
+        self._looked = self.now
+        if self._expired_at == math.inf:
+            return
+        self._expired_at = math.inf
         for worker, when in self.timers.items():
             if when <= self._looked:
                 # A separate step for each, by execute_next.
@@ -237,9 +248,7 @@ class RoceDevice(Device):
                 self.sender.note_errors(self)
             if self.socket is not None and self.receiver.look(self):
                 return True
-            self._looked = self.now
-            if self._has_expired:
-                self._start_expired()
+            self._run_expired()
             return False
         if self.timers.get(worker, math.inf) <= self._looked:
             self.timers.pop(worker)
@@ -251,4 +260,6 @@ class RoceDevice(Device):
         if worker is not self:
             return bool(engine.give_up(worker))
         self.receiver.give_up()
+        if self._expired_at < math.inf:
+            self.set_due(self._expired_at)
         return False

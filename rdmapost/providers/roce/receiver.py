@@ -26,6 +26,7 @@ class Receiver(native.Record):
 
     Attributes:
         buffer: holds received datagrams while they are processed.
+        is_drained: whether the latest look() ended because the socket was empty.
     """
 
     def __init__(self) -> None:
@@ -38,18 +39,23 @@ class Receiver(native.Record):
         """What was received and is being processed: its place in the buffer and its addresses."""
         self._at = 0
         self._looks_left = _AT_ONCE
+        self.is_drained = True
 
     def look(self, device: RoceDevice) -> bool:
         """Process one packet, or a run of them; return whether there may be more."""
         if self._batch is None and not self._receive(device):
             self._looks_left = _AT_ONCE
+            self.is_drained = True
             return False
         if self._batch is not None:
             self._process_next(device)
         if self._batch is not None or self._arrived:
             return True
         self._looks_left = (self._looks_left or _AT_ONCE) - 1
-        return self._looks_left > 0
+        if self._looks_left:
+            return True
+        self.is_drained = False
+        return False
 
     def _receive(self, device: RoceDevice) -> bool:
         """Receive datagrams, which the kernel may have joined; return whether there were any."""

@@ -36,7 +36,7 @@ from rdmapost.providers.roce.packets import (
     UNLIMITED_CREDITS,
     aeth,
 )
-from rdmapost.providers.software.device import open_devices
+from rdmapost.providers.software.device import open_devices, ready
 from rdmapost.standard.wire import ROCE_V2_PORT
 
 DEVICE = "roce:lo"
@@ -466,8 +466,9 @@ def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
     until(lambda: counters(context)["packets_sent"] - before >= size // 4096)
 
 
+@pytest.mark.parametrize("before", [0, 200], ids=["nothing before it", "200 others before it"])
 def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
-    pd, cq, stack, peer, monkeypatch
+    pd, cq, stack, peer, monkeypatch, before
 ):
     """Even if the process is so busy that nothing has read the socket until then."""
     monkeypatch.setattr(native, "run_device", lambda: None)
@@ -475,10 +476,35 @@ def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     qp.connect(peer.endpoint, timeout=1, retry_cnt=0)
     qp.post_send(rp.Send(mr[:8]))
+    for _ in range(before):
+        peer.send(qp, "RC_SEND_ONLY", 100)
     peer.send(qp, "RC_ACKNOWLEDGE", qp.endpoint().psn, aeth(ACK, UNLIMITED_CREDITS, 1))
     begin = time.monotonic()
     until(lambda: time.monotonic() > begin + 0.05)
     assert [wc.status for wc in cq.wait(1, LIMIT)] == [WCStatus.SUCCESS]
+
+
+def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
+    context, pd, cq, stack, peer, monkeypatch
+):
+    """Else what is posted meanwhile waits behind more and more of it."""
+    monkeypatch.setattr(native, "run_device", lambda: None)
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint, timeout=1)
+    qp.post_send(rp.Send(mr[:8]))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        # UDP_SEGMENT: many datagrams in a call, which the device receives in one.
+        stranger.setsockopt(socket.SOL_UDP, 103, 40)
+        for _ in range(1000):
+            stranger.sendto(b"\x0a" * 2400, (address(context), ROCE_V2_PORT))
+    before = counters(context)["dropped"]
+    listed = 0
+    for _ in range(20):
+        cq.poll()
+        listed = max(listed, ready.count(open_devices[context.name]))
+    assert counters(context)["dropped"] > before
+    assert listed <= 1
 
 
 @pytest.fixture
