@@ -221,6 +221,8 @@ class RoceDevice(Device):
         """Run the timers that have expired, if there are any and packets do not come first."""
         is_late = self.now > self._expired_at + _LONGEST_LOOK
         if not (self.receiver.is_drained or is_late):
+            # The socket may be empty now; then nothing else would wake a thread.
+            self.set_due(self.now)
             return
         self._looked = self.now
         if self._expired_at == math.inf:
@@ -260,6 +262,10 @@ class RoceDevice(Device):
         if worker is not self:
             return bool(engine.give_up(worker))
         self.receiver.give_up()
-        if self._expired_at < math.inf:
-            self.set_due(self._expired_at)
+        self.now = time.monotonic()
+        if self.now > self._expired_at + _LONGEST_LOOK:
+            self._run_expired()
+        elif self._expired_at < math.inf:
+            # Not at once: the next look may fail, too.
+            self.set_due(self.now + _LONGEST_LOOK)
         return False

@@ -222,7 +222,9 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     if opcode == _READ:
         # All of it must have been read before.
         was_read = qp.attr["max_dest_rd_atomic"] and -(-packet.length // qp.mtu) <= behind
-        if was_read and qp.grants(_REMOTE_READ):
+        if was_read and not qp.grants(_REMOTE_READ):
+            _refuse_duplicate(qp, packets.INVALID_REQUEST, packet.psn)
+        elif was_read:
             qp.reading = Reading(packet, True)
             _send_responses(qp, None)
     elif qp.reading is not None:
@@ -240,6 +242,16 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
         # Even if the packet does not request an ACK: when a burst overflows the socket's buffer,
         # the last packet, which requests one, may be lost every time.
         _send_ack(qp)
+
+
+def _refuse_duplicate(qp: RoceQueuePair, code: int, psn: int) -> None:
+    """Say NAK to a READ that can no longer be repeated.
+
+    The queue pair stays in its state, because the request may be an old copy from the network. Its
+    requester ignores the NAK then.
+    """
+    qp.device.counters.naks_sent += 1
+    _send(qp, packets.ACKNOWLEDGE, psn, aeth(packets.NAK, code, qp.msn))
 
 
 # ---- what a request does ---------------------------------------------------------------
@@ -410,6 +422,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
             source = qp.device.memory.remote(qp.pd, qp.number, rkey, addr, size, _REMOTE_READ)
         except RemoteAccessError:
             if reading.is_duplicate:
+                _refuse_duplicate(qp, packets.REMOTE_ACCESS_ERROR, reading.psn)
                 _end_reading(qp)
             else:
                 qp.fail(EventType.QP_ACCESS_ERR)

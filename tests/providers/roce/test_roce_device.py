@@ -484,6 +484,27 @@ def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
     assert [wc.status for wc in cq.wait(1, LIMIT)] == [WCStatus.SUCCESS]
 
 
+@pytest.mark.parametrize("count", [63, 64, 65, 128])
+def test_timer_runs_whatever_the_number_of_packets_before_it(
+    context, pd, cq, stack, peer, monkeypatch, count
+):
+    """Even if the device's thread, which takes turns of 64, empties the socket with its last."""
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint, timeout=1)
+    with monkeypatch.context() as stopped:
+        stopped.setattr(native, "run_device", lambda: None)
+        qp.post_send(rp.Send(mr[:8]))
+        begin = time.monotonic()
+        for _ in range(count):
+            peer.send(qp, "RC_SEND_ONLY", 100)
+        until(lambda: time.monotonic() > begin + 0.05)
+    # No verb: a verb would look, too.
+    counted = open_devices[context.name].counters
+    before = counted.retransmitted
+    until(lambda: counted.retransmitted > before)
+
+
 def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
     context, pd, cq, stack, peer, monkeypatch
 ):

@@ -340,13 +340,40 @@ def test_requests_that_wait_for_a_duplicate_read_go_on_when_it_cannot_be_answere
     assert alone.qp.state is QPState.RTS
 
 
-def test_duplicate_read_of_memory_that_is_gone_breaks_nothing(alone):
+@pytest.mark.parametrize(
+    ("remove", "code"),
+    [
+        (
+            lambda alone: alone.device.memory.deregister(alone.memory.mr),
+            packets.REMOTE_ACCESS_ERROR,
+        ),
+        (lambda alone: alone.qp.attr.update(qp_access_flags=0), packets.INVALID_REQUEST),
+    ],
+    ids=["its region is gone", "the queue pair grants no reads"],
+)
+def test_duplicate_read_that_is_no_longer_allowed_is_refused_and_breaks_nothing(
+    alone, remove, code
+):
+    """The network may have kept a copy for long: then its requester ignores the NAK."""
     inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
     alone.peer.take()
-    alone.device.memory.deregister(alone.memory.mr)
+    remove(alone)
     inject(alone, 0, "RDMA_READ_REQUEST", *reth(alone, 0, 4))
-    assert alone.peer.take() == []
+    assert answers(alone) == [nak(0, code)]
     assert alone.qp.state is QPState.RTS
+    assert alone.events() == []
+
+
+def test_read_whose_response_is_lost_and_whose_region_goes_ends_with_rem_access_err():
+    pair = PairOf()
+    pair.network.drop = lambda packet: packet[0] == packets.READ_RESPONSE_ONLY.bth_opcode
+    read = WQE(1, opcode=int(Opcode.RDMA_READ), sges=(pair.mine.sge(0, 8),))
+    read.remote_addr, read.rkey = pair.theirs.addr, pair.theirs.mr.rkey
+    pair.network.post(pair.a, read)
+    pair.network.run(pair.network.now + 1e-3)
+    pair.devices[1].memory.deregister(pair.theirs.mr)
+    pair.network.run()
+    assert [wc.status for wc in polled(pair.a.send_cq)] == [WCStatus.REM_ACCESS_ERR]
 
 
 # ---- READ ------------------------------------------------------------------------------------
