@@ -215,7 +215,8 @@ class RoceDevice(Device):
             return
         # First, this verb processes the packets that have arrived: the answer may be among them.
         self._expired_at = min(self._expired_at, now)
-        self.set_due(min([when for when in self.timers.values() if when > now], default=-1.0))
+        left = min([when for when in self.timers.values() if when > now], default=math.inf)
+        self.set_due(left if left < math.inf else -1.0)
 
     def _run_expired(self) -> None:
         """Run the timers that have expired, if there are any and packets do not come first."""
@@ -243,7 +244,7 @@ class RoceDevice(Device):
         self.now = time.monotonic()
         if worker is self:
             if self.timers.get(self, math.inf) <= self.now:
-                self.timers.pop(self)
+                self.timers[self] = math.inf
                 self._let_go()
                 return True
             if self.sender.errors:
@@ -253,7 +254,8 @@ class RoceDevice(Device):
             self._run_expired()
             return False
         if self.timers.get(worker, math.inf) <= self._looked:
-            self.timers.pop(worker)
+            # Do not remove it: to undo that might need memory.
+            self.timers[worker] = math.inf
             engine.on_timer(worker)
             return True
         return bool(engine.execute_next(worker))

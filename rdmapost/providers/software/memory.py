@@ -19,6 +19,7 @@ _LOCAL_WRITE = int(Access.LOCAL_WRITE)
 _ZERO_BASED = int(Access.ZERO_BASED)
 _MW_BIND = int(Access.MW_BIND)
 _REMOTE_WRITES = int(Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
+_REMOTE = _REMOTE_WRITES | int(Access.REMOTE_READ | Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT)
 
 
 class ErrorStatus(Exception):
@@ -384,8 +385,12 @@ class Memory(native.Record):
         self.rekey(window, rkey)
         window.bind(region, addr, length, access, qpn)
 
-    def invalidate(self, pd: ProtectionDomain, qpn: int, key: int) -> bool:
-        """Invalidate a region's or a type 2 window's key; return False if that is not allowed."""
+    def invalidate(self, pd: ProtectionDomain, qpn: int, key: int, is_remote: bool = False) -> bool:
+        """Invalidate a region's or a type 2 window's key; return False if that is not allowed.
+
+        Args:
+            is_remote: whether a peer asks, who may revoke only what it may use.
+        """
         target = self._find(key) or self.find_region(key)
         if target is None or target.pd is not pd:
             return False
@@ -395,6 +400,8 @@ class Memory(native.Record):
             target.unbind()
             return True
         if target.windows:
+            return False
+        if is_remote and (key != target.rkey or not target.access & _REMOTE):
             return False
         self.deregister(target)
         return True

@@ -505,6 +505,29 @@ def test_timer_runs_whatever_the_number_of_packets_before_it(
     until(lambda: counted.retransmitted > before)
 
 
+def test_thread_goes_on_with_work_that_was_left_for_lack_of_memory(
+    context, pd, cq, stack, peer, monkeypatch
+):
+    """Memory is there again later, but no packet and no verb comes."""
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint, timeout=14)
+    device = open_devices[context.name]
+    lacked = threading.Event()
+
+    def lacks(*_: object) -> bool:
+        lacked.set()
+        raise MemoryError
+
+    qp.post_send(rp.Send(mr[:8]))
+    before = device.counters.retransmitted
+    with monkeypatch.context() as starved:
+        for name in ("execute_next", "give_up"):
+            starved.setattr(type(device), name, lacks)
+        assert lacked.wait(LIMIT)
+    until(lambda: device.counters.retransmitted > before)
+
+
 def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
     context, pd, cq, stack, peer, monkeypatch
 ):

@@ -362,6 +362,7 @@ def test_only_bound_type_2_windows_are_invalidated_and_only_by_their_queue_pair(
 def test_region_is_invalidated_in_its_own_domain_once_no_window_is_bound_to_it(place, key):
     memory, region = place.memory, place.region
     assert not memory.invalidate(place.pd, QPN, 0x1234)
+    assert not memory.invalidate(place.pd, QPN, 0x1234, True)
     assert not memory.invalidate(ProtectionDomain(), QPN, getattr(region, key))
     window = memory.allocate_window(place.pd, MWType.TYPE_2)
     place.bind(window)
@@ -371,6 +372,19 @@ def test_region_is_invalidated_in_its_own_domain_once_no_window_is_bound_to_it(p
     assert not region.valid
     refused("no such rkey", place.remote)
     fails(WCStatus.LOC_PROT_ERR, place.local, (BASE, 8, region.lkey))
+
+
+@pytest.mark.parametrize(
+    ("access", "may"),
+    [(Access.LOCAL_WRITE | Access.MW_BIND, False), (Access.REMOTE_READ, True)],
+    ids=["grants nothing", "grants reads"],
+)
+def test_peer_invalidates_only_a_region_that_it_may_use(access, may):
+    place = Place(int(access))
+    region = place.region
+    assert not place.memory.invalidate(place.pd, QPN, region.lkey, is_remote=True)
+    assert place.memory.invalidate(place.pd, QPN, region.rkey, is_remote=True) is may
+    assert region.valid is not may
 
 
 # ---- copying ----------------------------------------------------------------------
