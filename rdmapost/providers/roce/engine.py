@@ -48,7 +48,8 @@ def on_timer(qp: RoceQueuePair) -> None:
     qp.timer = math.inf
     if _RTR <= qp.state < _ERR:
         now = qp.device.now
-        requester.on_timer(qp, now)
+        if qp.state is not _RTR:
+            requester.on_timer(qp, now)
         responder.on_timer(qp, now)
 
 

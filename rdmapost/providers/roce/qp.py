@@ -206,6 +206,8 @@ class RoceQueuePair(QueuePair):
     def _forget_incoming(self) -> None:
         self.incoming: Incoming | None = None
         self.reading: Reading | None = None
+        self.repeats: deque[Reading] = deque()
+        """Repeated READ requests that wait for the end of `reading`."""
         self.ack_due = False
         """Whether an acknowledgement waits for the end of `reading`."""
         self.held: dict[int, Packet] = JournaledDict()

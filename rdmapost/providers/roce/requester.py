@@ -595,7 +595,7 @@ def _try_again(qp: RoceQueuePair, counts: bool) -> None:
 def _wait_for_receive(qp: RoceQueuePair, timer: int) -> None:
     """Pause after an RNR NAK, which also shows that the peer is there."""
     qp.retries = 0
-    if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOREVER:
+    if qp.rnr_retries >= qp.attr["rnr_retry"] != RNR_FOREVER:
         fail(qp, WCStatus.RNR_RETRY_EXC_ERR)
         return
     qp.rnr_retries += 1

@@ -225,8 +225,7 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
         if was_read and not qp.grants(_REMOTE_READ):
             _refuse_duplicate(qp, packets.INVALID_REQUEST, packet.psn)
         elif was_read:
-            qp.reading = Reading(packet, True)
-            _send_responses(qp, None)
+            _read_again(qp, packet)
     elif qp.reading is not None:
         # An ACK would say that the responses have been sent.
         qp.ack_due = True
@@ -242,6 +241,17 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
         # Even if the packet does not request an ACK: when a burst overflows the socket's buffer,
         # the last packet, which requests one, may be lost every time.
         _send_ack(qp)
+
+
+def _read_again(qp: RoceQueuePair, packet: Packet) -> None:
+    """Send the responses to a READ again, after those of the READ in progress."""
+    if qp.reading is None:
+        qp.reading = Reading(packet, True)
+        _send_responses(qp, None)
+    elif len(qp.repeats) < qp.attr["max_dest_rd_atomic"] and packet.psn not in [
+        each.psn for each in qp.repeats
+    ]:
+        native.put(qp.repeats, Reading(packet, True))
 
 
 def _refuse_duplicate(qp: RoceQueuePair, code: int, psn: int) -> None:
@@ -458,6 +468,10 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 def _end_reading(qp: RoceQueuePair) -> None:
     """End the READ in progress, and continue with the work that waited for its end."""
+    if qp.repeats:
+        qp.reading = native.take(qp.repeats)
+        qp.device.again(qp)
+        return
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False

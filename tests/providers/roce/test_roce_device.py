@@ -528,6 +528,21 @@ def test_thread_goes_on_with_work_that_was_left_for_lack_of_memory(
     until(lambda: device.counters.retransmitted > before)
 
 
+def test_queue_pair_in_rtr_asks_for_a_packet_that_is_missing(context, pd, cq, stack, peer):
+    """It has no timeout yet."""
+    data = bytearray(8)
+    mr = stack.enter_context(rp.MR(pd, data, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.to_init()
+    qp.to_rtr(peer.endpoint)
+    before = counters(context)["naks_sent"]
+    peer.send(qp, "RC_RDMA_WRITE_ONLY", 1, mr.addr, mr.rkey, 8, size=8)
+    until(lambda: counters(context)["naks_sent"] > before)
+    assert qp.query().qp_state is rp.QPState.RTR
+    peer.send(qp, "RC_RDMA_WRITE_ONLY", 0, mr.addr, mr.rkey, 8, size=8)
+    until(lambda: data[0])
+
+
 def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
     context, pd, cq, stack, peer, monkeypatch
 ):

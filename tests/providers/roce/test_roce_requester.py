@@ -419,6 +419,17 @@ def test_too_many_rnr_naks_end_the_request(rnr_retry):
     assert statuses(alone) == [(1, WCStatus.RNR_RETRY_EXC_ERR)]
 
 
+def test_rnr_retry_that_is_lowered_during_the_retries_ends_them():
+    alone = Alone(rnr_retry=7)
+    post(alone, send(alone, 1))
+    for _ in range(5):
+        rnr_nak(alone, SQ_PSN, 1)
+        alone.network.run(alone.network.now + 1e-3)
+    alone.qp.attr["rnr_retry"] = 2
+    rnr_nak(alone, SQ_PSN, 1)
+    assert statuses(alone) == [(1, WCStatus.RNR_RETRY_EXC_ERR)]
+
+
 def test_rnr_retry_of_7_is_forever():
     alone = Alone(rnr_retry=7)
     post(alone, send(alone, 1))

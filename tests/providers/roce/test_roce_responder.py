@@ -315,6 +315,26 @@ def test_atomic_that_has_the_psn_of_an_older_one_gets_its_own_result(alone):
     assert [packet.value for packet in alone.peer.take()] == [222]
 
 
+def test_duplicate_reads_displace_neither_each_other_nor_the_read_in_progress(alone):
+    count = 100
+    starts = 0, count, 2 * count
+    for start in starts:
+        request = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + start, *reth(alone, 0, count << 10))
+        parsed = packets.parse(memoryview(request), 0, len(request), 1, gid(2))
+        alone.network.step(engine.receive, alone.qp, parsed)
+        # Before the last READ has ended, copies of both others come, one of them twice.
+        for old in starts[: starts.index(start)] * 2 if start == starts[-1] else ():
+            copy = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + old, *reth(alone, 0, count << 10))
+            parsed = packets.parse(memoryview(copy), 0, len(copy), 1, gid(2))
+            alone.network.step(engine.receive, alone.qp, parsed)
+        if start != starts[-1]:
+            alone.network.run_ready()
+            alone.peer.take()
+    alone.network.run_ready()
+    sent = [psn for name, psn, *_ in answers(alone) if "RESPONSE" in name]
+    assert sent == [*range(2 * count, 3 * count), *range(count), *range(count, 2 * count)]
+
+
 def test_duplicate_read_is_no_way_around_a_limit_of_none():
     alone = Alone(max_dest_rd_atomic=0)
     inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4)
