@@ -173,9 +173,9 @@ class SendWithInv(_WithBuffers):
     RoCE and InfiniBand have no such packet on UC, so a device may refuse it there, perhaps only
     with its completion (LOC_QP_OP_ERR).
 
-    The peer must keep the window or the region open until its receive completes. If the key is not
-    one of its own, or of a region that grants the peer nothing, the receive ends with
-    REM_INV_REQ_ERR and the peer's queue pair fails, but this work request ends with SUCCESS.
+    The peer must keep the window or the region open until its receive completes. If it has no such
+    key, or the key is of a region without remote access, the receive ends with REM_INV_REQ_ERR and
+    the peer's queue pair fails, but this work request ends with SUCCESS.
 
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.

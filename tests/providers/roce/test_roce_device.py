@@ -546,7 +546,7 @@ def test_queue_pair_in_rtr_asks_for_a_packet_that_is_missing(context, pd, cq, st
 def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
     context, pd, cq, stack, peer, monkeypatch
 ):
-    """Else what is posted meanwhile waits behind more and more of it."""
+    """Otherwise work that is posted during the flood would wait behind all of its entries."""
     monkeypatch.setattr(native, "run_device", lambda: None)
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))

@@ -199,7 +199,7 @@ def test_window_opens_as_packets_are_acknowledged(alone):
 
 def test_window_with_room_for_part_of_a_burst_waits_for_an_acknowledgement(alone):
     post(alone, send(alone, 1, 200 * MTU_BYTES, Opcode.RDMA_WRITE))
-    # The first packet is longer than the others, and so is a burst of its own.
+    # The first packet is longer than the others, so it is sent in a burst of its own.
     sent = alone.peer.take()
     assert psns(sent) == list(range(1 + BURST_PACKETS))
     assert sent[-1].ack_req
@@ -407,13 +407,18 @@ def test_acknowledgement_that_was_overtaken_by_an_rnr_nak_counts(alone):
     assert statuses(alone) == [(n, SUCCESS) for n in range(4)]
 
 
+def rnr_naks(alone: Alone, count: int) -> None:
+    """Refuse the first request this often; each time it is sent again."""
+    for _ in range(count):
+        rnr_nak(alone, SQ_PSN, 1)
+        alone.network.run(alone.network.now + 1e-3)
+
+
 @pytest.mark.parametrize("rnr_retry", [0, 2])
 def test_too_many_rnr_naks_end_the_request(rnr_retry):
     alone = Alone(rnr_retry=rnr_retry)
     post(alone, send(alone, 1))
-    for _ in range(rnr_retry):
-        rnr_nak(alone, SQ_PSN, 1)
-        alone.network.run(alone.network.now + 1e-3)
+    rnr_naks(alone, rnr_retry)
     assert statuses(alone) == []
     rnr_nak(alone, SQ_PSN, 1)
     assert statuses(alone) == [(1, WCStatus.RNR_RETRY_EXC_ERR)]
@@ -422,9 +427,7 @@ def test_too_many_rnr_naks_end_the_request(rnr_retry):
 def test_rnr_retry_that_is_lowered_during_the_retries_ends_them():
     alone = Alone(rnr_retry=7)
     post(alone, send(alone, 1))
-    for _ in range(5):
-        rnr_nak(alone, SQ_PSN, 1)
-        alone.network.run(alone.network.now + 1e-3)
+    rnr_naks(alone, 5)
     alone.qp.attr["rnr_retry"] = 2
     rnr_nak(alone, SQ_PSN, 1)
     assert statuses(alone) == [(1, WCStatus.RNR_RETRY_EXC_ERR)]
@@ -433,9 +436,7 @@ def test_rnr_retry_that_is_lowered_during_the_retries_ends_them():
 def test_rnr_retry_of_7_is_forever():
     alone = Alone(rnr_retry=7)
     post(alone, send(alone, 1))
-    for _ in range(50):
-        rnr_nak(alone, SQ_PSN, 1)
-        alone.network.run(alone.network.now + 1e-3)
+    rnr_naks(alone, 50)
     alone.ack(SQ_PSN)
     assert statuses(alone) == [(1, SUCCESS)]
 
@@ -446,7 +447,7 @@ def test_rnr_nak_gives_the_attempts_back_because_the_peer_is_there():
     post(alone, send(alone, 1))
     for _ in range(5):
         rnr_nak(alone, SQ_PSN, 1)
-        # What is sent again is lost.
+        # The retransmission is lost.
         alone.network.run(alone.network.now + 1.5 * ack_timeout(10))
     assert statuses(alone) == []
     alone.ack(SQ_PSN)

@@ -315,21 +315,27 @@ def test_atomic_that_has_the_psn_of_an_older_one_gets_its_own_result(alone):
     assert [packet.value for packet in alone.peer.take()] == [222]
 
 
+def begin(alone: Alone, *requests: bytes) -> None:
+    """Process requests, but leave for later what the engine does not do in the same step."""
+    for request in requests:
+        parsed = packets.parse(memoryview(request), 0, len(request), 1, gid(2))
+        assert parsed is not None
+        alone.network.step(engine.receive, alone.qp, parsed)
+
+
 def test_duplicate_reads_displace_neither_each_other_nor_the_read_in_progress(alone):
     count = 100
     starts = 0, count, 2 * count
-    for start in starts:
-        request = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + start, *reth(alone, 0, count << 10))
-        parsed = packets.parse(memoryview(request), 0, len(request), 1, gid(2))
-        alone.network.step(engine.receive, alone.qp, parsed)
-        # Before the last READ has ended, copies of both others come, one of them twice.
-        for old in starts[: starts.index(start)] * 2 if start == starts[-1] else ():
-            copy = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + old, *reth(alone, 0, count << 10))
-            parsed = packets.parse(memoryview(copy), 0, len(copy), 1, gid(2))
-            alone.network.step(engine.receive, alone.qp, parsed)
-        if start != starts[-1]:
-            alone.network.run_ready()
-            alone.peer.take()
+    requests = [
+        alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN + start, *reth(alone, 0, count * MTU_BYTES))
+        for start in starts
+    ]
+    for request in requests[:2]:
+        begin(alone, request)
+        alone.network.run_ready()
+        alone.peer.take()
+    # Two copies of each of the earlier READs come before the last one has ended.
+    begin(alone, requests[2], *requests[:2] * 2)
     alone.network.run_ready()
     sent = [psn for name, psn, *_ in answers(alone) if "RESPONSE" in name]
     assert sent == [*range(2 * count, 3 * count), *range(count), *range(count, 2 * count)]
@@ -349,10 +355,7 @@ def test_requests_that_wait_for_a_duplicate_read_go_on_when_it_cannot_be_answere
     alone.peer.take()
     again = alone.packet("RC_RDMA_READ_REQUEST", RQ_PSN, *reth(alone, 0, count * MTU_BYTES))
     write = alone.packet("RC_RDMA_WRITE_ONLY", RQ_PSN + count, *reth(alone, 0, 0), ack_req=True)
-    for packet in (again, write):
-        parsed = packets.parse(memoryview(packet), 0, len(packet), 1, gid(2))
-        assert parsed is not None
-        alone.network.step(engine.receive, alone.qp, parsed)
+    begin(alone, again, write)
     assert alone.qp.reading is not None
     alone.device.memory.deregister(alone.memory.mr)
     alone.network.run()
