@@ -159,7 +159,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.context:
                 return f"the {given} and the PD belong to different open devices"
-        if srq_type is SRQType.TM and not _reports_tags(self.cq):
+        has_tags = bool(self.context.attr.tm_caps.max_num_tags)
+        if srq_type is SRQType.TM and has_tags and not _reports_tags(self.cq):
             return (
                 "an SRQ of type TM needs a CQ that reports tags: "
                 "CQ(context, wc_flags=WCExFlags.WITH_TM_INFO)"

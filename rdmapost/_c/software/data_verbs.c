@@ -324,16 +324,13 @@ static PyObject *soft_signal(PyObject *self, PyObject *args)
 /* set_timer(fd, ns), for on_commit: make a timer fire after `ns`; 0 disarms it. */
 static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 {
-	struct itimerspec when = { .it_value = { 0, 0 } };
 	long long ns;
 	int fd;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "iL", &fd, &ns))
 		return NULL;
-	when.it_value.tv_sec = ns / 1000000000;
-	when.it_value.tv_nsec = ns % 1000000000;
-	timerfd_settime(fd, 0, &when, NULL);
+	rp_soft_set_timer(fd, ns);
 	Py_RETURN_NONE;
 }
 

@@ -37,7 +37,9 @@ PyObject *rp_soft_given(enum rp_part which);
 /* ---- software/journal.c --------------------------------------------------- */
 
 /* The names of attributes and methods that C looks up. */
-enum rp_name { SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, NAMES };
+enum rp_name {
+	SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, DEVICE, TIMER_FD, NAMES
+};
 RP_SHARED PyObject *rp_names[NAMES];
 
 /* Make a call, which is a tuple of a callable and its arguments; NULL if it raised. */
@@ -119,6 +121,9 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
  * -1 if there was no memory for either, with nothing changed.
  */
 long rp_soft_transact(PyObject *call);
+
+/* Make a timer fire after `ns`; 0 disarms it. */
+void rp_soft_set_timer(int fd, int64_t ns);
 
 /* Schedule the pending work of the object with this handle; 0 or ENOMEM. */
 int rp_soft_start(uint32_t handle);

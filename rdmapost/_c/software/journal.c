@@ -407,7 +407,7 @@ int rp_add_soft_journal(PyObject *module)
 {
 	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
 						  "append", "appendleft", "popleft",
-						  "pop", "depth" };
+						  "pop", "depth", "device", "timer_fd" };
 
 	for (int i = 0; i < NAMES; i++) {
 		rp_names[i] = PyUnicode_InternFromString(names[i]);

@@ -247,9 +247,9 @@ static int is_late(void)
 }
 
 /*
- * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, or -1 if the work
- * is left to a later verb: for lack of memory, or because this verb has used up its share of time
- * and the work can wait.
+ * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, -1 if the work is
+ * left to a later verb for lack of memory, or -2 if it is left because this verb has used up its
+ * share of time and the device's timer starts another one.
  */
 static long work(PyObject *object, int this_is_late)
 {
@@ -260,6 +260,37 @@ static long work(PyObject *object, int this_is_late)
 	Py_XDECREF(call);
 	PyErr_Clear();
 	return more;
+}
+
+void rp_soft_set_timer(int fd, int64_t ns)
+{
+	struct itimerspec when = {
+		.it_value = { .tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000 },
+	};
+
+	timerfd_settime(fd, 0, &when, NULL);
+}
+
+/* After a lack of memory: how long until the device's timer starts a verb that tries again. */
+enum { TRY_AGAIN_NS = 2000000 };
+
+/*
+ * Have a verb try again soon: a thread that waits for the device sleeps until its timer fires. Takes
+ * no memory. run_due() in Python sets the timer right again.
+ */
+static void try_again(PyObject *object)
+{
+	PyObject *device = PyObject_GetAttr(object, rp_names[DEVICE]);
+	PyObject *fd = device ? PyObject_GetAttr(device, rp_names[TIMER_FD]) : NULL;
+
+	/* A device that is closed has no timer. */
+	if (fd && PyLong_AsLong(fd) >= 0) {
+		rp_soft_set_timer((int)PyLong_AsLong(fd), TRY_AGAIN_NS);
+		RP_STORE(&due, rp_now_ns());
+	}
+	PyErr_Clear();
+	Py_XDECREF(fd);
+	Py_XDECREF(device);
 }
 
 /* ---- verbs --------------------------------------------------------------- */
@@ -308,6 +339,8 @@ static Py_ssize_t carry_on(void)
 			more = work(object, is_late());
 		while (more > 0);
 		RP_STORE(&executing, 0);
+		if (more == -1)
+			try_again(object);
 		if (more < 0 || take_ready(at))
 			at++;
 		Py_DECREF(object);

@@ -55,6 +55,8 @@ class RoceDevice(Device):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
+        self.device = self
+        """A device is also a worker: it looks for packets."""
         self.guid = guid_of(name)
         self.memory = RandomKeys()
         self.numbers = RandomNumbers(*QP_NUMBERS)
@@ -75,11 +77,6 @@ class RoceDevice(Device):
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------
-
-    @property
-    def device(self) -> RoceDevice:
-        """This device, which is also a worker: it looks for packets."""
-        return self
 
     @property
     def wake_fds(self) -> tuple[int, ...]:
@@ -209,10 +206,7 @@ class RoceDevice(Device):
 
     # ---- progress -----------------------------------------------------------
 
-    def run_due(self) -> None:
-        now = time.monotonic()
-        if not 0 <= self.due <= now:
-            return
+    def run_due(self, now: float) -> None:
         # First, this verb processes the packets that have arrived: the answer may be among them.
         self._expired_at = min(self._expired_at, now)
         left = min([when for when in self.timers.values() if when > now], default=math.inf)

@@ -27,7 +27,6 @@ import time
 from typing import Any
 
 from ..._binding import native
-from ..software.device import ready
 from .counters import Counted
 from .udp_socket import share
 
@@ -174,13 +173,12 @@ def _wait_and_look(epoll: select.epoll, stop_fd: int, turns: _Turns) -> bool:
     Returns:
         Whether the device is still open.
     """
-    # Without memory, a verb leaves work in `ready` that nothing else may wake a thread for.
-    found = epoll.poll(_AFTER_ERROR if ready else None)
+    found = epoll.poll()
     if not _is_stopped(found, stop_fd) and turns.leave_to_others():
         found = epoll.poll(0)
     if _is_stopped(found, stop_fd):
         return False
-    if found or ready:
+    if found:
         turns.take()
     return True
 

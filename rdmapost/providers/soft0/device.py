@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 
 from ...errors import UnsupportedError
 from ..software.device import Device, permanent
@@ -102,11 +101,8 @@ class SoftDevice(Device):
         self.parked = parked
         self.set_due(min([qp.due for qp in parked], default=-1.0))
 
-    def run_due(self) -> None:
+    def run_due(self, now: float) -> None:
         """Start the queue pairs that are parked and due."""
-        now = time.monotonic()
-        if not 0 <= self.due <= now:
-            return
         due = frozenset([qp for qp in self.parked if qp.due <= now])
         self._set_parked(self.parked - due)
         for qp in due:

@@ -36,8 +36,13 @@ permanent: list[Device] = []
 
 def run_due() -> None:
     """Start the work that is due on every open device."""
+    now = time.monotonic()
     for device in list(open_devices.values()):
-        device.run_due()
+        if 0 <= device.due <= now:
+            device.run_due(now)
+        else:
+            # C has set the timer if it lacked memory (transaction.c).
+            device.set_due(device.due)
     _schedule()
 
 
@@ -173,8 +178,8 @@ class Device(native.Record):
         """Have a queue's work requests executed after the verb."""
         native.on_commit(native.start, worker)
 
-    def run_due(self) -> None:
-        """Start the work that is due, if any is."""
+    def run_due(self, now: float) -> None:
+        """Start the work that is due by this time."""
         raise NotImplementedError
 
     def put_off(self) -> bool:

@@ -174,7 +174,7 @@ def complete_receive(
 ) -> Ack:
     """Complete a receive whose message has arrived or cannot be stored; return the
     acknowledgement."""
-    wqe, queue, pd, cq = taken
+    wqe, queue, _, cq = taken
     ack = ACK
     imm = 0
     if status:
@@ -183,7 +183,8 @@ def complete_receive(
         imm, flags = request.imm, flags | _WITH_IMM
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
-        if not qp.device.memory.invalidate(pd, qp.number, request.invalidate_rkey, True):
+        domain, key = _domain(qp, request), request.invalidate_rkey
+        if not qp.device.memory.invalidate(domain, qp.number, key, True):
             # The message itself succeeded and is acknowledged; only the responder's QP fails.
             status = WCStatus.REM_INV_REQ_ERR
     src_qp = request.src_qpn if qp.type is _UD else 0

@@ -135,13 +135,13 @@ def _execute_next(worker: Any, is_late: bool) -> int:
         is_late: whether this verb has run for so long that other verbs should do the rest.
 
     Returns:
-        0 at the end; 1 to be called again; -1 to be called again in a later verb.
+        0 at the end; 1 to be called again; -2 to be called again in a later verb.
     """
     if worker is None:
         run_due()
         return False
     if is_late and worker.device.put_off():
-        return -1
+        return -2
     more: int = worker.device.execute_next(worker)
     return more
 

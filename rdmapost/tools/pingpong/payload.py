@@ -10,14 +10,21 @@ import mmap
 FILL = 0x7B
 _PAGE_START = 0
 _SMALLEST_PAGE = 4096
+_PIECE = 1 << 20
 
 
-def payload(size: int, *, marked: bool) -> bytes:
-    """Return the data of a client's message, with each page marked for a peer that validates."""
-    data = bytearray((FILL,)) * size
-    if marked:
-        data[:: mmap.PAGESIZE] = bytes((_PAGE_START,)) * len(range(0, size, mmap.PAGESIZE))
-    return bytes(data)
+def fill(buffer: memoryview, byte: int = FILL, *, marked: bool = False) -> None:
+    """Fill a buffer; by default with the data of a client's message.
+
+    Args:
+        marked: whether to mark the first byte of each page, for a peer that validates.
+    """
+    page = bytes((_PAGE_START if marked else byte,)) + bytes((byte,)) * (mmap.PAGESIZE - 1)
+    # In pieces, between which a signal is handled.
+    piece = page * (_PIECE // mmap.PAGESIZE)
+    for begin in range(0, len(buffer), len(piece)):
+        part = buffer[begin : begin + len(piece)]
+        part[:] = piece[: len(part)]
 
 
 def what_is_wrong(found: bytes, *, is_server: bool) -> str:

@@ -24,7 +24,7 @@ from ...standard.wire import GRH_BYTES
 from ..reachability import why_confined
 from ..resource_stack import ResourceHolder, ResourceStack
 from .handshake import DONE, PORT, Address, PingpongError, accept, dial
-from .payload import FILL, payload, what_is_wrong
+from .payload import FILL, fill, what_is_wrong
 from .result import Latency, Result
 from .settings import Settings
 
@@ -244,8 +244,8 @@ class Pingpong(ResourceHolder):
         )
         self._receive_offset = slot if is_client else 0
         if is_client:
-            mr.buffer[self._headroom : slot] = payload(self.size, marked=self.validate)
-        mr.buffer[self._receive_offset :] = bytes((_POISON if self.validate else FILL,)) * slot
+            fill(mr.buffer[self._headroom : slot], marked=self.validate)
+        fill(mr.buffer[self._receive_offset :], _POISON if self.validate else FILL)
         self._receive = RecvWR(
             mr[self._receive_offset : self._receive_offset + slot], wr_id=_RECV_ID
         )

@@ -528,6 +528,26 @@ def test_thread_goes_on_with_work_that_was_left_for_lack_of_memory(
     until(lambda: device.counters.retransmitted > before)
 
 
+def test_what_a_verb_posts_without_memory_is_sent_without_another_verb(
+    context, pd, cq, stack, peer, monkeypatch
+):
+    """The device's thread is asleep then."""
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(peer.endpoint)
+    device = open_devices[context.name]
+
+    def lacks(*_: object) -> bool:
+        raise MemoryError
+
+    packets = device.counters.sent
+    with monkeypatch.context() as starved:
+        for name in ("execute_next", "give_up", "put_off"):
+            starved.setattr(type(device), name, lacks)
+        qp.post_send(rp.Send(mr[:8]))
+    until(lambda: device.counters.sent > packets)
+
+
 def test_queue_pair_in_rtr_asks_for_a_packet_that_is_missing(context, pd, cq, stack, peer):
     """It has no timeout yet."""
     data = bytearray(8)

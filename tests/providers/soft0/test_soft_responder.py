@@ -176,6 +176,24 @@ def test_region_whose_keys_are_invalidated_is_registered_again_only_with_memory(
     assert statuses(rc, 1) == {3: WCStatus.SUCCESS}
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_peer_invalidates_keys_of_the_queue_pairs_pd_not_of_its_srqs(rc, stack, is_own):
+    other = stack.enter_context(rp.PD(rc.pd.context))
+    buffer = stack.enter_context(rp.MR(other, 64, ALL))
+    mr = stack.enter_context(rp.MR(rc.pd if is_own else other, 64, ALL))
+    srq = stack.enter_context(rp.SRQ(other))
+    b = stack.enter_context(rp.QP(rc.pd, QPType.RC, rc.cq, srq=srq))
+    rc.a.to_reset()
+    rc.a.connect(b.endpoint())
+    b.connect(rc.a.endpoint())
+    srq.post_srq_recv(rp.RecvWR(buffer[:8], wr_id=2))
+    rc.a.post_send(rp.SendWithInv(rc.mine[:8], invalidate_rkey=mr.rkey, wr_id=1))
+    status = WCStatus.SUCCESS if is_own else WCStatus.REM_INV_REQ_ERR
+    assert statuses(rc, 2) == {1: WCStatus.SUCCESS, 2: status}
+    assert rc.a.query().qp_state is QPState.RTS
+    assert b.query().qp_state is (QPState.RTS if is_own else QPState.ERR)
+
+
 def test_key_that_cannot_be_invalidated_breaks_only_the_receiver(rc):
     """The message has arrived by then."""
     rc.mine.buffer[:8] = b"12345678"

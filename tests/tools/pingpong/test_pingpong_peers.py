@@ -21,7 +21,7 @@ import rdmapost as rp
 from rdmapost import QPType
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
 from rdmapost.tools.pingpong.handshake import DONE, HandshakeConnection
-from rdmapost.tools.pingpong.payload import payload, what_is_wrong
+from rdmapost.tools.pingpong.payload import fill, what_is_wrong
 
 
 def drip(sock: socket.socket) -> None:
@@ -250,8 +250,9 @@ def test_a_validating_server_reports_a_client_that_does_not_mark_pages(context):
 def test_each_changed_byte_of_the_data_is_found_and_named(is_server):
     """Every byte is checked, not only those that the stock programs mark."""
     size = 3 * mmap.PAGESIZE
-    sent = payload(size, marked=True)
-    assert what_is_wrong(sent, is_server=is_server) == ""
+    sent = bytearray(size)
+    fill(memoryview(sent), marked=True)
+    assert what_is_wrong(bytes(sent), is_server=is_server) == ""
     for at in (1, size // 2 + 1, size - 1):
         found = bytearray(sent)
         found[at] ^= 1
