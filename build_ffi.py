@@ -9,7 +9,7 @@ elsewhere in ``rdmapost/_c/``; this file only passes them to cffi and setuptools
 
 One module, built with the limited API, serves CPython 3.11 and later.  A
 free-threaded CPython has no limited API (its objects are laid out differently):
-there the module and its wheel are for that version alone.
+there the module and its wheel are only for that version.
 """
 
 from __future__ import annotations

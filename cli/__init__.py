@@ -9,7 +9,7 @@ import sys
 
 from .exit_codes import INTERRUPTED
 
-# Do not import typing for this: it takes time, and until main() runs Ctrl-C prints a traceback.
+# Do not import typing for this: it takes time, and until main() runs, Ctrl-C prints a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     try:
-        # In a script's background jobs SIGINT is ignored, and stays ignored.
+        # SIGINT is ignored in a script's background jobs; leave it so.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable
@@ -46,7 +46,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _unwritable(fd: int) -> TextIO:
-    """Occupy a closed descriptor: no other file gets it, and writes to it fail with EBADF."""
+    """Open a closed descriptor so that no other file gets it, and writes to it fail with EBADF."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), fd)
     return open(fd, "w", closefd=False)
 

@@ -83,7 +83,7 @@ class App(Group):
         """Find the command that the arguments name, and import it."""
         name, command, rest = super().resolve_command(ctx, args)
         if name == "serve" and (out := ctx.find_object(Output)) is not None:
-            # Set it here: a usage error takes one line, too.
+            # Set it here, so that a usage error is printed on one line, too.
             out.one_line = True
         if isinstance(command, LazyCommand):
             command = command.load()

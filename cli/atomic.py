@@ -146,7 +146,7 @@ def _run(
         from .post_remote import atomic_at
 
         if given("initial"):
-            usage_error("--initial gives the old value without HOST")
+            usage_error("--initial works only without HOST")
         there = {name: value for name, value in request.items() if name != "initial"}
         atomic_at(out, target, settings, peer, opcode, make, there)
         return

@@ -57,7 +57,7 @@ def _table(results: list[Result]) -> str:
     for result in results:
         cell = "pass"
         if result.status != cell:
-            # The same reason is given once.
+            # Each reason is listed only once.
             fails = result.status == "fail"
             why = f"{'failed' if fails else 'unsupported'}: {result.detail}"
             number = whys.setdefault(why, len(whys) + 1)

@@ -23,7 +23,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
     With NAME, list only that device, as -d does.
 
     A star marks the GID used by default.  soft0, the software device, exists in
-    every process.  Below are the devices that can be opened on a UDP socket.
+    every process.  The devices that can be opened on a UDP socket are listed last.
     With -v, also show the counters of roce devices, which start at 0 when a
     process opens the device.
     """

@@ -115,7 +115,7 @@ def _outcome(device: str, pair: Loopback) -> Finding:
         remedy = f"rdmapost explain {failed}"
         return Finding("message", "problem", evidence, remedy, device)
     if pair.received(size) != _MESSAGE:
-        return _failed(device, f"other data arrived than the {size} bytes that were sent")
+        return _failed(device, f"the data that arrived is not the {size} bytes that were sent")
     return Finding("message", "ok", f"a message of {size} bytes arrived", about=device)
 
 

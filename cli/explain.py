@@ -65,7 +65,8 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read; or a
     verb that failed, an exception of this library or a finding (ibv_create_srq,
     WaitTimeout, psn-mismatch).
-    MESSAGE is a line that a program printed.  Several are explained in turn.
+    MESSAGE is a line that a program printed.  If there are several names or
+    messages, they are explained in turn.
 
     \b
       rdmapost explain EINVAL RETRY_EXC_ERR
@@ -166,7 +167,7 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
             except UnknownName as one:
                 others.append(one)
         names = len(words) - len(others)
-        # "RTR failed" is about the failure, and not about the state.
+        # "RTR failed" is about the failure, not about the state.
         if (names < len(others) or is_failure(text)) and (mentions := explain_lines([text])):
             return [one.explanation for one in mentions]
         if known and names >= len(others):

@@ -1,4 +1,4 @@
-"""Groups that take options before the command's name, and suggest a name for a mistyped one."""
+"""Groups that accept options before the command's name, and suggest a name for an unknown one."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class LazyCommand(click.Command):
 
 
 class Group(click.Group):
-    """A group that suggests a name for a command that it does not have."""
+    """A group that suggests a name when a command does not exist."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that the arguments name."""
         if args[0] not in self.commands and not ctx.resilient_parsing and args[0][:1] != "-":
-            # click suggests names since 8.4.
+            # click itself has suggested names only since 8.4.
             near = difflib.get_close_matches(args[0], self.commands, n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             ctx.fail(f"No such command '{args[0]}'.{hint}")

@@ -18,7 +18,7 @@ from .options import (
 from .output import Output, usage_error
 
 _WRITE_BYTES = 16
-"""Size of the write that tests a key."""
+"""The size of the write that tests a key."""
 
 
 @click.command("bind-mw")

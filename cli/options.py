@@ -83,7 +83,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def seconds(value: str | float) -> float:
-    """Parse a time of more than 0 seconds, at most a day."""
+    """Parse a time in seconds: more than 0, at most a day."""
     try:
         time = float(value)
     except ValueError:
@@ -361,10 +361,11 @@ class _QPTypeChoice(_Choice):
 def post_options_for(
     *qp_types: str, count: bool = False, where: str = ""
 ) -> Callable[[Command], Command]:
-    """Add --timeout, --qp-type if there is a choice, and --count; the command gets ``settings``.
+    """Add --timeout and, if wanted, --qp-type and --count; the command gets ``settings``.
 
     Args:
-        qp_types: the possible types of the queue pairs; the first is the default.
+        qp_types: the possible types of the queue pairs; the first is the default. If there
+            are several, --qp-type is added.
         count: whether to add --count.
         where: which memory the work requests use, for the help of --count.
     """

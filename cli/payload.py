@@ -82,7 +82,7 @@ class Payload:
 
 
 class Progress:
-    """A progress bar that appears after a second, if stderr is a terminal; a context manager.
+    """A context manager that shows a progress bar after a second if stderr is a terminal.
 
     Args:
         total: how many bytes there are to write and to verify.
@@ -108,7 +108,7 @@ class Progress:
             self._bar.__exit__(kind, error, traceback)
 
     def add(self, count: int) -> None:
-        """Count bytes that are written or verified."""
+        """Count bytes that have been written or verified."""
         self._done += count
         if self._bar is None and self._possible and time.monotonic() > self._start:
             self._bar = click.progressbar(length=self._total, file=sys.stderr).__enter__()

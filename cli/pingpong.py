@@ -224,9 +224,9 @@ def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Re
 
 @contextmanager
 def _progress(out: Output, side: Pingpong) -> Iterator[Callable[[int], None] | None]:
-    """Make the progress callback: a bar on a terminal, and a note of the peer if verbose.
+    """Yield the progress callback: it shows a bar on a terminal, and notes the peer if verbose.
 
-    Otherwise yield None, so that no callback slows the run down.
+    If there is nothing to show, yield None, so that no callback slows the run down.
     """
     if not sys.stderr.isatty():
         yield (lambda done: None if done else _note_peer(out, side)) if out.verbose else None

@@ -13,7 +13,7 @@ from .results import record
 
 
 def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
-    """End the command with a usage error, which names ``what``, if no queue can be that deep."""
+    """End the command with a usage error that names ``what`` if no queue can be that deep."""
     for name in limits:
         limit = getattr(context.attr, name)
         if depth > limit:
@@ -21,7 +21,7 @@ def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
 
 
 def send_flags(settings: PostSettings) -> int:
-    """Return the requested send flags, and SIGNALED."""
+    """Return the requested send flags, with SIGNALED."""
     flags = SendFlags.SIGNALED
     for name in settings.flags:
         flags |= SendFlags[name]

@@ -65,7 +65,7 @@ def _connected(
     where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
-        usage_error("with HOST, --qp-type cannot be xrc")
+        usage_error("with HOST, --qp-type cannot be xrc or raw")
     with open_target(out, target) as (context, port_num):
         check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
         with dial(
@@ -119,7 +119,7 @@ def _why_refused(
     if failed and sent is not None and offer.receives and sent > room:
         return (
             f"the message has {counted(sent, 'byte')}, and the receives of {peer} hold "
-            f"{room} each; 'rdmapost serve --receive-size {sent}' has larger ones"
+            f"{room} each; 'rdmapost serve --receive-size {sent}' posts larger ones"
         )
     if shown.status is WCStatus.RETRY_EXC_ERR:
         return _why_unreachable(connection)
@@ -140,7 +140,7 @@ def _post(
     """Post a list of work requests in one call, and wait until they are done.
 
     Args:
-        sent: the length of each message that takes a receive.
+        sent: the length of each message that consumes a receive.
     """
     try:
         wait = partial(connection.wait, timeout=connection.timeout)
@@ -180,7 +180,7 @@ def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
 
 
 def _why_dropped(out: Output, connection: Connection, count: int) -> str | None:
-    """Say why one of several messages that were sent at once did not arrive."""
+    """Say why one of ``count`` messages, sent at once, did not arrive; return None on RC."""
     qp_type, receives = connection.qp.qp_type, connection.offer.receives
     if qp_type is QPType.RC:
         return None

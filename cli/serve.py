@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _MAX_WAITING = 10_000
-"""Unprinted events to keep; beyond that they are only counted."""
+"""The most unprinted events to keep; any others are only counted."""
 _ACCESS = ("read", "write", "atomic")
 
 
@@ -103,7 +103,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     "--receive-size",
     type=size_in_bytes,
     metavar="N[K|M|G]",
-    help="Bytes of message that each holds.  [default: --size, at most 64K]",
+    help="Size of each receive.  [default: --size, at most 64K]",
 )
 @click.option(
     "--access",
@@ -118,9 +118,9 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     "--data-file",
     type=click.File("rb"),
     metavar="FILE",
-    help="Read them from a file; - is standard input.",
+    help="Read the initial contents from a file; - is standard input.",
 )
-@click.option("--shared", is_flag=True, help="One memory for all clients, instead of one each.")
+@click.option("--shared", is_flag=True, help="Let all clients share one memory.")
 @token_option("Accept only clients that give this token")
 @click.option(
     "--max-clients",
@@ -128,7 +128,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     metavar="N",
     default=16,
     show_default=True,
-    help="Clients at the same time.",
+    help="Maximum number of clients at a time.",
 )
 @click.option(
     "--timeout",
@@ -136,7 +136,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     metavar="SECONDS",
     default=5.0,
     show_default=True,
-    help="Time for each step of the handshake with a client.",
+    help="Time limit for each step of the handshake with a client.",
 )
 @click.option(
     "--idle-timeout",
@@ -428,7 +428,7 @@ class _Printer:
         if arrival.status:
             text = f"client {client}: its queue pair failed: "
             if arrival.status is WCStatus.WR_FLUSH_ERR:
-                text += "a request of the client's was refused, or ended in an error there; "
+                text += "one of the client's requests was refused, or ended in an error there; "
                 text += f"receives end with {arrival.status.name}"
             else:
                 text += arrival.status.name

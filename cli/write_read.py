@@ -86,7 +86,7 @@ def write(
         for index in range(count):
             received = pair.remote.mr.buffer[index * length : (index + 1) * length]
             if settings.qp_type == "UC" and not payload.is_in(received):
-                # The write is not acknowledged, and its data may still be on the way.
+                # The write is not acknowledged, and its data may still be in transit.
                 pair.settled(bytes(payload), index * length)
             verify(received, payload, index, count, progress)
         out.doc["byte_len"] = length
@@ -107,15 +107,15 @@ def read(
 ) -> None:
     """Read the memory of a second queue pair, or of HOST.
 
-    The second queue pair is on the same device, and the data options set its
-    memory.  HOST runs 'rdmapost serve', and --size is the number of bytes to
-    read (default: all of the exposed memory).
+    The second queue pair is on the same device, and the data options set the
+    contents of its memory.  HOST runs 'rdmapost serve', and --size is the number
+    of bytes to read (default: all of the exposed memory).
     """
     if peer is not None:
         from .post_remote import read_from
 
         if given("data") or given("data_file"):
-            usage_error("--data and --data-file set the memory that is read without HOST")
+            usage_error("--data and --data-file work only without HOST")
         read_from(out, target, settings, peer, len(payload) if given("size") else None)
         return
     from rdmapost import Opcode, RdmaRead

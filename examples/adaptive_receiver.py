@@ -1,4 +1,4 @@
-"""A receiver that grows with its load: more receives and more completions, while messages arrive.
+"""A receiver that adds receives and enlarges its CQ as the load grows, while messages arrive.
 
 It starts with 8 receives for all of its senders. It takes completions in batches: under load, as
 soon as half of the receives have completed; otherwise, whatever arrived within 50 ms. After each
@@ -66,7 +66,7 @@ class Receiver:
             for wc in batch:
                 self.take(wc)
             if busy and receives < MOST:
-                # Completions first: each receive may become one.
+                # The CQ first: each receive may produce a completion.
                 self.cq.resize(2 * receives)
                 self.srq.modify(max_wr=2 * receives)
                 self.add_receives(receives)
@@ -87,7 +87,7 @@ class Sender:
     def __init__(self, context: rp.Context, seed: int) -> None:
         self.pd, self.cq = rp.PD(context), rp.CQ(context)
         self.mr = rp.MR(self.pd, BURST * SIZE)
-        # Answers would arrive in an SRQ: a queue pair's own receives would fail along with it.
+        # Answers would use an SRQ: if the queue pair fails, its own receives would fail with it.
         self.srq = rp.SRQ(self.pd)
         self.qp = rp.QP(self.pd, rp.QPType.RC, self.cq, srq=self.srq)
         draw = random.Random(seed)
@@ -118,7 +118,7 @@ def main(device: str = "soft0") -> None:
     try:
         run(context)
     finally:
-        # Everything on the device, receives that are still posted included.
+        # This closes everything on the device, even if receives are still posted.
         context.close_all()
 
 

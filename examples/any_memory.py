@@ -1,8 +1,8 @@
 """Register memory of any kind that other libraries allocated, without copying it.
 
 Each kind of memory is filled over RDMA, checked by its own library, and read back over RDMA: a
-numpy array, an array that only has DLPack (as tensors of PyTorch or JAX do), ctypes structures at
-an address, and a memfd, as another process could share it, passed as a dma-buf.
+numpy array, an array that has only DLPack (which PyTorch and JAX tensors have, too), ctypes
+structures at an address, and a memfd, which another process could share, passed as a dma-buf.
 
     python examples/any_memory.py [DEVICE]     (default: soft0)
 """
@@ -65,7 +65,7 @@ def dlpack_tensor(pd: rp.PD) -> Memory:
 def ctypes_structures(pd: rp.PD) -> Memory:
     samples = (Sample * (SIZE // ctypes.sizeof(Sample)))()
     address = ctypes.addressof(samples)
-    # At an address, nothing keeps the memory alive except the owner named here.
+    # The region has only an address, so it also needs the owner, which keeps the memory alive.
     mr = rp.MR.at(pd, address, SIZE, ACCESS, owner=samples)
     return Memory(mr, lambda: ctypes.string_at(address, SIZE))
 
@@ -74,7 +74,7 @@ def memfd_as_dmabuf(pd: rp.PD) -> Memory:
     fd = os.memfd_create("shared")
     try:
         os.truncate(fd, SIZE)
-        # The address (IOVA) by which peers and SGEs name the first byte; any page-aligned one.
+        # 0x10000 is the IOVA by which peers and SGEs name the first byte; it must be page-aligned.
         mr = rp.MR.from_dmabuf(pd, fd, 0, SIZE, 0x10000, ACCESS)
         return Memory(mr, mmap.mmap(fd, SIZE).read)
     finally:

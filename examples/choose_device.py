@@ -1,9 +1,9 @@
 """List this machine's RDMA devices, choose the best port, and show that it works.
 
-For each device: PCI address and NUMA node, and for each port its state, P_Keys and GIDs. A port
-must be up. On a device close to the CPUs that this process may run on, RDMA needs no hop between
-NUMA nodes. Without any RDMA device, the choice is soft0. The program then sends a message through
-the chosen port and compares it, byte by byte.
+The list shows each device's PCI address and NUMA node, and each port's state, P_Keys and GIDs. Only
+a port that is up is chosen, if possible on a device close to the CPUs that this process may run on:
+RDMA then needs no hop between NUMA nodes. Without any RDMA device, the choice is soft0. The program
+then sends a message through the chosen port and compares it, byte by byte.
 
     python examples/choose_device.py [DEVICE]     (default: any)
 """
@@ -74,7 +74,7 @@ def describe(info: rp.DeviceInfo, near: set[int]) -> list[Candidate]:
 
 
 def try_out(choice: Candidate) -> bool:
-    """Send every byte value between two queue pairs of the port."""
+    """Say whether every byte value arrives intact when sent between two queue pairs of the port."""
     with ExitStack() as stack:
         enter = stack.enter_context
         context = enter(rp.open_device(choice.name))

@@ -2,7 +2,7 @@
 
 Each agent says who it is when it connects (private data). The collector rejects versions that it
 does not know, and tells the others which row of its table is theirs. An agent writes its row over
-RDMA and reports the row's checksum in a message; messages of all agents arrive in one SRQ and
+RDMA and reports the row's checksum in a message; all agents' messages arrive in one SRQ and
 complete on one CQ. The same server runs first with threads, then in asyncio.
 
     python examples/collector.py [DEVICE]     (default: soft0)
@@ -35,7 +35,7 @@ class Collector:
         self.table = rp.MR(self.pd, AGENTS * ROW, ACCESS)
         self.inbox = rp.MR(self.pd, 2 * AGENTS * MESSAGE)
         self.srq = rp.SRQ(self.pd, max_wr=2 * AGENTS)
-        self.rows: dict[int, int] = {}  # row of each queue pair
+        self.rows: dict[int, int] = {}  # each queue pair's row
         self.intact: set[int] = set()
         for i in range(2 * AGENTS):
             self.post(i)
@@ -57,7 +57,7 @@ class Collector:
         start = wc.check().wr_id * MESSAGE
         checksum = int(bytes(self.inbox.buffer[start : start + wc.byte_len]))
         row = self.rows[wc.qp_num]
-        # The write that came before the message is in memory.
+        # The write that was posted before the message is already in memory.
         if zlib.crc32(self.table.buffer[row * ROW : (row + 1) * ROW]) == checksum:
             self.intact.add(row)
         self.post(wc.wr_id)

@@ -1,8 +1,8 @@
 """A key-value store with one-sided operations: clients read and write the server's memory.
 
 The server registers a table and hands out its address and rkey; after that its CPU does nothing. A
-client reads a slot with an RDMA read. To change a slot, it locks it with a compare-and-swap, and
-writes the new contents, which unlock it.
+client reads a slot with an RDMA read. To change a slot, it locks the slot with a compare-and-swap
+and writes the new contents, which also unlocks the slot.
 
     python examples/kv_store.py [DEVICE]     (default: soft0)
 """

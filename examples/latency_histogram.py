@@ -1,4 +1,4 @@
-"""Latency of RDMA writes, measured by the device's own clock, as histograms.
+"""Histograms of the latency of RDMA writes, measured by the device's own clock.
 
 Each completion carries a timestamp from the device's clock, so it does not matter how late the
 program polls it. Here the program posts bursts, sleeps, and only then polls; the latencies are
@@ -37,7 +37,7 @@ class Meter:
         self.b.connect(self.a.endpoint())
 
     def now(self) -> int:
-        """Return the device's clock; on some devices only the low bits are valid."""
+        """Return the time on the device's clock; on some devices only the low bits are valid."""
         return self.context.query_rt_values() & self.context.attr.completion_timestamp_mask
 
     def microseconds(self, begun: int, ended: int) -> float:

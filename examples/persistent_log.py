@@ -88,7 +88,7 @@ class Log:
         if not commit:
             steps = [rp.RdmaWrite(self.mr[: len(entry)], **where)]
         self.qp.post_send(steps)
-        # One queue pair's work requests take effect in order, so the last stands for all.
+        # A queue pair's work requests take effect in order, so the last one's completion will do.
         self.cq.wait(1)[0].check()
         self.end = end
 

@@ -4,7 +4,7 @@
     python examples/rc_pingpong.py -d rxe0 10.0.0.1                on the other
 
 soft0, the default, exists only within its process: with it, both sides are threads.
-`rdmapost pingpong` does the same and more; this shows what it takes.
+`rdmapost pingpong` does the same and more; this program shows what it takes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Pingpong:
         iters, start = self.args.iters, time.perf_counter()
         send = rp.Send(self.mr[:], wr_id=SEND)
         received = sent = 0
-        # A side sends again when its last send has completed and the answer to it has come.
+        # A side sends again once its last send has completed and been answered.
         pending = {RECV}
         if is_client:
             self.qp.post_send(send)

@@ -1,8 +1,8 @@
 """Ring all-reduce: every rank ends up with the sum of all ranks' arrays.
 
 Each rank writes chunks to the next one with RDMA_WRITE_WITH_IMM: the data lands in place, and the
-immediate tells the receiver which step has arrived. The first n - 1 steps add up the chunks, n - 1
-more distribute the sums.
+immediate tells the receiver which step has arrived. The first n - 1 steps add up the chunks;
+n - 1 more steps distribute the sums.
 
     python examples/ring_allreduce.py [DEVICE [RANKS]]     (default: soft0 and 4)
 """

@@ -1,8 +1,8 @@
 """Remote procedure calls in asyncio: one server, many clients, one shared receive queue.
 
-The server posts 32 receives for all of its clients together, instead of some for each. A request
-arrives in one of the buffers, the reply is written over it and sent from there, and when the send
-has completed the buffer is posted again.
+The server posts 32 receives for all of its clients together, rather than some for each client. A
+request arrives in one of the buffers, and the reply is written over it and sent from there. When
+the send has completed, the buffer is posted again.
 
     python examples/rpc_srq_asyncio.py [DEVICE]     (default: soft0)
 """
@@ -22,7 +22,7 @@ BUFFER, BUFFERS, CLIENTS = 256, 32, 8
 
 
 class Server:
-    """Serves calls of the given functions."""
+    """Answers calls to its functions."""
 
     def __init__(self, context: rp.Context, stack: ExitStack, functions: dict[str, Any]) -> None:
         self.enter, self.functions = stack.enter_context, functions
@@ -37,7 +37,7 @@ class Server:
         return rp.RecvWR(self.mr[i * BUFFER : (i + 1) * BUFFER], wr_id=i)
 
     def accept(self, client: str) -> str:
-        # Each reply is sent from a receive's buffer, so no send queue needs more slots than that.
+        # Each reply is sent from a receive buffer, so no send queue needs more slots than buffers.
         qp = self.enter(rp.QP(self.pd, rp.QPType.RC, self.cq, srq=self.srq, max_send_wr=BUFFERS))
         qp.connect(rp.Endpoint.parse(client))
         self.qps[qp.qp_num] = qp

@@ -64,7 +64,7 @@ class Replica:
                 self.near.post_send(wr)
                 return
             except rp.PostError as error:
-                # A full queue empties; every other error is a bug in this program.
+                # A full queue will drain; any other error is a bug in this program.
                 if error.errno != errno.ENOMEM or attempt == attempts - 1:
                     raise
                 time.sleep(0.001)

@@ -57,7 +57,7 @@ def exchange(side: Side, line: BufferedRWPair) -> tuple[int, int]:
     send(line, json.dumps(mine))
     theirs = json.loads(line.readline())
     side.qp.connect(rp.Endpoint.parse(theirs["endpoint"]))
-    # Neither side may send before the other one's queue pair can receive.
+    # Neither side may send before the other side's queue pair can receive.
     send(line, "ready")
     assert line.readline() == b"ready\n"
     return theirs["addr"], theirs["rkey"]

@@ -39,7 +39,7 @@ class Node:
         self.sent.wait(1)[0].check()
 
     def next_datagram(self) -> tuple[rp.WC, rp.Datagram]:
-        """Wait for a datagram, and post its receive again."""
+        """Wait for a datagram, and repost its receive."""
         wc = self.arrived.wait(1)[0]
         datagram = wc.datagram(self.receive)
         self.qp.post_recv(self.receive)
@@ -48,7 +48,7 @@ class Node:
 
 def serve(server: Node) -> int:
     """Answer REQUESTS requests, and return how many clients sent them."""
-    # An address handle takes a system call to make, so keep one for each client.
+    # Making an address handle takes a system call, so keep one for each client.
     known: dict[tuple[rp.GID, int], rp.AH] = {}
     for _ in range(REQUESTS):
         wc, datagram = server.next_datagram()

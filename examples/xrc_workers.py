@@ -1,7 +1,7 @@
 """Many worker processes behind one connection: XRC.
 
-With RC, a client that talks to N processes on a host needs N connections. With XRC it needs one to
-the host, and each message names the shared receive queue of the process that it is for. The
+With RC, a client that talks to N processes on a host needs N connections. With XRC it needs only
+one to the host, and each message names the shared receive queue of the process that it is for. The
 processes find their common XRC domain through a file. The two workers here open the device
 separately and share only that domain, as two processes would; they are threads, so that soft0 can
 run them.
@@ -45,7 +45,7 @@ class Worker:
         self.srq.post_srq_recv(rp.RecvWR(self.mr[i * SIZE : (i + 1) * SIZE], wr_id=i))
 
     def accept(self, client: rp.Endpoint, stack: ExitStack) -> rp.Endpoint:
-        """Connect a client, for all processes of the host."""
+        """Connect a client on behalf of all the host's processes; return the endpoint."""
         qp = stack.enter_context(rp.QP(None, rp.QPType.XRC_RECV, xrcd=self.xrcd))
         qp.connect(client)
         return qp.endpoint()

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
-"""Bounds below this are shown in decimal, others as a power of two if they are one."""
+"""Bounds below this are shown in decimal; larger ones as 2^n or 2^n-1 if they equal that."""
 _MAX_BITS = 14_000
 """Larger integers are shown as their size: Python prints at most 4300 digits."""
 
@@ -63,8 +63,8 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
-    # numpy's numbers wrap where an int grows, and keep their type in results; and operator.index()
-    # leaves True unchanged.
+    # numpy's numbers wrap around where an int grows, and results keep their type. And
+    # operator.index() leaves True unchanged.
     try:
         return int(operator.index(given))
     except TypeError as error:
@@ -73,10 +73,10 @@ def index(name: str, given: Any, expected: str = "int") -> int:
 
 
 def within(name: str, given: Any, minimum: int, maximum: int | None = None) -> int:
-    """Convert an argument of any integer type to int, and check its range.
+    """Return an argument of any integer type as an int, after checking its range.
 
     Args:
-        minimum, maximum: the range, inclusive; None: no bound.
+        minimum, maximum: the range, inclusive; a maximum of None means no upper bound.
 
     Raises:
         TypeError: it is not an integer.
@@ -105,7 +105,7 @@ def _bound(number: int) -> str:
 
 
 def member(name: str, given: Any, enum: type[_Member]) -> _Member:
-    """Return an argument as a member of an enumeration: it may be a member, or the number of one.
+    """Return an argument as a member of an enumeration: it may be a member or a member's number.
 
     Args:
         enum: the enumeration.

@@ -48,8 +48,8 @@ def once(function: Callable[..., Any], key: object, *args: object) -> Any:
     """Call a C function unless it has been called with this key; return its result.
 
     C accepts such a call only once in a process, but an interrupted import is repeated.  Call this
-    where the modules that define the arguments have been imported completely (in a package's
-    ``__init__``): a module that was interrupted runs again, and creates its classes a second time.
+    only once the modules that define the arguments have been imported completely (in a package's
+    ``__init__``): an interrupted module runs again, and creates its classes a second time.
     """
     called = function, key
     if called not in _results:
@@ -62,7 +62,7 @@ _UINTPTR = ffi.typeof("uintptr_t")
 
 
 def address_of(cdata: object) -> int:
-    """Return the address in a cffi pointer, as the functions of ``native`` take it."""
+    """Return the address in a cffi pointer, in the form that ``native``'s functions take."""
     return int(ffi.cast(_UINTPTR, cdata))
 
 

@@ -2,7 +2,7 @@
 
 Values are written as numbers, because an older header may lack the newer
 ones; a test compares them with the header that the module was compiled
-against.  They are in one long file because they are one header's list.
+against.  They are in one long file because they come from one header.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 
 
 _NUMERIC = frozenset("bcdoxXneEfFgG%")
-"""The format specifications that end in one of these show a number."""
+"""Format specifications that end in one of these show the number."""
 
 
 class _Named(IntEnum):
@@ -68,7 +68,7 @@ class _Flags(IntFlag):
     """Flags that print as their names, such as LOCAL_WRITE|REMOTE_READ; no flags print as 0."""
 
     def __str__(self) -> str:
-        # Without a name: no bits, or none that is known.
+        # Without a name: no bits, or none that are known.
         return self._name_ or (hex(self) if self else "0")
 
     def __format__(self, spec: str) -> str:
@@ -90,7 +90,7 @@ _Enum = TypeVar("_Enum", bound=_Reported)
 
 
 def reported(enum: type[_Enum], number: int) -> _Enum:
-    """Return a value that a device reported as a member of an enumeration; never raise.
+    """Return the member of an enumeration for a value that a device reported; never raise.
 
     A value that only a newer libibverbs or driver knows becomes an instance of the same class: it
     equals the number and prints as the number, which is also its name.
@@ -143,7 +143,7 @@ class Opcode(_Named):
 
 
 class SendOps(_Flags):
-    """What a queue pair is created for: ``enum ibv_qp_create_send_ops_flags``, ibv_wr_post(3).
+    """Which opcodes a QP is created for: ``enum ibv_qp_create_send_ops_flags``, ibv_wr_post(3).
 
     Only FLUSH and ATOMIC_WRITE need it.
     """
@@ -200,7 +200,7 @@ class SendFlags(_Flags):
     FENCE = 1 << 0
     """Wait for earlier RDMA reads and atomics of the queue to finish (RC, XRC).
 
-    A work request that sends or changes the data that they read needs this flag: otherwise a
+    Needed on a work request that sends or changes the data that they read: otherwise a
     retransmitted read may return data that a later write of the queue has put there.
     """
     SIGNALED = 1 << 1
@@ -208,7 +208,7 @@ class SendFlags(_Flags):
     SOLICITED = 1 << 2
     """Wake a remote waiter that asked for solicited events only."""
     INLINE = 1 << 3
-    """Copy the data at the post: no lkey is needed and the buffer is free at once."""
+    """Copy the data when posting: no lkey is needed, and the buffer can be reused at once."""
     IP_CSUM = 1 << 4
     """Let the device compute IP and TCP/UDP checksums, where it can."""
 
@@ -669,7 +669,7 @@ class PortCap(_Flags):
     LINK_LATENCY_SUP = 1 << 24
     """Link round-trip latency."""
     CLIENT_REG_SUP = 1 << 25
-    """The subnet manager can ask clients to register again (CLIENT_REREGISTER)."""
+    """The subnet manager can ask clients to re-register (CLIENT_REREGISTER)."""
     IP_BASED_GIDS = 1 << 26
     """GIDs are made from IP addresses (RoCE)."""
 
@@ -747,7 +747,7 @@ class AtomicCap(_Reported):
     HCA = 1
     """Between the queue pairs of this device."""
     GLOB = 2
-    """Between this device and the CPUs too."""
+    """Also between this device and the CPUs."""
 
 
 class DeviceCap(_Flags):
@@ -901,7 +901,7 @@ class EventType(_Reported):
     QP_LAST_WQE_REACHED = 16
     """A queue pair has consumed its last receive of a shared queue."""
     CLIENT_REREGISTER = 17
-    """The subnet manager asks clients to register again."""
+    """The subnet manager asks clients to re-register."""
     GID_CHANGE = 18
     """A port's GID table changed."""
     WQ_FATAL = 19

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether an error is a system call's: a signal handler's TimeoutError has no errno."""
+    """Return whether an error is from a system call: a handler's TimeoutError has no errno."""
     return error.errno is not None
 
 
@@ -120,7 +120,7 @@ class CloseError(RdmaError):
     """Context.close_all() could not close everything; the rest is closed.
 
     Attributes:
-        errors: the error of each resource that is still open, and then that of the device.
+        errors: the error of each resource that is still open, and then the device's.
     """
 
     def __init__(self, text: str, errors: tuple[RdmaError, ...]) -> None:
@@ -234,7 +234,7 @@ class WaitTimeout(RdmaError, TimeoutError):
 
 
 class WaitCancelled(RdmaError):
-    """CQ.cancel_waits() has ended a wait; its completions stay for the next poll or wait."""
+    """CQ.cancel_waits() has ended a wait; the next poll or wait returns its completions."""
 
 
 _OF_OSERROR = ("errno", "strerror", "filename", "filename2")

@@ -75,12 +75,12 @@ PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count
 	PyObject *tuple = NULL;
 	int whole = 1;
 
-	/* Python's own empty tuple: from 3.14 on, deallocating any other crashes. */
+	/* Python's own empty tuple: from 3.14 on, deallocating any other empty tuple crashes. */
 	if (!count)
 		return PyTuple_New(0);
 	for (Py_ssize_t i = 0; i < count; i++)
 		whole = whole && items[i];
-	/* Nothing else runs, the collector included, from here until the tuple is complete. */
+	/* Nothing else runs, not even the collector, from here until the tuple is complete. */
 	tuple = whole ? PyType_GenericAlloc((PyTypeObject *)type, count) : NULL;
 	if (!tuple) {
 		for (Py_ssize_t i = 0; i < count; i++)

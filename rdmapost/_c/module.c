@@ -3,9 +3,9 @@
  *
  * cffi releases the GIL around every call. Posting and polling never block, and
  * while another thread is busy, reacquiring the GIL takes a thousand times as
- * long as the call, so these functions keep it. They also take a third of the
- * time, because they create no cdata. Addresses come only from rdmapost, never
- * from its callers.
+ * long as the call, so these functions keep it. They also take only a third of
+ * the time, because they create no cdata. Addresses come only from rdmapost,
+ * never from its callers.
  *
  * The functions are in the module that cffi generates: its own init function is
  * renamed (build_ffi.py), and the one below calls it.

@@ -1,4 +1,4 @@
-"""Work requests: their classes, the rules of the man pages, the queues that they are posted to."""
+"""Work requests: their classes, the man pages' rules, and the queues that they are posted to."""
 
 from .fields import describe_fields
 from .wr import use_fast_init

@@ -55,7 +55,7 @@ LocalRows: TypeAlias = Blocks | Ranges | SGE | Sequence[SGE]
 
 
 def row_of(column: Column, row: int) -> Any:
-    """Return a row's value in a column; anything but a column is the value of every row."""
+    """Return a row's value in a column; anything else is itself the value of every row."""
     if type(column) is Blocks:
         return operator.index(column.base) + operator.index(column.size) * row_of(column.index, row)
     try:
@@ -81,7 +81,7 @@ def local_row(rows: LocalRows, row: int) -> Any:
 
 
 def field_of_row(name: str, given: Any, row: int) -> Any:
-    """Return a row's value of a field."""
+    """Return a field's value in a row."""
     if name == "sg_list":
         return local_row(given, row)
     # Flags are never a column.

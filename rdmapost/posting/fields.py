@@ -49,7 +49,7 @@ class _WRRow(NamedTuple):
         members: for each field, the struct member that holds it. The common head (wr_id, sg_list,
             opcode, flags) is not listed.
         writes: the device writes to the buffers.
-        atomic: it takes an aligned address, and a buffer, if any, of 8 bytes for the old value.
+        atomic: it takes an aligned address; its buffer, if any, is 8 bytes for the old value.
         struct: the struct that has the members, if it is not the verb's.
     """
 
@@ -190,4 +190,4 @@ NUMBER_FIELDS: dict[type, dict[str, int]] = {
     for rows in _WR_ROWS.values()
     for wr_type, row in rows.items()
 }
-"""For each class, the index in its row of each numeric field, by name."""
+"""For each class, the index of each numeric field in the class's row, by the field's name."""

@@ -34,8 +34,8 @@ class PreparedWR(native.PreparedItem):
 
     Attributes:
         wr_id: comes back in the completion, 0..2^64-1.
-        sg_list: local buffers, an SGE or a sequence of them; a new list must have as many as the
-            old one.
+        sg_list: local buffers, an SGE or a sequence of them; a new list must have as many SGEs as
+            the old one.
         imm_data, invalidate_rkey, remote_addr, rkey: if the opcode has them.
         compare_add, swap, atomic_wr, length, type, level: if the opcode has them.
         remote_qpn, remote_qkey, remote_srqn: if the opcode and the queue pair's type have them.
@@ -88,7 +88,7 @@ class Batch(native.Prepared):
     one, those before it are posted, as with post_send.
 
     ``batch[index]`` is one of its work requests; a negative index counts from the end.
-    There are no slices.
+    Slices are not supported.
 
     Raises:
         IndexError: the list has no such index.

@@ -1,4 +1,4 @@
-"""The queues that work requests are posted to, and the errors for refused ones.
+"""The queues that work requests are posted to, and the errors for refused work requests.
 
 Posting is done in C (``_c/posting/post.h`` says how): C reads the work requests, checks them,
 records them as in flight, and makes the call. Posting a list stops at the first work request that
@@ -51,7 +51,7 @@ class Reasons(NamedTuple):
 
 
 class _ColumnRow(Sequence[Any]):
-    """Stands in for a list of work requests of which only one is known: every index gives it."""
+    """Stands in for a list of work requests of which only one is known: every index returns it."""
 
     def __init__(self, wr: Any, count: int) -> None:
         self._wr, self._count = wr, count
@@ -80,7 +80,7 @@ class PostQueue(native.Queue):
     Attributes:
         verb: the verb's name.
         wr_type: the base class of the work requests that are posted to it.
-        limits, depth, checked: as given.
+        limits, depth, checked: the arguments; resize() changes depth.
         depth_name, sge_name: the names of the attributes that set its depth, and the number of SGEs
             in each work request.
         in_flight: the work requests that are posted and not known to be done.
@@ -207,7 +207,7 @@ class PostQueue(native.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request was refused, or a prepared one's new value if ``posted`` is -1."""
+        """Say why a work request or, if ``posted`` is -1, a prepared one's new value is refused."""
         code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
             # No state of the queue pair accepts this opcode.
@@ -277,7 +277,7 @@ class PostQueue(native.Queue):
         except PostError as error:
             error.index, error.count = index, count
             raise
-        # The row passes now: the caller's objects returned another value when they were read again,
+        # The row passes now: the caller's objects returned a different value when they were reread,
         # or another thread has changed the queue or a region.
         reason = "it was refused, but the reason no longer applies: post it again"
         call = self.call_for(wr)
@@ -291,6 +291,6 @@ class PostQueue(native.Queue):
             reason = too_long_a_list(self, len(wrs))
         else:
             reason = self._reasons.refused(owner, code, wr)
-        # ibv_wr_atomic_write(3) and ibv_wr_flush(3) return nothing: ibv_wr_complete(3) refuses.
+        # ibv_wr_atomic_write(3) and ibv_wr_flush(3) return nothing; ibv_wr_complete(3) fails.
         call = self.verb if self.call_for(wr) == self.verb else "ibv_wr_complete"
         raise PostError(call, code, reason, index=index, posted=index, count=len(wrs), wr=wr)

@@ -1,6 +1,6 @@
 """The rules of a post, and the messages of refusals.
 
-C checks the work requests (``_c/posting/rules.c``); the message of each rule is here, by name.
+C checks the work requests (``_c/posting/rules.c``); each rule's message is here, under its name.
 ``standard/opcodes.py`` has the table of opcodes and queue pair types.
 """
 
@@ -34,7 +34,7 @@ def _flags_of(opcode: Opcode) -> SendFlags:
 
 
 FLAGS_BY_OPCODE = {opcode: _flags_of(opcode) for opcode in QP_TYPES_BY_OPCODE}
-"""The flags that have a meaning on each opcode, on at least one QP type."""
+"""For each opcode, the flags that have a meaning on at least one QP type."""
 
 _IP_CSUM_CAP = {
     QPType.RC: DeviceCap.RC_IP_CSUM,

@@ -5,7 +5,7 @@ the man pages: ibv_post_send(3), ibv_post_recv(3), ibv_post_srq_ops(3).  All int
 byte order.
 
 Work requests are checked when they are posted, not when they are created: they may
-change between posts, and wrong ones are useful for testing devices.
+change between posts, and invalid ones are useful for testing devices.
 """
 
 from __future__ import annotations
@@ -170,12 +170,12 @@ class SendWithImm(_Message):
 class SendWithInv(_WithBuffers):
     """Send a message that invalidates one of the peer's keys (RC, UC, XRC_SEND).
 
-    RoCE and InfiniBand have no such packet on UC, so a device may refuse it there, perhaps only
-    with its completion (LOC_QP_OP_ERR).
+    RoCE and InfiniBand have no such packet on UC, so a device may refuse the work request there,
+    perhaps not until its completion (LOC_QP_OP_ERR).
 
-    The peer must keep the window or the region open until its receive completes. If it has no such
-    key, or the key is of a region without remote access, the receive ends with REM_INV_REQ_ERR and
-    the peer's queue pair fails, but this work request ends with SUCCESS.
+    The peer must keep the window or the region open until its receive completes. If the peer has no
+    such key, or the key belongs to a region without remote access, the receive ends with
+    REM_INV_REQ_ERR and the peer's queue pair fails, but this work request ends with SUCCESS.
 
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
@@ -230,8 +230,8 @@ class RdmaWriteWithImm(_Remote):
 class RdmaRead(_Remote):
     """Read remote memory into local buffers (RC, XRC_SEND).
 
-    If the response is lost, the peer reads again, and may by then have executed later work requests
-    of the queue: post a write or an atomic to the same bytes with SendFlags.FENCE.
+    If the response is lost, the peer reads again, and by then it may have executed later work
+    requests of the queue: set SendFlags.FENCE on a later write or atomic to the same bytes.
 
     Attributes:
         sg_list: local buffers for the data, an SGE or a sequence of them; none for 0 bytes.
@@ -250,7 +250,7 @@ class AtomicCmpAndSwp(_Remote):
     """Replace a remote 64-bit value if it equals ``compare_add`` (RC, XRC_SEND).
 
     The previous value is written to the local buffer, one SGE of 8 bytes.
-    ``remote_addr`` is a multiple of 8.
+    ``remote_addr`` must be a multiple of 8.
 
     Attributes:
         compare_add: the value to compare with, 0..2^64-1.
@@ -274,7 +274,7 @@ class AtomicFetchAndAdd(_Remote):
     """Add ``compare_add`` to a remote 64-bit value (RC, XRC_SEND).
 
     The previous value is written to the local buffer, one SGE of 8 bytes.
-    ``remote_addr`` is a multiple of 8.  The sum wraps at 2^64.
+    ``remote_addr`` must be a multiple of 8.  The sum wraps at 2^64.
 
     Attributes:
         compare_add: the number to add, 0..2^64-1.
@@ -320,7 +320,7 @@ class BindMW(SendWR):
         mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
             if the peer may write or do atomics; otherwise the bind ends with MW_BIND_ERR.
         addr: address of the first byte of the range.
-        length: bytes, not 0: a LocalInv unbinds the window.
+        length: bytes, at least 1; to unbind the window, post a LocalInv.
         mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and
             REMOTE_ATOMIC, and ZERO_BASED for addresses that start at 0.
         wr_id: comes back in the completion, 0..2^64-1.
@@ -369,7 +369,7 @@ class AtomicWrite(SendWR):
     """Write a 64-bit value to remote memory atomically (RC, XRC_SEND; ibv_wr_atomic_write).
 
     A reader sees the old value or the new one, never a mix of both; an RDMA_WRITE of 8 bytes does
-    not guarantee that. ``remote_addr`` is a multiple of 8. The queue pair must be created with
+    not guarantee that. ``remote_addr`` must be a multiple of 8. The queue pair must be created with
     ``send_ops_flags=SendOps.ATOMIC_WRITE``. The peer needs REMOTE_WRITE.
 
     Attributes:
@@ -453,10 +453,10 @@ class TagAdd(OpsWR):
     """Add a tagged receive to the matching list.
 
     Attributes:
-        recv_wr_id: wr_id of the completion that the message causes, 0..2^64-1.
+        recv_wr_id: wr_id in the completion of the message that is received, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them.
         tag: the tag to match, 0..2^64-1.
-        mask: which of its bits count, 0..2^64-1; default: all.
+        mask: which bits of the tag count, 0..2^64-1; default: all.
         handle: set by the post; a TagDel names it.
         wr_id: comes back in the completion, 0..2^64-1.
         flags: OpsFlags; default: SIGNALED.
@@ -508,7 +508,7 @@ class TagSync(OpsWR):
 
 
 class _Signature:
-    """The signature of a class whose __init__ is in C; a subclass's own __init__ has another.
+    """The signature of a class whose __init__ is in C; a subclass's own __init__ has its own.
 
     Args:
         wr_type: the class.

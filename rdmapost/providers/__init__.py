@@ -1,8 +1,7 @@
 """Providers, which execute the control verbs.
 
-Each is loaded on first use, so soft0 costs nothing unless it is opened.  A fork waits
-until no thread is loading one: the child could never finish an import that a thread of its parent
-had begun.
+Each is loaded on first use, so soft0 costs nothing unless it is opened.  A fork waits until no
+thread is loading one: the child could never finish an import begun by a thread of its parent.
 """
 
 from __future__ import annotations

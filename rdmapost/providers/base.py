@@ -11,7 +11,7 @@ VerbsError (UnsupportedError where the device does not support the call).
 A verb that creates or destroys a struct may be a C function instead. C calls it
 (Resource._make), and it reports failure as libibverbs does: by NULL or a
 non-zero result, and errno.  No interrupt can come between such a call and
-recording its result.
+the recording of its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..enums import MTU, Access, NodeType, TransportType
 from ..errors import RdmaError
 
 ROCE = "roce:"
-"""The prefix of the names of devices on UDP sockets; a network device or an address follows."""
+"""The prefix of the name of a device on UDP sockets; a network device or address follows."""
 
 DMABUF_ACCESS = (
     Access.LOCAL_WRITE
@@ -131,7 +131,7 @@ class Counters(NamedTuple):
         packets_sent, packets_received: packets, including those that were dropped, but not
             send_errors.
         bytes_sent, bytes_received: their bytes, without the IP and UDP headers.
-        retransmitted: packets of requests that were sent again.
+        retransmitted: request packets that were sent again.
         naks_sent, naks_received: NAKs, other than RNR NAKs.
         rnr_naks_sent, rnr_naks_received: RNR NAKs, sent because no receive was posted.
         icrc_errors: packets that were dropped because they were damaged.
@@ -219,9 +219,9 @@ class Capture(metaclass=ABCMeta):
         this does nothing.
 
         If a signal handler or a finalizer calls this while the device is in the middle of a step,
-        it does not wait for the file.  Then nothing more is captured, but the file may become
-        complete only later: call this again to wait for that, and to have any error raised, which
-        is otherwise logged.
+        it does not wait for the file.  Nothing more is captured, but the file may not be complete
+        until later: call this again to wait for that, and to have any error raised; otherwise, an
+        error is logged.
 
         Raises:
             RdmaError: the capture had ended early, because the file could not be written; or its
@@ -246,7 +246,7 @@ class Provider(Protocol):
     def open_device(self, device: Any) -> Any: ...
     def close_device(self, context: Any) -> None: ...
     def lacks(self, call: str) -> bool:
-        """Whether the loaded library does not export this function."""
+        """Whether the loaded library lacks this function."""
         ...
 
     def query_device_ex(self, context: Any, attr: Any) -> None: ...

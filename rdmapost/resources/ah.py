@@ -30,10 +30,10 @@ _OF_WC = {
     "src_qp": (1 << 32) - 1,
     "pkey_index": 0xFFFF,
 }
-"""The largest value of each field that ibv_init_ah_from_wc(3) reads, in ``struct ibv_wc``."""
+"""The largest value of each field of ``struct ibv_wc`` that ibv_init_ah_from_wc(3) reads."""
 _NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
-"""The errnos of a path that the device cannot use."""
-_GIDS = "'rdmapost devices -v' lists those of this machine"
+"""The errnos for a path that the device cannot use."""
+_GIDS = "'rdmapost devices -v' lists this machine's"
 """How to find a source GID; ah_to() takes its queue pair's, and AH takes any."""
 
 
@@ -88,7 +88,7 @@ class AHAttr:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        # Whatever was given, the attribute is a GID.
+        # The attribute is a GID, whatever the argument was.
         if self.dgid is not None:
             object.__setattr__(self, "dgid", gid_argument("dgid", self.dgid))
 
@@ -113,7 +113,7 @@ def read_ah_attr(raw: Any) -> AHAttr:
     values = {name: getattr(raw, name) for name in _LOCAL}
     values |= {name: getattr(raw.grh, name) for name in _GLOBAL}
     dgid = bytes(raw.grh.dgid.raw)
-    # Drivers report a path that has not been set as one to the GID ::, which is no address.
+    # Drivers report an unset path as a path to the GID ::, which is not an address.
     return AHAttr(dgid=GID(dgid) if raw.is_global and any(dgid) else None, **values)
 
 

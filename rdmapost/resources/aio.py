@@ -14,7 +14,7 @@ tasks that wait for it.
 
 A signal handler may raise between any two bytecodes here. So one attribute, ``_Waiter.gone``, says
 whether a task still waits, and it is set first when the wait ends. All other state is only a hint:
-code that finds that the tasks of a wait list are gone, or their loop closed, stops the list.
+code that finds that a wait list's tasks are gone, or that their loop is closed, stops the list.
 
 Between two waits for completions, the wait list keeps its descriptor watched and its timer set:
 setting these up costs more than the rest of a wait. It stops when somebody else waits for the CQ,
@@ -161,7 +161,7 @@ def _nothing() -> None:
 
 
 def _expire(waits: weakref.ref[_WaitList]) -> None:
-    """Call expire() of a wait list; if a signal handler raises in it, call it again later."""
+    """Call a wait list's expire(); if a signal handler raises during it, call it again later."""
     if (found := waits()) is not None:
         try:
             found.expire()
@@ -184,7 +184,7 @@ def _rearm(cq: CQ, count: int) -> int:
 
 
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
-    """Take more completions, up to a number, but leave those that tasks wait for."""
+    """Take more completions, up to max_entries in all, but leave those that tasks wait for."""
     poller, wanted = cq._poller, max_entries - len(found)
     queue: _CQWaits | None = poller.tasks
     if queue is not None:
@@ -197,7 +197,7 @@ def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
 
 
 class _Waiter:
-    """A task that waits.
+    """A waiting task.
 
     Attributes:
         count: how many completions it wants.
@@ -294,7 +294,7 @@ class _WaitList:
         owner: the resource.
 
     Attributes:
-        waiters: the tasks that wait.
+        waiters: the waiting tasks.
     """
 
     threads = ""
@@ -406,7 +406,7 @@ class _WaitList:
             raise
 
     def refuse(self) -> None:
-        """Say who already takes the events."""
+        """Raise an RdmaError that says who already takes the events."""
         if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
@@ -495,7 +495,7 @@ class _CQWaits(_WaitList):
         self.wake_those_with_enough(True)
 
     def on_event(self) -> None:
-        # Usually no task goes on sleeping, and no other event is needed.
+        # Usually no task stays asleep, and no other event is needed.
         if not self.wake_those_with_enough(False):
             self.deliver()
 

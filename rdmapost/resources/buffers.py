@@ -10,13 +10,13 @@ from typing import Any
 _FIELD_NAMES = re.compile(":[^:]*:")
 """The field names in a record's format, such as ``T{i:count:O:value:}``."""
 _CODES_IN_NAME = re.compile("[<>=@!^]([Oz]|Z(?![fdg]))|&[<>=@!^(TX&]")
-"""Codes in a string between colons that is not a field's name: a name may contain a colon."""
+"""Codes that show that text between colons is not a field's name: a name may contain a colon."""
 _POINTERS = re.compile("[O&Xz]|Z(?![fdg])")
 """Format codes of objects and of ctypes' POINTER, function, c_char_p and c_wchar_p.
 
 ``Zf``, ``Zd`` and ``Zg`` are complex numbers.
 """
-# A metaclass may define attributes of these names, and return anything from them.
+# A metaclass may define attributes with these names, which may return anything.
 _MRO, _DICT = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get__
 
 

@@ -164,7 +164,7 @@ class _RowType(dict[str, Any]):
 
     - wr_id (8 bytes): the wr_id of the work request.
     - status (4): how it ended, a WCStatus; 0 is SUCCESS. ``rp.WCStatus(row["status"])`` has its
-      name, and explain() and 'rdmapost explain' its causes.
+      name; explain() and 'rdmapost explain' name its causes.
     - opcode (4): the operation that completed, a WCOpcode.
     - vendor_err (4): the device's own error code.
     - byte_len (4): valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte
@@ -219,7 +219,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             (ibv_create_cq_ex(3)).
 
     Attributes:
-        wc_flags: as given.
+        wc_flags: the flags that it was created with.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -299,7 +299,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         self._cqe: int = self._verb(_CQE)
 
     def _not_reported(self) -> str | None:
-        """Say what in wc_flags the device does not report, or return None if that is unknown."""
+        """Say which of wc_flags the device does not report, or return None if that is unknown."""
         name, attr = self.context.name, self.context.attr
         if self.wc_flags & _TIMESTAMPS and not attr.completion_timestamp_mask:
             return f"{name} has no completion timestamps (its completion_timestamp_mask is 0)"
@@ -338,7 +338,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             ValueError: cqe is out of range.
             ClosedError: the CQ is closed.
             UnsupportedError: the device cannot resize CQs.
-            VerbsError: the device refused: the CQ has more completions, or the device has no
+            VerbsError: the device refused, because the CQ has more completions or the device has no
                 memory.
 
         See ibv_resize_cq(3).
@@ -509,7 +509,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.channel is not None:
             raise RdmaError(_SHARED.format(self))
         timeout, count = seconds(timeout), index("count", count)
-        # A view: the class's own code runs now, and not in the middle of the wait.
+        # Take a view first: the class's own code runs now, and not in the middle of the wait.
         with _view_of(buffer) as rows:
             available = self._poller.wait(self, count, 0, timeout, rows)
         assert available is not None
@@ -587,7 +587,7 @@ def _aio_completions() -> Callable[..., Awaitable[list[WC]]]:
 
 
 def _view_of(buffer: Any) -> memoryview:
-    """Return a view of a buffer that the device can write to; errors name what the caller gave."""
+    """Return a writable view of a buffer; errors name what the caller passed."""
     found = type(buffer).__name__
     try:
         view = memoryview(buffer)
@@ -614,11 +614,11 @@ _ALL_WC_EX = functools.reduce(operator.or_, WCExFlags)
 _TIMESTAMPS = WCExFlags.WITH_COMPLETION_TIMESTAMP | WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK
 _RARELY_REPORTED = WCExFlags.WITH_CVLAN | WCExFlags.WITH_FLOW_TAG
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-"""The errnos of devices that do not support a flag."""
+"""The errnos with which devices refuse a flag that they do not support."""
 _CQE = operator.attrgetter("cqe")
 _CHANNEL_FD = operator.attrgetter("channel.fd")
 _TOO_SMALL = frozenset({errno.EINVAL, errno.EBUSY})
-"""The errnos of devices that refuse a size below the number of completions in the CQ."""
+"""The errnos with which devices refuse a size below the number of completions in the CQ."""
 
 
 def keep_completions(cq: CQ) -> None:

@@ -399,7 +399,7 @@ class Context(EventSource, struct="ibv_context"):
             UnsupportedError: this is a real device.
             ClosedError: the device is closed.
         """
-        # The plan lives as long as the device: it must not keep the context open.
+        # The plan lives as long as the device, so it must not keep the context open.
         return self._verb(
             self._provider.faults, functools.partial(native.peek_queues, self._queues)
         )
@@ -444,7 +444,7 @@ class Context(EventSource, struct="ibv_context"):
         """Return the next asynchronous event of the device, and acknowledge it.
 
         ``async_fd`` is readable when there is one.  If a signal handler raises
-        (KeyboardInterrupt) after an event was taken and before it is returned, the next call
+        (KeyboardInterrupt) after an event is taken but before it is returned, the next call
         returns it.  Closing a resource drops its events that have not been taken; all other events
         are kept until they are taken.
 
@@ -534,7 +534,7 @@ class Context(EventSource, struct="ibv_context"):
 
 
 NO_MORE = frozenset({errno.EINVAL, errno.ENOMEM})
-"""The errnos of devices that refuse a resource as too large, or as one too many."""
+"""The errnos with which devices refuse a resource as too large, or as one too many."""
 
 
 def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
@@ -553,7 +553,7 @@ def no_more(context: Context, what: str, limit_name: str, code: int) -> str:
 def not_in_table(
     name: str, number: int, length: int, what: str, context: Context, port_num: int
 ) -> str:
-    """Say that an index is not in a table of a port; the arguments are refuse_beyond's."""
+    """Say that an index is not in a port's table; the arguments are those of refuse_beyond."""
     return (
         f"{name}={shown(number)} is not in 0..{length - 1}, "
         f"the {what} table of {context.name} port {port_num}"
@@ -563,10 +563,10 @@ def not_in_table(
 def refuse_beyond(
     name: str, number: int, length: int, what: str, context: Context, port_num: int
 ) -> None:
-    """Refuse an index that is not in a table of a port.
+    """Refuse an index that is not in a port's table.
 
-    An index in the table may have no entry. Index 0 is left to the device: a port may have no
-    table.
+    An index within the table may have no entry. Index 0 is left to the device, because a port may
+    have no table.
 
     Args:
         name: the index's name.
@@ -589,7 +589,7 @@ def provider_of(context: Context) -> Provider:
 
 
 def in_flight_of(context: Context) -> dict[int, Any]:
-    """Return the table in which a device's completions find their queue, by number."""
+    """Return a device's queues by number; completions find their queue in this table."""
     return context._queues
 
 

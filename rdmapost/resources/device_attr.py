@@ -168,7 +168,7 @@ class DeviceAttr:
         max_qp_init_rd_atom: outgoing RDMA reads and atomics that one queue pair may have
             outstanding.
         max_res_rd_atom: incoming RDMA reads and atomics that the whole device handles at once.
-        atomic_cap: how far atomics are atomic.
+        atomic_cap: the scope within which atomics are atomic.
         max_mw: memory windows.
         max_raw_ipv6_qp: raw IPv6 queue pairs.
         max_raw_ethy_qp: raw Ethertype queue pairs.
@@ -190,7 +190,7 @@ class DeviceAttr:
         tso_caps: segmentation offload.
         raw_packet_caps: what raw packet queue pairs can do.
         tm_caps: tag matching.
-        phys_port_cnt_ex: ports, where there may be more than the 255 of phys_port_cnt.
+        phys_port_cnt_ex: ports; unlike phys_port_cnt, it can exceed 255.
     """
 
     fw_ver: str
@@ -274,7 +274,7 @@ def read_device_attr(raw: Any) -> DeviceAttr:
 
 
 def beyond(attr: DeviceAttr, *asked: tuple[str, int, str]) -> str | None:
-    """Name the number that exceeds its limit; None if none does.
+    """Say which number exceeds its limit; return None if none does.
 
     Args:
         attr: the device's attributes.

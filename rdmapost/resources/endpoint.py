@@ -12,7 +12,7 @@ from .gid import GID, GIDLike, gid_argument
 
 _HEX = r"0x[0-9a-f]{1,16}"
 _FIELDS = {"qp_num": _HEX, "psn": _HEX, "gid": r"[^\s%]{1,64}", "lid": _HEX, "mtu": r"[0-9]{1,9}"}
-"""The form of each field of a line, in order."""
+"""The form of each field in a line, in order."""
 _LINE = re.compile(" ".join(f"{name}=({form})" for name, form in _FIELDS.items()))
 _BY_BYTES = {mtu.bytes: mtu for mtu in MTU}
 _BITS = {"qp_num": 24, "psn": 24, "lid": 16}
@@ -28,7 +28,7 @@ class Endpoint:
     Attributes:
         qp_num: number of the queue pair, 0..2^24-1.
         psn: first packet sequence number that it sends, 0..2^24-1.
-        gid: its GID; given as a GID, 16 bytes or text.
+        gid: its GID; pass a GID, 16 bytes or text.
         lid: its port's LID; 0 on Ethernet.
         mtu: the largest path MTU of its port.
 
@@ -70,8 +70,8 @@ class Endpoint:
 
         Raises:
             TypeError: it is not a str.
-            ValueError: line is not an endpoint, or a field is out of range; the message names
-                the fields that are wrong, if the line has any of an endpoint's.
+            ValueError: line is not an endpoint, or a field is out of range; if the line has any of
+                an endpoint's fields, the message names the wrong ones.
         """
         expect("line", line, str)
         match = _LINE.fullmatch(line.strip())
@@ -93,7 +93,7 @@ def _mtu(text: str) -> MTU:
 
 
 def _why_no_endpoint(line: str) -> str:
-    """Say which fields of a line are wrong; "" if it has none of an endpoint's fields."""
+    """Say which of a line's fields are wrong; return "" if it has none of an endpoint's fields."""
     given = [part.partition("=") for part in line.split()]
     names = [name for name, _, _ in given]
     missing = [name for name in _FIELDS if name not in names]

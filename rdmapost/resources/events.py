@@ -1,4 +1,4 @@
-"""Events that were read from a device or a completion channel, and how they are taken."""
+"""Events that were read from a device or a completion channel, and functions that remove them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ OVERRUN = (
     "the CQ has overrun: completions are lost (CQ_ERR); create it with more entries, "
     "or poll it more often"
 )
-"""The error's text about a CQ that has overrun."""
+"""What an error message says about a CQ that has overrun."""
 
 
 class AsyncEvent(NamedTuple):
     """An asynchronous event (``struct ibv_async_event``, ibv_get_async_event(3)).
 
     Attributes:
-        event_type: what happened; a number where only a newer libibverbs knows it.
+        event_type: what happened; a number if only a newer libibverbs knows it.
         element: the QP, CQ or SRQ that it happened to, or the number of the
             port; None if the resource has been closed, the event concerns the
             device as a whole, or its type is unknown.
@@ -79,10 +79,10 @@ def next_async_event(context: Context) -> AsyncEvent | None:
 
 
 def has_overrun(cq: Any) -> bool:
-    """Whether a CQ is known to have overrun, without taking an event.
+    """Whether a CQ is known to have overrun. This takes no event.
 
-    soft0 knows immediately. libibverbs reports an overrun only in an event, which belongs to
-    the caller: on its devices, an overrun is known once get_async_event() has returned that event.
+    soft0 knows immediately. libibverbs reports an overrun only in an event, and events belong to
+    the caller, so the overrun is known only once get_async_event() has returned that event.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):

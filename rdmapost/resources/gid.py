@@ -1,4 +1,4 @@
-"""GIDs: their bytes and text, the entries of a GID table, and which of these is preferred."""
+"""GIDs: their bytes and text, the entries of a GID table, and which entry is preferred."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GID(bytes):
     """A global identifier: 16 bytes, shown as an IPv6 address (``union ibv_gid``).
 
     Args:
-        value: 16 bytes (or another buffer of them), or text such as "fe80::1" or "::ffff:10.0.0.1".
+        value: 16 bytes (any bytes-like object), or text such as "fe80::1" or "::ffff:10.0.0.1".
 
     Raises:
         TypeError: value is neither bytes-like nor text.
@@ -104,7 +104,7 @@ class GIDChoice:
         gid_index: its index in the table, to be passed as gid_index.
         gid: the GID.
         gid_type: its type, or None if libibverbs does not report it.
-        reason: why this one, in a few words.
+        reason: why it was chosen, in a few words.
     """
 
     gid_index: int

@@ -35,9 +35,9 @@ class GRH:
         sgid, dgid: where the datagram came from, and where it went.
         traffic_class: 0..255; for IPv4 the type of service.
         flow_label: 0..2^20-1; 0 for IPv4.
-        payload_length: as the header gives it: transport headers, message and ICRC, in bytes,
+        payload_length: bytes of transport headers, message and ICRC, as the header gives it,
             0..65535; for IPv4 0..65515.
-        next_header: which header follows, 0..255: 27 is InfiniBand's, 17 is UDP (RoCE v2).
+        next_header: which header follows, 0..255; 27 is InfiniBand's, 17 is UDP's (RoCE v2).
         hop_limit: 0..255; for IPv4 the time to live.
         version: 6, or 4.
     """
@@ -59,8 +59,8 @@ class GRH:
             data: bytes, a memoryview, ...: 40 bytes or more.
 
         Raises:
-            TypeError: it has no buffer.
-            ValueError: it is shorter, or holds neither an IPv6 nor an IPv4 header.
+            TypeError: data is not bytes-like.
+            ValueError: data is shorter than that, or holds neither an IPv6 nor an IPv4 header.
         """
         raw = bytes(_view("data", data)[:GRH_BYTES])
         if len(raw) < GRH_BYTES:
@@ -98,7 +98,7 @@ class GRH:
         Raises:
             TypeError: a field has the wrong type.
             ValueError: a number is out of its field's range, or a version 4 header has a GID that
-                is not an IPv4 one.
+                is not an IPv4 GID.
         """
         version = index("version", self.version)
         if version not in (4, 6):

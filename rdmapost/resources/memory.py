@@ -35,7 +35,7 @@ from .work_queues import UsedByWorkRequests
 
 _MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
-"""The errnos of devices that refuse to deregister a region to which a window is bound."""
+"""The errnos with which devices refuse to deregister a region to which a window is bound."""
 _RETRIES = 4
 """How many times to retry a close that the device refuses although no window is bound."""
 _RKEY = operator.attrgetter("rkey")
@@ -153,12 +153,12 @@ class _Form:
         buffer: DMABuf | None = None,
         same: _Form | None = None,
     ) -> None:
-        # Share the memory that `same` holds, rather than export it again: another thread may be
-        # releasing it.
+        # Share the memory that `same` holds rather than re-exporting it, because another thread may
+        # be releasing it.
         self.pd, self.access, self.source = pd, access, source
         self.read_only = False
         self.taken = False
-        """Whether the device has begun to use the memory, when a region is registered again."""
+        """When a region is re-registered: whether the device has begun to use the memory."""
         self.view: memoryview | None = None
         self.held: memoryview | None = None
         self.buffer_addr: int | None = None
@@ -230,7 +230,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     """A memory region: memory that the device may use (ibv_reg_mr(3)).
 
     ``mr[64:128]`` is an SGE over those bytes; negative bounds count from the
-    end, and bounds outside the region are an IndexError.
+    end, and bounds outside the region raise IndexError.
 
     Args:
         pd: the protection domain.
@@ -247,14 +247,14 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             with PROT_READ, cannot have LOCAL_WRITE.
 
     Attributes:
-        addr: address of the first byte, in SGEs and as the remote_addr of a
-            peer; 0 if access has ZERO_BASED.
+        addr: address of the first byte, in SGEs and in a peer's remote_addr; 0 if access has
+            ZERO_BASED.
         end: address just past the last byte.
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
         buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a
-            dma-buf, which has no address here.
+            dma-buf, which has no address in this process.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
             memory is released when the region is closed. A region made from an address, a
             dma-buf or an array on a GPU has no buffer: reading the attribute raises ValueError.
@@ -273,8 +273,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             does not support.
 
     No capability says whether a device supports ZERO_BASED. Most drivers, and Soft-RoCE in Linux
-    6.1, accept the flag and ignore it: addresses are then those in this process, from buffer_addr
-    on, and work requests that use addr fail with LOC_PROT_ERR or REM_ACCESS_ERR.
+    6.1, accept the flag and ignore it: addresses are then this process's, starting at
+    buffer_addr, and work requests that use addr fail with LOC_PROT_ERR or REM_ACCESS_ERR.
     """
 
     __slots__ = ("_access", "_addr", "_buffer", "_buffer_addr", "_end", "_length", "_writable")
@@ -359,16 +359,16 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Register part of a dma-buf, such as a GPU's memory (ibv_reg_dmabuf_mr(3)).
 
         soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If it is truncated,
-        work requests that use a missing page complete with an error. Whatever is left of the last
-        page can be used: beyond the new end it reads as zeros, and what is written there is lost.
+        work requests that use a missing page complete with an error. The last remaining page stays
+        usable as a whole: beyond the new end, it reads as zeros, and what is written there is lost.
 
         Args:
             pd: the protection domain.
             fd: the dma-buf's descriptor, which may be closed afterwards.
             offset: the first byte's offset in the dma-buf.
             length: bytes.
-            iova: the first byte's address in SGEs and in a peer's remote_addr; it and offset
-                must be at the same position in a page.
+            iova: the first byte's address in SGEs and in a peer's remote_addr; iova and offset
+                must be at the same position within a page.
             access: as for MR, but only LOCAL_WRITE, the REMOTE flags and RELAXED_ORDERING.
 
         Raises:
@@ -382,8 +382,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
-        """Return the attributes to set once a form is in force: (slot, object, value) for each."""
-        # No generator: if there is no memory for its function, Python 3.13 crashes.
+        """Return (slot, object, value) for each attribute to set once a form is in force."""
+        # Not a generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),
             (_pd, self, form.pd),
@@ -424,7 +424,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     @_fixed
     def rkey(self) -> int:
-        """Key that a peer names."""
+        """Key for remote use, by peers."""
         return self._rkey
 
     @_fixed
@@ -525,7 +525,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         Raises:
             InUseError: an outstanding or prepared work request names it, or a memory window is
-                bound to it, as for rereg; the message says which.
+                bound to it (see rereg); the message says which.
             VerbsError: the device refused.
 
         See ibv_dereg_mr(3).
@@ -538,7 +538,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 if error.errno not in _BOUND:
                     raise
                 # The device knows which windows are bound, so it was asked first. An MW object
-                # holds every region that it may be bound to, until a completion settles which.
+                # refers to every region that it may be bound to until a completion shows which one
+                # it is.
                 self._unbind_windows()
                 bound = self._windows()
                 if bound:
@@ -551,19 +552,19 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                     raise
 
     def rereg(self, *, memory: Any = None, access: int | None = None, pd: PD | None = None) -> None:
-        """Register the region again, over other memory, with other access or in another PD.
+        """Re-register the region, with new memory, new access or another PD.
 
         The arguments determine the flags of ibv_rereg_mr(3). Afterwards, read lkey, rkey and addr
         again and make new SGEs: the keys may have changed. The old memory is released.
 
         Keys that a LocalInv or a peer's SendWithInv has invalidated stay invalid. soft0 and roce
-        devices refuse to re-register such a region unless memory is given, with new keys.
+        devices refuse to re-register such a region unless memory is given; it then gets new keys.
 
         If the device refuses, the region is unchanged. If the device fails halfway, the region can
         only be closed: any other use raises an error that says so, and the old and the new memory
-        are held until then. If a signal handler raises, or memory runs out, once the device has
-        changed the region, the attributes are the new ones; the old memory may be held until the
-        next rereg or close.
+        are held until then. If a signal handler raises, or memory runs out, after the device has
+        changed the region, the region has its new attributes, but the old memory may be held until
+        the next rereg or close.
 
         Args:
             memory: as for MR; None for the same memory.
@@ -572,14 +573,14 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
         Raises:
             TypeError: as for MR.
-            ValueError: as for MR; or no argument is given; or ZERO_BASED would change, or the
-                memory of a ZERO_BASED region.
+            ValueError: as for MR; or no argument is given; or ZERO_BASED, or the memory of a
+                ZERO_BASED region, would change.
             InUseError: an outstanding or prepared work request names the region, a memory
                 window is bound to it (a window whose key was invalidated counts until you poll the
                 completion that says so), or this thread is in the middle of a verb.
             ClosedError: the region or the PD is closed.
             UnsupportedError: the device does not support this verb or this change, or the region
-                is a dma-buf's.
+                is part of a dma-buf.
             VerbsError: the device failed or refused.
         """
         expect("pd", pd, PD, None)
@@ -596,7 +597,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         source: Source | None = None
         done = False
         while not done:
-            # Another thread may be registering it again at the same time.
+            # Another thread may be re-registering it at the same time.
             before = self._parents
             old = self._form
             if old is None:
@@ -638,7 +639,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 raise
 
     def _refuse_change(self) -> None:
-        """Raise InUseError if the region is in use and cannot be registered again.
+        """Raise InUseError if the region is in use and cannot be re-registered.
 
         C calls this while the region is in use; if it returns without raising, that use has ended.
         """
@@ -689,7 +690,7 @@ with_c_methods(MR)
 _slots: dict[str, Any] = dict(MR.__dict__)
 _pd: Any = UsedByWorkRequests.__dict__["pd"]
 _taken: Any = _Form.__dict__["taken"]
-"""Slots: C sets them at the moment when the device has another form."""
+"""Slots that C sets at the moment when the device switches to another form."""
 
 
 class MW(UsedByWorkRequests, struct="ibv_mw"):
@@ -724,7 +725,7 @@ class MW(UsedByWorkRequests, struct="ibv_mw"):
         self.pd = pd
         self.mw_type = member("mw_type", mw_type, MWType)
         provider = provider_of(pd.context)
-        # In these bytes, C counts the binds and invalidations of each of the window's keys
+        # The C code counts the binds and invalidations of each of the window's keys in these bytes
         # (_c/handles/windows.c).
         counts = bytes(256 * 16) if self.mw_type is MWType.TYPE_2 else None
         try:
@@ -799,19 +800,19 @@ def allocate(size: int) -> mmap.mmap:
     if size < 1:
         raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
     try:
-        # Private: the child of a fork gets a copy of it, like all other memory.
+        # Private: the child of a fork gets a copy of it, as it does of all other memory.
         return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if not is_from_system(error):
             raise
         why = error.strerror
     except OverflowError:
-        why = "no address space is so large"
+        why = "no address space is that large"
     raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
 
 
 def _source_of(memory: Any, access: Access) -> Source:
-    """Return the memory to register for the argument `memory` of MR or rereg()."""
+    """Return the memory to register for MR's or rereg()'s argument `memory`."""
     writable = bool(access & Access.LOCAL_WRITE)
     size = _size_of(memory)
     if size is not None:
@@ -863,7 +864,7 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
     if not view.nbytes:
         raise ValueError("a region needs at least 1 byte, got 0")
     if not view.contiguous:
-        raise ValueError("a region is contiguous memory, and this buffer has gaps")
+        raise ValueError("a region must be contiguous memory, and this buffer has gaps")
     if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
         return view
     is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
@@ -874,11 +875,11 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
 
 
 _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
-"""The calls that a library or a driver may lack; all have ibv_reg_mr."""
+"""The calls that a library or a driver may lack; ibv_reg_mr is always there."""
 
 
 def _refused_flags(code: int | None, context: Context, access: Access) -> str:
-    """Name the access flag that the device may have refused; "" if none is a likely cause."""
+    """Say which access flag the device may have refused; return "" if none is a likely cause."""
     device, attr = context.name, context.attr
     if access & Access.ON_DEMAND and not attr.odp_caps.general_caps & ODPGeneralCap.SUPPORT:
         return f"{device} does not support Access.ON_DEMAND (see its attr.odp_caps)"
@@ -909,7 +910,7 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
     if unsupported and error.call in _EXPORTED:
         if provider_of(context).lacks(error.call):
             return "the installed libibverbs does not have it"
-        return f"the driver of {context.name} does not have it, or not for these arguments"
+        return f"the driver of {context.name} does not have it, at least not for these arguments"
     if code in (errno.ENOMEM, errno.EAGAIN):
         soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         if soft != resource.RLIM_INFINITY:
@@ -930,5 +931,5 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
             "read-only shared mapping (Linux before 6.2 refuses those)"
         )
     if code == errno.EINVAL:
-        return "the device does not take this length or these access flags"
+        return "the device does not accept this length or these access flags"
     return ""

@@ -92,8 +92,8 @@ def _length(length: Any) -> int:
 
 def may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file; False if its exporter is known to allocate memory."""
-    # Only these types and their own attributes: what another object says of itself need not be
-    # true, and a subclass may export memory other than its base's (__buffer__).
+    # Trust only these types and their own attributes: what another object says about itself may
+    # be false, and a subclass may export memory other than its base's (__buffer__).
     arrays: Any = getattr(sys.modules.get("numpy"), "ndarray", ())
     owner: Any = view.obj
     for _ in range(_MAX_OWNERS):
@@ -208,5 +208,5 @@ def _extent(shape: Sequence[int], strides: Iterable[int] | None, size: int) -> i
     steps = sorted([(step, n) for step, n in zip(strides, shape, strict=True) if n > 1])
     packed = accumulate([n for _, n in steps], mul, initial=size)
     if any([step != wanted for (step, _), wanted in zip(steps, packed, strict=False)]):
-        raise ValueError("a region is contiguous memory, and this array has gaps")
+        raise ValueError("a region must be contiguous memory, and this array has gaps")
     return length

@@ -59,11 +59,11 @@ class MulticastGroups:
         self._seen.discard(group)
 
     def attached(self) -> set[Group]:
-        """Return the groups that it is attached to."""
+        """Return the groups that the queue pair is attached to."""
         return {group for group, on in self._calls.copy().values() if on}
 
     def all(self) -> set[Group]:
-        """Return the groups that it is or may be attached to."""
+        """Return the groups that the queue pair is or may be attached to."""
         return {group for group, _ in self._calls.copy().values()}
 
     def _ended(self, group: Group) -> list[int]:
@@ -86,4 +86,4 @@ def why_not_attached(context: Context, code: int | None) -> str:
             f"{name} has at most {attr.max_mcast_grp} groups (max_mcast_grp), with "
             f"{attr.max_mcast_qp_attach} queue pairs each (max_mcast_qp_attach)"
         )
-    return f"{name} does not take this GID and LID; on InfiniBand a group has a LID"
+    return f"{name} does not accept this GID and LID; on InfiniBand, a group has a LID"

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 DEFAULT_QKEY = 0x1111_1111
 """Q_Key of UD queue pairs unless another is given; ibv_ud_pingpong uses it too."""
 _RESETS = 8
-"""How many times to reset a queue pair that the device moves to ERR again."""
+"""How many times to reset a queue pair that the device keeps moving back to ERR."""
 _ALTERNATE = QPAttrMask.ALT_PATH | QPAttrMask.PATH_MIG_STATE
 _LATE_STATES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 """RTS, and the states after INIT from which it can be reached."""
@@ -111,11 +111,11 @@ def _random_psn() -> int:
 
 
 class _Terms:
-    """The parameters of a connection, from one reset to the next, which replaces this object.
+    """A connection's parameters until the next reset, which replaces this object.
 
     Attributes:
         psn: the first packet sequence number to send.
-        used: packets may have been sent, or expected, with this psn.
+        used: packets may have been sent, or been expected, with this psn.
         settings: the attributes that modify has set, including the last state other than ERR.
     """
 
@@ -128,13 +128,13 @@ class _Terms:
 
 
 class _Reset:
-    """A reset in progress; only the call that resets refers to it.
+    """A reset in progress; only the call that performs it holds a strong reference to this.
 
     Attributes:
         alone: no other reset was in progress after it began.
         made: the device has carried it out, perhaps more than once.
         left: after it began, the device was seen in a state other than RESET.
-        posted: how much each queue had posted when the device was called.
+        posted: how much had been posted to each queue when the device was called.
         before, after: the terms in force when it began, and the new ones that it puts in force.
     """
 
@@ -163,7 +163,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         max_inline_data: bytes per inline work request.
         max_tso_header: bytes of a TSO header (UD, RAW_PACKET); 0 for no TSO.
         send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, if it is to post these
-            (ibv_wr_post(3)); other opcodes need none, but may be named.
+            (ibv_wr_post(3)); other opcodes need no flag, but theirs are accepted.
         sq_sig_all: every send generates a completion, SIGNALED or not.
         checked: check work requests before they are posted.
         port_num: the local port, from 1.
@@ -173,16 +173,16 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         context: its open device.
         qp_num: its number.
         qp_type: its type.
-        psn: first packet sequence number that it sends: random, another one after a reset, or the
-            sq_psn given to modify.
+        psn: first packet sequence number that it sends; random (a new one after a reset), or the
+            sq_psn passed to modify.
         max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data: what
             the device granted.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: the device has no such port, or gid_index is beyond the port's GID table (an
-            empty entry of it is refused only when used); a CQ belongs to another open device; or
-            the type does not allow an argument or needs a missing one.
+            empty entry is refused only when used); a CQ belongs to another open device; or
+            the type does not allow an argument, or needs one that is missing.
         ClosedError: the PD or a CQ is closed.
         UnsupportedError: the device or libibverbs lacks one of send_ops_flags, or the device has
             no TSO on this type. With checked=False, the driver decides.
@@ -262,7 +262,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self.send_cq: CQ | Any = send_cq
         self.recv_cq: CQ | Any = recv_cq
         self.srq, self.xrcd = srq, xrcd
-        # For closing: a subclass may have other attributes of those names.
+        # For closing: a subclass may use those names for different attributes.
         self._cqs, self._srq = (send_cq, recv_cq), srq
         self.max_tso_header = max_tso_header = index("max_tso_header", max_tso_header)
         self.send_ops_flags = ops = flags_of(
@@ -284,12 +284,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
-        # The state that it is in, as far as is known, and the last one that modify() has set.
+        # The state that it is in, as far as is known, and the last one that modify() set.
         self._state = self._state_set = QPState.RESET
         self._numbers = itertools.count(1)
         # The number of the reading that found `_state`; a change is followed by a reading.
         self._latest_reading = 0
-        # The resets whose verb has not returned: nothing is posted until all have.
+        # The resets whose verbs have not returned: nothing is posted until they all have.
         self._resets: dict[int, weakref.ref[_Reset]] = {}
         # The number of the reset that began last.
         self._latest_reset = 0
@@ -387,9 +387,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     def _release(self) -> None:
         if hasattr(self, "_in_flight"):
-            # A queue pair that is attached cannot be destroyed.
+            # A queue pair that is attached to a group cannot be destroyed.
             for group in self._groups.all():
-                # It may already be detached; the destroy reports any other failure.
+                # It may already be detached; destroying it reports any other failure.
                 with contextlib.suppress(VerbsError):
                     self._verb(provider_of(self.context).detach_mcast, *group)
         super()._release()
@@ -405,14 +405,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 keep_completions(recv_cq)
 
     def _admit_posts(self) -> None:
-        """Have the queues accept or refuse posts, according to the state noted last."""
+        """Have the queues accept or refuse posts, according to the state recorded last."""
         resets = self._resets
         for change, reset in list(resets.items()):
             if reset() is None:
-                # An interrupt ended the reset, and a second one its cleanup.
+                # One interrupt ended the reset, and a second one ended its cleanup.
                 resets.pop(change, None)
-        # A reset in progress would drop work requests posted now. If another thread has noted a
-        # state meanwhile, these calls may have undone what that thread set: repeat them.
+        # A reset in progress would drop work requests posted now. If another thread has
+        # recorded a state in the meantime, these calls may have undone what that thread set:
+        # repeat them.
         while True:
             state = self._state
             self._send.set_ready(state >= self._sends_from, resets)
@@ -421,9 +422,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 return
 
     def _read_state(self) -> QPState:
-        """Return the state that the device reports, and note it.
+        """Return the state that the device reports, and record it.
 
-        Read it again if a call that began later has noted a state: the one read may be older.
+        Read it again if a call that began later has recorded a state, because the one read may be
+        older.
         """
         while True:
             reading = next(self._numbers)
@@ -432,17 +434,17 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 return state
 
     def _note_state(self, state: QPState, reading: int) -> bool:
-        """Note a state; if a reading that began later has noted one, return False instead."""
+        """Record a state; if a reading that began later has recorded one, return False instead."""
         is_latest = self._latest_reading < reading
         if is_latest:
-            # No other thread runs between the comparison and these, either.
+            # No other thread runs between the comparison and these assignments.
             self._latest_reading = reading
             self._state = state
         self._admit_posts()
         return is_latest
 
     def _read_state_beside_resets(self) -> None:
-        """Read the state if a reset is in progress: the device may have carried it out already."""
+        """Read the state if a reset is in progress: the device may already have carried it out."""
         if self._resets:
             with contextlib.suppress(VerbsError):
                 self._read_state()
@@ -625,8 +627,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Raises:
             TypeError: a value has the wrong type.
             ValueError: the queue pair's type has no such transition, an attribute that the
-                transition requires is missing, a number is out of the man page's range, or the
-                device has no such port, or the port no such P_Key or GID index.
+                transition requires is missing, a number is out of the man page's range, the
+                device has no such port, or the port has no such P_Key or GID index.
             ClosedError: the QP is closed.
             VerbsError: the device refused; the message names an attribute that cannot change in
                 this transition, or that exceeds the device's limit (max_rd_atomic,
@@ -670,12 +672,12 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         to = member("qp_state", attrs["qp_state"], QPState) if "qp_state" in attrs else None
         state, reason = self._why_no_transition(to, attrs, mask)
         if reason:
-            # The noted state may be out of date: the device may have moved the QP to ERR, or
-            # an interrupt may have ended a transition, and a second one its cleanup.
+            # The recorded state may be out of date: the device may have moved the QP to ERR, or
+            # one interrupt may have ended a transition, and a second one its cleanup.
             with contextlib.suppress(VerbsError):
                 self._read_state()
             state, reason = self._why_no_transition(to, attrs, mask)
-        # If an error has put it into ERR, that is no wrong argument: the device refuses it.
+        # If an error has put the QP into ERR, no argument is wrong: let the device refuse.
         if reason and (state is not QPState.ERR or self._state_set is QPState.ERR):
             raise ValueError(reason)
         refuse_out_of_range(attrs)
@@ -724,7 +726,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _why_no_transition(
         self, to: QPState | None, attrs: dict[str, Any], mask: QPAttrMask
     ) -> tuple[QPState, str | None]:
-        """Return the state that a change starts from, and why it cannot be made, or None."""
+        """Return the state that a change starts from, and the reason why it is refused, or None."""
         state = member("cur_qp_state", attrs.get("cur_qp_state", self._state), QPState)
         end = state if to is None else to
         return state, missing_attributes(self.qp_type, state, end, mask)
@@ -741,7 +743,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             state = self.query().qp_state
             reset.left = state is not QPState.RESET
         if state > QPState.RTR:
-            # It may have sent: a delayed packet must not be one that the peer expects next.
+            # It may have sent: a delayed packet must not have the psn that the peer expects next.
             reset.after.psn = _random_psn()
 
     def _have_reset(self, raw: Any, mask: int, change: int, reset: _Reset) -> None:
@@ -758,8 +760,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 state = self.query().qp_state
             except VerbsError:
                 return
-            # Another thread may have seen the QP in RESET and used it: then that use caused
-            # the ERR.
+            # Another thread may have seen the QP in RESET and used it, in which case that use
+            # caused the ERR.
             if state is not QPState.ERR or change not in self._resets:
                 return
             self._drop(reset.posted)
@@ -770,7 +772,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         )
 
     def _posted(self) -> list[tuple[native.InFlight, int]]:
-        """Return how much each queue has posted so far."""
+        """Return how much has been posted to each queue so far."""
         return [(queue, queue.posted) for queue in self._in_flight]
 
     def _drop(self, posted: list[tuple[native.InFlight, int]]) -> None:
@@ -782,7 +784,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _drop_leftovers(self) -> None:
         """Release what an interrupted reset has dropped, if the device is in RESET."""
         posted = self._posted()
-        # Without checks, a device may have taken receives in RESET, and keep them.
+        # Without checks, the device may have accepted receives in RESET, and will keep them.
         if not self.checked or not any([queue.outstanding for queue, _ in posted]):
             return
         with contextlib.suppress(VerbsError):
@@ -800,7 +802,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         latest, terms = self._latest_reset, self._terms
         pending = self._resets.get(latest)
         reset = None if pending is None else pending()
-        # A psn that was not used may have been told to the peer.
+        # The peer may already have been given a psn that is still unused, so keep it.
         posted, fresh = self._posted(), _Terms(_random_psn() if terms.used else terms.psn)
         try:
             if self.query().qp_state is not QPState.RESET:
@@ -816,7 +818,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _note_modified(
         self, to: QPState | None, attrs: dict[str, Any], reset: _Reset, terms: _Terms
     ) -> None:
-        """Note a change that the device has made.
+        """Record a change that the device has made.
 
         Args:
             to: the new state; None if only attributes have changed.
@@ -828,7 +830,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if self._terms is reset.before:
                 self._terms = reset.after
             elif self._terms is not reset.after:
-                # Another thread has reset and used the queue pair meanwhile.
+                # Another thread has reset and used the queue pair in the meantime.
                 self._release_dropped()
             self._drop(reset.posted)
         else:
@@ -837,7 +839,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if to is not QPState.ERR:
                 terms.settings.update(attrs)
         if to is not None:
-            # Another thread may have changed the state since: only the device knows the last one.
+            # Another thread may have changed the state since: only the device knows the latest one.
             self._state_set = to
             reading = next(self._numbers)
             try:
@@ -889,7 +891,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """Bring the queue pair from INIT to RTR, in which it receives.
 
         Args:
-            remote: the peer's endpoint; not for UD and RAW_PACKET.
+            remote: the peer's endpoint; not needed for UD and RAW_PACKET.
             min_rnr_timer: how long the peer waits before it retries when no receive is
                 posted, encoded as in the man page; 12 is 0.64 ms.
             max_dest_rd_atomic: how many reads and atomics the peer may have outstanding;
@@ -953,7 +955,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Raises:
             TypeError: an argument is not an integer.
-            ValueError: the state cannot change an option, or the transition or an attribute is
+            ValueError: an option cannot change in this state, or the transition or an attribute is
                 invalid (see modify).
             ClosedError: the QP is closed.
             VerbsError: the device refused.
@@ -1025,8 +1027,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             remote: the peer's endpoint.  UD and RAW_PACKET ignore it: they have no peer.
             access, qkey: see to_init.
             min_rnr_timer, max_dest_rd_atomic, sl, traffic_class: see to_rtr.
-            timeout, retry_cnt, rnr_retry, max_rd_atomic: see to_rts.  None means the default of
-                that transition.
+            timeout, retry_cnt, rnr_retry, max_rd_atomic: see to_rts.  None means that
+                transition's default.
 
         Raises:
             TypeError: remote is not an Endpoint, or another argument is not an integer.
@@ -1142,7 +1144,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             cur = QPState(attrs["cur_qp_state"])
             return f"cur_qp_state={cur.name}, but the QP is in {state.name}"
         if code == errno.EINVAL and ethernet and mask_of(attrs) & _ALTERNATE:
-            return "Linux has alternate paths on InfiniBand only, and this port is Ethernet"
+            return "Linux supports alternate paths only on InfiniBand, and this port is Ethernet"
         if (path := attrs.get("ah_attr")) and (
             reason := why_no_path(self.context, path, code, "give gid_index=")
         ):
@@ -1381,7 +1383,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             )
 
     def prepare(self, wrs: SendWR | Iterable[SendWR]) -> Batch:
-        """Check and pack send work requests once, for posting them many times.
+        """Check and pack send work requests once, to post them many times.
 
         ``batch.post()`` posts the whole list; ``batch[index]`` changes fields for the next posts.
         The list can be prepared in any state, and posted from RTS on. A checked queue pair posts it
@@ -1405,7 +1407,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return self._prepared(self._send, wrs)
 
     def prepare_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> Batch:
-        """Check and pack receives once, as prepare does sends, for posting them many times.
+        """Check and pack receives once, to post them many times, as prepare does for sends.
 
         Args:
             wrs: a RecvWR or an iterable of them.
@@ -1450,8 +1452,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """Bind a type 1 window to part of a region (RC, UC, XRC_SEND).
 
         The bind is posted to the send queue and completes as BIND_MW.  ``mw.rkey`` is the
-        new key at once, but a peer may use it only after the completion.  Binding a bound
-        window again invalidates its previous key.
+        new key at once, but a peer may use it only after the completion.  Rebinding a bound
+        window invalidates its previous key.
 
         Args:
             mw: the window; post a BindMW to bind one of type 2.
@@ -1539,9 +1541,9 @@ def chosen_gid(qp: QP) -> GIDChoice | None:
 
 
 def settings(qp: QP) -> dict[str, Any]:
-    """Return the attributes set since the last reset, by the names of ibv_modify_qp(3).
+    """Return the attributes set since the last reset, by their names in ibv_modify_qp(3).
 
-    qp_state is the last state other than ERR that it was brought to.
+    qp_state is the last state other than ERR that the queue pair was brought to.
     """
     return qp._terms.settings.copy()
 
@@ -1558,7 +1560,7 @@ def sends_for_receive(qp: QP) -> int | None:
     return count
 
 
-_RESETTING = "a change of the QP's state to RESET is in progress, and would drop it"
+_RESETTING = "the QP's transition to RESET is in progress and would drop it"
 
 
 def _why_not_sending(qp: QP) -> str:
@@ -1567,7 +1569,7 @@ def _why_not_sending(qp: QP) -> str:
     # Another thread may have changed the state since the post was refused.
     return check_send_state(qp._state) or (
         f"the QP was not ready to send; it is now in {qp._state.name}: another thread has changed "
-        "its state meanwhile"
+        "its state in the meantime"
     )
 
 
@@ -1578,7 +1580,7 @@ def _why_not_receiving(qp: QP) -> str:
     if qp._state is not QPState.RESET:
         return (
             f"the QP was in RESET; it is now in {qp._state.name}: another thread has changed its "
-            "state meanwhile"
+            "state in the meantime"
         )
     return "the QP is in RESET; receives can be posted from INIT on (qp.to_init)"
 
@@ -1589,7 +1591,7 @@ def _why_refused(qp: QP, code: int, wr: Any) -> str:
         what = getattr(getattr(wr, "opcode", None), "name", "the call")
         return f"{what} is not supported by {name}"
     if code == errno.ENOMEM:
-        return f"{name} says that the queue is full, or the work request too large for it"
+        return f"{name} says that the queue is full, or that the work request is too large for it"
     if code == errno.EINVAL and qp._state < QPState.RTS:
         return f"{name} refused it: the QP is in {qp._state.name}"
     return f"{name} refused with {describe_refusal(code)}"

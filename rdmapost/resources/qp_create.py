@@ -30,7 +30,7 @@ _SEND_OPS_CAPS = {
     SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
     SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
 }
-"""For each operation, the capabilities; one of them is enough."""
+"""For each operation, its capabilities, any one of which is enough."""
 _SEND_OPS = tuple(SendOps)
 
 
@@ -39,7 +39,7 @@ def _ops_in(flags: SendOps) -> list[SendOps]:
 
 
 _SEND_OPS_SINCE = {SendOps.ATOMIC_WRITE: 44, SendOps.FLUSH: 45}
-"""The first release of libibverbs that has an operation."""
+"""The first release of libibverbs that has each operation."""
 
 
 def device_of(
@@ -75,14 +75,13 @@ def device_of(
 def unsuitable_argument(
     qp_type: QPType, context: Context, srq: SRQ | None, max_tso_header: int, send_ops_flags: SendOps
 ) -> str | None:
-    """Name the argument that the type does not support; None if all are valid."""
+    """Say which argument the type does not support; return None if all are valid."""
     name = qp_type.name
     if srq is not None and srq.pd.context is not context:
         return "the SRQ and the PD belong to different open devices"
     if srq is not None and (qp_type in XRC or srq.srq_type is SRQType.XRC):
         return (
-            "receives of XRC belong to the SRQ that a message names (remote_srqn), not to "
-            "a queue pair"
+            "XRC receives belong to the SRQ that a message names (remote_srqn), not to a queue pair"
         )
     if srq is not None and srq.srq_type is SRQType.TM and qp_type is not QPType.RC:
         return f"tag matching requires an RC queue pair, not {name}"

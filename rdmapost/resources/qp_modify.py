@@ -1,6 +1,6 @@
 """ibv_modify_qp: fill in the attributes to modify, and explain a refusal by the device.
 
-Which attributes each transition requires and allows: ``standard/qp_states.py``.
+For the attributes that each transition requires and allows, see ``standard/qp_states.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLIMB = (QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS)
 
 
 def mask_of(attrs: Iterable[str]) -> QPAttrMask:
-    """Return the mask of attributes."""
+    """Return the mask of these attributes."""
     mask = QPAttrMask(0)
     for name in attrs:
         mask |= FIELDS[name]
@@ -70,10 +70,10 @@ def refuse_missing_entries(
         context: the device.
         port_num: the queue pair's port.
         raw: the attributes as a ``struct ibv_qp_attr``.
-        attrs: the attributes, the numbers as ints.
+        attrs: the attributes, with numbers as ints.
 
     Raises:
-        ValueError: the device has no such port, or the port's table no such entry.
+        ValueError: the device has no such port, or the port's table has no such entry.
     """
     for port, pkey, path in _PATHS:
         if path in attrs:
@@ -189,7 +189,7 @@ def _outside(attrs: dict[str, Any], ranges: dict[str, tuple[int, int]]) -> str |
 
 
 _PATHS = (("port_num", "pkey_index", "ah_attr"), ("alt_port_num", "alt_pkey_index", "alt_ah_attr"))
-"""The attributes of the path, and of the alternate one."""
+"""The attributes of the path, and of the alternate path."""
 _MEMBERS: dict[str, type[IntEnum]] = {
     "qp_state": QPState,
     "cur_qp_state": QPState,

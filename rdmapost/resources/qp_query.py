@@ -69,7 +69,7 @@ class QPAttr:
         alt_port_num: its local port, from 1.
         alt_timeout: its timeout, encoded like timeout.
         rate_limit: the limit on its sends in kbit/s (RAW_PACKET); 0 if there is none, or if the
-            device does not report it: with libibverbs none does.
+            device does not report it (with libibverbs, none does).
         init_attr: what the queue pair was created with.
     """
 

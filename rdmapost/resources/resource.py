@@ -67,10 +67,10 @@ class ClosesOnExit:
 
 
 class Resource(native.Handle, ClosesOnExit):
-    """An object of the device that must be destroyed.
+    """A device object that must be destroyed.
 
     ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
-    one is closed.  The constructor runs once; open_handles lists the instance
+    a struct is closed.  The constructor runs once; open_handles lists the instance
     only after that, and its public attributes are then read-only: other code,
     closing included, relies on them.
 
@@ -78,7 +78,7 @@ class Resource(native.Handle, ClosesOnExit):
     struct is what ``create(*args)`` returned, ``destroy`` destroys it, and it
     closes before its parents do.  Resources among the arguments are passed as
     their structs.  ``self._verb(function, *args)`` calls a function with the
-    struct, which cannot be destroyed meanwhile.
+    struct, which cannot be destroyed during the call.
 
     Closing calls these methods of a subclass, if it has them:
 
@@ -99,7 +99,7 @@ class Resource(native.Handle, ClosesOnExit):
     _rank = 0
     """Its place in the order of closing at exit: lower ranks first."""
     _inner = False
-    """Whether it is part of another resource, which is named instead."""
+    """Whether it is part of another resource, which messages name instead."""
 
     def __init_subclass__(cls, struct: str | None = None) -> None:
         super().__init_subclass__()
@@ -111,7 +111,7 @@ class Resource(native.Handle, ClosesOnExit):
         if struct is None:
             return
         _structs[cls] = ffi.typeof(f"struct {struct} *")
-        # By setattr: jedi takes an assignment for the definition, and shows no signature.
+        # Use setattr: jedi would take an assignment for the definition, and show no signature.
         fixed: dict[str, Any] = {"__init__": _once(cls.__init__)}
         for base in cls.__mro__[: cls.__mro__.index(Resource)]:
             for name in base.__dict__.get("__slots__", ()):
@@ -140,7 +140,7 @@ class Resource(native.Handle, ClosesOnExit):
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        # "<rdmapost.QP RC 0x11>": most names of handles contain the type's.
+        # "<rdmapost.QP RC 0x11>": most handles' names contain their type's.
         words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
@@ -273,7 +273,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
 
     Raises:
         Exception: an exception that a signal handler raised while a resource was being closed;
-            everything that can be closed is.
+            everything that could be closed is closed.
     """
     interrupts: list[Exception] = []
     errors = _close_in_order(resource, interrupts)
@@ -281,7 +281,7 @@ def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
         for interrupt in interrupts:
             raise interrupt
     finally:
-        interrupts.clear()  # or the exception and this frame refer to each other
+        interrupts.clear()  # else the exception and this frame would refer to each other
     return errors
 
 
@@ -318,7 +318,7 @@ def _close_listed(left: list[Any], interrupts: list[Exception]) -> list[tuple[An
     while left:
         errors = _close_each(left, interrupts)
         if len(errors) < len(left):
-            # Some of these were in use by resources that are closed now.
+            # Some of these were in use by resources that are now closed.
             left = [handle for handle, _ in errors]
             continue
         if time.monotonic() > end:
@@ -363,7 +363,7 @@ def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[A
 
 
 def _close_one(handle: Any, interrupts: list[Exception]) -> None:
-    """Close a resource; put exceptions that do not keep it open (a signal handler's) in the list.
+    """Close a resource; add exceptions that do not keep it open (a signal handler's) to the list.
 
     Raises:
         RdmaError: it could not be closed, or its class's close() raised twice.
@@ -436,8 +436,8 @@ def resource_at(struct: Any) -> Resource | None:
 def close_all() -> None:
     """Close all open resources: the interpreter is about to tear the modules down.
 
-    Windows go before queue pairs and regions, and children before their
-    parents, which are older.
+    Windows are closed before queue pairs and regions, and children before their parents, which are
+    older.
     """
     interrupt: BaseException | None = None
     try:
@@ -449,7 +449,7 @@ def close_all() -> None:
                 pass
             except BaseException as error:
                 interrupt = interrupt or error
-                # A subclass's own close() may have raised before it reached this one.
+                # A subclass's own close() may have raised before it called Resource.close().
                 with contextlib.suppress(RdmaError):
                     Resource.close(handle)
     finally:

@@ -1,4 +1,4 @@
-"""Base classes of what threads and tasks wait on: a CQ, a completion channel, a device."""
+"""Base classes of what threads and tasks wait on: CQs, completion channels and devices."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class EventSource(Waitable):
     """Events read but not yet returned."""
 
     def _get_event(self) -> object:
-        """Read an event from the device, if one is pending; else return None."""
+        """Read an event from the device, if one is pending; otherwise return None."""
         raise NotImplementedError
 
     def _take_event(self) -> object:

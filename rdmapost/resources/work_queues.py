@@ -1,4 +1,4 @@
-"""Base classes of QP and SRQ (which have work queues) and of MR, MW and AH (which they use).
+"""Base classes of QP and SRQ (which have work queues) and of MR, MW and AH (which requests use).
 
 While a work request is outstanding or prepared, the resources that it uses cannot be closed.
 """
@@ -102,7 +102,7 @@ class UsedByWorkRequests(Resource):
 
 
 def _outstanding_of(queue: native.InFlight) -> list[tuple[int, Any]]:
-    """List a queue's outstanding work requests: each wr_id, and the resources in use."""
+    """List a queue's outstanding work requests: each one's wr_id and the resources it uses."""
     found: list[tuple[int, Any]] = []
     while (entry := queue.entry(len(found))) is not None:
         found.append(entry)

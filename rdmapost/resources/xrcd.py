@@ -17,7 +17,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
     Args:
         context: an open device.
         fd: a file descriptor; processes that open the same file share the domain.
-            -1: a new domain that no other process shares, whatever oflags says.
+            -1 creates a new domain that no other process shares, whatever oflags says.
         oflags: os.O_CREAT creates the domain if the file has none; with os.O_EXCL,
             fail if it already exists.
 

@@ -1,4 +1,4 @@
-"""The table of ibv_post_send(3): which queue pair types have which opcodes; and message sizes."""
+"""Which queue pair types have which opcodes (the table of ibv_post_send(3)), and message sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QP_TYPES_BY_OPCODE: dict[Opcode, frozenset[QPType]] = {
     Opcode.FLUSH: RELIABLE,
     Opcode.ATOMIC_WRITE: RELIABLE,
 }
-"""The table of ibv_post_send(3), and of ibv_wr_post(3) for the last two, by rows."""
+"""The table of ibv_post_send(3), by rows; the last two are from ibv_wr_post(3)."""
 
 SEND_OPS = {Opcode.FLUSH: SendOps.FLUSH, Opcode.ATOMIC_WRITE: SendOps.ATOMIC_WRITE}
 """Opcodes that only ibv_wr_post(3) has, and the flags that a queue pair needs for them."""

@@ -1,4 +1,4 @@
-"""The queue pair state machine as data: which attributes each ibv_modify_qp requires and allows.
+"""The queue pair state machine as data: which attributes each transition requires and allows.
 
 From ibv_modify_qp(3).  A transition is (state, next state); a QP type has only
 those in the table.  RESET and ERR can be reached from every state.
@@ -150,7 +150,7 @@ def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
 
 
 def unchangeable_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
-    """Name the attributes that a transition cannot change, or return None."""
+    """Say which of these attributes a transition cannot change, or return None."""
     required = REQUIRED.get(qp_type, {}).get((state, to))
     if required is None:
         return None

@@ -295,7 +295,7 @@ class Loopback(ResourceHolder):
         )
 
     def post_receives(self, wrs: Iterable[RecvWR]) -> None:
-        """Post receives to the remote side's receive queue, or its shared one.
+        """Post receives to the remote side's receive queue, or to its shared receive queue.
 
         Args:
             wrs: the receives.
@@ -400,7 +400,7 @@ class Loopback(ResourceHolder):
 
 
 def _within(mr: MR, offset: int, length: int) -> slice:
-    """Return a range of a region as a slice; unlike a slice, it must lie within the region."""
+    """Return a range of a region as a slice; raise IndexError if it is not within the region."""
     if not (offset >= 0 <= length and offset + length <= mr.length):
         raise IndexError(f"{counted(length, 'byte')} at offset {offset} are not within {mr}")
     return slice(offset, offset + length)

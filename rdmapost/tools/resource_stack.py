@@ -61,7 +61,8 @@ class ResourceStack:
             Exception: the first exception that a close() raised.
         """
         failed: Exception | None = None
-        # Before the list is read: either this closes what is being added, or its owner sees this.
+        # Set this before the list is read: either the loop below closes what is being added, or
+        # whoever adds it can see this.
         self.ended = True
         # Another thread's add() may shorten the list at the same time.
         for resource in reversed(tuple(self._held)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-# Not at the first getaddrinfo(): Python 3.12 and 3.13 crash in an import that lacks memory.
+# Import this now, not at the first getaddrinfo(): Python 3.12 and 3.13 crash in an import that
+# lacks memory.
 import encodings.idna  # noqa: F401
 import errno
 import os

@@ -33,7 +33,7 @@ def test_the_list_of_devices_shows_those_that_can_be_opened(on_null):
         ("read", "the data that arrived is not the data that was sent"),
         ("atomic fetch-add", "the value is now 0, not 1"),
         ("bind-mw", "the data that arrived is not the data that was sent"),
-        ("doctor", "other data arrived than the"),
+        ("doctor", "the data that arrived is not the"),
     ],
 )
 def test_command_on_a_device_that_lies_fails_with_its_reason(on_null, command, words):

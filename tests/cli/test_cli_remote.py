@@ -239,7 +239,7 @@ def test_message_longer_than_the_receives_is_an_error(context: rp.Context, serve
     assert ran.code == 1
     assert ran.doc["status"] not in (None, "SUCCESS")
     assert "the message has 32 bytes, and the receives of 127.0.0.1:" in ran.doc["error"]
-    assert "hold 4 each; 'rdmapost serve --receive-size 32' has larger ones" in ran.doc["error"]
+    assert "hold 4 each; 'rdmapost serve --receive-size 32' posts larger ones" in ran.doc["error"]
 
 
 def test_datagram_without_a_receive_is_reported_as_not_arrived(
@@ -313,13 +313,13 @@ def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
         (["send", "::1"], "write an IPv6 address in brackets: [::1]"),
         (["send", "host:port"], "'port' is not a port"),
         (["write", ":5"], "has no host"),
-        (["read", "127.0.0.1", "--data", "x"], "set the memory that is read without HOST"),
-        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "gives the old value without HOST"),
+        (["read", "127.0.0.1", "--data", "x"], "--data and --data-file work only without HOST"),
+        (["atomic", "cas", "127.0.0.1", "--initial", "5"], "--initial works only without HOST"),
         (["send", "127.0.0.1", "--invalidate"], "without HOST"),
         (["write", "--offset", "5"], "--offset needs a HOST"),
         (["send", "--token", "x"], "--token needs a HOST"),
         (["send", "127.0.0.1", "--token", "x" * 257], "a token has 1 to 256 characters, not 257"),
-        (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "--qp-type cannot be xrc"),
+        (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "cannot be xrc or raw"),
         (["serve", "--tcp-port", "99999"], "at most 65535"),
         (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
         (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes of data"),

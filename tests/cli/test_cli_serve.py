@@ -193,7 +193,7 @@ def test_serve_says_that_a_request_was_refused(
     ran = serving(context, monkeypatch, visit, number=signal.SIGTERM)
     (failed,) = [line for line in ran.out.splitlines() if "failed" in line]
     assert failed.startswith(
-        "client 1: its queue pair failed: a request of the client's was refused"
+        "client 1: its queue pair failed: one of the client's requests was refused"
     )
     assert failed.endswith("receives end with WR_FLUSH_ERR")
 

@@ -627,9 +627,9 @@ def test_rows_that_lack_their_fields_are_refused(rc):
     for fields in ((), (rc.mine,), (rc.mine, one), (rc.mine, one, 8, 8)):
         for kind in (rp.Blocks, type(rc.mine.ranges(0, 1))):
             rows = tuple.__new__(kind, fields)
-            with pytest.raises(TypeError, match=f"{kind.__name__} has 3 fields, and this one"):
+            with pytest.raises(TypeError, match=f"{kind.__name__} has 3 fields, but this one has"):
                 rc.a.post_columns(rp.RdmaWrite, rows, wr_id=one)
-        with pytest.raises(TypeError, match="Blocks has 3 fields, and this one"):
+        with pytest.raises(TypeError, match="Blocks has 3 fields, but this one has"):
             rc.a.post_columns(rp.RdmaWrite, remote_addr=tuple.__new__(rp.Blocks, fields), wr_id=one)
     rc.works()
 
@@ -665,7 +665,7 @@ def test_rows_of_a_subclass_are_read_as_the_tuple_that_they_are(rc, base):
     data = bytes(rc.mine.buffer[:16])
     assert bytes(rc.theirs.buffer[:16]) == data[first : first + 8] + data[:8]
     short: Any = tuple.__new__(Mine, (rc.mine, 1))
-    with pytest.raises(TypeError, match=f"{base.__name__} has 3 fields, and this one 2"):
+    with pytest.raises(TypeError, match=f"{base.__name__} has 3 fields, but this one has 2"):
         rc.a.post_columns(rp.RdmaWrite, short, rkey=0, remote_addr=0)
 
 

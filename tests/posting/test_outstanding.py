@@ -246,7 +246,7 @@ def test_queue_of_wrong_arguments_is_refused(wrong, error):
 
 def test_queue_is_initialised_once():
     made = queue()
-    with pytest.raises(TypeError, match="it has been initialised"):
+    with pytest.raises(TypeError, match="it has already been initialised"):
         made.__init__(
             verb=0,
             in_flight=native.InFlight(),

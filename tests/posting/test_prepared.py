@@ -312,7 +312,7 @@ def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
     for wrong in ((), (5, 0), (rp.Send,), (rp.Send, "x")):
         with pytest.raises(TypeError):
             type(field)(*wrong)
-    with pytest.raises(TypeError, match="it has been initialised"):
+    with pytest.raises(TypeError, match="it has already been initialised"):
         field.__init__(rp.Send, 0)
 
 
@@ -374,7 +374,7 @@ def test_work_request_of_a_list_is_within_it(rc):
         batch._type_of("0")
     assert [batch._type_of(i) for i in range(3)] == [rp.RdmaWrite] * 3
     item = rp.PreparedWR(batch, 1)
-    with pytest.raises(TypeError, match="it has been initialised"):
+    with pytest.raises(TypeError, match="it has already been initialised"):
         item.__init__(batch, 2)  # type: ignore[misc]
     assert item.wr_id == 1
 

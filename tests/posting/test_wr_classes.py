@@ -102,7 +102,7 @@ def test_classes_derived_from_work_requests_are_initialised_and_posted_like_them
 
 
 def test_only_classes_for_an_opcode_can_be_made():
-    with pytest.raises(TypeError, match=r"^make one of a class for an opcode$"):
+    with pytest.raises(TypeError, match=r"^WR is only a base class; create one of its subclasses$"):
         rp.posting.wr.native.WR(wr_id=1)
 
 

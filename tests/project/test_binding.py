@@ -311,7 +311,7 @@ def test_only_the_main_interpreter_can_import_the_package():
         "rp.open_device('soft0').close()\n",
         **LOSES_MEMORY,  # cffi's modules outlive a subinterpreter
     )
-    assert said == "rdmapost works in the main interpreter of a process only"
+    assert said == "rdmapost works only in the main interpreter of a process"
 
 
 def test_importing_the_package_again_after_its_modules_were_forgotten_is_refused_by_name():
@@ -324,7 +324,7 @@ def test_importing_the_package_again_after_its_modules_were_forgotten_is_refused
         "try: again.open_device('soft0')\n"
         "except ImportError as error: print(error)\n"
     )
-    assert said.startswith("rdmapost can be imported once in a process")
+    assert said.startswith("rdmapost can be imported only once in a process")
 
 
 def test_interpreter_ends_quietly_after_a_bare_import():

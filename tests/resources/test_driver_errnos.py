@@ -171,4 +171,4 @@ def test_address_handle_that_cannot_reach_its_peer_names_both_addresses(on_null,
     )
     assert text.startswith(f"VerbsError: ibv_create_ah: {errno.errorcode[code]} ")
     assert "::ffff:192.0.2.1 cannot be reached from GID 0 (fe80::1)" in text
-    assert text.endswith("('rdmapost devices -v' lists those of this machine)")
+    assert text.endswith("('rdmapost devices -v' lists this machine's)")

@@ -164,7 +164,7 @@ def test_memlock_limit_is_named(verbs_context):
 def test_region_larger_than_memory_is_a_memory_error(pd):
     for size, why in (
         (1 << 62, "Cannot allocate memory"),
-        (1 << 70, "no address space is so large"),
+        (1 << 70, "no address space is that large"),
     ):
         with pytest.raises(MemoryError, match=f"cannot allocate {size} bytes for a region: {why}$"):
             rp.MR(pd, size)
@@ -180,7 +180,7 @@ on_null = null_device.on_null
         (12, "64 bytes must be locked in memory and this process may lock 64 KiB in all"),
         (11, "raise it with 'ulimit -l unlimited'"),
         (14, "the memory cannot be pinned: it is a device mapping, is not writable"),
-        (22, "the device does not take this length or these access flags"),
+        (22, "the device does not accept this length or these access flags"),
         (5, "ibv_reg_mr: EIO (5, Input/output error)"),
     ],
 )

@@ -528,7 +528,7 @@ def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
     _refuse(monkeypatch, rc.pd.context, -4, errno.EOPNOTSUPP)
     with rp.MR(rc.pd, 64, ALL) as mr:
         name = rc.pd.context.name
-        words = f"^ibv_rereg_mr is not supported: the driver of {name} does not have it, or not for"
+        words = f"^ibv_rereg_mr is not supported: the driver of {name} does not have it, at"
         with pytest.raises(rp.UnsupportedError, match=words):
             mr.rereg(memory=64)
         assert _write(rc, mr) is WCStatus.SUCCESS

@@ -1,4 +1,4 @@
-/* Closing a handle, with a caller to raise to; deferred.c has the other closes. */
+/* Closing a handle when there is a caller to raise to; deferred.c has the other closes. */
 #include "handles/internal.h"
 
 enum { LONGEST_PAUSE_US = 1000, WAIT_AT_EXIT_US = 1000000 };
@@ -111,7 +111,7 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 	Py_XDECREF(closed);
 	if (!unnamed)
 		return closed ? 0 : -1;
-	/* Do not wait in the middle of a close: the thread closing the children may wait for it. */
+	/* Do not wait in the middle of a close: the children's closer may be waiting for it. */
 	if (!rp_thread()->closing &&
 	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
 		return rp_await_others(h, pause);
@@ -151,7 +151,7 @@ again:
 /* Do everything that precedes destruction; 0, -1 with an exception, or 1 if time is up. */
 static int release(struct rp_handle *h, struct rp_pause *pause)
 {
-	/* Wake threads that wait on the handle: all its verbs, theirs included, must end first. */
+	/* Wake threads that wait on the handle: all its verbs, including theirs, must end first. */
 	if (ask(h, "_wake"))
 		return -1;
 	while (VERBS(load(&h->word))) {
@@ -176,7 +176,7 @@ static int release(struct rp_handle *h, struct rp_pause *pause)
 	return 0;
 }
 
-/* Whether a call succeeded, by its result: 0, an errno, a negative errno, or -1 with errno set. */
+/* Whether a call's result means success: it is 0, an errno, its negative, or -1 with errno set. */
 static int succeeded(PyObject *function, PyObject *result)
 {
 	long code;
@@ -219,7 +219,7 @@ int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised)
 	struct rp_error first = { NULL, NULL, NULL };
 	PyObject *done = NULL;
 
-	/* In a child that a signal handler has forked, the call may never complete: try once. */
+	/* In a child that a signal handler has forked, the call may never complete: try it once. */
 	for (int i = 0; !done && i < MAX_INTERRUPTS && (!i || h->process == rp_process); i++) {
 		done = PyObject_CallMethod((PyObject *)h, method, NULL);
 		if (!first.type)

@@ -119,7 +119,10 @@ static void raise_made(PyObject *self)
 		     state_of((struct rp_handle *)self) < OPEN ? "is being" : "has been");
 }
 
-/* Whether a parent is about to be closed: by close_all(), or once this, its only child, has gone. */
+/*
+ * Whether a parent is about to be closed: by close_all(), or once the new handle, its only child,
+ * is gone.
+ */
 static int is_ending(const struct rp_handle *parent, PyObject *parents)
 {
 	uint64_t count = 0;
@@ -150,8 +153,8 @@ static int refuse_ending_parent(struct rp_handle *h)
 
 /*
  * The constructor has failed. If it created no struct, another constructor may begin. If it did,
- * close the handle, because a traceback may keep it alive for a long time. If the device refuses, it
- * is kept (deferred.c).
+ * close the handle, because a traceback may keep it alive for a long time. If the device refuses,
+ * the handle is kept (deferred.c).
  */
 static void undo_making(struct rp_handle *h)
 {

@@ -1,6 +1,6 @@
 /*
- * Closes that have no caller to raise to: those of unreachable handles, those that wait for the
- * end of this thread's verb, and those that the main thread tries again.
+ * Closes that have no caller to raise to: those of unreachable handles, those that wait for this
+ * thread's verb to end, and those that the main thread retries.
  */
 #include "handles/internal.h"
 
@@ -67,9 +67,9 @@ static void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle 
  * Handles whose close lacked stack or memory, for the main thread to close; the list holds
  * references.
  *
- * In CPython 3.11, a function that is traced or profiled repeats its first instruction for as long
- * as a pending call is queued; so if it runs in a pending call itself, it never ends. Therefore one
- * pending call closes all handles, and queues no other before its end.
+ * In CPython 3.11, a traced or profiled function repeats its first instruction for as long as a
+ * pending call is queued; one that itself runs in a pending call then never ends. So a single
+ * pending call closes all handles, and queues no other before it ends.
  */
 static struct rp_handle *for_main;
 static unsigned int main_asked; /* the process whose pending call is queued or running, or 0 */
@@ -87,9 +87,9 @@ void rp_ask_main(void)
 }
 
 /*
- * Whether this thread's functions are traced or profiled, as far as sys.gettrace() or
- * sys.getprofile() tells; yes if that cannot be told. Its C function is called directly, because
- * there may be no stack for a Python call.
+ * Whether this thread's functions are traced or profiled, according to sys.gettrace() or
+ * sys.getprofile(); true if that cannot be determined. The getter's C function is called directly,
+ * because there may be no stack for a Python call.
  */
 static int has_hook(const char *getter_name)
 {
@@ -282,7 +282,7 @@ void rp_finalize_handle(PyObject *self)
 		return;
 	/*
 	 * This close is deferred until this thread's verb ends or the last user leaves. List the
-	 * handle, so that the close of a parent, which may come earlier, finds it.
+	 * handle, so that a parent finds it if the parent is closed before that.
 	 */
 	if (state_of(h) == OPEN && (rp_thread()->top || rp_is_busy(h)))
 		rp_list_again(h);

@@ -27,7 +27,7 @@ void rp_raise(PyObject *exception)
 {
 	PyObject *before = rp_take_exception();
 
-	/* This sets the context to the exception being handled; `before`, if any, replaces it. */
+	/* This sets the context to the exception being handled; `before`, if set, replaces that. */
 	PyErr_SetObject((PyObject *)Py_TYPE(exception), exception);
 	if (before)
 		PyException_SetContext(exception, before);

@@ -43,7 +43,7 @@ void rp_raise_forked(void);
 /* Raise VerbsError; returns NULL. */
 PyObject *rp_raise_verbs(const char *verb, int code);
 
-/* Raise RdmaError for a post in the middle of another to the same queue. */
+/* Raise RdmaError for a post in the middle of another post to the same queue. */
 void rp_raise_nested(void);
 
 /* Clear the current exception and return it, with its traceback; NULL if none is set. */
@@ -52,18 +52,18 @@ PyObject *rp_take_exception(void);
 /* Raise an exception, with the one already set as its context; steals the reference. */
 void rp_raise(PyObject *exception);
 
-/* Whether an exception is for lack of memory or stack. */
+/* Whether an exception was raised for lack of memory or stack. */
 int rp_lacks_room(PyObject *exception);
 
 /*
  * rp_raise_later() saves a signal handler's exception that cannot propagate, and steals the
- * reference; after rp_deliver_soon() it is raised once this thread is out of C.
+ * reference; after rp_deliver_soon(), the exception is raised once this thread has left C code.
  */
 void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(); clear it if it is for lack of memory or stack. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
-/* While this is rp_process, rp_deliver_soon() does nothing; call it afterwards. */
+/* While this equals rp_process, rp_deliver_soon() does nothing; call that function afterwards. */
 RP_SHARED unsigned int rp_delivery_waits;
 /*
  * Like rp_deliver_soon(), for a caller that can raise: in the main thread, also removes and returns

@@ -40,7 +40,7 @@ static PyType_Slot finalizer_slots[] = {
 
 /*
  * Finalizing(finalizer, bind): a subclass's __del__, which calls the subclass's finalizer and then
- * rp_finalize_handle(), even if a signal handler raises before the former has begun. `bind` is
+ * rp_finalize_handle(), even if a signal handler raises before the finalizer has begun. `bind` is
  * types.MethodType.
  */
 struct finalizing {

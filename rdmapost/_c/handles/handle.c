@@ -234,9 +234,9 @@ static PyMethodDef handle_methods[] = {
 	  "close($self, /)\n--\n\nRelease the resource.  Calling it again does nothing.\n\n"
 	  "It waits for other threads' verbs and for a concurrent close() of the same resource;\n"
 	  "if waiting could deadlock with that close(), it returns at once and the other thread\n"
-	  "finishes the job.  In the middle of a verb of this thread (a signal handler, a\n"
-	  "finalizer) it returns at once, and the resource is closed when the verb ends.  In the\n"
-	  "child of a fork it does nothing.  If it was interrupted, call it again.\n\n"
+	  "finishes the job.  In the middle of one of this thread's verbs (in a signal handler\n"
+	  "or a finalizer) it returns at once, and the resource is closed when the verb ends.\n"
+	  "In the child of a fork it does nothing.  If it was interrupted, call it again.\n\n"
 	  "Raises:\n"
 	  "    InUseError: other open resources depend on it; it stays open.\n"
 	  "    VerbsError: the device refused; it stays open.\n" },
@@ -294,13 +294,13 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
 		PyErr_SetString(PyExc_ImportError,
-				"rdmapost works in the main interpreter of a process only");
+				"rdmapost works only in the main interpreter of a process");
 		return NULL;
 	}
 	if (rp_python.open) {
 		PyErr_SetString(PyExc_ImportError,
-				"rdmapost can be imported once in a process; it has been, and its "
-				"modules were forgotten or belong to another interpreter");
+				"rdmapost can be imported only once in a process; it has been, but "
+				"its modules were forgotten or belong to another interpreter");
 		return NULL;
 	}
 	Py_RETURN_NONE;
@@ -319,7 +319,7 @@ static PyObject *describe_handles(PyObject *self, PyObject *args)
 			      &rp_python.open, &rp_python.type_of, &PyDict_Type,
 			      &rp_python.structs))
 		return NULL;
-	/* One reference is returned, the other keeps them for ever. */
+	/* One reference is returned; the other is kept forever. */
 	return Py_NewRef(Py_NewRef(args));
 }
 
@@ -349,9 +349,9 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 }
 
 /*
- * admit_children(handles, whether): whether the handles of a list may have new children. They may
- * not while all of them are being closed, or a thread that creates some without end would keep them
- * open; nor while their close is deferred. Runs no Python code.
+ * admit_children(handles, whether): set whether the handles of a list admit new children. They must
+ * not while all of them are being closed, or a thread that keeps creating children would keep them
+ * open; nor must a handle whose close is deferred. Runs no Python code.
  */
 static PyObject *admit_children(PyObject *self, PyObject *args)
 {
@@ -371,8 +371,8 @@ static PyObject *admit_children(PyObject *self, PyObject *args)
 }
 
 /*
- * defer_closes(handles): if this thread is in the middle of a close, close the handles of a list after
- * it; return whether it is.
+ * defer_closes(handles): if this thread is in the middle of a close, close the handles of a list
+ * after that close; return whether it is in one.
  */
 static PyObject *defer_closes(PyObject *self, PyObject *handles)
 {

@@ -42,7 +42,7 @@ struct rp_handle {
 	/* How many children have had their structs destroyed, and how many have finished closing. */
 	unsigned int destroyed, finished;
 	unsigned int constructors; /* calls of its constructor that have begun */
-	unsigned int claimants; /* threads that wait to close it, or to register it again */
+	unsigned int claimants; /* threads waiting to close or re-register it */
 	unsigned int windows; /* number of windows bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* of that process */
@@ -51,7 +51,7 @@ struct rp_handle {
 	uint32_t lkey, rkey; /* a memory region's */
 	PyObject *form; /* a memory region's memory, access and PD (a _Form); or NULL */
 	PyObject *replaced; /* the form before that, until _settle() has released its memory */
-	char unreadable; /* a memory region of addresses that this process may not be able to read */
+	char unreadable; /* a memory region whose addresses this process may be unable to read */
 	char remaking; /* its closer is in _remake() */
 	char spoiled; /* _make() or _remake() failed: it can only be closed, and stays RP_SHUT */
 	char state; /* see internal.h */
@@ -59,7 +59,7 @@ struct rp_handle {
 	char stalled; /* its closer is waiting for another close */
 	char abandoned; /* finalized: its last user closes it */
 	char refused; /* the device refused to destroy it */
-	char kept; /* refused in a close with no caller to raise to: kept until the process ends */
+	char kept; /* the device refused, with no caller to raise to: kept until the process ends */
 	char emptied; /* everything on it is being closed: it admits no children */
 	char is_for_main; /* it is in the main thread's list */
 	/* Who deferred its close until a verb ends (internal.h); any wait on it must end now. */
@@ -116,7 +116,7 @@ void rp_raise_closed(struct rp_handle *handle);
 
 /* rp_begin_use_by() for a handle that is shut, or whose word has just changed. */
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
-/* If this was an unreachable handle's last user, close it. */
+/* If this was an unreachable handle's last user, close the handle. */
 void rp_user_left(struct rp_handle *handle);
 /* Run this thread's deferred closes. */
 void rp_run_deferred(void);
@@ -171,7 +171,7 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
 }
 
 /*
- * Runs the pending work of a device written in Python; NULL without such a device. May run any
+ * Runs the pending work of a device written in Python; NULL if there is no such device. May run any
  * Python code and wait for another thread's verb, so hold no lock. Returns a signal handler's
  * exception, which the caller must raise, or NULL.
  */

@@ -1,8 +1,8 @@
 /*
- * What the files about handles share. handle.c has the type; users.c counts the users, lists the open
- * handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a handle's
- * life; deferred.c has the closes that come later and finalization, windows.c what memory windows
- * are bound to, finalizer.c the finalizers written in Python.
+ * What the files about handles share. handle.c has the type; users.c counts the users, lists the
+ * open handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a
+ * handle's life; deferred.c has deferred closes and finalization; windows.c has the regions that
+ * windows are bound to; finalizer.c has the finalizers written in Python.
  */
 #ifndef RDMAPOST_HANDLES_INTERNAL_H
 #define RDMAPOST_HANDLES_INTERNAL_H
@@ -83,7 +83,7 @@ int rp_list_as(struct rp_handle *h, PyObject *value);
 /* Remove a handle from the dict of open handles; runs no Python code. */
 void rp_unlist(struct rp_handle *h);
 /*
- * List an unreachable handle for close_dropped(): the collector has cleared its weak reference.
+ * List an unreachable handle, whose weak reference the collector has cleared, for close_dropped().
  * Returns whether it is listed.
  */
 int rp_list_again(struct rp_handle *h);
@@ -146,9 +146,9 @@ int rp_await_others(const struct rp_handle *h, struct rp_pause *pause);
  * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
  */
 int rp_shut(struct rp_handle *h, struct rp_pause *pause);
-/* The handle stays open after all. */
+/* Leave the handle open after all. */
 void rp_reopen(struct rp_handle *h);
-/* This thread is no longer the handle's closer. */
+/* Stop being the handle's closer. */
 void rp_end_claim(struct rp_handle *h);
 /*
  * Let waiting threads claim a handle: a thread that closes it in a loop would otherwise claim it
@@ -184,7 +184,7 @@ void rp_close_abandoned(struct rp_handle *h);
 void rp_close_quietly(struct rp_handle *h);
 /*
  * Have the main thread close the handles that are left to it. If it cannot be asked now, the next
- * call does it: each constructor and each close calls this.
+ * call of this function, by any constructor or close, asks it.
  */
 void rp_ask_main(void);
 void rp_finalize_handle(PyObject *self);

@@ -9,9 +9,9 @@
 #include "handles/exceptions.h"
 
 /*
- * In CPython 3.11, a traced function repeats its first instruction while a signal is pending that
- * the main thread has not seen. It sees it when it takes the GIL, so it must not wait for a traced
- * owner without taking the GIL now and then.
+ * In CPython 3.11, a traced function repeats its first instruction while there is a pending signal
+ * that the main thread has not seen. The main thread sees signals when it takes the GIL, so while
+ * it waits for a traced owner, it must take the GIL now and then.
  */
 enum { LONGEST_WAIT_US = 5000 };
 

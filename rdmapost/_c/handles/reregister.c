@@ -1,4 +1,4 @@
-/* Registering a memory region again: other memory, access or PD, in the same handle. */
+/* Re-registering a memory region: new memory, access or PD, same handle. */
 #include "handles/internal.h"
 
 /* What a region is to become. */
@@ -72,8 +72,8 @@ static void set_attributes(PyObject *attributes)
 }
 
 /*
- * Have Python release the memory of the replaced form. If that fails, it is tried again before the
- * next change, and when the region is closed. Returns the first exception, or none.
+ * Have Python release the memory of the replaced form. If that fails, it is retried before the next
+ * change, and when the region is closed. Returns the first exception, or none.
  */
 static struct rp_error settle(struct rp_handle *h)
 {
@@ -91,8 +91,8 @@ static struct rp_error settle(struct rp_handle *h)
 }
 
 /*
- * Call the verb, once nothing uses the region. Release the old parents and memory only if the
- * device has the new ones; if it may have either, keep both. 0, or -1 with an exception.
+ * Call the verb once nothing uses the region. Release the old parents and memory only if the device
+ * has the new ones; if it may have either, keep both. 0, or -1 with an exception.
  */
 static int change(struct rp_handle *h, PyObject *function, PyObject *args,
 		  const struct registration *new)
@@ -181,12 +181,12 @@ static int wait_until_unused(struct rp_handle *h, struct rp_pause *pause)
 
 /*
  * _remake(function, args, before, parents, keeps, access, start, unreadable, form, attributes):
- * register a memory region again, by calling function with the struct and args, and make it a child
- * of the new parents. This waits until other threads' verbs on the region end, and refuses new ones;
+ * re-register a memory region by calling function with the struct and args, and make it a child of
+ * the new parents. This waits until other threads' verbs on the region end, and refuses new verbs;
  * it raises if work in flight or a window uses the region. Once the device has changed the region,
  * the handle has the new form and attributes, whatever is raised later; then _settle() is called.
- * Returns False, without calling function, if the parents are no longer the tuple
- * `before`, because another thread has changed the region meanwhile.
+ * Returns False, without calling function, if the parents are no longer the tuple `before`, because
+ * another thread has changed the region in the meantime.
  */
 PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 {
@@ -203,8 +203,8 @@ PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 		return NULL;
 	if (rp_in_verb()) {
 		PyErr_Format(rp_errors.in_use,
-			     "%S cannot be registered again in the middle of a verb of this thread "
-			     "(this is a signal handler or a finalizer)", h);
+			     "%S cannot be registered again in the middle of one of this thread's "
+			     "verbs (this is a signal handler or a finalizer)", h);
 		return NULL;
 	}
 	if (is_done(h) || rp_exiting == RP_CLOSED_ALL) {

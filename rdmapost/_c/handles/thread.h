@@ -9,9 +9,9 @@
 struct rp_handle;
 struct rp_use;
 
-/* The process's generation: from 1; a forked child has the next one. */
+/* The process's generation, counted from 1; a forked child has the next number. */
 RP_SHARED unsigned int rp_process;
-/* How many threads of this process sleep until a descriptor is readable. */
+/* How many threads of this process are sleeping until a descriptor is readable. */
 RP_SHARED unsigned int rp_sleeping;
 
 /*

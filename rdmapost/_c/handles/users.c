@@ -42,7 +42,7 @@ int rp_enter(struct rp_handle *h, uint64_t user)
 	do {
 		if (h->process != rp_process)
 			return 0;
-		/* Until the struct is destroyed, the closer may use it but create no children. */
+		/* Until the struct is destroyed, the closer may use it, but not create children. */
 		if (word & RP_SHUT &&
 		    (user == CHILD || !is_closer(h) || !h->releasing))
 			return 0;
@@ -194,7 +194,7 @@ PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *arg
 		if (h && rp_begin_use(h, &uses[*used])) {
 			/*
 			 * May run any Python code, which could find an incomplete tuple through the
-			 * collector: so the arguments are first put in an array.
+			 * collector; that is why the arguments are put in an array first.
 			 */
 			rp_raise_closed(h);
 			break;

@@ -7,7 +7,7 @@
 
 #include "handles/handle.h"
 
-/* The order of binds: each post of one, and each completion of one, takes the next number. */
+/* Return the next number in the order of binds; each post and each completion of one takes one. */
 uint64_t rp_bind_clock(void);
 
 /* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
@@ -26,7 +26,7 @@ void rp_drop_binder(struct rp_binder *binder);
 struct rp_bind {
 	struct rp_binder *binder; /* of its send queue */
 	uint64_t serial; /* when it was posted, by rp_bind_clock() */
-	uint32_t number; /* how many binds under this key there had been, with this one */
+	uint32_t number; /* how many binds under this key there had been, including this one */
 	unsigned char key; /* the low byte of the window's new key */
 };
 
@@ -44,7 +44,7 @@ uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp
 /* Take back a bind that was not posted, or has failed. */
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
 
-/* Count the invalidation of a key; `counts` are its window's, or NULL. Runs no Python code. */
+/* Count the invalidation of a key in its window's `counts` (may be NULL). Runs no Python code. */
 void rp_count_invalidation(PyObject *counts, unsigned char key);
 
 /* Note that a window bind has been posted to a handle's queue. */

@@ -1,4 +1,4 @@
-/* Polling a CQ once or for a time, with ibv_poll_cq or an extended CQ's ibv_start_poll. */
+/* Polling a CQ, once or for a limited time: ibv_poll_cq, or an extended CQ's ibv_start_poll. */
 #include "libibverbs/shim.h"
 
 _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
@@ -52,9 +52,9 @@ static int poll_once(struct any_cq from, int max, struct ibv_wc *wc, struct rp_w
 	if (from.cq)
 		return ibv_poll_cq(from.cq, max, wc);
 	/*
-	 * Poll each completion by itself: when rxe's ibv_next_poll has found none, its ibv_end_poll
-	 * skips an entry (rdma-core pull request 1512), and in older releases also unlocks the CQ
-	 * again.
+	 * Poll each completion separately: when rxe's ibv_next_poll has found none, its
+	 * ibv_end_poll skips an entry (rdma-core pull request 1512), and in older releases also
+	 * unlocks the CQ a second time.
 	 */
 	for (n = 0; n < max; n++) {
 		int rc = ibv_start_poll(from.cq_ex, &attr);

@@ -1,9 +1,9 @@
 /*
  * Reads a DLPack capsule: a tensor's address, shape and type (dlpack.h of the DLPack project).
  *
- * A capsule can be consumed once: the consumer renames it and later calls the tensor's deleter.
- * Here the consumer is a second capsule, the keeper, which keeps the tensor alive as long as it
- * lives.
+ * A capsule can be consumed only once: the consumer renames it and later calls the tensor's
+ * deleter. Here the consumer is a second capsule, the keeper, which keeps the tensor alive as long
+ * as it exists.
  */
 #include "handles/exceptions.h"
 #include "parts.h"

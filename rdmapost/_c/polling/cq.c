@@ -55,8 +55,8 @@ static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize
 /* ---- the backlog -------------------------------------------------------- */
 
 /*
- * What a batch needs: the queues to release after it, which are those whose work requests it retired
- * and those that the poller's `last` pointed to before; and where its completions go.
+ * What a batch needs: the queues to release after it (those whose work requests it retired, and
+ * those that the poller's `last` pointed to before), and where its completions go.
  */
 struct batch {
 	struct rp_in_flight *queue[2 * BATCH];
@@ -153,10 +153,10 @@ static inline int invalidates(const struct ibv_wc *wc)
 }
 
 /*
- * Mark the work requests of a run of one queue's completions as done, and write the completions to
- * the caller's rows. The run ends before the last row of the oldest call of post_columns(), before
- * another queue's completion, or before a completion, other than the first, that invalidates a key.
- * Returns its length.
+ * For a run of one queue's completions, mark their work requests as done, and write the completions
+ * to the caller's rows. The run ends before the last row of the oldest call of post_columns(),
+ * before another queue's completion, or before a completion, other than the first, that invalidates
+ * a key. Returns its length.
  */
 static int put_run(struct rp_in_flight *q, const struct ibv_wc *wc, int count, char **rows)
 {
@@ -255,9 +255,9 @@ static void match_completions(struct poller *p, const struct ibv_wc *wc,
 }
 
 /*
- * Poll for up to `max` completions, with the lock held, spinning up to `spin_ns` until there are
- * that many. The completions delivered last can still be put back afterwards. Returns how many were
- * polled, or a negative errno.
+ * Poll for up to `max` completions, with the lock held, spinning for up to `spin_ns` until there
+ * are that many. The completions delivered last can still be put back afterwards. Returns how many
+ * were polled, or a negative errno.
  */
 static int poll_batch(struct poller *p, const struct rp_handle *handle, int max, int64_t spin_ns,
 		      struct batch *batch)
@@ -287,7 +287,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
  */
 struct order {
 	uint64_t count, promised;
-	const struct waiter *after; /* waits that began before this one come first; if NULL, none */
+	const struct waiter *after; /* waits that began before it come first; NULL: no waits do */
 	int fewer;
 	int64_t spin_ns;
 	int error; /* from polling */
@@ -308,8 +308,8 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 
 /*
  * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take the
- * completions that the order asks for. 0, or -1 with an exception: a signal handler's, because a
- * handler has forked, or because this thread has the lock.
+ * completions that the order asks for. 0, or -1 with an exception: one from a signal handler, or
+ * one raised because a handler has forked or this thread has the lock.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_completion **taken)
@@ -350,7 +350,7 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			rp_drop_done(batch.queue[i]);
 			Py_DECREF((PyObject *)batch.queue[i]);
 		}
-		/* Completions in the caller's rows are delivered: no further batch, which may fail. */
+		/* Completions in rows are delivered: poll no further batch, which may fail. */
 	} while (polled == BATCH && !batch.rows);
 	return 0;
 }
@@ -429,16 +429,16 @@ static void put_back(struct poller *p, struct rp_completion *list)
 	rp_notify_tasks_surely(p);
 }
 
-/* Raise the error of a poll, which may be our own ENOMEM: always NULL. */
+/* Raise a poll's error, which may be our own ENOMEM; returns NULL. */
 static PyObject *raise_polling(int error)
 {
 	return error == ENOMEM ? PyErr_NoMemory() : rp_raise_verbs("ibv_poll_cq", error);
 }
 
 /*
- * Gather the completions that `order` asks for, and deliver them: as rows if the order has any, else
- * as WCs appended to `wcs`. Returns how many, or -1 with an exception; those not delivered go back to
- * the backlog. A polling error is raised only if there was no completion.
+ * Gather the completions that `order` asks for, and deliver them: as rows if `order->rows` is set,
+ * else as WCs appended to `wcs`. Returns how many, or -1 with an exception; those not delivered go
+ * back to the backlog. A polling error is raised only if there was no completion.
  */
 static Py_ssize_t deliver(struct poller *p, struct rp_handle *handle, struct order *order,
 			  PyObject *wcs)
@@ -618,7 +618,7 @@ static int sleep_for_events(struct poller *p, struct rp_handle *handle, struct w
 	leads = p->leader == me;
 	unlock_poller(p);
 	if (leads) {
-		/* Request an event, then poll again: what arrived before the request raises none. */
+		/* Request an event, then poll again: earlier completions raise no event. */
 		if (ask_for_event(handle, 0))
 			return -1;
 		if (gather(p, handle, &order, NULL))

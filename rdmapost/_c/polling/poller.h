@@ -29,7 +29,7 @@ struct poller {
 	unsigned int cancels; /* number of cancel() calls */
 	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
 	unsigned int claims;  /* successful claim() calls: unclaim() ends no newer claim */
-	PyObject *tasks; /* the leading event loop's (aio.py), called to have it poll; or NULL */
+	PyObject *tasks; /* the leading event loop's wait list (aio.py), called to poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
 	PyObject *invalidated; /* see rp_note_invalidated() */
 	struct rp_in_flight *last; /* the queue of the latest completion, or NULL */
@@ -85,7 +85,7 @@ static inline void unlock_if(struct poller *p, int locked)
 
 /*
  * Take the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if Python
- * code has forked meanwhile and this is the child.
+ * code has forked in the meantime and this is the child.
  */
 static inline int lock_in_verb(struct poller *p, struct rp_handle *handle)
 {

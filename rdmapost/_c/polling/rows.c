@@ -5,10 +5,10 @@
 #include "handles/thread.h"
 #include "parts.h"
 
-/* Python's check_rows(): raises TypeError for a buffer of pointers that Python follows. */
+/* Python's check_rows(): raises TypeError if the buffer holds pointers that Python follows. */
 static PyObject *rows_checker;
 
-/* The format of numpy's arrays of WC_DTYPE. */
+/* The buffer format of numpy arrays of WC_DTYPE. */
 static const char WC_FORMAT[] =
 	"T{L:wr_id:I:status:I:opcode:I:vendor_err:I:byte_len:I:imm_data:I:qp_num:I:src_qp:"
 	"I:wc_flags:H:pkey_index:H:slid:B:sl:B:dlid_path_bits:}";
@@ -59,8 +59,8 @@ static int export_rows(PyObject *buffer, Py_buffer *view)
 }
 
 /*
- * Take one memoryview, and check and export that: a class may return a different buffer each time
- * it is asked.
+ * Take a single memoryview, then check and export it: a class may return a different buffer each
+ * time it is asked.
  */
 static int export_checked(PyObject *buffer, Py_buffer *view)
 {
@@ -74,7 +74,10 @@ static int export_checked(PyObject *buffer, Py_buffer *view)
 	return failed ? -1 : 0;
 }
 
-/* Whether a buffer's rows are WC_DTYPE's. Longer ones may have fields that the format omits. */
+/*
+ * Whether a buffer's rows are of WC_DTYPE. The size counts, too: longer rows may have fields that
+ * the format omits.
+ */
 static int is_of_wcs(const Py_buffer *view)
 {
 	return view->itemsize == sizeof(struct ibv_wc) && view->format &&
@@ -92,7 +95,7 @@ int rp_get_rows(PyObject *buffer, Py_buffer *view)
 		if (export_checked(buffer, view))
 			return -1;
 	}
-	/* An empty buffer's address may be NULL, which here would mean WCs instead of rows. */
+	/* An empty buffer's address may be NULL, but to callers NULL means WCs instead of rows. */
 	if (!view->buf)
 		view->buf = nowhere;
 	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)

@@ -10,7 +10,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-/* In ms. Sleeps are limited because a signal just before one does not interrupt it. */
+/* In ms. Sleeps are limited because a signal just before a sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
 int rp_read_deadline(PyObject *timeout, int64_t *deadline)
@@ -93,7 +93,7 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 		return -1;
 	}
 	fds[1].fd = me->fd;
-	/* Rounded up, so that a short wait does not become a busy one. */
+	/* Round up, so that a short wait does not become a busy loop. */
 	left = left > 0 ? (left + 999999) / 1000000 : 0;
 	RP_ADD(&rp_sleeping, 1);
 	Py_BEGIN_ALLOW_THREADS
@@ -223,8 +223,8 @@ PyObject *rp_cancel_waits(PyObject *self, PyObject *for_good)
 }
 
 /*
- * claim(tasks): let an event loop lead if nothing else is waiting; return whether it leads. Another
- * leading loop is notified first, and gives up the lead if its tasks are gone.
+ * claim(tasks): let an event loop lead if nothing else is waiting; return whether it leads. If
+ * another loop leads, that one is notified first, and gives up the lead if its tasks are gone.
  */
 PyObject *rp_claim(PyObject *self, PyObject *tasks)
 {
@@ -244,8 +244,8 @@ PyObject *rp_claim(PyObject *self, PyObject *tasks)
 }
 
 /*
- * unclaim(tasks, claims): end an event loop's lead, unless the number of claims is no longer
- * `claims`; return False if the loop still leads, else True.
+ * unclaim(tasks, claims): end an event loop's lead if the number of claims is still `claims`;
+ * return False if the loop still leads, else True.
  */
 RP_POLLER_METHOD(rp_unclaim)
 {

@@ -10,7 +10,7 @@ enum { FIELDS = 20, STATUSES = 32, OPCODES = 256, FLAGS = 128 };
 
 /* Used to create WCs; provided by rdmapost/resources/cq.py. */
 static struct {
-	PyObject *type; /* the class, a tuple */
+	PyObject *type; /* the class, derived from tuple */
 	PyObject *flag_type; /* creates a member from any number */
 	PyObject *zero;
 	/* These create a value for a number that no member has. */
@@ -52,7 +52,7 @@ PyObject *rp_make_wc(const struct rp_completion *completion)
 	int good = wc->status == IBV_WC_SUCCESS;
 	/* Some drivers set the flags on the sender's side too, without the data. */
 	int received = wc->opcode & IBV_WC_RECV;
-	/* Nothing else in a failed completion is valid (ibv_poll_cq(3)). */
+	/* In a failed completion, the fields read from `more` are not valid (ibv_poll_cq(3)). */
 	const struct ibv_wc none = { .wr_id = 0 }, *more = good ? wc : &none;
 	unsigned int flags = more->wc_flags;
 	PyObject *fields[FIELDS] = {
@@ -115,7 +115,7 @@ static PyObject *describe_wc(PyObject *self, PyObject *args)
 
 	(void)self;
 	if (made_of.type) {
-		PyErr_SetString(PyExc_RuntimeError, "it is known already");
+		PyErr_SetString(PyExc_RuntimeError, "WC has already been described");
 		return NULL;
 	}
 	if (!PyArg_ParseTuple(args, "O!O!OO!OO!O", &PyType_Type, &type, &PyDict_Type, &statuses,

@@ -18,8 +18,8 @@ struct rp_completion {
 PyObject *rp_make_wc(const struct rp_completion *completion);
 
 /*
- * Export a caller's buffer of whole rows, which the caller releases; 0, or -1 with an exception. Its
- * address is never NULL.
+ * Export a buffer of whole rows; the caller must release it. Returns 0, or -1 with an exception.
+ * The buffer's address is never NULL.
  */
 int rp_get_rows(PyObject *buffer, Py_buffer *view);
 

@@ -1,5 +1,5 @@
 /*
- * Posting FLUSH and ATOMIC_WRITE with ibv_wr_start() and so on: ibv_post_send() cannot post them.
+ * Posting FLUSH and ATOMIC_WRITE with the ibv_wr_*() functions: ibv_post_send() cannot post them.
  */
 #include "posting/build_wr.h"
 
@@ -13,7 +13,7 @@ _Static_assert(AT(next, next) && AT(sg_list, sg_list) && AT(num_sge, num_sge) &&
 		       sizeof(struct rp_built_wr) <= sizeof(struct ibv_send_wr),
 	       "struct rp_built_wr is not laid out like struct ibv_send_wr");
 
-/* All are posted, or none. */
+/* Either all of the work requests are posted, or none. */
 static struct outcome build(struct rp_qp_ex *qp, const struct ibv_send_wr *wr, size_t count)
 {
 	struct ibv_qp_ex *ex = (void *)qp;
@@ -41,7 +41,7 @@ struct outcome rp_build(void *qp, struct ibv_send_wr *wr)
 {
 	struct outcome all = { 0, 0 };
 
-	/* Split the list into runs: ibv_wr_*() posts one run, ibv_post_send the next. */
+	/* Split the list into runs, posted by ibv_wr_*() and ibv_post_send() in turn. */
 	while (wr && !all.code) {
 		struct ibv_send_wr *last = wr, *rest;
 		struct outcome run;

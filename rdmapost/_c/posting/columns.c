@@ -3,8 +3,8 @@
  * rows, or the i-th number of a column (a buffer).
  *
  * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
- * first row is checked like any work request; the others, only where they can differ from it. To
- * report a row that fails, Python builds that row as a work request object and refuses the object.
+ * first row is checked like any work request, the others only where they can differ from the first.
+ * To report a row that fails, Python builds it as a work request object and refuses that object.
  * A call has one record in flight; on an SRQ, and for LOCAL_INV, each row has its own. The device
  * gets chunks of linked structs; from one chunk to the next, only wr_ids, flags and columns are
  * rewritten.
@@ -236,7 +236,7 @@ static int read_column(struct columns *c, struct column *col, PyObject *given)
 	return read;
 }
 
-/* Refuse an apparent column for a field that all rows share; 0, or -1 with an exception. */
+/* Refuse what looks like a column for a field that all rows share; 0, or -1 with an exception. */
 static int refuse_column(PyObject *name, PyObject *given)
 {
 	int rows = PyList_Check(given) || PyTuple_Check(given);
@@ -263,7 +263,7 @@ static int note_refusal(struct columns *c, int read)
 	return read < 0 ? -1 : 0;
 }
 
-/* Read a number, not a field's value, that is at least `least`; 0, or -1 with an exception. */
+/* Read an argument that is a number of at least `least`; 0, or -1 with an exception. */
 static int read_one(const struct columns *c, PyObject *name, PyObject *given, int least,
 		    uint64_t *number)
 {
@@ -278,19 +278,19 @@ static int read_one(const struct columns *c, PyObject *name, PyObject *given, in
 	return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Whether an object is of `type`, Blocks or Ranges: 1, 0, or -1 with an exception. */
+/* Whether an object is of `type` (Blocks or Ranges): 1, 0, or -1 with an exception. */
 static int are_rows(PyObject *given, PyObject *type)
 {
 	int are = rp_is_instance(given, type);
 
 	if (!are || Py_SIZE(given) == 3)
 		return are;
-	PyErr_Format(PyExc_TypeError, "%s has 3 fields, and this one %zd",
+	PyErr_Format(PyExc_TypeError, "%s has 3 fields, but this one has %zd",
 		     type == rp_known.blocks ? "Blocks" : "Ranges", Py_SIZE(given));
 	return -1;
 }
 
-/* Read a column; or read a number for all rows into *number. */
+/* Read a column, or a number for all rows into *number. */
 static int read_numbers(struct columns *c, const struct field *field, PyObject *name,
 			PyObject *given, uint64_t *number)
 {
@@ -302,7 +302,7 @@ static int read_numbers(struct columns *c, const struct field *field, PyObject *
 	if (blocks) {
 		if (field->size != 8 || rp_is_instance(rp_item(given, 0), rp_known.mr))
 			return PyErr_Format(PyExc_TypeError, "%U: Blocks(base, index, size) is for "
-					    "addresses, and base is a number", name), -1;
+					    "addresses, and base must be a number", name), -1;
 		if (read_one(c, name, rp_item(given, 0), 0, &col.base) ||
 		    read_one(c, size_name, rp_item(given, 2), 0, &col.scale))
 			return -1;
@@ -502,7 +502,7 @@ static uint32_t key_at(const struct columns *c, const struct request *r, size_t 
 	return ((const struct ibv_send_wr *)(const void *)(c->post.structs + r->at))->invalidate_rkey;
 }
 
-/* Record rows. Returns the first row's cookie; for an SRQ, stores each row's in `cookies`. */
+/* Record rows. Returns the first row's cookie; for an SRQ, stores every row's in `cookies`. */
 static uint64_t record(struct columns *c, const struct request *r, uint64_t *cookies, size_t count)
 {
 	size_t each = in_one_entry(c, count);
@@ -530,7 +530,7 @@ static uint64_t record(struct columns *c, const struct request *r, uint64_t *coo
 	return first;
 }
 
-/* A row's cookie, where the cookies are consecutive. */
+/* A row's cookie, if the cookies are consecutive. */
 static inline uint64_t cookie_at(uint64_t first, size_t row)
 {
 	return (first & ~(uint64_t)UINT32_MAX) | ((first + row) & UINT32_MAX);
@@ -561,7 +561,8 @@ static void take_back(const struct columns *c, uint64_t first, const uint64_t *c
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
 	const uint64_t *values = col->values + from;
-	int wide = col->field->size == 8; /* read once: to the compiler, writes may change it */
+	/* Read once: as far as the compiler knows, the writes may change it. */
+	int wide = col->field->size == 8;
 
 	to += col->field->at;
 	for (size_t i = 0; wide && i < count; i++, to += step)
@@ -570,7 +571,7 @@ static void write_column(const struct column *col, char *to, size_t step, size_t
 		*(uint32_t *)(void *)to = (uint32_t)values[i];
 }
 
-/* Set the flags of a chunk's signaled rows: every signal_every-th, and the last row of all. */
+/* Set the flags of a chunk's signaled rows: every signal_every-th row, and the call's last row. */
 static void put_flags(const struct columns *c, struct ibv_send_wr *wr, size_t from, size_t size,
 		      size_t count, uint64_t flags)
 {

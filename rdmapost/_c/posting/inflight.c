@@ -1,4 +1,4 @@
-/* Records of posted work requests, which give the caller's wr_id back (inflight.h). */
+/* Records of posted work requests, which translate cookies into wr_ids (inflight.h). */
 #include "posting/inflight.h"
 
 #include <structmember.h>
@@ -59,7 +59,7 @@ static struct rp_entry *at(const struct rp_in_flight *q, uint64_t index)
 	return &q->entries[index & (q->size - 1)];
 }
 
-/* The most slots in a queue that completes in any order; more do not fit in a cookie. */
+/* The most slots in a queue that completes in any order: a cookie has no room for more. */
 enum { MAX_SLOTS = 0xFFFFFF };
 
 static int grow_once(struct rp_in_flight *q)
@@ -569,7 +569,7 @@ static PyObject *own_queues(PyObject *module, PyObject *args)
 					  (PyTypeObject *)rp_in_flight_type);
 	if (!good) {
 		Py_DECREF(queues);
-		PyErr_SetString(PyExc_TypeError, "not queues, or the handle has its queues");
+		PyErr_SetString(PyExc_TypeError, "not queues, or the handle already has some");
 		return NULL;
 	}
 	h->forget = forget;
@@ -590,7 +590,7 @@ static PyObject *in_flight_new(PyTypeObject *type, PyObject *args, PyObject *kwa
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|pO", names, &in_order, &tagged))
 		return NULL;
 	if (tagged != Py_None && !PyObject_TypeCheck(tagged, (PyTypeObject *)rp_in_flight_type)) {
-		PyErr_SetString(PyExc_TypeError, "tagged is an InFlight");
+		PyErr_SetString(PyExc_TypeError, "tagged must be an InFlight");
 		return NULL;
 	}
 	q = (struct rp_in_flight *)PyType_GenericAlloc(type, 0);

@@ -1,6 +1,6 @@
 /*
- * Records of posted work requests, which map the cookie that a device returns to the caller's
- * wr_id.
+ * Records of posted work requests. They translate the cookie that a device returns back into the
+ * caller's wr_id.
  *
  * A device identifies a completed work request only by its wr_id; an error completion does not even
  * say which queue the work request was on. So the wr_id that the device gets is a cookie: the
@@ -13,7 +13,7 @@
 #include "handles/handle.h"
 #include "handles/windows.h"
 
-/* An entry's state; a bind of unknown outcome stays RP_BIND or RP_UNBIND. */
+/* An entry's state; a bind whose outcome is unknown stays RP_BIND or RP_UNBIND. */
 enum {
 	RP_FREE, RP_POSTED, RP_DONE, RP_MATCHED, RP_EARLY, RP_ROWS, RP_LOCAL_INV, RP_INVALIDATED,
 	RP_BIND, RP_UNBIND, RP_BOUND, RP_UNBOUND,
@@ -50,15 +50,15 @@ struct rp_in_flight {
 	uint64_t begun; /* number of work requests done in the entry at `first` */
 	struct rp_binder *binder;
 	struct rp_in_flight *tagged; /* for SRQ operations: the queue of the SRQ's tagged receives */
-	PyObject *queues, *key, *value; /* the dict of rp_find_queue(), and this queue's item; or NULL */
+	PyObject *queues, *key, *value; /* rp_find_queue()'s dict, and this queue's item; or NULL */
 	PyObject *invalidated; /* see rp_note_invalidated(), or NULL */
 	struct rp_entry *entries;
 	size_t size; /* a power of two, or 0 */
 	/*
 	 * If the queue completes in order, `entries` is a ring; the entries from `dropped` to
 	 * `first` are done but not yet dropped. If the queue completes in any order, `entries` are
-	 * slots, of which `end` are taken; `free` and `retired` head lists of slots: 1 + the index
-	 * of the first slot, or 0.
+	 * slots, of which `end` are taken; `free` and `retired` are the heads of lists of slots:
+	 * each is 1 + the index of the first slot, or 0 if the list is empty.
 	 */
 	size_t dropped, first, end;
 	uint32_t free, retired;
@@ -123,16 +123,17 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
  * Undo the record of work requests that were not posted: the one with this cookie or, in a prepared
  * list, the last `count`, the first of which has this cookie. If that leaves nothing of the entry,
  * hands over its references in `*taken`. In a queue that completes in order, only the latest entry
- * can be removed; if a signal handler has posted meanwhile, this one stays until the queue is
- * reset.
+ * can be removed; if a signal handler has posted in the meantime, this entry stays until the queue
+ * is reset.
  */
 void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct rp_entry *taken);
 
 /*
  * Retire a work request that has completed with a status and, if the queue completes in order, all
- * before it. Returns whether the cookie was outstanding; if so, sets `*wr_id` to a new reference to
- * the caller's wr_id or, if only its value was recorded, sets `*wr_id` to NULL and `*number` to the
- * value. Runs no Python code: rp_drop_done(), which may run any, releases the retired entries.
+ * those before it. Returns whether the cookie was outstanding; if so, sets `*wr_id` to a new
+ * reference to the caller's wr_id or, if only its value was recorded, sets `*wr_id` to NULL and
+ * `*number` to the value. Runs no Python code: rp_drop_done(), which may run any, releases the
+ * retired entries.
  */
 int rp_complete(struct rp_in_flight *q, uint64_t cookie, int status, PyObject **wr_id,
 		uint64_t *number);

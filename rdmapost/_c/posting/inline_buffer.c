@@ -48,9 +48,9 @@ static PyObject *buffer_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
 }
 
 /*
- * Do not visit a memoryview: the collector clears one even while its buffer is
- * exported, and releasing the buffer then crashes. It does not clear objects that
- * are not visited.
+ * Do not visit a memoryview: the collector would clear it even while its buffer is
+ * exported, and releasing the buffer would then crash. The collector does not clear
+ * objects that are not visited.
  */
 static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 {

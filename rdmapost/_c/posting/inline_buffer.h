@@ -6,7 +6,7 @@
 
 PyObject *rp_make_buffer(PyObject *of);
 
-/* A buffer's address and length; also takes bytes. */
+/* Return a buffer's address and set *length; `buffer` may also be bytes. */
 uint64_t rp_buffer_start(PyObject *buffer, uint64_t *length);
 
 #endif

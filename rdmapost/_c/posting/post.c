@@ -1,8 +1,8 @@
 /*
- * Posting to a queue: check, record, ibv_post_send and the like, take back (post.h says how).
+ * Posting to a queue: check, record, call the verb, take back (post.h says how).
  *
- * A post holds the queue's lock from the check to the device's return, and no Python
- * code runs meanwhile: a device written in Python only accepts the work requests, and
+ * A post holds the queue's lock from the check until the device returns, and no Python
+ * code runs in between: a device written in Python only accepts the work requests, and
  * runs once the lock is released.
  */
 #include "posting/post.h"
@@ -132,7 +132,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 
 /*
  * Check work requests up to the first that is refused, and record those before it; returns how
- * many.
+ * many were recorded.
  */
 static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct post *post,
 			  size_t count)
@@ -279,7 +279,7 @@ static void add_posted_note(long long posted, Py_ssize_t count)
 		rp_raise(error);
 		return;
 	}
-	/* Memory may be short for a moment only. */
+	/* The shortage of memory may be momentary. */
 	for (int i = 0; failed && i < MAX_INTERRUPTS; i++) {
 		number = posted < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(posted);
 		failed = !number || PyObject_SetAttr(error, posted_name, number);
@@ -335,7 +335,7 @@ PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post)
 					  (Py_ssize_t)post->count), NULL);
 }
 
-/* Set each posted TAG_ADD's handle, whatever fails; returns the first exception, or NULL. */
+/* Set each posted TAG_ADD's handle, even if one fails; returns the first exception, or NULL. */
 static PyObject *give_handles(struct work_queue *q, struct post *post, int64_t in)
 {
 	PyObject *first = NULL;
@@ -570,7 +570,7 @@ METHOD(rp_post_recv, RECV)
 METHOD(rp_post_srq_recv, SRQ_RECV)
 METHOD(rp_post_srq_ops, SRQ_OPS)
 
-/* bind_mw(owner, wr, sure): bind a window of type 1.  `sure`: a failed call has posted nothing. */
+/* bind_mw(owner, wr, sure): bind a window of type 1. If `sure`, a failed call posts nothing. */
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct work_queue *q = (struct work_queue *)self;
@@ -630,7 +630,7 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	PyObject *in_flight, *wr_types;
 
 	if (q->in_flight) {
-		PyErr_SetString(PyExc_TypeError, "it has been initialised");
+		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
 	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKppppiKKKKO!", names, &q->verb,
@@ -686,7 +686,7 @@ static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 	now = PyObject_IsTrue(ready);
 	if (now < 0)
 		return NULL;
-	/* No other thread's reset begins between reading the dict and setting `ready`. */
+	/* No other thread can begin a reset between reading the dict and setting `ready`. */
 	((struct work_queue *)self)->ready = now && !(resets && PyDict_Size(resets));
 	Py_RETURN_NONE;
 }

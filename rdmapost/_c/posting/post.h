@@ -36,7 +36,7 @@ void rp_link(const struct post *post, size_t index, size_t count);
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent);
 
-/* Have Python raise a PostError, or a ValueError if `posted` is -1: always NULL. */
+/* Have Python raise a PostError or, if `posted` is -1, a TypeError or ValueError: always NULL. */
 PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObject *wrs,
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post);
@@ -80,7 +80,7 @@ static inline void rp_end_post(struct work_queue *q, struct rp_posting *posting)
 /* Hand the device a chain of a queue's work requests. */
 struct outcome rp_submit(const struct work_queue *q, void *object, void *records, size_t count);
 
-/* How many more work requests the queue accepts; needs its lock. */
+/* How many more work requests the queue accepts; the caller must hold its lock. */
 uint64_t rp_room(const struct work_queue *q);
 
 /*

@@ -22,15 +22,15 @@ enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
  * In a WHOLE list, `sent`, `sg_lists`, and each request's `refs` and `wr_id` can change. They
- * change with the queue's lock held, so that a post sees all of a change or nothing of it, and
- * within RP_BEGIN of the list. References to them are taken within RP_BEGIN too.
+ * change with the queue's lock held, so that a post sees all of a change or none of it, and
+ * inside RP_BEGIN of the list. References to them are also taken inside RP_BEGIN.
  */
 struct prepared {
 	PyObject_HEAD
 	struct work_queue *queue;
 	struct rp_handle *owner;
 	uint64_t state;
-	struct rp_sent *sent; /* NULL once it is closed */
+	struct rp_sent *sent; /* NULL once the list is closed */
 	PyObject **sg_lists; /* for each work request: an SGE, a tuple of SGEs, or NULL */
 	struct post post;
 };
@@ -67,8 +67,8 @@ static int is_open(struct prepared *p)
 }
 
 /*
- * Begin to use an open list's queue: closes are deferred while a change of the list holds the old
- * references. 0, or -1 with an exception.
+ * Begin to use an open list's queue, so that closes are deferred while a change to the list holds
+ * the old references. 0, or -1 with an exception.
  */
 static int begin_change(struct prepared *p, struct rp_use *use)
 {
@@ -140,7 +140,7 @@ static PyObject *pack_sent(PyObject *wr_ids, PyObject *refs)
 /*
  * Make the rp_sent that posts carry: each work request's wr_id, and the references that it holds
  * until it is done. Each tuple is filled before anything else is allocated, so that the collector
- * sees no incomplete one.
+ * never sees an incomplete tuple.
  */
 static PyObject *make_sent(const struct prepared *p)
 {
@@ -171,7 +171,7 @@ static PyObject *with(PyObject *tuple, size_t index, PyObject *other)
 }
 
 /*
- * Make a copy of `from` in which one work request has another wr_id or other references. This may
+ * Make a copy of `from` in which one work request has a different wr_id or references. This may
  * run a finalizer that changes the list: use the copy only if the list still has `from`.
  */
 static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject *wr_id,
@@ -201,7 +201,8 @@ static int keep_sg_lists(struct prepared *p)
 static int make_whole(struct prepared *p)
 {
 	if (!p->post.count) {
-		PyErr_SetString(PyExc_ValueError, "a prepared list has at least one work request");
+		PyErr_SetString(PyExc_ValueError,
+				"a prepared list needs at least one work request");
 		return -1;
 	}
 	if (p->post.count > UINT32_MAX) {
@@ -230,7 +231,7 @@ static int prepare(struct prepared *p, PyObject *wrs)
 	if (failed || rp_begin_post(p->queue, p->owner, &posting))
 		return -1;
 	if (!rp_is_open(p->owner)) {
-		/* This thread is closing it, and may already have closed its lists. */
+		/* This thread is closing the owner, and may already have closed its lists. */
 		rp_end_post(p->queue, &posting);
 		rp_raise_closed(p->owner);
 		return -1;
@@ -246,7 +247,7 @@ static int prepare(struct prepared *p, PyObject *wrs)
 		rp_unpin_requests(&p->post);
 	else
 		RP_STORE(&p->state, WHOLE);
-	/* A close that was deferred meanwhile closes the list, too, or finds nothing pinned by it. */
+	/* A close deferred until now either closes the list, too, or finds nothing pinned by it. */
 	rp_end_use_by(posting.me, &posting.use);
 	if (refused >= 0)
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
@@ -309,7 +310,7 @@ static int release_held(PyObject *self)
  */
 static void prepared_finalize(PyObject *self)
 {
-	/* During its preparation, any code can find a list through the collector, and call this. */
+	/* Through the collector, any code can find a list that is being prepared, and call this. */
 	if (RP_LOAD(&((struct prepared *)self)->state) != MAKING)
 		release_held(self);
 }
@@ -331,7 +332,7 @@ static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 		return NULL;
 	}
 	if (!rp_swap_word(&p->state, &state, MAKING)) {
-		PyErr_SetString(PyExc_TypeError, "it has been prepared");
+		PyErr_SetString(PyExc_TypeError, "it has already been prepared");
 		return NULL;
 	}
 	p->queue = (struct work_queue *)Py_NewRef(queue);
@@ -375,7 +376,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	PyObject *sent;
 
 	(void)unused;
-	/* Not prepared yet. If the owner is closed meanwhile, QP._prepared() closes the list. */
+	/* Not prepared yet. If the owner is closed before it is, QP._prepared() closes the list. */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
 	/* Posts in progress hold their own references; later ones see that the list is closed. */
@@ -497,7 +498,7 @@ static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 		return -1;
 	/* Reading the index may have run code that initialised the item. */
 	if (item->list) {
-		PyErr_SetString(PyExc_TypeError, "it has been initialised");
+		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
 	if (index < 0 || (size_t)index >= ((struct prepared *)list)->post.count) {
@@ -858,7 +859,7 @@ static int number_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	if (!PyArg_ParseTuple(args, "O!i", &PyType_Type, &class, &index))
 		return -1;
 	if (n->class) {
-		PyErr_SetString(PyExc_TypeError, "it has been initialised");
+		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
 	n->index = index;

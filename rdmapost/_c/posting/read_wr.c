@@ -18,7 +18,7 @@ static PyObject *sge_names[3];
 
 enum { SEARCHED = 32 };
 
-/* Whether an object's class has __iter__; runs no code of the caller, and keeps any exception. */
+/* Whether an object's class has __iter__; runs none of the caller's code, keeps any exception. */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -36,7 +36,7 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 	return 0;
 }
 
-/* Turn an exception that a value of the wrong type may raise into a refusal; -1 for any other. */
+/* Make a refusal of an exception that a value of the wrong type may raise; -1 for any other. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *error, *text;
@@ -178,7 +178,7 @@ static inline struct request *room_for_request(struct post *post)
 /* ---- what a work request holds ------------------------------------------- */
 
 /*
- * Hold an object as long as the work request is in flight: 1, or -1 with an exception. Only the
+ * Hold an object while the work request is in flight: 1, or -1 with an exception. Only the
  * latest objects are searched for duplicates, so that the time for an SGE does not grow with the
  * number of SGEs; holding an object twice does no harm.
  */
@@ -223,7 +223,7 @@ static int seal(struct post *post, struct request *r)
 /* ---- SGEs ---------------------------------------------------------------- */
 
 /*
- * Whether an object is an SGE. A subclass may show other fields, but the tuple's items are read.
+ * Whether an object is an SGE. A subclass's properties may differ, but the tuple's items are read.
  * tuple.__new__() can create SGEs that lack items.
  */
 static int is_sge(PyObject *object)
@@ -469,8 +469,8 @@ struct request *rp_open_request(struct work_queue *q, struct post *post, PyObjec
 		return NULL;
 	post->count++;
 	/*
-	 * Clear it in halves: for all of it GCC uses "rep stos", which takes longer than the rest
-	 * of this function.
+	 * Clear it in halves: to clear it in one piece, GCC would use "rep stos", which takes
+	 * longer than the rest of this function.
 	 */
 	memset(r, 0, half);
 	memset((char *)r + half, 0, sizeof(*r) - half);

@@ -17,7 +17,7 @@ struct request {
 	size_t at; /* offset of its struct in the post's `structs` */
 	size_t owners; /* index of its first SGE's owner in the post's `owners` */
 	uint64_t flags;
-	uint64_t cookie, tagged, serial; /* as recorded; the last two: a tagged receive's */
+	uint64_t cookie, tagged, serial; /* as recorded; the last two are a tagged receive's */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
 	PyObject *tag; /* the handle of a TAG_DEL */
 	struct rp_handle *ah, *mw, *mr;
@@ -36,7 +36,7 @@ struct refusal {
 
 /* A list of work requests being posted. */
 struct post {
-	PyObject *wrs; /* a tuple, or NULL for the single `one` */
+	PyObject *wrs; /* a tuple, or NULL if `one` is a single work request */
 	PyObject *one; /* the caller's argument */
 	struct request *requests;
 	size_t count, capacity;
@@ -79,8 +79,8 @@ static inline PyObject *rp_held_until_done(const struct work_queue *q, const str
 int rp_read(struct work_queue *q, PyObject *wrs, struct post *post);
 
 /*
- * Unpin what the requests name, unless it is in a record of work in flight: before a post's use of
- * its queue ends, because a close that was deferred until then would be refused.
+ * Unpin what the requests name, unless it is in a record of work in flight. Call this before a
+ * post's use of its queue ends: a close that was deferred until then would otherwise be refused.
  */
 void rp_unpin_requests(struct post *post);
 
@@ -122,7 +122,7 @@ int rp_append_sge(struct post *post, struct request *r, const struct ibv_sge *sg
 int rp_read_object(struct post *post, struct request *r, const struct field *field, PyObject *value);
 int rp_close_request(struct work_queue *q, struct post *post, struct request *r);
 
-/* Read a new sg_list for a work request of one post into another; returns what rp_read() does. */
+/* Read a new sg_list for a request of post `of` into `post`; returns what rp_read() does. */
 int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
 
 /*

@@ -285,7 +285,7 @@ static int check_send(const struct work_queue *q, struct post *post, const struc
 	return r->type->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
 
-/* Drivers assume that a resource is of their own device. Its struct begins with its context. */
+/* Drivers assume that a resource is their own device's. Its struct begins with its context. */
 static int check_context(struct post *post, struct rp_handle *h, const struct rp_handle *owner)
 {
 	struct ibv_context **of = h ? h->address : NULL, **here = owner->address;
@@ -297,7 +297,7 @@ _Static_assert(!offsetof(struct ibv_ah, context) && !offsetof(struct ibv_mw, con
 		       !offsetof(struct ibv_mr, context) && !offsetof(struct ibv_qp, context),
 	       "a struct begins with something else");
 
-/* The only rules with checks off: they refuse what would harm this process or the driver. */
+/* The only rules that apply with checks off: they refuse what would harm the process or driver. */
 static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, struct post *post,
 			const struct request *r)
 {
@@ -379,7 +379,7 @@ static const char *why_unusable(const struct rp_handle *h)
 		return "spoiled";
 	if (h->remaking)
 		return "being_registered";
-	/* Its struct exists for as long as the close may be refused. */
+	/* Its struct exists as long as the close may still be refused. */
 	if (rp_is_here(h) && RP_LOAD(&h->address))
 		return "being_closed";
 	return "closed";

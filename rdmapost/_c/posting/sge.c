@@ -17,7 +17,7 @@ PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *
 	return rp_make_tuple(rp_known.sge, items, 4);
 }
 
-/* The layout of a slice, the same in every version of CPython; checked when loaded. */
+/* A slice's layout, which is the same in every version of CPython; checked by rp_add_sge(). */
 struct slice {
 	PyObject_HEAD
 	PyObject *start, *stop, *step;

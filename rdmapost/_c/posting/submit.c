@@ -25,7 +25,7 @@ struct outcome rp_outcome_of(int code, const struct link *chain, const void *bad
 		return (struct outcome){ 0, (int64_t)count };
 	code = code ? abs(code) : EIO;
 	if (!bad || !chain)
-		/* An unsupported call has posted nothing; any other may have posted some. */
+		/* An unsupported call posts nothing; any other failed call may have posted some. */
 		posted = code == EOPNOTSUPP || code == ENOSYS ? 0 : -1;
 	return (struct outcome){ code, posted };
 }

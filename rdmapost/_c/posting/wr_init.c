@@ -97,7 +97,7 @@ static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	for (class = classes; class < classes + known; class++)
 		if (PyObject_IsInstance(self, class->type) > 0)
 			return init_slowly(class, self, args, kwargs);
-	PyErr_SetString(PyExc_TypeError, "make one of a class for an opcode");
+	PyErr_SetString(PyExc_TypeError, "WR is only a base class; create one of its subclasses");
 	return -1;
 }
 

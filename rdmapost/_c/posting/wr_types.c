@@ -57,7 +57,7 @@ static PyObject *describe_resource(PyObject *self, PyObject *args)
 		*known[i].at = Py_NewRef(type); /* held forever */
 		Py_RETURN_NONE;
 	}
-	PyErr_Format(PyExc_RuntimeError, "%s: already described, or not such a class", name);
+	PyErr_Format(PyExc_RuntimeError, "%s: already described, or no such class", name);
 	return NULL;
 }
 

@@ -50,7 +50,7 @@ struct wr_type {
 	struct field field[FIELDS];
 };
 
-/* A send or receive queue, or that of an SRQ's operations (post.c). */
+/* A send queue, a receive queue, or the queue of an SRQ's operations (post.c). */
 struct work_queue {
 	PyObject_HEAD
 	struct rp_lock lock;

@@ -2,7 +2,7 @@
  * The ICRC (IBTA, Annex A17).
  *
  * It is the CRC-32 of Ethernet and zlib, over eight bytes of ones, the IP and UDP headers, and the
- * packet from its BTH on, with ones for fields that change on the way. It is stored little-endian.
+ * packet from its BTH on, with ones for fields that change in transit. It is stored little-endian.
  */
 #include "roce/icrc.h"
 
@@ -71,8 +71,8 @@ int rp_read_flow(struct rp_flow *flow, const Py_buffer *given)
 	int is_ipv4 = given->len == IPV4 + UDP && bytes[0] == 0x45;
 
 	if (!is_ipv4 && (given->len != IPV6 + UDP || bytes[0] >> 4 != 6)) {
-		PyErr_SetString(PyExc_ValueError, "flow must be an IPv4 header without options, or "
-						  "an IPv6 header, and a UDP header");
+		PyErr_SetString(PyExc_ValueError, "flow must be an IPv4 header without options or "
+						  "an IPv6 header, followed by a UDP header");
 		return -1;
 	}
 	*flow = (struct rp_flow){ .is_ipv4 = is_ipv4, .ip = given->len - UDP,

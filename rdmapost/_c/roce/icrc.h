@@ -8,7 +8,7 @@ enum { BTH = 12, ICRC = 4, UDP = 8, IPV4 = 20, IPV6 = 40, ONES = 8 }; /* bytes *
 
 /* The headers in front of each packet of a call. */
 struct rp_flow {
-	uint8_t bytes[ONES + IPV6 + UDP + BTH]; /* what the ICRC covers, to the end of the BTH */
+	uint8_t bytes[ONES + IPV6 + UDP + BTH]; /* what the ICRC covers, up to the end of the BTH */
 	int is_ipv4;
 	Py_ssize_t ip, longest; /* the size of the IP header, and of the largest packet */
 };

@@ -1,5 +1,5 @@
 /*
- * RoCEv2 over a UDP socket: the work whose cost grows with the bytes. Python
+ * RoCEv2 over a UDP socket: the work whose cost grows with the number of bytes. Python
  * (rdmapost/providers/roce/) decides what to do.
  *
  * These functions never wait and keep the GIL (module.c says why). None of them trusts a packet.
@@ -12,7 +12,7 @@
 
 #include "parts.h"
 
-enum { MAX_SEGMENTS = 64, /* in one message; every kernel accepts as many */
+enum { MAX_SEGMENTS = 64, /* in one message; every kernel accepts that many */
        SET_SEGMENT = 103, GRO_SEGMENT = 104 }; /* linux/udp.h; old headers lack them */
 
 static int refuse(const char *why)
@@ -21,7 +21,7 @@ static int refuse(const char *why)
 	return -1;
 }
 
-/* Release the arguments; return a number, or NULL if there is an exception. */
+/* Release the arguments; return a number, or NULL if an exception is set. */
 static PyObject *finish(Py_buffer *first, Py_buffer *second, Py_ssize_t result)
 {
 	PyBuffer_Release(first);
@@ -61,7 +61,7 @@ static Py_ssize_t read_some(struct source *from, uint8_t *to, Py_ssize_t room)
 	return done;
 }
 
-/* Whether nothing is left to read; if something is, or reading fails, an exception is set. */
+/* True if nothing is left to read. Otherwise, an exception is set. */
 static int is_used_up(struct source *from)
 {
 	uint8_t more;
@@ -84,7 +84,7 @@ static Py_ssize_t build_one(uint8_t *out, Py_ssize_t room, struct rp_flow *flow,
 		return -1;
 	room = (room < flow->longest ? room : flow->longest) - ICRC - size;
 	if (size < BTH || mtu < 0 || room < 0)
-		return refuse("a header or mtu is too small, or a packet too large");
+		return refuse("a header or mtu is too small, or a packet is too large");
 	memcpy(out, bytes, (size_t)size);
 	n = read_some(payload, out + size, mtu < room ? mtu : room);
 	/* The next packet must not get the payload that this one has no room for. */
@@ -207,8 +207,8 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 	if (!PyArg_ParseTuple(args, "Ow*", &file, &buffer))
 		return NULL;
 	/*
-	 * Get the descriptor here, where no handler can fork before the call: a fork closes the
-	 * socket.
+	 * Get the descriptor here, where no signal handler can fork before the call: a fork closes
+	 * the socket.
 	 */
 	fd = PyObject_AsFileDescriptor(file);
 	if (fd < 0) {
@@ -226,7 +226,7 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 	if (size < 0)
 		return error == EAGAIN ? Py_NewRef(Py_None) : PyErr_SetFromErrno(PyExc_OSError);
 	for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
-		int number = *CMSG_DATA(c); /* IP_TOS is a byte; the others are an int */
+		int number = *CMSG_DATA(c); /* IP_TOS is a byte; the others are ints */
 
 		if (c->cmsg_len >= CMSG_LEN(sizeof(number)))
 			memcpy(&number, CMSG_DATA(c), sizeof(number));
@@ -254,7 +254,7 @@ static PyObject *roce_check(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*nny*", &buffer, &size, &segment, &given))
 		return NULL;
-	if (size < 0 || size > buffer.len || segment < (size > 0)) /* no segment: nothing received */
+	if (size < 0 || size > buffer.len || segment < (size > 0)) /* 0 if nothing was received */
 		refuse(OUTSIDE);
 	else if (!rp_read_flow(&flow, &given))
 		for (Py_ssize_t at = 0, i = 0; at < size; at += n, i++) {

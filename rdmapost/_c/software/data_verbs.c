@@ -28,7 +28,7 @@ struct wqe {
 	PyObject *sges; /* a tuple of (addr, length, lkey) */
 	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
 	PyObject *ah, *window, *region; /* the objects that its handles named then, or NULL */
-	PyObject *owner; /* receives the status, if the device itself posted it */
+	PyObject *owner; /* if the device itself posted the WQE, what receives its status */
 };
 
 static PyObject *wqe_type;
@@ -303,7 +303,7 @@ static PyObject *soft_announce(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* signal(fd, events), for on_commit: make an eventfd readable if events are queued by then. */
+/* signal(fd, events), for on_commit: make an eventfd readable if and only if events are queued. */
 static PyObject *soft_signal(PyObject *self, PyObject *args)
 {
 	PyObject *events;
@@ -492,9 +492,9 @@ static int accept_wr(enum posts what, enum ibv_qp_type type, struct device_queue
 
 /*
  * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
- * run meanwhile, so that the device gets the posts in the order in which they were recorded. So the
- * collector is disabled, and enabled again before any other code runs. (Without a GIL it does not
- * run in the middle of C, and the data lock keeps other threads out.)
+ * run while it is, so that the device gets the posts in the order in which they were recorded. The
+ * collector is therefore disabled, and re-enabled before any other code runs. (Without a GIL it
+ * does not run in the middle of C, and the data lock keeps other threads out.)
  */
 struct quiet {
 	PyGILState_STATE gil;

@@ -21,7 +21,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
 	    !PyList_Check(PyTuple_GetItem(args, READY)) ||
 	    !PyList_Check(PyTuple_GetItem(args, WIRES))) {
-		PyErr_SetString(PyExc_TypeError, "these are not the parts, or it has them already");
+		PyErr_SetString(PyExc_TypeError, "not the parts, or the device already has them");
 		return NULL;
 	}
 	parts = Py_NewRef(args);

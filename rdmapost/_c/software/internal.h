@@ -3,8 +3,8 @@
  *
  * The device is written in Python (rdmapost/providers/software/), where a signal handler may
  * raise between any two bytecodes. So the call that undoes a change to the device's state is
- * journaled before the change is made, and actions that cannot be undone are deferred. Then C, in
- * which no handler runs, makes either the undo calls or the deferred ones (software/journal.c).
+ * journaled before the change is made, and actions that cannot be undone are deferred. Then C code,
+ * in which no handler runs, makes either the undo calls or the deferred ones (software/journal.c).
  *
  * A verb holds the device's lock from start to finish; everything below is used under it.
  */
@@ -54,8 +54,8 @@ void rp_clear(PyObject *list);
 
 /*
  * Begin to journal changes; commit them; roll them back, preserving the current exception. A commit
- * fails with an exception if memory cannot be written; then the caller rolls back. It returns 0,
- * -1, or -2 if it has written data that must not be written twice.
+ * fails with an exception if memory cannot be written; then the caller rolls back. It returns 0 or,
+ * on failure, -1, or -2 if it has written data that must not be written twice.
  */
 void rp_journal_begin(void);
 int rp_journal_commit(void);
@@ -76,7 +76,7 @@ void rp_note_unchanged(void);
  * exception.
  */
 int rp_note_added(PyObject *cq);
-/* Makes all entries in a completion queue visible to polls; data_verbs.c sets it. */
+/* Makes all entries in a completion queue visible to polls; data_verbs.c sets this pointer. */
 RP_SHARED void (*rp_show)(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */

@@ -1,16 +1,16 @@
 /*
  * The soft device's journal: a verb's changes, until they are committed.
  *
- * It is five lists of calls, each a tuple of a callable and its tuple of arguments: `undo` reverts
- * changes, `first` and then `once` write to memory that may not be there, `later` does things that
- * cannot be undone (copy bytes, write to a descriptor), and `last` makes the new completions visible
- * to polls. All calls are to C functions, so that no signal handler runs in the middle. With no
- * journal active, undo calls are not recorded, and the others are made at once.
+ * It consists of five lists of calls; a call is a tuple of a callable and its tuple of arguments.
+ * `undo` reverts changes; `first` and then `once` write to memory that may not be there; `later`
+ * does things that cannot be undone (copy bytes, write to a descriptor); `last` makes the new
+ * completions visible to polls. All calls are to C functions, so that no signal handler runs in the
+ * middle. With no journal active, undo calls are not recorded, and the others are made at once.
  *
- * A call in `first` or `once` may fail. As it comes before the others, the changes can still be
- * undone, and the verb repeated: no completion has said that the bytes arrived. Writes that must
- * not be made twice, such as that of an atomic operation's result, are in `once`, after those that
- * may be.
+ * A call in `first` or `once` may fail. As these come before `later` and `last`, the changes can
+ * still be undone, and the verb repeated: no completion has said that the bytes arrived. Writes
+ * that must not be repeated, such as that of an atomic operation's result, are in `once`, after the
+ * writes that may be.
  *
  * The complete call that undoes a change is recorded before the change is made, because a rollback
  * is often due to a lack of memory. There is a reserve of memory for the calls of a commit or a
@@ -21,7 +21,7 @@
 PyObject *rp_names[NAMES];
 void (*rp_show)(PyObject *cq);
 
-/* `last` also has completion queues, for rp_show() */
+/* `last` also contains completion queues, for rp_show() */
 static PyObject *undo, *first, *once, *later, *last;
 static int active; /* for the thread that holds the device's lock */
 static void *reserve; /* memory for calls that must succeed, or NULL */
@@ -183,7 +183,7 @@ static void make(PyObject *calls)
 	}
 }
 
-/* Make calls that may fail, until one does; returns how many were made. */
+/* Make calls that may fail, until one does; returns how many succeeded. */
 static Py_ssize_t try_calls(PyObject *calls)
 {
 	Py_ssize_t made;
@@ -286,8 +286,8 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 }
 
 /*
- * try_on_commit(callable, *args): if the call raises, the transaction is repeated, and refuses the
- * memory.
+ * try_on_commit(callable, *args): if the call raises, the transaction is repeated with the memory
+ * refused.
  */
 static PyObject *try_on_commit(PyObject *self, PyObject *call)
 {
@@ -308,7 +308,7 @@ static PyObject *at_the_end(PyObject *self, PyObject *call)
 	return note_or_make(last, call);
 }
 
-/* made(undo, callable, *args): call callable; undo(result) reverts that. */
+/* made(undo, callable, *args): call callable; undo(result) reverts the call. */
 static PyObject *made(PyObject *self, PyObject *args)
 {
 	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result = NULL;

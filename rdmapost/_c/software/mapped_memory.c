@@ -7,8 +7,8 @@
  * therefore has the kernel copy such memory; where it is not mapped, the copy fails with EFAULT.
  *
  * A check before a write proves little: the memory may change in between, and in a sandbox the copy
- * takes two descriptors. So a write may fail when it is made; then the transaction is undone, and
- * repeated with that memory refused (software/transaction.c).
+ * needs two new descriptors. So a write may fail when it is made; then the transaction is undone,
+ * and repeated with that memory refused (software/transaction.c).
  */
 #include "software/internal.h"
 
@@ -160,8 +160,8 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
 		return 1;
 	/*
-	 * EINVAL is ambiguous: it means pages without the permission, some drivers' memory, or a
-	 * Linux before 5.14.
+	 * EINVAL is ambiguous: it can mean pages without the permission, a driver's memory, or a
+	 * kernel older than Linux 5.14.
 	 */
 	if (errno != EINVAL && !is_forbidden())
 		return 0;

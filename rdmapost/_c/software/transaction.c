@@ -19,7 +19,7 @@ static int64_t late; /* when the verb in progress begins to leave work to later 
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
-static PyObject *is_finalizing; /* sys's; a thread that starts then may never run */
+static PyObject *is_finalizing; /* sys's; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
 
 /* ---- transactions -------------------------------------------------------- */
@@ -92,7 +92,7 @@ static void resume_gc(void)
 }
 
 /*
- * Take the errand out of its capsule, the separate thread's argument; NULL if it has been taken.
+ * Take the errand out of its capsule, the separate thread's argument; NULL if it is already taken.
  * Only one of these takes it: the thread, to run it; or the sender or the capsule's destructor, to
  * cancel it.
  */
@@ -123,7 +123,7 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	/* Finalizers that ran in this thread would wait for locks held by the sender. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
-	/* Own the waiting sender's locks. */
+	/* Count as the owner of the waiting sender's locks. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand);
 	rp_stand_for(NULL);
@@ -143,8 +143,8 @@ static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 
 /*
  * Start a thread for the errand; 0, or -1 without an exception. Python starts it, because Python
- * creates the thread's state beforehand, where a lack of memory can still be reported;
- * PyGILState_Ensure() in the new thread would end the process.
+ * creates the thread's state beforehand, where a lack of memory can still be reported; in the new
+ * thread, PyGILState_Ensure() would end the process instead.
  */
 static int start_thread(struct errand *errand)
 {
@@ -230,7 +230,7 @@ long rp_soft_transact(PyObject *call)
 	return result_code;
 }
 
-/* How long a verb does pending work that can wait: other threads may be waiting for the lock. */
+/* How long a verb spends on pending work that can wait: other threads may want the lock. */
 enum { SHARE_NS = 2000000 };
 
 /*
@@ -395,8 +395,8 @@ static void enter(struct rp_use *use)
 }
 
 /*
- * Let other threads run. One that waits for the lock or the GIL needs time to wake up; without a
- * pause, this thread would have taken both again by then, for the work that is left or for its next
+ * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
+ * pause, this thread would have retaken both by then, for the work that is left or for its next
  * verb. If this thread released the GIL only while it held the lock, the other would never find the
  * lock free.
  */
@@ -527,7 +527,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
 	result = attempt(call);
-	/* In a forked child, the device's errors would mislead: its descriptors are closed. */
+	/* In a forked child, the device's errors would mislead us: its descriptors are closed. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
 		       PyErr_ExceptionMatches(rp_errors.error))) {
@@ -570,7 +570,7 @@ static PyObject *sleeping(PyObject *self, PyObject *unused)
 	return PyLong_FromUnsignedLong(RP_LOAD(&rp_sleeping));
 }
 
-/* after_fork(): resume the collector if a thread that the child lacks paused it; needs the GIL. */
+/* after_fork(): resume the collector if a thread not in the child paused it; needs the GIL. */
 static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 {
 	(void)self;

@@ -1,4 +1,4 @@
-"""This machine's addresses that a device can use, and the headers of packets between addresses."""
+"""Addresses of this machine that a device can use, and headers of packets between addresses."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def candidates(place: str) -> list[LocalAddress]:
     """List the addresses that a device's name allows, the preferred one first.
 
     Args:
-        place: a network device or an address. On "lo" each device takes a 127.0.0.N that is free.
+        place: a network device or an address. On "lo", each device takes a free 127.0.0.N.
 
     Raises:
-        LookupError: this machine has no such network device or address; the text says what it has.
+        LookupError: this machine has no such network device or address; the text lists what it has.
     """
     found = _addresses()
     if place == _LOOPBACK:
@@ -80,12 +80,12 @@ def candidates(place: str) -> list[LocalAddress]:
         try:
             raw = socket.inet_pton(family, host)
         except OSError as error:
-            # inet_pton() raises a plain OSError; a signal handler raises a subclass.
+            # inet_pton() raises OSError itself; what a signal handler raises is a subclass.
             if type(error) is not OSError:
                 raise
             continue
         if raw.startswith(IPV4_MAPPED):
-            # As GIDs are shown.
+            # GIDs are shown in this form.
             return candidates(socket.inet_ntoa(raw[12:]))
         if family is socket.AF_INET and raw[0] == 127:
             return [LocalAddress(host, _LOOPBACK, family)]
@@ -99,7 +99,7 @@ def candidates(place: str) -> list[LocalAddress]:
 
 def _addresses() -> list[LocalAddress]:
     """List the addresses of the network devices, IPv4 before IPv6."""
-    # Not a generator: if one is dropped when memory runs out, it reports that it cannot be closed.
+    # Not a generator: dropping one when memory runs out reports that it cannot be closed.
     found = []
     for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
         # A second address has a label such as "eth0:1".

@@ -1,8 +1,8 @@
 """Captures: the packets that a device sends and receives, in a file.
 
-A step of the device creates the blocks of its packets, and queues them when it is committed. A
-thread writes them (recording.py), so that a slow file delays no step; packets that it cannot keep
-up with are dropped and counted.
+Each step of the device creates the blocks for its packets, and queues them when the step is
+committed. A thread writes them (recording.py), so that a slow file delays no step; if the thread
+falls too far behind, packets are dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .recording import Recording
 __all__ = ["Recording", "RoceCapture", "end_all", "in_progress", "put"]
 
 _MAX_QUEUED = 1 << 26
-"""The most bytes that wait for the thread."""
+"""The most bytes that may be queued for the thread."""
 _AT_CLOSE = 30.0
-"""The longest that closing waits for the file, in seconds."""
+"""The longest that close() waits for the file, in seconds."""
 
 
 class RoceCapture(Capture):
@@ -33,14 +33,14 @@ class RoceCapture(Capture):
         self._is_reported = False
         self._recording = recording = Recording(os.fspath(path), device.name)
         if recording.must_not_wait():
-            # This raises an exception, before there is a file.
+            # This raises an exception before a file is created.
             _attach(device, recording)
         recording.user = weakref.ref(self, recording.queue.put)
         try:
             recording.start()
             _attach(device, recording)
         except BaseException:
-            # The traceback may keep this object alive for long.
+            # The traceback may keep this object alive for a long time.
             recording.stop()
             raise
 
@@ -73,7 +73,7 @@ class RoceCapture(Capture):
             if recording.must_not_wait():
                 return
             self._wait()
-        # A signal handler may have forked meanwhile.
+        # A signal handler may have forked in the meantime.
         if recording.error is None or self._is_reported or recording.is_inherited():
             return
         self._is_reported = True
@@ -89,7 +89,7 @@ class RoceCapture(Capture):
         if not has_ended and not recording.is_inherited():
             raise RdmaError(
                 f"the capture to {os.fsdecode(recording.path)} could not be ended: its last "
-                f"packets have not been written after {_AT_CLOSE:g} s; check the program that "
+                f"packets were still unwritten after {_AT_CLOSE:g} s; check the program that "
                 "reads the file"
             )
 

@@ -10,9 +10,9 @@ class Counted(native.Record):
     """Counters; a step that is rolled back does not change them.
 
     Attributes:
-        sent, received: (packets, bytes). Each update stores a new pair, which changes both at once.
+        sent, received: (packets, bytes); each update stores a new pair, so both change at once.
 
-    The others are named as in Counters.
+    The other attributes are named as in Counters.
     """
 
     def __init__(self) -> None:

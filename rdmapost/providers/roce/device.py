@@ -29,12 +29,13 @@ from .receiver import Receiver
 from .sender import Sender
 
 _LONGEST_LOOK = 0.1
-"""Seconds for which packets that have arrived are processed before a timer that has expired. By
-then the socket's usual buffer has been read once, whatever arrives meanwhile."""
+"""The longest, in seconds, that an expired timer waits while packets that have arrived are
+processed. By then the socket's usual buffer has been read once, whatever arrives in the
+meantime."""
 
 
 def guid_of(name: str) -> int:
-    """Return the node GUID of a device of this process: locally administered."""
+    """Return the locally administered node GUID of a device of this process."""
     return 0x0200_0000 << 32 | zlib.crc32(f"{name} {os.getpid()}".encode())
 
 
@@ -68,12 +69,13 @@ class RoceDevice(Device):
         self.address: LocalAddress | None = None
         self.socket: Any = None
         self._stop: Any = None
-        """A socket that ends the thread. The thread has the other end: no descriptor is shared."""
+        """A socket whose shutdown ends the thread. The thread has the other end, so they share no
+        descriptor."""
         self.now = 0.0
         self._looked = 0.0
-        """When packets were last looked for; the timers that expired by then may run."""
+        """The time of the last look for packets; timers that had expired by then may run."""
         self._expired_at = math.inf
-        """When a timer expired that may not run yet."""
+        """When a timer that may not run yet expired."""
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------
@@ -128,13 +130,13 @@ class RoceDevice(Device):
         mtu: int = 0,
         again: int = 0,
     ) -> None:
-        """Send packets, when the step is committed.
+        """Send packets when the step is committed.
 
         Args:
             qp: the queue pair that sends them.
             path: the path to the peer.
-            headers: the headers of each packet, without those of IP and UDP. All packets but the
-                last one are of the same size.
+            headers: the headers of each packet, except those of IP and UDP. All packets but the
+                last are the same size.
             payload: the payloads of all packets, in order.
             mtu: payload bytes in each packet but the last.
             again: how many of the packets have been sent before; these come first.
@@ -153,7 +155,7 @@ class RoceDevice(Device):
             self.sender.send(self, qp, path, covered, [header], [part], mtu, int(n < again))
 
     def admit(self, direction: Direction, item: Any, damaged: Any) -> list[Any]:
-        """Apply the fault plan to a packet; return those that arrive now."""
+        """Apply the fault plan to a packet; return the packets that arrive now."""
         arrived, is_faulty = direction.admit(item, self.now, damaged)
         if is_faulty:
             self.counters.faults += 1
@@ -178,7 +180,7 @@ class RoceDevice(Device):
             self.set_timer(self, min(due))
 
     def _let_go(self) -> None:
-        """Let the packets pass that have waited long enough."""
+        """Let through the packets that have waited long enough."""
         if self.socket is None:
             return
         for item in self.outgoing.release(self.now):
@@ -196,7 +198,7 @@ class RoceDevice(Device):
             self.timers.pop(qp, None)
             return
         self.timers[qp] = when
-        # A timer that expires too early finds nothing to do, and costs less than setting it often.
+        # An early timer finds nothing to do, which costs less than setting the timer often.
         if self.due < 0 or when < self.due:
             self.set_due(when)
 
@@ -216,7 +218,7 @@ class RoceDevice(Device):
         """Run the timers that have expired, if there are any and packets do not come first."""
         is_late = self.now > self._expired_at + _LONGEST_LOOK
         if not (self.receiver.is_drained or is_late):
-            # The socket may be empty now; then nothing else would wake a thread.
+            # The socket may be empty by now, and then nothing else would wake a thread.
             self.set_due(self.now)
             return
         self._looked = self.now
@@ -225,7 +227,7 @@ class RoceDevice(Device):
         self._expired_at = math.inf
         for worker, when in self.timers.items():
             if when <= self._looked:
-                # A separate step for each, by execute_next.
+                # execute_next runs each in a separate step.
                 self.start(worker)
 
     def put_off(self) -> bool:
@@ -248,7 +250,7 @@ class RoceDevice(Device):
             self._run_expired()
             return False
         if self.timers.get(worker, math.inf) <= self._looked:
-            # Do not remove it: to undo that might need memory.
+            # Do not remove it: undoing that might need memory.
             self.timers[worker] = math.inf
             engine.on_timer(worker)
             return True

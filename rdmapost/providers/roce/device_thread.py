@@ -2,13 +2,13 @@
 
 Every verb, and so every poll, first receives the packets that have arrived and has the engine
 process them. So does a thread that waits for a completion, because the socket is among the
-descriptors that it waits for. While no thread does either, the device's own thread processes
+descriptors that it waits on. While no other thread does so, the device's own thread processes
 packets.
 
-It sleeps first if another thread waits for completions or events, or has received packets since its
-own last turn: the other is probably quicker, and two threads that take turns with the GIL are
-slower than one. It does not sleep if another thread runs Python code all the time: then taking the
-GIL again costs 5 ms (the interpreter's switch interval).
+It sleeps first if another thread waits for completions or events, or has received packets since the
+device thread's last turn: the other thread is probably quicker, and two threads that pass the GIL
+back and forth are slower than one. It does not sleep if another thread runs Python code all the
+time, because getting the GIL back then costs 5 ms (the interpreter's switch interval).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .udp_socket import share
 _log = logging.getLogger("rdmapost.roce")
 
 _SHORTEST, _LONGEST = 0.0002, 0.002
-"""The shortest and the longest sleep in which other threads may be quicker, in seconds."""
+"""The shortest and the longest sleep that lets other threads go first, in seconds."""
 _CONTENDED = 0.001
-"""Seconds; taking the GIL again takes longer only if another thread runs Python code."""
+"""Seconds; getting the GIL back takes longer only if another thread runs Python code."""
 _ROUNDS_ALONE = 15
-"""The number of rounds without a sleep after taking the GIL again took so long."""
+"""The number of rounds without a sleep after getting the GIL back has taken that long."""
 _AFTER_ERROR = 0.1
 """Seconds before the thread tries again."""
 _AT_EXIT = 1.0
-"""The longest that the exit of the process waits for threads, in seconds."""
+"""The longest that the process waits for threads when it exits, in seconds."""
 
 _threads: dict[Any, Any] = {}
 """The socket of each device's thread, and a lock that is held until the thread ends."""
@@ -56,7 +56,7 @@ def _end_threads() -> None:
             stopped.shutdown(socket.SHUT_RDWR)
     end = time.monotonic() + _AT_EXIT
     for _, running in ending:
-        # A thread waits for the device's lock if another one stays in a verb.
+        # With a timeout: the thread waits for the device's lock if another one stays in a verb.
         running.acquire(timeout=max(0.0, end - time.monotonic()))
 
 
@@ -94,14 +94,14 @@ def start(wake_fds: tuple[int, ...], counters: Counted) -> Any:
     try:
         _thread.start_new_thread(_watch, (watched, counters, stopped, running))
     except RuntimeError:
-        # After a MemoryError the thread may run: it ends when the rollback closes `stop`.
+        # After a MemoryError the thread may be running; it ends when the rollback closes `stop`.
         stopped.close()
         raise OSError(errno.EAGAIN, "pthread_create") from None
     return stop
 
 
 def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -> None:
-    """Process packets while no other thread does, until the device is closed: the thread's loop."""
+    """Loop: process packets while no other thread does, until the device is closed."""
     turns: _Turns | None = None
     error: Exception | None = None
     try:
@@ -126,14 +126,14 @@ def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -
 def _recover(error: Exception) -> None:
     time.sleep(_AFTER_ERROR)
     if not isinstance(error, MemoryError):
-        _log.error("the thread of a roce device goes on after an error", exc_info=error)
+        _log.error("the thread of a roce device continues after an error", exc_info=error)
 
 
 class _Turns:
-    """Whose turn it is to process packets: the device thread's, or first another thread's.
+    """Decides whether the device's thread processes packets now, or lets other threads go first.
 
     Args:
-        counters: the device's.
+        counters: the device's counters.
     """
 
     def __init__(self, counters: Counted) -> None:
@@ -163,12 +163,12 @@ class _Turns:
         self._pause, self._received = 0.0, self._received_so_far()
 
     def _received_so_far(self) -> tuple[int, int] | None:
-        # Not there if the device could not be opened, and a rollback has removed it.
+        # It is missing if the device could not be opened and a rollback has removed it.
         return getattr(self._counters, "received", None)
 
 
 def _wait_and_look(epoll: select.epoll, stop_fd: int, turns: _Turns) -> bool:
-    """Wait until there is something to do, and do it unless another thread does it.
+    """Wait until there is something to do, and do it unless another thread does.
 
     Returns:
         Whether the device is still open.

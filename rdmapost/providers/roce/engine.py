@@ -1,8 +1,8 @@
 """The engine: the functions that the device calls.
 
-It has no sockets and no clock. Packets, posts and times go in; completions come out, and packets
-through the device's ``send``. Each call is one step and one transaction, so that a request sees in
-memory what earlier ones have written.
+It has no sockets and no clock. Packets, posts and times go in; completions come out, and so do
+packets, through the device's ``send``. Each call is one step and one transaction, so that a request
+sees in memory what earlier ones have written.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from ..software.faults import PacketFaults
 _OVERTAKEN_SECONDS = 0.002
 """How long a packet waits for another one to overtake it."""
 _HELD = 1024
-"""The most packets that wait; others pass."""
+"""The most packets that are held back at once; any others pass."""
 
 _MASK = (1 << 64) - 1
 _DRAWS = 8
@@ -69,8 +69,8 @@ class Held(NamedTuple):
 
     Attributes:
         when: the time at which it may go.
-        until: the number of a later packet, after which this one may go even before `when`; or a
-            negative number.
+        until: the number of a later packet, after which this one may go even before `when`;
+            negative if there is none.
         item: the packet.
     """
 
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether its time has come, or `until` has gone by; the latest packet is `number`."""
+        """Whether its time has come, or packet `until` has passed; the latest one is `number`."""
         return self.when <= now or 0 <= self.until <= number
 
 
@@ -128,7 +128,7 @@ class Direction(native.Record):
                 bit flipped.
 
         Returns:
-            The packets that arrive now, in order; and whether anything happened to this one.
+            The packets that arrive now, in order, and whether anything happened to this one.
         """
         if self.plan is None:
             return [item], False
@@ -167,8 +167,8 @@ class Direction(native.Record):
 def damage(packet: bytes, covered: bytes, number: int) -> bytes:
     """Return a packet with one bit flipped, so that its ICRC is wrong.
 
-    Some bits cannot be chosen: those of a field that the ICRC does not cover, and those whose flip
-    leaves an ICRC that is right for another IPv4 identification.
+    Some bits are never flipped: those of a field that the ICRC does not cover, and those whose flip
+    would leave an ICRC that is right for a different IPv4 identification.
 
     Args:
         packet: the packet, from its BTH to its ICRC.

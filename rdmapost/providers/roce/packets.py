@@ -52,7 +52,7 @@ _HEADERS = {
 """The format of each header, and its fields."""
 
 SOLICITED_EVENT, MIG_REQ, TVER = 0x80, 0x40, 0x0F
-"""Bits of the BTH's flags; the two others, 0x30, count the bytes of padding."""
+"""Bits of the BTH's flags; the other two, 0x30, count the bytes of padding."""
 DEFAULT_PKEY = 0xFFFF
 _PKEY_BASE = 0x7FFF
 ACK_REQ = 1 << 31
@@ -257,7 +257,7 @@ class Packet(Request):
         source: the sender's GID.
         length: bytes of payload; for a request without a payload, the length that it names.
         data: the payload. Prefer `copy_to`: the payload of a run is assembled only when needed.
-        run: where a run's packets are: the arguments of native.roce_gather that follow the target;
+        run: where a run's packets are, as the arguments of native.roce_gather after the target;
             None for a single packet.
     """
 

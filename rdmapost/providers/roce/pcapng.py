@@ -1,7 +1,7 @@
 """The pcapng file format, as far as a capture needs it (draft-ietf-opsawg-pcapng).
 
 A file is a sequence of blocks: a section header, one interface, packets and, at the end, the
-interface's statistics. Wireshark opens it. Numbers are in this machine's byte order.
+interface's statistics. Wireshark can open such files. Numbers are in this machine's byte order.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def packet(frame: bytes, time_ns: int, is_sent: bool, comment: str) -> bytes:
     Args:
         frame: the packet, from its IP header on.
         time_ns: nanoseconds since 1970.
-        is_sent: whether it was sent, not received.
+        is_sent: True if it was sent, False if it was received.
         comment: a comment on it, or "".
     """
     size = len(frame)

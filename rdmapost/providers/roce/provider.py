@@ -134,12 +134,12 @@ def _check_type(name: str, qp_type: int) -> None:
     if qp_type not in _TYPES:
         text = f"roce devices have no {QPType(qp_type).name} queue pairs"
         if qp_type in queue_verbs.QP_TYPES:
-            text += "; soft0 has"
+            text += "; soft0 has them"
         raise UnsupportedError(name, errno.EOPNOTSUPP, text)
 
 
 def _opened_as(address: LocalAddress) -> str | None:
-    """Say which open device of this process has this address; None if none has."""
+    """Say which of this process's open devices has an address, or return None."""
     for name, device in list(open_devices.items()):
         if isinstance(device, RoceDevice) and device.address == address:
             return f"{name}, which this process has opened: open it by that name"

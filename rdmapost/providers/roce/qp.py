@@ -1,7 +1,7 @@
-"""The protocol's state of one queue pair, on both sides.
+"""A queue pair's protocol state, both as requester and as responder.
 
-The requester's PSNs grow without bound from the first one, so that it is clear which of two is
-earlier; only in packets are they cut to 24 bits. The responder compares PSNs as the specification
+The requester's PSNs grow without wrapping, so that it is clear which of two is earlier; they are
+cut to 24 bits only in packets. The responder compares PSNs as the specification
 does.
 """
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
             bytes of payload. The first `again` of them have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at this time instead of one set before; None cancels it."""
+            """Have on_timer called at this time instead of any set before; None cancels it."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -161,9 +161,9 @@ class RoceQueuePair(QueuePair):
         self.una = 0
         """The oldest unacknowledged PSN."""
         self.psn = 0
-        """The PSN of the next packet to send; less than `top` while packets are sent again."""
+        """The PSN of the next packet to send; less than `top` while packets are resent."""
         self.top = 0
-        """The first PSN that was never sent."""
+        """The first PSN that has never been sent."""
         self.tail = 0
         """The first PSN that belongs to no request."""
         self._forget_requests()
@@ -183,7 +183,7 @@ class RoceQueuePair(QueuePair):
         self.started = 0
         """The number of work requests in the send queue whose last request is in `requests`."""
         self.read_offset = 0
-        """Bytes of the next work request, a READ, for which requests exist."""
+        """How many bytes of the next work request, a READ, already have requests."""
         self.reads = 0
         """Outstanding READ requests and atomics."""
         self.una = self.psn = self.tail = self.top
@@ -197,9 +197,9 @@ class RoceQueuePair(QueuePair):
         """When to ask again for missing responses, or 0."""
         self.missing_psn = -1
         """The PSN of the last response that was asked for again before the timeout. That is done
-        once, as the peer may be slow."""
+        only once for each PSN, because the peer may be slow."""
         self.acked = 0
-        """The PSN before which an ACK acknowledged everything, though responses are missing."""
+        """An ACK has acknowledged everything before this PSN, although responses are missing."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 
@@ -272,7 +272,7 @@ class RoceQueuePair(QueuePair):
         self._forget_requests()
         taken = self._give_up_incoming()
         if taken is not None and self.srq is not None:
-            # No completion would ever free the receive's slot and memory: it goes back to the SRQ.
+            # No completion would ever free the receive's slot and memory, so it returns to the SRQ.
             wqe, queue, _, _ = taken
             native.on_commit(queue.pending.appendleft, wqe)
         self.device.set_timer(self, None)

@@ -77,7 +77,7 @@ class Receiver(native.Record):
         if covered is None:
             return True
         if device.recordings:
-            # Before roce_check(), which marks the packets that are damaged.
+            # Before roce_check(), which marks damaged packets.
             trace.received(device, gid, port, covered, tos, ttl, size, segment)
         if device.incoming.is_straight:
             self._begin(device, size, segment, gid, covered, tos, ttl)

@@ -1,8 +1,7 @@
 """The life of a capture: a thread that opens the file, writes the queued blocks, and ends.
 
-While the thread lives, only it changes the recording's state, and it needs no lock that another
-thread may hold: neither the device's nor the user's. So waiting for the thread, at any point,
-cannot deadlock.
+While the thread lives, it alone changes the recording's state, and it needs no lock that another
+thread may hold, neither the device's nor the user's. So waiting for the thread can never deadlock.
 Functions and generators are not created at run time: CPython 3.12 and 3.13 crash if there is no
 memory for one.
 """
@@ -31,13 +30,13 @@ from . import pcapng
 _log = logging.getLogger("rdmapost.roce.capture")
 
 _GATHER = 0.01
-"""Seconds in which the thread lets packets gather, to write them at once."""
+"""How long the thread lets packets gather, to write them together, in seconds."""
 _LOOK = 0.05
-"""Seconds between checks, during a wait for the thread, that it still exists."""
+"""Seconds between checks that the thread still exists, during a wait for it."""
 _FOR_ANOTHER = 1.0
-"""Seconds that a capture waits for another capture to the same file that is about to end."""
+"""How long a capture waits for another capture to the same file to end, in seconds."""
 _AT_EXIT = 2.0
-"""The longest that the exit of the process waits for the files, in seconds."""
+"""The longest that the process waits for the files when it exits, in seconds."""
 
 
 class RecordingState(enum.IntEnum):
@@ -69,7 +68,7 @@ class Recording:
         path: the file's path.
         interface: the device's name.
         tally: the device's counts.
-        queue: tuples of a number of packets and their blocks; any other object ends the capture.
+        queue: tuples (number of packets, their blocks); any other object ends the capture.
         packets: how many packets are in the file.
         taken: bytes that the thread has taken from the queue, in all.
         state: how far the capture has got; the thread sets it.
@@ -121,10 +120,10 @@ class Recording:
         self._thread: weakref.ref[Any] | None = None
         """A weak reference to the thread's function, which lives as long as the thread."""
         self._began, self._ended = _held_lock(), _held_lock()
-        """The thread releases them when it has begun and ended, to wake waiting threads, which
-        then check its state."""
+        """Locks that the thread releases when it has begun and when it has ended. That wakes the
+        waiting threads, which then check its state."""
 
-    # ---- for those who wait ------------------------------------------------------
+    # ---- for waiting threads -----------------------------------------------------
 
     def start(self) -> None:
         """Start the thread, and wait until the file is open and its first blocks are written.
@@ -132,7 +131,7 @@ class Recording:
         Raises:
             OSError: there are too many threads.
             ClosedError: this is the child of a fork now.
-            BaseException: whatever the thread has raised.
+            BaseException: whatever the thread raised.
         """
         # Do this before the thread starts. The reference removes itself when the recording is gone.
         _known.append(weakref.ref(self, _known.remove))
@@ -158,7 +157,7 @@ class Recording:
     def wait_until_ended(self, timeout: float) -> bool:
         """Wait for the thread; return whether it has ended in time.
 
-        In the child of a fork, or called by the thread itself, this does not wait.
+        In the child of a fork, and in the thread itself, this does not wait.
         """
         return self._wait(self.has_ended, self._ended, timeout)
 
@@ -243,7 +242,7 @@ class Recording:
                 _unlock(self.file.fileno())
 
     def _claim(self) -> None:
-        """Empty the file, unless another capture writes to it, in this process or another one."""
+        """Empty the file, unless another capture, in this or another process, is writing to it."""
         assert self.file is not None
         descriptor = self.file.fileno()
         status = os.fstat(descriptor)
@@ -260,7 +259,7 @@ class Recording:
                 )
             time.sleep(_GATHER)
         if self.is_stopping or (self.user is not None and self.user() is None):
-            # Its user has given up, and another capture may have written the file since.
+            # Its user has given up, and another capture may have written to the file since.
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
         if stat.S_ISREG(mode):
             if not os.path.samestat(status, os.stat(self.path)):
@@ -312,7 +311,7 @@ class Recording:
         return [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _write(self, data: bytes, count: int) -> None:
-        """Write packets' blocks; if that fails and the file can be truncated, leave none in it."""
+        """Write packets' blocks; if that fails, remove them, if the file can be truncated."""
         assert self.file is not None
         left = memoryview(data)
         try:

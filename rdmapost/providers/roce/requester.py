@@ -41,7 +41,7 @@ _ASK_AFTER = 8
 _SHORTEST_TIMEOUT = 0.004
 """Seconds; a shorter timeout would say nothing about the network."""
 _NO_TIMEOUT = 0.1
-"""Seconds between attempts if the attribute timeout is 0; their number is not limited then."""
+"""Seconds between attempts if the attribute timeout is 0, when their number is not limited."""
 
 _RTS, _SQD, _UD = QPState.RTS, QPState.SQD, QPType.UD
 _FENCE, _SOLICITED = int(SendFlags.FENCE), int(SendFlags.SOLICITED)
@@ -144,7 +144,7 @@ def packets_in_burst(size: int) -> int:
 
 
 def _ask(bursts: list[Burst]) -> None:
-    """Set AckReq in the last packet, and in enough of the packets that end earlier bursts."""
+    """Set AckReq in the last packet, and in the last packets of enough earlier bursts."""
     unasked = 0
     for burst in bursts:
         unasked += len(burst.headers)
@@ -334,7 +334,7 @@ def _header(qp: RoceQueuePair, request: SendRequest, row: PacketRow, psn: int) -
 
 
 def _deth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    # A Q_Key with the top bit set means the sender's own.
+    # A Q_Key with the top bit set stands for the sender's own Q_Key.
     qkey = request.wqe.remote_qkey
     return (qp.attr["qkey"] if qkey & _PRIVILEGED_QKEY else qkey), qp.number
 
@@ -533,7 +533,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
 
 
 def on_timer(qp: RoceQueuePair, now: float) -> None:
-    """React to the times that have come."""
+    """Do what is due by now."""
     if qp.rnr_until:
         if now < qp.rnr_until:
             qp.wake_at(qp.rnr_until)

@@ -1,7 +1,7 @@
 """The responder: executes requests in the order of their PSNs, and acknowledges them.
 
-The permissions of a request are checked for each packet, as on all devices. An unreliable service
-has no acknowledgements: a request that cannot be executed is dropped.
+A request's permissions are checked for each packet, as on all devices. An unreliable service has no
+acknowledgements: a request that cannot be executed is dropped.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
     if taken is None:
         return False
     if not fits:
-        # Queue pairs share the queue: a receive that is too small must not stay first for all.
+        # Queue pairs share the queue: a receive that is too small must not block them all.
         qp.end_receive(taken, WCStatus.REM_INV_REQ_ERR)
         return True
     assert packet.make_grh is not None
@@ -113,7 +113,7 @@ def _receive_datagram(qp: RoceQueuePair, packet: Packet) -> bool:
 def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
     """Whether a datagram fits into the next receive.
 
-    As on Soft-RoCE, one that is too long does not break the queue pair.
+    As with Soft-RoCE, a datagram that is too long does not break the queue pair.
     """
     pending = (qp.rq if qp.srq is None else qp.srq.queue).pending
     if not pending:
@@ -255,10 +255,10 @@ def _read_again(qp: RoceQueuePair, packet: Packet) -> None:
 
 
 def _refuse_duplicate(qp: RoceQueuePair, code: int, psn: int) -> None:
-    """Say NAK to a READ that can no longer be repeated.
+    """Send a NAK for a READ that can no longer be repeated.
 
-    The queue pair stays in its state, because the request may be an old copy from the network. Its
-    requester ignores the NAK then.
+    The queue pair's state does not change, because the request may be an old copy from the network.
+    In that case the requester ignores the NAK.
     """
     qp.device.counters.naks_sent += 1
     _send(qp, packets.ACKNOWLEDGE, psn, aeth(packets.NAK, code, qp.msn))
@@ -467,7 +467,7 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
 
 
 def _end_reading(qp: RoceQueuePair) -> None:
-    """End the READ in progress, and continue with the work that waited for its end."""
+    """End the READ in progress, and continue with the work that was waiting for that."""
     if qp.repeats:
         qp.reading = native.take(qp.repeats)
         qp.device.again(qp)

@@ -28,8 +28,8 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets; False once a send has shown that the
             network device cannot segment.
-        errors: the sends that failed when a step was committed: for each, its errno, and how many
-            packets, bytes and retransmitted packets it had.
+        errors: the sends that failed when a step was committed; each has its errno, and its numbers
+            of packets, bytes and retransmitted packets.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Sender(native.Record):
         self._transmit(device, path, about, packet, size, size, (1, size, again))
 
     def note_errors(self, device: RoceDevice) -> None:
-        """Process the sends that failed since the last call: none of their packets have left."""
+        """Process the sends that failed since the last call; none of their packets were sent."""
         counters = device.counters
         # A new list, because a rollback restores an attribute, but not the contents of a list.
         errors, self.errors = self.errors, []

@@ -1,4 +1,4 @@
-"""The contents of captures: packets as they are on the wire, with the work request of each."""
+"""The contents of captures: packets as they are on the wire, each with its work request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frame(
         tos: the type of service, or the traffic class.
         ttl: the time to live, or the hop limit.
         number: the IPv4 identification.
-        packet: from its BTH to its ICRC.
+        packet: the packet, from its BTH to its ICRC.
     """
     size = UDP_BYTES + len(packet)
     if source.startswith(IPV4_MAPPED):

@@ -18,7 +18,7 @@ _SOCKET_BUFFER = 1 << 22
 """The buffer size to request. Without CAP_NET_ADMIN the kernel may grant less
 (net.core.rmem_max)."""
 
-# Not in every socket module: linux/in.h, linux/in6.h, linux/udp.h.
+# Not every socket module has these (linux/in.h, linux/in6.h, linux/udp.h).
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _UDP_GRO = 104
 _UDP_NO_CHECK6_RX = 102
@@ -129,7 +129,7 @@ def _prepare(made: Any, address: LocalAddress) -> None:
     for level, option, value in _OPTIONS[address.family]:
         made.setsockopt(level, option, value)
     with suppress_system_errors:
-        # Since Linux 5.0; without it, each packet is received by itself.
+        # Since Linux 5.0; without it, packets are received one at a time.
         made.setsockopt(socket.SOL_UDP, _UDP_GRO, 1)
     for forced, limited in _BUFFERS:
         try:

@@ -50,7 +50,7 @@ def send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def send_segmented(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
-    """Split a payload into IP-over-InfiniBand messages with the work request's header; send them.
+    """Send a payload as IP-over-InfiniBand messages, each with the work request's header.
 
     Raises:
         ErrorStatus: a message would be longer than the MTU, or the header cannot be used.
@@ -69,7 +69,7 @@ def _send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
     request.solicited = bool(wqe.flags & SendFlags.SOLICITED)
     if wqe.opcode == Opcode.SEND_WITH_IMM:
         request.imm = wqe.imm
-    # A Q_Key with the top bit set means the sender's own.
+    # A Q_Key with the top bit set stands for the sender's own Q_Key.
     request.qkey = qp.attr["qkey"] if wqe.remote_qkey & _PRIVILEGED_QKEY else wqe.remote_qkey
     request.sl = address.sl
     request.grh = _ip_header(address, size + IMM_BYTES * (request.imm is not None))

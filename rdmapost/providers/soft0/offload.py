@@ -189,13 +189,13 @@ def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> list[bytes]:
     the last has FIN and PSH, and only the first CWR. UDP is cut too, into separate datagrams.
 
     Args:
-        hdr: link header, IPv4 or IPv6, and TCP or UDP; nothing after it.
+        hdr: the link header, IPv4 or IPv6, and TCP or UDP, with nothing after them.
         link: the link header's format.
         payload: the data after the header; an empty payload makes one packet.
         mss: payload bytes in a packet.
 
     Raises:
-        ErrorStatus: LOC_QP_OP_ERR: the mss is 0, or the header has another format; LOC_LEN_ERR:
+        ErrorStatus: LOC_QP_OP_ERR: the mss is 0, or the header has a different format; LOC_LEN_ERR:
             hdr is shorter or longer than its headers, or the payload is longer than MAX_TSO.
     """
     headers = _headers(hdr, link)

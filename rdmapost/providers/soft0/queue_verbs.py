@@ -40,7 +40,7 @@ def create_srq_ex(context: Any, init: Any) -> Any:
     if srq_type == SRQType.TM and not (
         1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
     ):
-        limits = f"max_num_tags is in 1..{tags.MAX_NUM_TAGS} and max_ops in 1..{tags.MAX_OPS}"
+        limits = f"max_num_tags must be in 1..{tags.MAX_NUM_TAGS}, max_ops in 1..{tags.MAX_OPS}"
         raise VerbsError(name, errno.EINVAL, limits)
     srq = make_srq(context, init.pd, init.attr)
     made: SharedReceiveQueue = bound(srq, name)
@@ -83,7 +83,7 @@ def close_xrcd(xrcd: Any) -> None:
 
 
 _domains: dict[tuple[int, int], XRCDomain] = table()
-"""XRC domains that a file names, by its inode."""
+"""XRC domains that a file names, by the file's inode."""
 
 
 def _domain_of(xrcd: Any, name: str) -> XRCDomain:

@@ -31,7 +31,7 @@ _NAK_STATUS = {
 
 _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM)})
-# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
 _RTS, _SQE = QPState.RTS, QPState.SQE
 _UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
 _SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
@@ -218,7 +218,7 @@ def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
 
     Raises:
         ErrorStatus: the responder sent a NAK, or the attempts are used up.
-        _Parked: it did not respond, or was not ready; attempts are left.
+        _Parked: it did not respond, or was not ready, and attempts are left.
     """
     if qp.reliable and qp.retries > qp.attr["retry_cnt"]:
         # The last attempt has timed out too.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .qp import SoftQueuePair
 
 _REMOTE_WRITE = int(Access.REMOTE_WRITE)
-# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
 _SUCCESS, _UD = WCStatus.SUCCESS, QPType.UD
 
 

@@ -4,10 +4,10 @@ A message starts with a header (TMH). Its tag is looked up in the matching list.
 matches, the payload goes into the entry's buffers; if none does, the message is unexpected and
 goes, with its header, to the queue's next receive.
 
-Software may be about to add an entry while a message that it would match is already waiting among
-the unexpected ones; a later message must not overtake it. So both sides count unexpected messages,
-and entries added while the counts differ are held: they match nothing until an operation carries
-a count that agrees with the device's (phase synchronisation, ibv_post_srq_ops(3)).
+When software adds an entry, a message that the entry would match may already be waiting among the
+unexpected ones, and a later message must not overtake that message. So both sides count unexpected
+messages, and entries added while the counts differ are held: they match nothing until an operation
+carries a count that agrees with the device's (phase synchronisation, ibv_post_srq_ops(3)).
 
 A rendezvous request has the payload's address instead of the payload (RVH). The device itself
 fetches it with an RDMA READ, on the queue pair that received the request, and sends a FIN.
@@ -91,7 +91,7 @@ class MatchingList(native.Record):
         self.ops.prompt = True
         self.ops.slots = self.slots
         self._entries: dict[int, _Entry] = {}
-        """By handle, in matching order; replaced, never changed in place."""
+        """By handle, in matching order; the dict is replaced, never changed in place."""
         self._held: frozenset[int] = frozenset()
         """The handles of the entries that may not match yet."""
         self._seen = 0

@@ -39,8 +39,8 @@ _Event = TypeVar("_Event")
 class _EventSource(native.Record, Generic[_Event]):
     """Events behind a file descriptor, which is readable when one is pending.
 
-    The descriptor is an epoll of an eventfd and of Device.wake_fds: when the device has work, a
-    sleeper wakes up and does it.
+    The descriptor is an epoll of an eventfd and of Device.wake_fds, so a sleeping thread wakes up
+    when the device has work, and does the work.
     """
 
     def __init__(self, device: Device) -> None:
@@ -48,8 +48,8 @@ class _EventSource(native.Record, Generic[_Event]):
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
         for fd in (self.event_fd, *device.wake_fds):
-            # A child that a signal handler has forked meanwhile shares the epoll, and may have
-            # registered the descriptor already.
+            # A child that a signal handler has forked in the meantime shares the epoll, and may
+            # have registered the descriptor already.
             with contextlib.suppress(FileExistsError):
                 self._epoll.register(fd, select.EPOLLIN)
         self.events: deque[_Event] = deque()
@@ -98,8 +98,8 @@ class CompletionQueue(native.DeviceQueue):
     """Where work requests complete, in order.
 
     Attributes:
-        pending: the entries: each completion's bytes, the queue whose slots it frees, and how many
-            slots. The C code of a poll removes them.
+        pending: the entries, each with the completion's bytes, the queue whose slots it frees, and
+            how many slots. The C code of a poll removes them.
         armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
         has_timestamps: whether completions carry the time at which they were added.
     """

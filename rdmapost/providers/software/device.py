@@ -146,7 +146,7 @@ class Device(native.Record):
         Raises:
             VerbsError: ENOMEM: all are in use.
         """
-        what = "numbers of queue pairs and SRQs"
+        what = "queue pair and SRQ numbers"
         return self.numbers.choose(call, what, self._is_number_taken)
 
     def _is_number_taken(self, number: int) -> bool:

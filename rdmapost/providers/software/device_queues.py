@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from .memory import ProtectionDomain
 
 WQE = native.WQE
-"""A work request as the device holds it: the members of ``struct ibv_send_wr``, ``struct
-ibv_recv_wr`` or ``struct ibv_ops_wr``, by their names there; those that its opcode does not use
-are garbage. ``opcode`` is a number, ``sges`` are (addr, length, lkey) each, ``inline`` is the data
-copied when it was posted, and ``ah``, ``window`` and ``region`` are the device's objects. A work
-request of the device's own (tags) has an ``owner``, which is notified of its end."""
+"""A work request as the device holds it. It has the members of ``struct ibv_send_wr``, ``struct
+ibv_recv_wr`` or ``struct ibv_ops_wr``, under the same names; those that its opcode does not use are
+garbage. ``opcode`` is a number, each of ``sges`` is (addr, length, lkey), ``inline`` is the data
+copied when it was posted, and ``ah``, ``window`` and ``region`` are the device's objects. The
+device's own work requests (tags) have an ``owner``, which is notified when they end."""
 
 
 class WorkQueue(native.DeviceQueue):
@@ -28,7 +28,7 @@ class WorkQueue(native.DeviceQueue):
     Attributes:
         pending: the work requests not yet completed.
         depth: its number of slots.
-        max_sge: SGEs in a work request.
+        max_sge: the most SGEs in a work request.
         used: slots taken.
         silent: completed unsignaled work requests, whose slots a later completion frees.
         refuses: the errno with which every post fails, or 0.
@@ -51,7 +51,7 @@ class WorkQueue(native.DeviceQueue):
     def clear(self) -> None:
         """Forget everything."""
         self.silent = 0
-        # This includes work requests that a signal handler posts meanwhile.
+        # This includes work requests that a signal handler posts in the meantime.
         native.on_commit(native.clear, self)
 
 
@@ -80,7 +80,7 @@ class SharedReceiveQueue(native.Record):
         self.queue = WorkQueue(depth, max_sge)
         self.number = number
         self.limit = 0
-        """The limit event fires when fewer receives are left; 0 means not armed."""
+        """The limit event fires when fewer receives than this are left; 0 means not armed."""
         self.cq: CompletionQueue | None = None
         """Where XRC and tag-matching receives complete."""
         self.xrcd: Any = None

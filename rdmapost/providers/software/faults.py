@@ -69,8 +69,8 @@ class PacketFaults(NamedTuple):
 class FaultPlan:
     """The faults planned for an open device: its ``faults``.
 
-    Each call of ``fail_post`` and ``complete_with`` fails one work request, so three calls fail
-    three; a call of ``not_ready`` replaces the queue pair's earlier one.
+    Each call of ``fail_post`` or ``complete_with`` fails one work request, so three calls fail
+    three; a call of ``not_ready`` replaces an earlier one for the same queue pair.
 
     Args:
         planned: the faults, as the device reads them.
@@ -113,8 +113,9 @@ class FaultPlan:
     def complete_with(self, wr_id: int, status: WCStatus) -> None:
         """Make a send work request complete with a status, without being executed.
 
-        Several statuses planned for one wr_id go to as many work requests, in order.  With
-        SUCCESS, it completes as if it had been executed, but nothing arrives at the peer.
+        Several statuses planned for one wr_id apply to as many work requests, in order.  With
+        SUCCESS, a work request completes as if it had been executed, but nothing arrives at the
+        peer.
 
         Args:
             wr_id: its wr_id, as posted.
@@ -155,7 +156,7 @@ class FaultPlan:
         sent: bool = True,
         received: bool = True,
     ) -> None:
-        """Treat the device's packets as a bad network does, from now on (roce devices only).
+        """Treat the device's packets as a bad network would, from now on (roce devices only).
 
         Each rate is the probability, 0..1, with which something happens to a packet, whatever else
         happens to it.  What happens to the nth packet depends only on the seed and the rates.  The
@@ -166,7 +167,7 @@ class FaultPlan:
             drop: rate of packets that are lost.
             duplicate: rate of packets that arrive twice.
             delay: rate of packets that arrive ``delay_by`` later.
-            reorder: rate of packets that the next packet overtakes; without a next one they arrive
+            reorder: rate of packets that the next packet overtakes; if none follows, they arrive
                 2 ms later.
             corrupt: rate of packets in which a bit is flipped.  The ICRC shows it, so the receiver
                 drops them.

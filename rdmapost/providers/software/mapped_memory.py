@@ -39,7 +39,7 @@ def may_shrink(start: int, length: int) -> bool:
         if not is_from_system(error):
             raise
         return True
-    # Not splitlines(): a file's name may have other line ends.
+    # Not splitlines(): a file's name may contain other line endings.
     for line in filter(None, maps.split(b"\n")):
         bounds, _, _, _, inode, *path = line.split(None, 5)
         low, high = bounds.split(b"-")

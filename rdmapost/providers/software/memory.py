@@ -79,8 +79,8 @@ class Region(native.Record):
     def part(self, start: int, length: int, write: bool) -> Any:
         """Return part of the memory, or None if it is no longer mapped.
 
-        If the memory may be unmapped at any time, this is a copy for reading, or, for writing, a
-        Room, through which the kernel writes the memory.
+        If the memory may be unmapped at any time, return a copy to read, or a Room to write,
+        through which the kernel writes to the memory.
         """
         if self.unsure is None:
             return self.memory[start : start + length]
@@ -201,7 +201,7 @@ class Memory(native.Record):
         self._by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
-        """Register a region over other memory; its keys change, and the old ones become unknown.
+        """Re-register a region over new memory; its keys change, and the old ones become unknown.
 
         Raises:
             VerbsError: ENOMEM: all keys are in use.
@@ -251,7 +251,7 @@ class Memory(native.Record):
 
         Args:
             pd: the queue's protection domain.
-            sges: (addr, length, lkey) each; length 0 means 2^31.
+            sges: tuples (addr, length, lkey); length 0 means 2^31.
             write: whether the device will write there.
             size: how many bytes are needed; SGEs after them are not checked. Default: all.
 
@@ -291,7 +291,7 @@ class Memory(native.Record):
         Args:
             pd: the responder's protection domain.
             qpn: the responder's queue pair.
-            rkey, addr, length: as in the request; if addr is None, all that the rkey covers.
+            rkey, addr, length: as in the request; if addr is None, check all that the rkey covers.
             need: the Access that the operation needs.
 
         Raises:
@@ -389,7 +389,7 @@ class Memory(native.Record):
         """Invalidate a region's or a type 2 window's key; return False if that is not allowed.
 
         Args:
-            is_remote: whether a peer asks, who may revoke only what it may use.
+            is_remote: whether a peer asks for this; a peer may revoke only what it may use.
         """
         target = self._find(key) or self.find_region(key)
         if target is None or target.pd is not pd:
@@ -414,7 +414,7 @@ def contents(target: Any) -> Any:
     """Return the bytes in memory that a request will replace.
 
     Raises:
-        RemoteAccessError: it is no longer mapped.
+        RemoteAccessError: the memory is no longer mapped.
     """
     if not isinstance(target, native.Room):
         return target
@@ -433,7 +433,7 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
     """Return SGEs for a range of the bytes that the given SGEs cover.
 
     Raises:
-        ErrorStatus: LOC_LEN_ERR: they cover fewer.
+        ErrorStatus: LOC_LEN_ERR: they cover fewer bytes.
     """
     found = []
     for addr, length, lkey in sges:
@@ -455,7 +455,7 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
 def copy(source: Segments, target: Segments) -> None:
     """On commit, copy all of the source into the target, which is at least as long.
 
-    Rooms are written first, because the kernel may refuse to write them.
+    Rooms are written first, because the kernel may refuse to write to them.
     """
     if len(source) == len(target) == 1:
         piece, room = source[0], target[0]
@@ -474,7 +474,7 @@ def _write(room: Any, piece: Any) -> None:
 
 
 def replace(number: bytes, target: Any) -> None:
-    """On commit, replace a number with one computed from it: once, even if the verb is repeated."""
+    """On commit, replace a number with one computed from it; a repeated verb does so only once."""
     if isinstance(target, native.Room):
         native.try_once_on_commit(target.fill, number)
     else:

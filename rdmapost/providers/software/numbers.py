@@ -11,7 +11,7 @@ from ...errors import VerbsError
 
 
 class Numbers(native.Record):
-    """The numbers first..last, in order; after the last one, those that are free again.
+    """The numbers first..last, in order; after the last one, those that have become free.
 
     Args:
         first, last: the range.

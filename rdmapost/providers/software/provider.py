@@ -187,7 +187,7 @@ class SoftwareProvider:
     def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            # Not on commit: there may be no memory then to add to the dict.
+            # Not on commit, when there may be no memory to add to the dict.
             native.undo(events.pop, key := object(), None)
             events[key] = event
 
@@ -268,7 +268,7 @@ class SoftwareProvider:
         if region.windows:
             many = region.windows
             windows = "a memory window is" if many == 1 else f"{many} memory windows are"
-            reason = f"{windows} bound to it; invalidate or close first"
+            reason = f"{windows} bound to it; invalidate or close its windows first"
             raise VerbsError("ibv_dereg_mr", errno.EBUSY, reason)
         device_of(mr, "ibv_dereg_mr").memory.deregister(region)
         drop(mr, "ibv_dereg_mr")
@@ -362,7 +362,7 @@ class SoftwareProvider:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        # Not on commit: there may be no memory then to add to the dict.
+        # Not on commit, when there may be no memory to add to the dict.
         if (address := address_of(made.handle)) not in events:
             native.undo(events.pop, address, None)
             events[address] = None

@@ -34,7 +34,7 @@ _COMPLETES_AS: dict[int, WCOpcode] = {
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
 _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
-# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
 _RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
 
 ACCESS_FLAGS = 0x3FF003FF
@@ -92,7 +92,7 @@ class QueuePair(native.Record):
         self.forget()
 
     def forget(self) -> None:
-        """Set everything as in RESET."""
+        """Set everything to what it is in RESET."""
         self.attr: dict[str, Any] = {}
         """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
@@ -124,7 +124,7 @@ class QueuePair(native.Record):
         return True
 
     def drain(self) -> None:
-        """Report that the send queue has drained: here at once, as posts are executed at once."""
+        """Report that the send queue has drained; here it has, as posts are executed at once."""
         self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
     def enter(self, state: QPState) -> None:

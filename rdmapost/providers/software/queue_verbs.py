@@ -118,7 +118,7 @@ def make_qp_ex(context: Any, init: Any, domain: XRCDomain | None = None) -> Any:
     mask = init.comp_mask
     header = init.max_tso_header if mask & lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER else 0
     if header > MAX_TSO_HEADER or (header and init.qp_type not in _SEGMENTING):
-        reason = f"max_tso_header is for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}"
+        reason = f"max_tso_header is only for UD and RAW_PACKET, and at most {MAX_TSO_HEADER}"
         raise VerbsError("ibv_create_qp_ex", errno.EINVAL, reason)
     pd = init.pd if mask & lib.IBV_QP_INIT_ATTR_PD else ffi.NULL
     ops = init.send_ops_flags if mask & lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS else 0
@@ -141,7 +141,7 @@ def make_qp(
         raise UnsupportedError("ibv_create_qp", errno.EOPNOTSUPP, text)
     target = init.qp_type == QPType.XRC_RECV
     if (domain is not None, bool(pd)) != (target, not target):
-        raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD, others a PD")
+        raise VerbsError("ibv_create_qp", errno.EINVAL, "XRC_RECV takes an XRCD; others take a PD")
     needs_recv_cq = init.qp_type not in (QPType.XRC_SEND, QPType.XRC_RECV)
     if (not init.send_cq and not target) or (not init.recv_cq and needs_recv_cq):
         raise VerbsError("ibv_create_qp", errno.EINVAL, "a CQ is missing")

@@ -54,7 +54,7 @@ _FLUSH_ACCESS = {
 }
 _FLUSH_LEVELS = frozenset(FlushLevel)
 _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
-# Looked up once: before Python 3.12 a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
 _RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
 _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
@@ -201,7 +201,7 @@ def complete_receive(
 def target_of(
     qp: QueuePair, request: Request, length: int, access: int, size: int | None = None
 ) -> Segments:
-    """Return the memory that a request names, for an access that its key must grant.
+    """Return the memory that a request names, after checking that its key grants the access.
 
     Args:
         size: how many bytes of it to return. Default: all.
@@ -220,7 +220,7 @@ def _domain(qp: QueuePair, request: Request) -> ProtectionDomain:
 
 
 def read(qp: QueuePair, request: Request, size: int | None = None) -> Ack | None:
-    """Execute an RDMA_READ: the acknowledgement has the data.
+    """Execute an RDMA_READ; the acknowledgement carries the data.
 
     Args:
         size: how many bytes of the data to return; the key is checked for all. Default: all.

@@ -39,7 +39,7 @@ _tables: list[dict[Any, Any]] = []
 
 
 def table() -> JournaledDict:
-    """Return a new table that a fork empties in the child."""
+    """Return a new table, which a fork empties in the child."""
     made = JournaledDict()
     _tables.append(made)
     return made

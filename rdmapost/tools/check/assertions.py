@@ -49,10 +49,10 @@ def at(pair: Loopback, offset: int, length: int) -> bytes:
 
 
 def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
-    """Check that there is one completion, successful and of this opcode, and return it.
+    """Check that there is one completion, successful and with this opcode, and return it.
 
     Raises:
-        Failed: it has another status, opcode or wr_id.
+        Failed: it has a different status, opcode or wr_id.
     """
     (wc,) = wcs
     if wc.status is not WCStatus.SUCCESS:
@@ -66,7 +66,7 @@ def completed(wcs: Iterable[WC], opcode: WCOpcode, *, wr_id: int) -> WC:
 
 
 def same(what: str, found: int | None, expected: int | None) -> None:
-    """Check a number.
+    """Check that a number is the expected one.
 
     Raises:
         Failed: it differs.
@@ -80,7 +80,7 @@ def _number(value: int | None) -> str:
 
 
 def same_bytes(what: str, found: bytes, expected: bytes | memoryview) -> None:
-    """Check bytes.
+    """Check that bytes are the expected ones.
 
     Raises:
         Failed: some differ.

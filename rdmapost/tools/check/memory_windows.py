@@ -26,7 +26,7 @@ WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
 _PROBE = 16
 """Bytes of a write that tries a key."""
 _UNKNOWN_OPCODE = frozenset({WCStatus.LOC_QP_OP_ERR, WCStatus.WR_FLUSH_ERR})
-"""The status of an opcode that a working queue pair does not know; rxe 6.12 flushes it."""
+"""The statuses with which a working queue pair rejects an unknown opcode; rxe 6.12 flushes it."""
 _REFUSED = frozenset({WCStatus.REM_ACCESS_ERR, WCStatus.REM_INV_REQ_ERR, WCStatus.REM_OP_ERR})
 
 
@@ -143,7 +143,7 @@ def binder(pair: Loopback) -> Side:
 
 
 def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0) -> BindMW:
-    """Build a work request that binds a window to a range of the remote memory, for writes.
+    """Make a work request that binds a window to a range of the remote memory, for writes.
 
     Args:
         pair: the queue pairs.
@@ -225,7 +225,7 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
     Raises:
         Failed: the result is unknown or contradictory.
     """
-    # Look only at these bytes, because the regions may have gigabytes.
+    # Look only at these bytes, because the regions may be gigabytes long.
     written = pair.remote.mr.buffer[offset : offset + _PROBE]
     before = bytes(written)
     pair.local.mr.buffer[:_PROBE] = random.randbytes(_PROBE)
@@ -239,7 +239,7 @@ def admitted(pair: Loopback, rkey: int, offset: int) -> bool:
         raise Failed(f"a write ended with {wc.status.name}, not SUCCESS or REM_ACCESS_ERR")
     changed = written != before
     if not changed and wc.status is WCStatus.SUCCESS and pair.local.qp.qp_type is not QPType.UC:
-        raise Failed("a write succeeded and did not arrive")
+        raise Failed("a write succeeded but did not arrive")
     return changed
 
 

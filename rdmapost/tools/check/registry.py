@@ -77,7 +77,7 @@ class Trial:
         gid_index: the GID; None if choose_gid chooses it.
         timeout: seconds for all waits of a check in total.
         caps: device_cap_flags.
-        length: bytes of a message; several packets if the type allows.
+        length: bytes of a message, enough for several packets if the type allows it.
     """
 
     context: Context
@@ -121,7 +121,7 @@ class Trial:
         return pair
 
     def make_up(self, pair: Loopback) -> None:
-        """Fill the local memory with random bytes, on RAW_PACKET after an Ethernet header.
+        """Fill the local memory with random bytes, which follow an Ethernet header on RAW_PACKET.
 
         Args:
             pair: the queue pairs.
@@ -140,7 +140,7 @@ def check(rows: list[Row], opcode: Opcode | OpsOpcode | str, *qp_types: QPType) 
     Args:
         rows: the list to add it to.
         opcode: the opcode, or the name of the operation.
-        qp_types: the QP types it runs on; for an Opcode, those in the man page's table.
+        qp_types: the QP types it runs on; for an Opcode, the man page's table determines them.
     """
     if isinstance(opcode, Opcode):
         qp_types = tuple(t for t in QP_TYPES if t in QP_TYPES_BY_OPCODE[opcode])

@@ -3,8 +3,8 @@
 A connection without a verified token has no thread and no device resources, only a descriptor and a
 buffer of at most two lines. The number of such connections is bounded. At the limit, a new
 connection replaces one from the address with the most connections: the oldest that has not sent its
-hello. So neither connections that send their hello at once, as clients do, nor those from other
-addresses are kept out.
+hello. So this keeps out neither connections that send their hello at once, as clients do, nor
+connections from other addresses.
 
 Wrong tokens are rate-limited, for each address and in total. Above the limit, hellos are queued,
 and the addresses' queues are served in turn. Hellos are queued before their tokens are checked:
@@ -77,7 +77,7 @@ class _Pending:
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, or an IPv6 address's /64, because one host may use all of it."""
+    """Return an IPv4 address, or an IPv6 address's /64, because one host may use the whole /64."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
@@ -190,7 +190,7 @@ class Acceptor:
                 self._discard(key.data)
         self._authenticate()
         if new:
-            # After the pending connections, because their hellos may have arrived by now.
+            # Accept after handling the pending connections: their hellos may have arrived by now.
             self._accept()
             self._authenticate()
         self._expire()
@@ -246,7 +246,7 @@ class Acceptor:
             poller.poll(100)
 
     def _evict(self, why: str = "") -> None:
-        """Refuse one connection from the address with the most."""
+        """Refuse one connection from the address that has the most."""
         source = max(self._per_source, key=self._per_source.__getitem__)
         for peer in [one for one in self._pending if one.source == source]:
             if not peer.queued:

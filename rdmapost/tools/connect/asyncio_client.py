@@ -50,23 +50,23 @@ async def adial(
     """Connect a queue pair to a server's: ``dial`` for asyncio.
 
     Args:
-        context: an open device that can reach the server's: soft0 reaches only
+        context: an open device that can reach the server's device; soft0 reaches only
             servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; for 0, 1 byte is still allocated; default: 4096.
+        local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain. The region's key gives the server
-            the region's access rights; the key of one of your windows, that window's. To let the
-            server use only windows, register the region with only LOCAL_WRITE | MW_BIND.
+            the region's access rights; a window's key gives it the window's. To let the server use
+            only windows, register the region with only LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ, with room
-            for its send queue and its receive queue, or for the SRQ at its current size.
+            for its send queue and for its receive queue or the SRQ at its current size.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
@@ -115,12 +115,12 @@ async def adial(
 class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     """A connection to a server; ``adial`` creates it.  Its attributes are those of Connection.
 
-    A request (report, look) that is cancelled, by asyncio.timeout() for instance, or ends with
-    ConnectTimeout leaves the connection usable: its late answer is dropped.  After any other
+    If a request (report, look) is cancelled (by asyncio.timeout(), for instance) or ends with
+    ConnectTimeout, the connection stays usable: the late answer is dropped.  After any other
     ConnectError the connection is closed, and later requests say why.
 
-    The connection belongs to the event loop that ``adial`` ran in: elsewhere wait, report, look
-    and close raise RdmaError.
+    The connection belongs to the event loop that ``adial`` ran in: wait, report, look and close
+    raise RdmaError elsewhere.
 
     A connection that is dropped without close() releases everything, with a ResourceWarning.
     """
@@ -152,7 +152,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         self._where = where
 
     def _read_on(self) -> None:
-        # A read is always in progress, so that the end of the server is noticed without a request.
+        # A read is always in progress, so that the server's end is noticed even without a request.
         self._reading = asyncio.create_task(self._reader.read(MAX_LINE))
         self._reading.add_done_callback(_expect_failure)
 
@@ -326,11 +326,11 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
     async def close(self) -> None:
         """Notify the server, and close everything, as Connection.close does.
 
-        Does nothing if already closed, or in the child of a fork: the connection belongs to the
+        Do nothing if already closed, or in the child of a fork: the connection belongs to the
         parent. Other tasks' pending requests raise ConnectError.
 
         Raises:
-            InUseError: the caller's queue pair on another PD uses the connection's CQ.
+            InUseError: a queue pair of yours on another PD uses the connection's CQ.
             VerbsError: the device refused.
             RdmaError: the connection belongs to another event loop (nothing is closed), or
                 its event loop has been closed (everything is released, but the server is not

@@ -70,17 +70,17 @@ async def aserve(
             MW_BIND, access cannot restrict it.
         count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
-        receive_size: bytes of message that each takes; default: size, at most 64 KiB.
+        receive_size: bytes of message that each receive holds; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at
-            most the access rights that it has when they connect; mr.rereg changes what later ones
-            get, but not the queue pairs of those already connected. Clients also share its
-            protection domain: a client that knows or guesses the key of another region there can
-            use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it.
-            If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant, and
-            so mr's own rkey grants all that mr allows: to restrict clients to your windows, give mr
-            only LOCAL_WRITE | MW_BIND.
+            most the access rights that it has when they connect; mr.rereg changes what later
+            clients get, but not the queue pairs of clients already connected. Clients also share
+            its protection domain: a client that knows or guesses the key of another region there
+            can use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH
+            it. If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant,
+            and so mr's own rkey grants all that mr allows: to restrict clients to your windows,
+            give mr only LOCAL_WRITE | MW_BIND.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
             A client's Left event may come while completions of that client are still in cq: empty
@@ -120,7 +120,7 @@ async def aserve(
         ValueError: an argument is out of range, or conflicts with another one; or access is
             less than the remote rights of an mr with MW_BIND.
         ClosedError: the device, mr, srq or cq is closed.
-        RdmaError: the port has no GID; or the device has no atomics and they are asked for; or
+        RdmaError: the port has no GID; or access asks for atomics, and the device has none; or
             no thread can be started.
         ConnectError: there is no such host; or the address cannot be listened on: it is in
             use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
@@ -183,7 +183,9 @@ class _Question:
         return not self._first.get("returned", True)
 
     def decide(self, *, returned: bool) -> bool:
-        """Note that on_connect has returned, or that the server gives up; return which was first.
+        """Record that on_connect has returned or that the server has given up.
+
+        Return True if on_connect returned first, False if the server gave up first.
 
         A single dict operation decides, so the event loop and the client's thread cannot race.
         """
@@ -216,7 +218,7 @@ class _InLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._exiting = False
-        # The calls of on_connect that threads wait for.
+        # The calls of on_connect that threads are waiting for.
         self._pending: set[concurrent.futures.Future[None]] = set()
         self._ended = False
 
@@ -303,7 +305,7 @@ class _Opening:
 class AsyncServer(BaseServer, AsyncClosesOnExit):
     """A running server; ``aserve`` creates it.
 
-    It ends with the event loop at the latest.
+    It ends when the event loop ends, at the latest.
 
     Attributes:
         address: where it listens, (host, port, ...).

@@ -190,7 +190,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
-        # A server without receives is asked, too: if the connection is closed, that says why.
+        # Ask even a server without receives: if the connection is closed, that says why.
         limit = limit if self.offer.receives else 0.0
         left = math.inf if limit is None else max(0.0, limit)
         deadline = time.monotonic() + left

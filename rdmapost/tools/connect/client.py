@@ -60,23 +60,23 @@ def dial(
     """Connect a queue pair to a server's.
 
     Args:
-        context: an open device that can reach the server's: soft0 reaches only
+        context: an open device that can reach the server's device; soft0 reaches only
             servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
         token: the one that the server requires.
         timeout: seconds for each step.
-        local_size: bytes of local memory; for 0, 1 byte is still allocated; default: 4096.
+        local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: bytes of one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain. The region's key gives the server
-            the region's access rights; the key of one of your windows, that window's. To let the
-            server use only windows, register the region with only LOCAL_WRITE | MW_BIND.
+            the region's access rights; a window's key gives it the window's. To let the server use
+            only windows, register the region with only LOCAL_WRITE | MW_BIND.
         srq: take the queue pair's receives from this SRQ.
         cq: where the queue pair's work requests complete; by default it has its own CQ, with room
-            for its send queue and its receive queue, or for the SRQ at its current size.
+            for its send queue and for its receive queue or the SRQ at its current size.
         qp_options: more arguments of QP (max_send_wr, max_recv_wr, max_send_sge, max_recv_sge,
             max_inline_data, send_ops_flags, sq_sig_all, checked) and of QP.connect (timeout,
             retry_cnt, rnr_retry, min_rnr_timer, max_rd_atomic, max_dest_rd_atomic, sl,
@@ -134,7 +134,7 @@ def _from_system(error: OSError) -> OSError:
 
 
 class _Request:
-    """Exists while a request waits for or has its turn; only a local variable refers to this.
+    """Exists while a request waits for its turn or has it; only a local variable refers to this.
 
     close(), which does not wait for a turn, has a _Request, too, to keep the descriptors open.
     """
@@ -151,7 +151,7 @@ class _Turn(weakref.ref[_Request]):
 
     __slots__ = ("number", "thread")
     number: float
-    """-infinity until it is assigned; infinity for close()."""
+    """-infinity until a number is assigned; infinity for close()."""
     thread: int
 
 
@@ -399,7 +399,7 @@ class Connection(BaseConnection, ClosesOnExit):
         """Ask the server what its memory holds.
 
         Args:
-            offset: from its start.
+            offset: bytes from the start of its memory.
             length: bytes; default: all that follow.
 
         Returns:
@@ -411,7 +411,7 @@ class Connection(BaseConnection, ClosesOnExit):
             TypeError: an argument is not an integer.
             ValueError: the range is outside the exposed memory.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone, the connection was closed meanwhile, or a
+            ConnectError: the server is gone, the connection was closed in the meantime, or a
                 signal handler has interrupted another request of this thread.
             ConnectTimeout: there was no answer in time, or other requests took too long; the
                 connection stays usable.
@@ -467,19 +467,19 @@ class Connection(BaseConnection, ClosesOnExit):
     def close(self) -> None:
         """Notify the server, and close everything; do nothing if already closed.
 
-        Everything includes what the caller has created on the connection's own PD (qp.pd), such as
-        address handles (qp.ah_to), regions and windows.  The PD of an mr or srq given to dial stays
-        open, with everything on it that does not belong to the connection.
+        "Everything" includes what the caller has created on the connection's own PD (qp.pd), such
+        as address handles (qp.ah_to), regions and windows.  The PD of an mr or srq passed to dial
+        stays open, with everything on it that does not belong to the connection.
 
         When it returns, the server has released its side, unless it is gone. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
         In the child of a fork it does nothing: the connection belongs to the parent.
 
-        In a signal handler or finalizer that interrupts a verb or a wait of its thread, it does not
-        wait for the server; this side is released once the verb or the wait has returned.
+        Called in a signal handler or finalizer that interrupts a verb or a wait of its thread, it
+        does not wait for the server; this side is released once the verb or the wait has returned.
 
         Raises:
-            InUseError: the caller's queue pair on another PD uses the connection's CQ.
+            InUseError: a queue pair of yours on another PD uses the connection's CQ.
             VerbsError: the device refused.
         """
         if self._pid != os.getpid():
@@ -524,7 +524,7 @@ class Connection(BaseConnection, ClosesOnExit):
             while (left := deadline - time.monotonic()) > 0 and poller.poll(left * 1000 + 1):
                 if not sock.recv(MAX_LINE):
                     break
-            # Requests that wait for an answer end now.
+            # Requests waiting for an answer end now.
             sock.shutdown(socket.SHUT_RDWR)
 
     def _disconnect(self) -> None:

@@ -32,7 +32,7 @@ IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
 
 
 class ClientSession:
-    """Sends requests to a server, HOST:PORT, one at a time; the timeout is for each step."""
+    """Sends requests to a server, HOST:PORT, one at a time; the timeout applies to each step."""
 
     def __init__(self, where: str, timeout: float) -> None:
         self.where = where
@@ -40,17 +40,17 @@ class ClientSession:
         self._timeout = timeout
         # Whether both sides have said that they are ready.
         self.established = False
-        # Whether the last request has ended without its answer, which is dropped if it comes later.
+        # Whether the last request ended without an answer; an answer that comes later is dropped.
         self.late = False
 
     def ask(self, message: Message, more_time: float = 0.0) -> IORequests:
-        """Send a message and return the answer; if that is an error, raise it.
+        """Send a message and return the answer; if the answer is an error, raise it.
 
         The server may take more_time seconds in addition to the timeout.
         """
         self.late = False
         if self.protocol.must_wait and not isinstance(message, Bye):
-            # The late answer to an interrupted request.
+            # First read the late answer to an interrupted request.
             yield from self._answer(self._timeout)
         data = encode(message)
         self.protocol.ask(message)

@@ -69,10 +69,10 @@ class Exposure:
         return replace(self, size=self.mr.length, access=self.access & has, has=has)
 
     def refuse_unenforced(self, context: Context) -> None:
-        """Raise ValueError if the given access is less than what the region's key grants.
+        """Raise ValueError if serve() was given less access than the region's key grants.
 
-        The clients' queue pairs must permit whatever a window may grant. They then permit it with
-        the region's own key, too.
+        The clients' queue pairs must permit whatever a window may grant. This lets clients do the
+        same with the region's own key.
         """
         if not self.given or not self.has & Access.MW_BIND:
             return

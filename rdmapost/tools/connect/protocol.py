@@ -95,10 +95,10 @@ class SessionState(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare a received token with the server's in constant time; accept any if that is None."""
+    """Compare a received token with the server's in constant time; accept any if it has none."""
     if token is None:
         return True
-    # An argument or environment variable need not be Unicode.
+    # An argument or environment variable need not be valid Unicode.
     received, required = [
         text.encode("utf-8", "surrogatepass")
         for text in (given if isinstance(given, str) else "", token)
@@ -123,7 +123,7 @@ class ServerProtocol:
         """Return the next whole message, or None.
 
         Raises:
-            ProtocolError: it is unexpected or malformed; the connection is over.
+            ProtocolError: the message is unexpected or malformed; the connection is over.
         """
         if self.state is SessionState.OVER:
             return None
@@ -140,13 +140,13 @@ class ServerProtocol:
             # Without the token, a peer learns only the version.
             if (version := read_version(fields)) != VERSION:
                 raise ProtocolError(
-                    f"this server speaks version {VERSION} of the protocol, and the client "
+                    f"this server speaks version {VERSION} of the protocol, but the client speaks "
                     f"version {str(version)[:20]}; use the same rdmapost on both sides",
                     "version",
                 )
             if not token_matches(fields.get("token"), self._token):
                 raise ProtocolError(
-                    "the server requires a token, and the client sent none"
+                    "the server requires a token, but the client sent none"
                     if fields.get("token") is None
                     else "wrong token",
                     "token",

@@ -2,8 +2,8 @@
 
 A line is ASCII and has at most 4096 bytes, including its newline. Besides ``type``, each message
 has exactly the fields that its class lists; each field is checked separately. The hello carries the
-protocol version as ``rdmapost``, and the server reads nothing else of a hello whose version it does
-not speak.
+protocol version as ``rdmapost``, and a server that does not speak that version reads nothing else
+of the hello.
 
 A session, C being the client and S the server::
 
@@ -20,7 +20,7 @@ A session, C being the client and S the server::
 A request that arrives while a report waits ends the wait: the report is answered with a
 ``nothing`` message, and then the request is answered.
 
-Instead of any answer, the server may send an error, its last message.
+Instead of an answer, the server may send an error, which is its last message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_PRIVATE_DATA = 256
 MAX_TOKEN = 256
 """Characters in a token."""
 HEAD_BYTES = 1024
-"""A message contains at most this many bytes of the data, from its start."""
+"""A message contains only the first bytes of the data: at most this many."""
 CODES = (
     "format",
     "version",
@@ -171,7 +171,7 @@ _ACCESS = {"read": Access.REMOTE_READ, "write": Access.REMOTE_WRITE, "atomic": A
 
 
 def access_names(access: Access) -> list[str]:
-    """Name the operations that access flags permit: read, write and atomic, in this order."""
+    """Return what access flags permit, by name, in this order: read, write, atomic."""
     return [name for name, flag in _ACCESS.items() if access & flag]
 
 
@@ -249,7 +249,7 @@ class Offer:
         client: its number at this server, from 1.
         device: name of the server's device.
         endpoint: the server's queue pair.
-        qkey: its Q_Key (UD; 0 elsewhere).
+        qkey: its Q_Key on UD; otherwise 0.
         addr, rkey, size: the exposed memory.
         access: what the client may do with it.
         receives: how many receives are posted; they are reposted as they are used.
@@ -402,8 +402,8 @@ def encode(message: Message) -> bytes:
 
 
 def _json(value: Any) -> str:
-    # Only strings go to json: for other values it creates functions, and Python 3.12 and 3.13 crash
-    # if there is no memory for a function.
+    # Only strings go through json, because it creates functions for other values, and Python 3.12
+    # and 3.13 crash if there is no memory for a function.
     if isinstance(value, str):
         return _TEXT.encode(value)
     if isinstance(value, list):

@@ -47,7 +47,7 @@ class QPOptions(CreateOptions, ConnectOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Resources and options that replace those that serve or dial would create.
+    """The caller's resources, used in place of those that serve or dial would create, and options.
 
     Attributes:
         mr: the region to expose, or to send from.
@@ -84,11 +84,11 @@ def check_given(
     expect("cq", cq, CQ, None)
     for name, resource in (("mr", mr), ("srq", srq)):
         if resource is not None and resource.pd.context is not context:
-            raise ValueError(f"{name}: it belongs to another open device")
+            raise ValueError(f"{name} belongs to another open device")
     if cq is not None and cq.context is not context:
-        raise ValueError("cq: it belongs to another open device")
+        raise ValueError("cq belongs to another open device")
     if mr is not None and srq is not None and mr.pd is not srq.pd:
-        raise ValueError("mr and srq: they belong to different PDs")
+        raise ValueError("mr and srq belong to different PDs")
     for given in (mr, srq, cq):
         if given is not None:
             struct_of(given)

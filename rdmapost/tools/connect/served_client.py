@@ -43,7 +43,7 @@ _FLUSH_S = 1.0
 _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
-"""41 ms: a client that sends faster than receives are reposted waits for them."""
+"""41 ms: how long a client waits to retry if it sends faster than receives are reposted."""
 
 
 class Place:
@@ -172,8 +172,8 @@ class ServedClient:
     def close(self) -> None:
         """Release everything: first the queue pair, so that the memory cannot be reached.
 
-        The client gets an error message, and its connection is closed. What the owner has created
-        on the client's own PD (qp.pd) is closed, too, such as address handles (qp.ah_to).
+        The client gets an error message, and its connection is closed. Anything that the owner has
+        created on the client's own PD (qp.pd), such as address handles (qp.ah_to), is closed, too.
 
         Raises:
             InUseError: the owner's queue pair on another PD uses the client's CQ.
@@ -183,7 +183,8 @@ class ServedClient:
         try:
             self._stack.close_with_all_on(self._own_pd)
         finally:
-            # Even if the queue pair is closed only at the end of the verb that this interrupts.
+            # Ring even if the queue pair is closed only at the end of the verb that this call
+            # interrupts.
             if (wakeup := self._wakeup) is not None:
                 wakeup.ring()
 
@@ -215,7 +216,7 @@ class ServedClient:
     def stop(self) -> list[Arrival]:
         """Accept nothing more from the client, and return the arrivals not yet polled.
 
-        Never raises: if the device fails, it returns what the CQ still holds.
+        Never raise: if the device fails, return what the CQ still holds.
         """
         found: list[Arrival] = []
         flushed = False
@@ -283,7 +284,7 @@ class ServedClient:
         Raises:
             TypeError: index is not an integer.
             ValueError: it is less than 1.
-            RdmaError: the server no longer remembers it: more than 1024 have arrived since.
+            RdmaError: the server no longer remembers it, because 1024 or more have arrived since.
         """
         index = within("index", index, 1)
         if index > self.arrived:
@@ -355,7 +356,7 @@ class ServedClient:
 
     def _refuse_closed(self) -> None:
         if self.mr.closed:
-            # Without the region's key: a client gets this text.
+            # A client gets this text, so the region's key must not be in it.
             raise ClosedError("the owner has closed its MR")
 
     def changed(self) -> Generator[None, None, Changed | None]:

@@ -75,17 +75,17 @@ def serve(
             MW_BIND, access cannot restrict it.
         count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
-        receive_size: bytes of message that each takes; default: size, at most 64 KiB.
+        receive_size: bytes of message that each receive holds; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at
-            most the access rights that it has when they connect; mr.rereg changes what later ones
-            get, but not the queue pairs of those already connected. Clients also share its
-            protection domain: a client that knows or guesses the key of another region there can
-            use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH it.
-            If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant, and
-            so mr's own rkey grants all that mr allows: to restrict clients to your windows, give mr
-            only LOCAL_WRITE | MW_BIND.
+            most the access rights that it has when they connect; mr.rereg changes what later
+            clients get, but not the queue pairs of clients already connected. Clients also share
+            its protection domain: a client that knows or guesses the key of another region there
+            can use that region, too. If it has FLUSH_GLOBAL or FLUSH_PERSISTENT, clients may FLUSH
+            it. If it has MW_BIND, the clients' queue pairs permit whatever your windows may grant,
+            and so mr's own rkey grants all that mr allows: to restrict clients to your windows,
+            give mr only LOCAL_WRITE | MW_BIND.
         srq: take the clients' receives from this SRQ. You post them and poll cq; wc.qp_num tells
             the clients apart. The server posts no receives and reports no arrivals.
             A client's Left event may come while completions of that client are still in cq: empty
@@ -113,26 +113,26 @@ def serve(
         on_event: called with each event (Joined, Arrived, Left, Refused), in the thread of the
             client concerned, or in the one that accepts connections; it must be quick. Its
             exceptions, SystemExit included, are logged, and the server continues.
-        on_connect: called with each new client (a ServedClient) in its thread, once its queue
-            pair is connected and before the client knows: fill its memory there, for example.
+        on_connect: called with each new client (a ServedClient) in its thread, once its queue pair
+            is connected and before the client is told. You can fill its memory there, for example.
             Return private data for this client, or None for private_data. To reject the client,
-            raise an RdmaError: dial() raises a ConnectError with its text and the code
-            "rejected". Only aserve takes a coroutine function.
+            raise an RdmaError: dial() raises a ConnectError with its text and the code "rejected".
+            Only aserve takes a coroutine function.
 
     Returns:
         The running server; a context manager.  If it is dropped without close(), it
         ends, with a ResourceWarning.
 
     If a signal handler's exception interrupts the start of the server, the threads that have
-    started end first. If the exception comes as serve() returns, nothing refers to the server: it
-    ends, and its device can be closed, a moment after the exception has been handled.
+    started end first. If the exception comes as serve() returns, nothing refers to the server, so
+    it ends a moment after the exception has been handled; then its device can be closed.
 
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, or conflicts with another one; or access is
             less than the remote rights of an mr with MW_BIND.
         ClosedError: the device, mr, srq or cq is closed.
-        RdmaError: the port has no GID; or the device has no atomics and they are asked for; or
+        RdmaError: the port has no GID; or access asks for atomics, and the device has none; or
             no thread can be started.
         ConnectError: there is no such host; or the address cannot be listened on: it is in
             use (errno EADDRINUSE), not this machine's (EADDRNOTAVAIL), not permitted
@@ -252,7 +252,8 @@ class BaseServer(native.Finalizer, NotCopied):
     def exposure(self) -> Exposure:
         """What every client gets: size, access, count, receive_size.
 
-        If mr.rereg changes the owner's region, clients that connect later get what it has then.
+        If mr.rereg changes the owner's region, clients that connect later get what the region has
+        by then.
         """
         return self._server.exposure
 
@@ -286,9 +287,9 @@ class Server(BaseServer, ClosesOnExit):
         Return when that is done, or after timeout + 10 s. Do nothing if already closed, or in the
         child of a fork: the server belongs to the parent.
 
-        In on_event, or in a signal handler or finalizer that interrupts a verb or a wait of its
-        thread, start closing and return immediately: the clients' resources are released once the
-        callback, the verb or the wait has returned.
+        If called in on_event, or in a signal handler or finalizer that interrupts a verb or a wait
+        of its thread, start closing and return immediately: the clients' resources are released
+        once the callback, the verb or the wait has returned.
 
         If a signal handler's exception interrupts this call, call it again.
         """

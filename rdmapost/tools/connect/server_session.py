@@ -59,7 +59,7 @@ class ServerSession:
         self._reason = ""
         # Why the session ended: one of protocol_messages.CODES, or "lost".
         self.code = "lost"
-        # Nothing more will be read; send what was returned, then close().
+        # If True, nothing more will be read: send what was returned, then call close().
         self.over = False
 
     @property

@@ -36,7 +36,7 @@ Ask = Callable[[Any, ServedClient, Late], Any]
 
 
 class NoAnswer(ConnectError):
-    """on_connect returned nothing: it took longer than the timeout, or the server is closing."""
+    """on_connect did not return: it took longer than the timeout, or the server is closing."""
 
 
 class ServerState:
@@ -73,7 +73,9 @@ class ServerState:
         if on_event is not None and not callable(on_event):
             raise TypeError(f"on_event: expected a callable or None, got {type(on_event).__name__}")
         if is_coroutine_function(on_event):
-            raise TypeError("on_event: nothing would await a coroutine function; give a plain one")
+            raise TypeError(
+                "on_event must be a plain function: nothing would await a coroutine function"
+            )
         if on_connect is not None and not callable(on_connect):
             raise TypeError(
                 f"on_connect: expected a callable or None, got {type(on_connect).__name__}"
@@ -120,7 +122,7 @@ class ServerState:
             client = ServedClient(self.context, self.exposure, self._given, hello, number, address)
             client._place = place
         finally:
-            # Otherwise a logged traceback would keep the place.
+            # Otherwise a logged traceback would keep the place taken.
             del place
         try:
             self._ask_owner(client)
@@ -177,7 +179,7 @@ class ServerState:
 
     def release_rest(self) -> None:
         """Retry releasing the resources that could not be released when clients left."""
-        # A client that is leaving may be appended meanwhile.
+        # A client that is leaving may be appended in the meantime.
         while self._unreleased:
             with suppress(RdmaError):
                 self._unreleased[0].close()

@@ -317,7 +317,7 @@ class ServerThreads:
     def close(self) -> None:
         """End the threads, and wait until the clients' resources are released.
 
-        In one of the threads, or in the middle of a verb, it does not wait: the threads may be
+        If called in one of the threads, or in the middle of a verb, do not wait: the threads may be
         waiting for that verb to end.
         """
         if self.pid != os.getpid():
@@ -343,7 +343,7 @@ class ServerThreads:
             # A signal handler closes the server before its threads have been started.
             self._start_error = ClosedError("the server was closed before it had started")
         elif self._exists():
-            # They were started meanwhile, and release everything themselves.
+            # They were started in the meantime, and release everything themselves.
             return self._finished.wait(timeout, self._exists)
         self._release()
         return True

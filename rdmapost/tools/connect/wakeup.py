@@ -9,10 +9,10 @@ from ..._binding import native
 
 
 class Wakeup(native.Finalizer):
-    """A descriptor that becomes readable once, in any thread, signal handler or finalizer.
+    """A descriptor that any thread, signal handler or finalizer can make readable, once.
 
-    It is closed with its last reference, never explicitly. So no thread can ring a descriptor that
-    another thread has closed, and whose number now belongs to another file.
+    It is closed with its last reference, never explicitly, so that no thread can ring a descriptor
+    that another thread has closed and whose number now belongs to another file.
 
     Attributes:
         fd: the descriptor.

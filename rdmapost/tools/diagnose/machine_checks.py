@@ -32,7 +32,9 @@ _DRIVERS = (
 )
 _GROUP_MAY = stat.S_IRGRP | stat.S_IWGRP
 _EVERYONE = "0 0 4294967295"
-_FOR_GOOD = "or in /etc/security/limits.conf, LimitMEMLOCK= of a service, --ulimit memlock=-1"
+_FOR_GOOD = (
+    "or permanently: /etc/security/limits.conf, LimitMEMLOCK= of a service, --ulimit memlock=-1"
+)
 
 
 def diagnose_machine(
@@ -161,7 +163,7 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
             "modprobe ib_uverbs",
         )
     elif not drivers and not system.devices():
-        evidence = "ib_uverbs is loaded, but no RDMA device driver"
+        evidence = "ib_uverbs is loaded, but no RDMA device driver is"
         remedy = "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe"
         yield Finding("module-missing", "warning", evidence, remedy)
     else:
@@ -213,7 +215,7 @@ def _check_node(node: Path) -> Finding:
             "no-permission", "problem", f"{evidence}: {error.strerror}", remedy, str(node)
         )
     except OSError as error:
-        remedy = "see 'dmesg'; load the device's driver again"
+        remedy = "see 'dmesg'; reload the device's driver"
         return Finding(
             "node-broken", "problem", f"it cannot be opened: {error.strerror}", remedy, str(node)
         )
@@ -329,9 +331,9 @@ def _check_device(
         evidence = str(error)
         remedy = "see the findings about /dev/infiniband, and 'dmesg'"
         if name.startswith(ROCE):
-            remedy = "rdmapost devices shows what could be opened"
+            remedy = "rdmapost devices shows what can be opened"
             if getattr(error, "errno", None) == errno.EADDRINUSE:
-                remedy = f"use another address, or end what has UDP port {ROCE_V2_PORT}: ss -lunp"
+                remedy = f"use another address, or end what uses UDP port {ROCE_V2_PORT}: ss -lunp"
         yield Finding("not-opened", "problem", evidence, remedy, name)
 
 

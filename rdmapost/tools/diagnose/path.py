@@ -60,7 +60,7 @@ def check_port(context: Context, port: PortAttr, system: System) -> Iterable[Fin
 
 
 def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> Finding:
-    """Check a chosen GID: is it still in the table, of the right type, and an address in use?"""
+    """Check a chosen GID: is it still in the table, with the right type and an address in use?"""
     entry = next((entry for entry in table if entry.gid_index == chosen.gid_index), None)
     name = f"GID {chosen.gid_index} ({chosen.gid})"
     again = "choose again: create another queue pair, or give gid_index= ('rdmapost devices')"

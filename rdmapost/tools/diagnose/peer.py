@@ -13,7 +13,7 @@ from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
 _AGAIN = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
-"""A reset draws a new PSN, so one side alone cannot be reset."""
+"""A reset draws a new PSN, so resetting one side alone does not help."""
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
@@ -29,8 +29,8 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
                 "info",
                 f"its peer, QP {snap.attr.dest_qp_num:#x} at {path.dgid or path.dlid}, is not open "
                 "in this process: its state and its receives are not visible",
-                "if it was in this process, it is closed; otherwise diagnose it in its own process "
-                "and compare, or qp.diagnose(its endpoint)",
+                "if it was in this process, it is closed; otherwise diagnose it in its own "
+                "process and compare, or call qp.diagnose(its endpoint)",
             )
     elif isinstance(peer, Endpoint):
         yield from _check_endpoint(snap, peer)
@@ -207,7 +207,8 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 "psn-mismatch",
                 "problem",
                 f"{side} from sq_psn={sent:#x}, but the receiver expects rq_psn={expected:#x}: "
-                "packets are dropped, or taken for duplicates: acknowledged, with nothing written",
+                "packets are dropped, or are taken for duplicates and acknowledged with nothing "
+                "written",
                 _AGAIN,
             )
     gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
@@ -221,7 +222,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
             "problem",
             f"its GID is {getattr(gid_types[0], 'name', '')}, but the peer's is "
             f"{getattr(gid_types[1], 'name', '')}: they cannot reach each other",
-            "give both a gid_index of one type ('rdmapost devices')",
+            "give both a gid_index of the same type ('rdmapost devices')",
         )
     if qp.qp_type is not QPType.XRC_RECV:
         lacking = [

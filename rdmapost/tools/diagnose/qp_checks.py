@@ -31,8 +31,8 @@ _NO_RECEIVES = frozenset({QPType.XRC_SEND, QPType.XRC_RECV})
 _FAILED = frozenset({QPState.SQE, QPState.ERR})
 _LOST = "the CQ has overrun, and their completions may be lost"
 _RECREATE = (
-    "close the queue pairs that complete on the CQ, and the CQ, and create them again: a CQ that "
-    "has overrun cannot be resized or used again"
+    "close the CQ and the queue pairs that complete on it, and create them again: a CQ that has "
+    "overrun cannot be resized or reused"
 )
 
 _STATES: dict[QPState, tuple[Severity, str]] = {
@@ -69,7 +69,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         severity, what = "ok", "it receives, and has no sends"
     elif state is QPState.RTS and qp.qp_type is QPType.XRC_SEND:
         what = "it sends, and has no receives"
-    # Elsewhere there is no connection, and the peer has not failed.
+    # The other types have no connection, so the peer has not failed.
     connect, both = "qp.connect()", ""
     if qp.qp_type in CONNECTED:
         connect, both = "qp.connect(remote)", " on both sides"
@@ -188,7 +188,7 @@ def _rnr_retry(snap: Snapshot) -> Finding:
             if sends:
                 evidence += f"; sends outstanding here: {sends}"
                 severity = "problem"
-        remedy = "post receives at the peer; with rnr_retry=6 it fails with RNR_RETRY_EXC_ERR"
+        remedy = "post receives at the peer; with rnr_retry=6 the send fails with RNR_RETRY_EXC_ERR"
         return Finding("rnr-retry-forever", severity, evidence, remedy)
     if retry == 0:
         evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
@@ -226,8 +226,8 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "rd-atomic-mismatch",
             "problem",
-            f"max_rd_atomic={here}, and the peer's max_dest_rd_atomic={there}: it may refuse the "
-            f"read or atomic number {there + 1}",
+            f"max_rd_atomic={here}, but the peer's max_dest_rd_atomic={there}: it may refuse read "
+            f"or atomic number {there + 1}",
             f"connect here with max_rd_atomic={there}, or there with max_dest_rd_atomic={here}",
         )
         return
@@ -351,7 +351,7 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
         return Finding(
             "cq-too-small",
             "problem" if failed else "warning",
-            f"{evidence}: if more complete than the CQ holds, it overruns and they fail",
+            f"{evidence}; if more complete than the CQ holds, it overruns and its queue pairs fail",
             remedy,
         )
     if capacity > cq.cqe:

@@ -53,7 +53,7 @@ def _check_translation(gid: GID) -> Iterable[Finding]:
     yield Finding(
         "nat",
         "info",
-        f"{host} is a private address: if NAT changes it on the way, the peer drops every packet, "
+        f"{host} is a private address: if NAT changes it in transit, the peer drops every packet, "
         "because RoCE's checksum (ICRC) covers the addresses",
         "in a container use the host's network, or a network without NAT between the two sides",
     )

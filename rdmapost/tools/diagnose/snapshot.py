@@ -16,12 +16,12 @@ from ...resources.resource import open_handles
 from .sysfs import System
 
 FAILURES = (RdmaError, OSError, ValueError)
-"""The errors when an object that is read is gone, or a device does not respond."""
+"""The errors raised if an object being read is gone, or a device does not respond."""
 
 CONNECTED = frozenset({QPType.RC, QPType.UC, QPType.XRC_SEND, QPType.XRC_RECV})
 RECEIVES = frozenset({QPState.RTR, QPState.RTS, QPState.SQD, QPState.SQE})
 _NOT_TERMS = frozenset({"qp_state", "cur_qp_state", "path_mig_state"})
-"""The attributes of modify that are states, not settings to compare."""
+"""The arguments of modify() that are states, not settings to compare."""
 _OTHER_SIDE = {QPType.XRC_SEND: QPType.XRC_RECV, QPType.XRC_RECV: QPType.XRC_SEND}
 
 
@@ -90,7 +90,7 @@ class Snapshot:
 
 
 def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
-    """Read a queue pair and its surroundings, including its peer if that is given or found.
+    """Read a queue pair and its surroundings, including its peer if one is given or found.
 
     Raises:
         RdmaError, OSError, ValueError: it cannot be read.

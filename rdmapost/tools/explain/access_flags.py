@@ -15,15 +15,15 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "The device may write to the region for local work requests: receives, and the results of "
         "reads and atomics.",
         "mr.access. Read-only memory cannot have it.",
-        causes=("LOC_PROT_ERR of a receive, read or atomic: the local region lacks it.",),
+        causes=("LOC_PROT_ERR for a receive, read or atomic: the local region lacks it.",),
     ),
     _access(
         Access.REMOTE_WRITE,
         "A peer may write with RDMA. A region also needs LOCAL_WRITE.",
         "mr.access and qp.query().qp_access_flags: a write needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's write: the region or the window lacks it.",
-            "REM_INV_REQ_ERR of a peer's write: qp_access_flags lack it.",
+            "REM_ACCESS_ERR for a peer's write: the region or the window lacks it.",
+            "REM_INV_REQ_ERR for a peer's write: qp_access_flags lack it.",
         ),
     ),
     _access(
@@ -31,8 +31,8 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "A peer may read with RDMA. A region needs no other flag for this. Not on UC.",
         "mr.access and qp.query().qp_access_flags: a read needs it in both.",
         causes=(
-            "REM_ACCESS_ERR of a peer's read: the region or the window lacks it.",
-            "REM_INV_REQ_ERR of a peer's read: qp_access_flags lack it.",
+            "REM_ACCESS_ERR for a peer's read: the region or the window lacks it.",
+            "REM_INV_REQ_ERR for a peer's read: qp_access_flags lack it.",
         ),
     ),
     _access(
@@ -41,15 +41,15 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         "mr.access and qp.query().qp_access_flags: an atomic needs it in both. "
         "context.attr.atomic_cap.",
         causes=(
-            "REM_ACCESS_ERR of a peer's atomic: the region or the window lacks it.",
-            "REM_INV_REQ_ERR of a peer's atomic: qp_access_flags lack it.",
+            "REM_ACCESS_ERR for a peer's atomic: the region or the window lacks it.",
+            "REM_INV_REQ_ERR for a peer's atomic: qp_access_flags lack it.",
         ),
     ),
     _access(
         Access.MW_BIND,
         "Memory windows may be bound to the region.",
         "mr.access, before qp.bind_mw or BindMW.",
-        causes=("MW_BIND_ERR of a bind: the region lacks it.",),
+        causes=("MW_BIND_ERR for a bind: the region lacks it.",),
     ),
     _access(
         Access.ZERO_BASED,
@@ -67,12 +67,12 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
         Access.FLUSH_GLOBAL,
         "The peer may FLUSH its writes here, which makes them visible to everyone who accesses "
         "this memory.",
-        causes=("REM_ACCESS_ERR of a FLUSH with FlushType.GLOBAL: the region lacks it.",),
+        causes=("REM_ACCESS_ERR for a FLUSH with FlushType.GLOBAL: the region lacks it.",),
     ),
     _access(
         Access.FLUSH_PERSISTENT,
         "The peer may FLUSH its writes here to persistence. The memory must be persistent.",
-        causes=("REM_ACCESS_ERR of a FLUSH with FlushType.PERSISTENT: the region lacks it.",),
+        causes=("REM_ACCESS_ERR for a FLUSH with FlushType.PERSISTENT: the region lacks it.",),
     ),
     _access(
         Access.RELAXED_ORDERING,

@@ -95,7 +95,7 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "UNREACHABLE",
         7,
-        "The peer did not answer the connection request: its address resolves, and nothing came "
+        "The peer did not answer the connection request: its address resolves, but nothing came "
         "back from its connection manager.",
         "The event's status: -110, no answer within the CM's retries.",
         "On the peer: rdma link, lsmod for rdma_cm, and whether the program waits for events.",
@@ -103,8 +103,8 @@ CM_EVENTS: tuple[Explanation, ...] = (
         causes=(
             "The host answers ARP, but has no RDMA on that interface, or rdma_cm is not loaded.",
             "A firewall drops UDP port 4791 (RoCE v2); ping does not show that.",
-            "The two sides use RoCE v1 and v2: cma_roce_mode, or default_roce_mode of rdma_cm in "
-            "configfs.",
+            "One side uses RoCE v1, the other v2: cma_roce_mode, or default_roce_mode of rdma_cm "
+            "in configfs.",
             "The server is so busy that it does not take connection requests (rdma_get_cm_event) "
             "in time.",
         ),
@@ -122,10 +122,11 @@ CM_EVENTS: tuple[Explanation, ...] = (
         "The peer's own output, if its program refused; private_data may say why.",
         causes=(
             "Status 8 or -111: no program listens (rdma_listen) on that address and port there. "
-            "It is a port of the RDMA CM, not of TCP; and RDMA_PS_TCP and RDMA_PS_UDP differ.",
+            "It is a port of the RDMA CM, not of TCP; the ports of RDMA_PS_TCP and RDMA_PS_UDP "
+            "are separate.",
             "Status 28: the program called rdma_reject, destroyed the identifier without "
-            "accepting, or failed to set up its side (perftest: other options than here, such as "
-            "-c, -q or the version).",
+            "accepting, or failed to set up its side (perftest: its options, such as -c or -q, or "
+            "its version differ from this side's).",
             "Status 10: the peer still has a connection with the same queue pair number, from an "
             "earlier run: try again.",
             "The listener's backlog is full, or the peer is out of queue pairs.",
@@ -140,8 +141,8 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "DISCONNECTED",
         10,
-        "The connection has ended: a side called rdma_disconnect or ended. Call rdma_disconnect on "
-        "this side too: it moves the queue pair to ERR, and posted work requests complete with "
+        "The connection has ended: one side called rdma_disconnect or ended. Call rdma_disconnect "
+        "on this side too: it moves the queue pair to ERR, and posted work requests complete with "
         "WR_FLUSH_ERR.",
         "Which side ended first, and its output; the first completion other than WR_FLUSH_ERR.",
         causes=(

@@ -27,12 +27,13 @@ ERRNOS: tuple[Explanation, ...] = (
         "request and those after it were not posted; those before it were. EINVAL does not say "
         "which argument; work through the list below.",
         causes=(
-            "A post before RTS (sends) or in RESET (receives), where the driver checks the state. "
-            "Not all do: then the post succeeds, and nothing happens.",
+            "A post before RTS (sends) or in RESET (receives), if the driver checks the state. If "
+            "it does not, the post succeeds, and nothing happens.",
             "More SGEs than max_send_sge or max_recv_sge (some drivers say ENOMEM), or more "
             "bytes inline than max_inline_data.",
             "The QP type does not support the opcode, or a flag does not apply to it.",
-            "An atomic that is not one SGE of 8 bytes at an address that is a multiple of 8.",
+            "An atomic without exactly one SGE of 8 bytes, or at an address that is not a "
+            "multiple of 8.",
             "From ibv_modify_qp: an attribute is missing for the transition, or out of range; the "
             "transition does not exist; the GID index is empty; max_rd_atomic is over the device's "
             "max_qp_init_rd_atom.",
@@ -69,8 +70,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "A post on mlx5, too: more SGEs than max_send_sge, or more inline data than fits.",
             "ibv_create_*: the device's limit is reached (max_qp, max_mr, max_cq), or the queue "
             "does not fit into its memory.",
-            "Queue memory counts as locked memory too, on older kernels and some drivers; and a "
-            "container's memory cgroup may be at its limit.",
+            "Queue memory counts as locked memory too, on older kernels and some drivers. A "
+            "container's memory cgroup may also be at its limit.",
         ),
         look_at=(
             "qp.outstanding against qp.max_send_wr and qp.max_recv_wr; poll the CQ. Signal at "
@@ -205,8 +206,8 @@ ERRNOS: tuple[Explanation, ...] = (
             "mlx5: the firmware has the object in use.",
         ),
         look_at=(
-            "Close in the opposite order of creation; resources as context managers do.",
-            "The error of this library: it names the children that are open.",
+            "Close in the reverse order of creation, as resources used as context managers do.",
+            "This library's error, which names the children that are open.",
             "rdma resource show qp (mr, cq, pd): what this process holds.",
         ),
         see=("ibv_dealloc_pd(3)", "ibv_dereg_mr(3), NOTES"),
@@ -261,8 +262,8 @@ ERRNOS: tuple[Explanation, ...] = (
         "An answer did not arrive in time. From ibv_modify_qp on RoCE: the peer's link address was "
         "not resolved. A work request that times out completes with RETRY_EXC_ERR instead.",
         causes=(
-            "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, "
-            "ND): the peer is down, on another VLAN, or the wrong GID index was chosen.",
+            "INIT to RTR, or an address handle: the GID's IP address does not resolve (ARP, ND) "
+            "because the peer is down or on another VLAN, or the wrong GID index was chosen.",
             "A firmware command that was not answered: the device hangs.",
             "A librdmacm event with status -110: rdmapost explain UNREACHABLE, ADDR_ERROR or "
             "ROUTE_ERROR.",

@@ -137,8 +137,8 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         causes=(
             "dial: the program that listens there is not a server of this library, or the server's "
             "on_connect takes longer.",
-            "look, report: the server's host is busy, or its thread is, in on_event for instance; "
-            "or the host is gone, which is detected within half a minute.",
+            "look, report: the server's host is busy, or its thread is (in on_event, for "
+            "instance); or the host is gone, which is detected within half a minute.",
         ),
         look_at=("The timeout argument of dial, and connection.closed.",),
     ),

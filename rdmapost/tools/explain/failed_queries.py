@@ -7,7 +7,7 @@ from .model import Explanation, failure
 QUERIES: tuple[Explanation, ...] = (
     failure(
         "get_device_list",
-        "The devices could not be listed. Having none is another case: then the list is empty.",
+        "The devices could not be listed. Having none is not a failure: then the list is empty.",
         "rdmapost doctor. lsmod | grep ib_uverbs; ls /sys/class/infiniband_verbs.",
         causes=(
             "The kernel has no RDMA, or its modules are not loaded (ENOSYS): modprobe ib_uverbs, "
@@ -98,8 +98,8 @@ QUERIES: tuple[Explanation, ...] = (
         "No asynchronous event could be read.",
         "The errno; whether the context is still open and its file descriptor non-blocking.",
         causes=(
-            "EAGAIN: async_fd is non-blocking, and there is no event: poll it first.",
-            "EINTR: a signal came during the call: call it again.",
+            "EAGAIN: async_fd is non-blocking, and there is no event; poll it first.",
+            "EINTR: a signal came during the call; call again.",
             "EIO: the device has been removed; there will be no more events.",
         ),
     ),

@@ -118,7 +118,7 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "The driver cannot resize a CQ (EOPNOTSUPP, ENOSYS): create it large enough.",
             "cqe is over max_cqe, or less than the completions that are in the CQ (EINVAL).",
-            "An extended CQ (ibv_create_cq_ex): some drivers resize only plain ones.",
+            "An extended CQ (ibv_create_cq_ex): some drivers resize only ordinary CQs.",
         ),
     ),
     failure(
@@ -135,8 +135,8 @@ FAILURES: tuple[Explanation, ...] = (
         "No event could be read from the completion channel.",
         "The errno; whether the channel's file descriptor is still open and non-blocking.",
         causes=(
-            "EAGAIN: the channel is non-blocking and has no event: poll its file descriptor.",
-            "EINTR: a signal interrupted the call: repeat it.",
+            "EAGAIN: the channel is non-blocking and has no event; poll its file descriptor.",
+            "EINTR: a signal interrupted the call; repeat it.",
             "EIO: the device was removed while the program waited.",
             "EBADF: the channel was destroyed, or something else closed its file descriptor.",
         ),
@@ -144,7 +144,7 @@ FAILURES: tuple[Explanation, ...] = (
     failure(
         "create_srq",
         "The shared receive queue could not be created.",
-        "ibv_devinfo -v: max_srq, max_srq_wr, max_srq_sge; dmesg; the limit ulimit -l.",
+        "ibv_devinfo -v: max_srq, max_srq_wr, max_srq_sge; dmesg; ulimit -l.",
         causes=(
             "max_wr is 0 or over max_srq_wr, or max_sge is over max_srq_sge (EINVAL).",
             "The device has no SRQs: max_srq is 0 (EOPNOTSUPP).",
@@ -318,7 +318,8 @@ FAILURES: tuple[Explanation, ...] = (
         "A work request was refused when it was posted. It and those after it were not posted.",
         "The errno, which this call returns: explain that. qp.state; qp.outstanding.",
         causes=(
-            "ENOMEM: the send queue is full: poll the CQ, and signal one in every max_send_wr.",
+            "ENOMEM: the send queue is full; poll the CQ, and signal one send in every "
+            "max_send_wr.",
             "EINVAL: not in RTS; an opcode or flag that the QP's type lacks; too many SGEs or "
             "inline bytes.",
             "EOPNOTSUPP: the device does not have the opcode.",
@@ -360,8 +361,8 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "The CQ overran: it is too small, or was polled too slowly.",
             "The device was reset or removed.",
-            "A completion of a queue pair that the library does not know: destroyed before its "
-            "completions were polled, or memory that the program has overwritten.",
+            "A completion names a queue pair that the library does not know: it was destroyed "
+            "before its completions were polled, or the program has overwritten memory.",
             "The CQ was used by several threads on a context without locks, or was destroyed.",
         ),
     ),
@@ -394,7 +395,8 @@ FAILURES: tuple[Explanation, ...] = (
         constant="exchange",
         causes=(
             "The other side has ended: it failed at its own set-up, such as a move to RTR.",
-            "The server is not running, or listens on another port (-p); or a firewall.",
+            "The server is not running, or listens on another port (-p); or a firewall is in the "
+            "way.",
             "The two sides have different options or versions, so their messages differ in length.",
             "Listening: another program has the port.",
         ),
@@ -412,8 +414,8 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "The driver's package is not installed: apt-get install ibverbs-providers (dnf install "
             "libibverbs).",
-            "Two versions of libibverbs: one from MLNX_OFED, conda, a wheel or /usr/local, and the "
-            "drivers of the other.",
+            "Two versions of libibverbs: one is from MLNX_OFED, conda, a wheel or /usr/local, and "
+            "the drivers belong to the other.",
             "A container image with libibverbs and without its drivers, or a leftover file in "
             "/etc/libibverbs.d.",
         ),

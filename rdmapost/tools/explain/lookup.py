@@ -183,7 +183,7 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             terms (``vendor_err``, ``PSN``).
 
     Returns:
-        every explanation of this name or number; 13 is a status and an errno, and SEND an
+        every explanation of this name or number; 13 is both a status and an errno; SEND is an
         opcode of work requests and of completions.
 
     Raises:

@@ -329,8 +329,8 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
         words = _HYPHENATED.finditer(lower)
         at = [(word.start(), _BY_FINDING[word[0]]) for word in words if word[0] in _BY_FINDING]
     found = {(one.kind, one.name): one for _, one in sorted(at, key=_place)}.values()
-    # An exception says less than the status or errno in its text, and a vendor_err less than the
-    # status beside it.
+    # The status or errno in an exception's text says more than the exception's name; a status says
+    # more than its vendor_err.
     said = tuple(one for one in found if one.kind not in UNNUMBERED) or tuple(found)
     return said if failed is None else (failed, *(one for one in said if one != failed))
 

@@ -132,8 +132,8 @@ OPCODES: tuple[Explanation, ...] = (
         "If the 64-bit value at remote_addr equals compare_add, replace it with swap. The previous "
         "value is written to the one SGE of 8 bytes, in host order; it equals compare_add if "
         "and only if the swap took place.",
-        "The value changed or not, no completion. It is atomic with respect to other atomics of "
-        "that device (atomic_cap HCA), and to its CPUs only with GLOB.",
+        "The value, changed or not, and no completion. It is atomic with respect to other atomics "
+        "of that device (atomic_cap HCA), and to its CPUs only with GLOB.",
         causes=(
             "Refused with EINVAL: remote_addr is not a multiple of 8, or not one SGE of 8 bytes.",
             "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing in the "
@@ -150,7 +150,7 @@ OPCODES: tuple[Explanation, ...] = (
         "Add compare_add to the 64-bit value at remote_addr, modulo 2^64; the value before the "
         "addition is written to the one SGE of 8 bytes. To subtract, add 2^64 - n; to read "
         "atomically, add 0.",
-        "The sum in its memory, no completion; as atomic as ATOMIC_CMP_AND_SWP.",
+        "The sum in its memory, and no completion; as atomic as ATOMIC_CMP_AND_SWP.",
         causes=(
             "Refused with EINVAL, or REM_INV_REQ_ERR: an address that is not aligned to 8 bytes.",
             "Fails with REM_ACCESS_ERR: no REMOTE_ATOMIC on the region.",

@@ -42,8 +42,8 @@ QP_TYPES: tuple[Explanation, ...] = (
     ),
     _type(
         QPType.UD,
-        "Unreliable datagram: each message goes to the address handle, QP number and Q_Key of "
-        "its work request, up to one path MTU, also to multicast groups. Nothing is "
+        "Unreliable datagram: each message, of up to one path MTU, goes to the address handle, QP "
+        "number and Q_Key of its work request, which may name a multicast group. Nothing is "
         "acknowledged.",
         "Receives need 40 more bytes, for the GRH.",
         "The Q_Keys of both sides must agree; a message with a wrong one is silently dropped.",
@@ -163,11 +163,11 @@ _flag = partial(explanation_of, see=("ibv_post_send(3): send_flags",))
 SEND_FLAGS: tuple[Explanation, ...] = (
     _flag(
         SendFlags.FENCE,
-        "Do not start before all earlier RDMA reads and atomics of this queue are complete. On "
-        "RC and XRC. Sends and writes need it when they use or announce what a read fetched; and "
-        "writes and atomics, when they change what an earlier read fetches: a read that is "
-        "retransmitted may see the change. A fenced work request waits for reads and atomics only, "
-        "not for other sends and writes.",
+        "Do not start before all earlier RDMA reads and atomics of this queue are complete. On RC "
+        "and XRC. Sends and writes need it when they use or announce what a read fetched; writes "
+        "and atomics need it when they change what an earlier read fetches, because a read that "
+        "is retransmitted may see the change. A fenced work request waits for reads and atomics "
+        "only, not for other sends and writes.",
         soft_roce="A fenced work request that must be retransmitted may never complete.",
     ),
     _flag(

@@ -33,7 +33,7 @@ VENDOR_ERR = _term(
     "A number from the driver or the device that says more about a failed work request than the "
     "status does. Each driver has its own numbers, and only the driver knows their meaning. It is "
     "also called vendor error, vendor code or syndrome; the syndromes of failed commands in dmesg "
-    "are other numbers.",
+    "are different numbers.",
     "The status of the same completion: explain that. It decides what to do.",
     "The documentation of the device, or its vendor: neither libibverbs nor the sources of mlx5 "
     "have a list.",

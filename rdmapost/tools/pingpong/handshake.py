@@ -237,7 +237,7 @@ def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConn
     except tcp.TCPError as error:
         raise PingpongError(str(error)) from None
     except TimeoutError:
-        why = f"no answer within {timeout:g} s; see that the host is up and lets the port through"
+        why = f"no answer within {timeout:g} s; check that the host is up and lets the port through"
     except OSError as error:
         why = reason(error)
         if error.errno == errno.ECONNREFUSED:
@@ -252,7 +252,7 @@ def _ready_now(ready: select.epoll) -> bool | None:
 class HandshakeConnection(ClosesOnExit):
     """A TCP connection to a peer, and the handshake over it.
 
-    The timeout is for each message; closing the owner ends every wait for one.
+    The timeout applies to each message; closing the owner ends any wait for a message.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class HandshakeConnection(ClosesOnExit):
                 for side in (0, 1)
             )
             raise PingpongError(
-                f"{self.who} has {there}, and this side {here}: give both sides the same"
+                f"{self.who} has {there}, and this side has {here}: give both sides the same"
             )
         return True
 
@@ -368,7 +368,7 @@ class HandshakeConnection(ClosesOnExit):
 
     def _closed_error(self, why: str) -> PingpongError:
         why = f" ({why})" if why else ""
-        hint = ": it may say why itself"
+        hint = ": its own output may say why"
         if self._is_client:
             hint += "; on RoCE a stock server has to be started with -g INDEX"
         elif self._handshake.has_nothing:

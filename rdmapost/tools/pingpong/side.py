@@ -412,7 +412,7 @@ class Pingpong(ResourceHolder):
             likely = (
                 "it has died, its link is down, or it was given fewer iterations"
                 if received
-                else "see that the GIDs of both sides are of one network" + self._unlike(received)
+                else "check that both sides' GIDs are on the same network" + self._unlike(received)
             )
             return PingpongError(
                 f"{self._peer} does not answer, {self._progress_of(received)} "
@@ -434,7 +434,7 @@ class Pingpong(ResourceHolder):
                     f"the same size; here it is {self.size}"
                 )
             return PingpongError(
-                f"a message did not fit into the receive, or has another path MTU "
+                "a message did not fit into the receive, or has a different path MTU "
                 f"({wc.status.name}): give both sides the same size and mtu; here they are "
                 f"{self.size} and {self._path_mtu.bytes}"
             )
@@ -454,5 +454,5 @@ class Pingpong(ResourceHolder):
         return f"; if the sides differ, give both the same (here {here})"
 
     def _wrong_size(self, size: int) -> str:
-        sent = f"{self._peer} sent {counted(size, 'byte')} and not {self.size}"
+        sent = f"{self._peer} sent {counted(size, 'byte')}, not {self.size}"
         return f"{sent}: give both sides the same size"

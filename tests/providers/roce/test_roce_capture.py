@@ -417,7 +417,7 @@ def test_file_that_is_not_written_costs_bounded_memory_and_no_time(
             pair.wait()
         pair.works()
         monkeypatch.setattr(capture_module, "_AT_CLOSE", 0.1)
-        with pytest.raises(rp.RdmaError, match="its last packets have not been written"):
+        with pytest.raises(rp.RdmaError, match="its last packets were still unwritten"):
             capture.close()
     finally:
         os.close(reader)

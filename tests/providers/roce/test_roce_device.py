@@ -238,7 +238,7 @@ def test_numbers_and_keys_cannot_be_guessed(pd, cq, stack):
         (lambda c, pd, cq: rp.XRCD(c), "roce devices have no XRC"),
         (
             lambda c, pd, cq: rp.QP(pd, QPType.RAW_PACKET, cq),
-            "roce devices have no RAW_PACKET queue pairs; soft0 has$",
+            "roce devices have no RAW_PACKET queue pairs; soft0 has them$",
         ),
         (lambda c, pd, cq: rp.QP(pd, QPType.DRIVER, cq), "have no DRIVER queue pairs$"),
         (lambda c, pd, cq: rp.SRQ(pd, srq_type=rp.SRQType.TM, cq=cq), "has no tag matching"),

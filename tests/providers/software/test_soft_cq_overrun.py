@@ -63,7 +63,7 @@ def assert_points_at_the_overrun(qp):
     assert "resize(" not in " ".join(finding.remedy for finding in findings)
     (remedy,) = {finding.remedy for finding in findings if finding.severity == "problem"}
     assert remedy == named(findings, "cq-overrun").remedy
-    assert remedy.startswith("close the queue pairs that complete on the CQ, and the CQ, and")
+    assert remedy.startswith("close the CQ and the queue pairs that complete on it, and")
     assert not [finding for finding in findings if finding.name == "not-polled"]
     state = named(findings, "qp-state")
     assert "its CQ has overrun" in state.evidence

@@ -90,9 +90,9 @@ def test_queue_pair_takes_no_number_of_an_srq(pd, cq, numbers):
     numbers(7, 9, 7)
     with rp.SRQ(pd), rp.QP(pd, QPType.RC, cq) as qp, rp.SRQ(pd):
         assert qp.qp_num == 8
-        with no_more("ibv_create_qp", "numbers of queue pairs and SRQs"):
+        with no_more("ibv_create_qp", "queue pair and SRQ numbers"):
             rp.QP(pd, QPType.RC, cq)
-        with no_more("ibv_create_srq", "numbers of queue pairs and SRQs"):
+        with no_more("ibv_create_srq", "queue pair and SRQ numbers"):
             rp.SRQ(pd)
     with rp.QP(pd, QPType.RC, cq) as again:
         assert again.qp_num == 7

@@ -32,7 +32,7 @@ with rp.open_device("null0") as context:
         "the completion says RECV, not RECV_RDMA_WITH_IMM",
     ]
     assert results["ATOMIC_FETCH_AND_ADD", "RC"][1].startswith("old value is ")
-    assert results["BIND_MW", "RC"] == ["fail", "a write succeeded and did not arrive"]
+    assert results["BIND_MW", "RC"] == ["fail", "a write succeeded but did not arrive"]
     assert results["LOCAL_INV", "RC"] == ["unsupported", "null0 cannot invalidate keys"]
     assert results["TAG_ADD", "RC"] == ["unsupported", "null0 has no tag matching"]
     assert "null0 has no TSO on UD queue pairs" in results["TSO", "UD"][1]

@@ -421,8 +421,8 @@ def test_wrong_options_are_refused_before_the_first_client(
         (lambda o: {"srq": o.srq}, "srq needs cq"),
         (lambda o: {"srq": o.srq, "cq": o.cq, "count": 4}, "count and receive_size cannot"),
         (lambda o: {"mr": o.other_mr, "srq": o.srq, "cq": o.cq}, "belong to different PDs"),
-        (lambda o: {"mr": o.foreign_mr}, "mr: it belongs to another open device"),
-        (lambda o: {"cq": o.foreign_cq}, "cq: it belongs to another open device"),
+        (lambda o: {"mr": o.foreign_mr}, "mr belongs to another open device"),
+        (lambda o: {"cq": o.foreign_cq}, "cq belongs to another open device"),
         (
             lambda o: {"private_data": bytes(257)},
             "private_data: 257 bytes; at most 256 are allowed",
@@ -573,9 +573,9 @@ def test_on_event_must_not_be_a_coroutine_function(context: rp.Context) -> None:
         pass
 
     refused: Any = on_event
-    with pytest.raises(TypeError, match="on_event: nothing would await a coroutine function"):
+    with pytest.raises(TypeError, match="on_event must be a plain function: nothing"):
         connect.serve(context, port=0, on_event=refused)
-    with pytest.raises(TypeError, match="on_event: nothing would await a coroutine function"):
+    with pytest.raises(TypeError, match="on_event must be a plain function: nothing"):
         asyncio.run(connect.aserve(context, port=0, on_event=refused))
 
 

@@ -371,7 +371,7 @@ def test_unusual_attributes_are_warnings(unconnected):
 def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
     join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
     finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
-    assert "max_rd_atomic=8, and the peer's max_dest_rd_atomic=2" in finding.evidence
+    assert "max_rd_atomic=8, but the peer's max_dest_rd_atomic=2" in finding.evidence
 
 
 # ---- the path ---------------------------------------------------------------------
@@ -531,7 +531,7 @@ def test_cq_that_is_too_small_is_found(context, pd, stack):
     qp.post_recv([rp.RecvWR(mr[:8])] * (cq.cqe + 1))
     finding = named(qp.diagnose(), "cq-too-small")
     assert finding.severity == "warning"
-    assert f"outstanding: {cq.cqe + 1}:" in finding.evidence
+    assert f"outstanding: {cq.cqe + 1};" in finding.evidence
     assert finding.remedy.startswith(f"cq.resize({qp.max_send_wr + qp.max_recv_wr})")
     qp.to_reset()
 

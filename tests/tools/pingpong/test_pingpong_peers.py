@@ -106,7 +106,7 @@ def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
 def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
     """The handshake succeeds, but no message is acknowledged."""
     address = Address(0, 0xFFFFF0, 1, context.choose_gid().gid)
-    why = r"does not answer, from the start \(RETRY_EXC_ERR\): see that the GIDs"
+    why = r"does not answer, from the start \(RETRY_EXC_ERR\): check that both sides' GIDs"
     with (
         impostor(answer(address.encode())) as (_, port),
         Pingpong(context, timeout=20) as side,
@@ -304,15 +304,16 @@ def test_two_sides_whose_options_differ_name_them_before_they_begin(context, her
     for end, (its, others) in ((ends.client, (mine, theirs)), (ends.server, (theirs, mine))):
         assert isinstance(end, PingpongError)
         assert re.fullmatch(
-            rf"127.0.0.1:\d+ has {others}, and this side {its}: give both sides the same", str(end)
+            rf"127.0.0.1:\d+ has {others}, and this side has {its}: give both sides the same",
+            str(end),
         )
     assert time.monotonic() - began < LIMIT / 2
 
 
 def test_different_numbers_of_messages_are_named(context):
     ends = run_pair(context, client={"iters": 5}, server={"iters": 6})
-    assert "has iters=6, and this side iters=5" in str(ends.client)
-    assert "has iters=5, and this side iters=6" in str(ends.server)
+    assert "has iters=6, and this side has iters=5" in str(ends.client)
+    assert "has iters=5, and this side has iters=6" in str(ends.server)
 
 
 @DIFFER
