@@ -101,7 +101,7 @@ class ClientSession:
                 "a late answer is dropped"
             )
         return ConnectTimeout(
-            f"{self.where} took the connection and did not answer within {seconds:g} s: "
+            f"{self.where} accepted the connection but did not answer within {seconds:g} s: "
             "is it 'rdmapost serve', or does its on_connect take longer?"
         )
 

@@ -215,7 +215,7 @@ _CONNECT_ERROR = re.compile(
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
     # Without the port, only texts that other libraries do not have.
     r"\S+ (?:refused(?:: | the connection: start )|cannot be reached: |"
-    r"(?:took the connection and )?did not (?:answer within|take a request within) |"
+    r"(?:accepted the connection but )?did not (?:answer within|accept a request within) |"
     r"closed the connection.* and did not answer)|"
     r"host \S+ cannot be (?:found|looked up): |host \S+: the name service did not answer|"
     r"other threads' requests to |"
