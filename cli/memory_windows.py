@@ -87,8 +87,8 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
 def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     """Invalidate the key of a type 2 memory window (LOCAL_INV).
 
-    It first binds the window and writes through it.  Afterwards it checks that a
-    write with the same key fails.
+    First bind the window and write through it; afterwards, check that a write with
+    the same key fails.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
     from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder

@@ -30,7 +30,7 @@ _DEFAULT_DATA = "hello, rdma"
 
 
 def integer(minimum: int, maximum: int | None = None) -> Callable[[str | int], int]:
-    """Make the type of an integer in an inclusive range: decimal, or prefixed with 0x, 0o or 0b."""
+    """Make an argument type for integers in an inclusive range: decimal, or with 0x, 0o or 0b."""
 
     def convert(value: str | int) -> int:
         text = str(value)

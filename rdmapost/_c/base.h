@@ -10,7 +10,9 @@
 
 #include "libibverbs/shim.h"
 
-/* Declares a variable of another file; hidden visibility lets code read it without the GOT. */
+/*
+ * Declares a variable defined in another file; hidden visibility lets code read it without the GOT.
+ */
 #define RP_SHARED extern __attribute__((visibility("hidden")))
 
 /*

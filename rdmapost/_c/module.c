@@ -12,7 +12,7 @@
  */
 #include "parts.h"
 
-/* ---- methods of Python classes, which have the methods' docstrings and signatures ---- */
+/* ---- methods of Python classes; their docstrings and signatures are in those classes ---- */
 
 #define WITH_KEYWORDS(name, function)                                                        \
 	{ name, (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS, NULL }

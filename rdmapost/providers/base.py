@@ -215,8 +215,8 @@ class Capture(metaclass=ABCMeta):
     def close(self) -> None:
         """End the capture, and complete the file.
 
-        Closing the device ends it, too.  On a capture that has ended, and in the child of a fork,
-        this does nothing.
+        Closing the device ends it, too.  If the capture has ended, and in the child of a fork, this
+        does nothing.
 
         If a signal handler or a finalizer calls this while the device is in the middle of a step,
         it does not wait for the file.  Nothing more is captured, but the file may not be complete

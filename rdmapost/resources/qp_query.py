@@ -63,7 +63,7 @@ class QPAttr:
         max_recv_wr: work requests that the receive queue holds.
         max_send_sge: SGEs of one work request on the send queue.
         max_recv_sge: SGEs of one receive.
-        max_inline_data: bytes of one inline work request.
+        max_inline_data: the most bytes in one inline work request.
         alt_ah_attr: the alternate path; its dgid is None if none has been set.
         alt_pkey_index: its entry of the port's P_Key table.
         alt_port_num: its local port, from 1.

@@ -67,7 +67,7 @@ class ClosesOnExit:
 
 
 class Resource(native.Handle, ClosesOnExit):
-    """A device object that must be destroyed.
+    """A device object that needs to be destroyed explicitly.
 
     ``class PD(Resource, struct="ibv_pd")`` wraps a struct.  An instance without
     a struct is closed.  The constructor runs once; open_handles lists the instance
@@ -132,7 +132,7 @@ class Resource(native.Handle, ClosesOnExit):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
             f"cannot copy or pickle {type(self).__name__!r} object: "
-            "a second one would close the first"
+            "closing the copy would close the original"
         )
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class Resource(native.Handle, ClosesOnExit):
         """Close children that nothing refers to; raise InUseError if others are open.
 
         Returns:
-            Whether any was closed; if not, any remaining child is being created or closed.
+            Whether any were closed; if none were, each child is being created or closed.
         """
         children = open_children(self)
         some_closed = close_dropped(children)
@@ -363,7 +363,7 @@ def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[A
 
 
 def _close_one(handle: Any, interrupts: list[Exception]) -> None:
-    """Close a resource; add exceptions that do not keep it open (a signal handler's) to the list.
+    """Close a resource; append exceptions that did not stop this, such as a signal handler's.
 
     Raises:
         RdmaError: it could not be closed, or its class's close() raised twice.

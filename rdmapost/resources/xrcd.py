@@ -23,7 +23,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: fd is not in -1..2^31-1, or oflags has another flag.
+        ValueError: fd is not in -1..2^31-1, or oflags has any other flag.
         ClosedError: the device is closed.
         UnsupportedError: the device has no XRC.
         VerbsError: the device refused.

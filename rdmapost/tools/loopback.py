@@ -62,7 +62,7 @@ class Loopback(ResourceHolder):
         access: access to the remote memory, an Access; default: LOCAL_WRITE and all supported
             REMOTE flags (add MW_BIND to bind windows to it).
         depth: work requests that each queue must hold.
-        max_inline_data: bytes of one inline work request.
+        max_inline_data: the most bytes in one inline work request.
         max_recv_sge: SGEs of one receive.
         max_tso_header: bytes of the header of a TSO; 0 for no TSO.
         send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, to post these.

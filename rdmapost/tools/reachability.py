@@ -1,4 +1,4 @@
-"""Which devices a device can reach, judged before anything is sent."""
+"""Which devices a device can reach, determined before anything is sent."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
  *
  * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
  * first row is checked like any work request, the others only where they can differ from the first.
- * To report a row that fails, Python builds it as a work request object and refuses that object.
+ * To report a row that fails, Python builds its work request object, and raises the error that
+ * posting this object would.
  * A call has one record in flight; on an SRQ, and for LOCAL_INV, each row has its own. The device
  * gets chunks of linked structs; from one chunk to the next, only wr_ids, flags and columns are
  * rewritten.
@@ -18,8 +19,8 @@
 #include "posting/sge.h"
 
 /*
- * Not inlined: reading runs the caller's code, which may post again, and the arrays for posting
- * should not be on the stack then. Aligned, because the loops over rows take a tenth longer at some
+ * Not inlined: reading runs the caller's code, which may post again, and the posting arrays should
+ * not be on the stack while it does. Aligned, because the loops over rows take 10 % longer at some
  * offsets within a cache line.
  */
 #define NOINLINE __attribute__((noinline, aligned(64)))

@@ -487,8 +487,8 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 }
 
 /*
- * enroll(queues, invalidated): let rp_find_queue() find the queue, and count the keys that it
- * invalidates.
+ * enroll(queues, invalidated): make the queue visible to rp_find_queue(), and count the keys that
+ * the queue invalidates.
  */
 static PyObject *in_flight_enroll(PyObject *self, PyObject *args)
 {

@@ -1,4 +1,4 @@
-/* Memory that is not registered, held for inline data and TSO headers. */
+/* Unregistered memory, held for inline data and TSO headers. */
 #ifndef RDMAPOST_INLINE_BUFFER_H
 #define RDMAPOST_INLINE_BUFFER_H
 

@@ -275,8 +275,8 @@ void rp_soft_set_timer(int fd, int64_t ns)
 enum { TRY_AGAIN_NS = 2000000 };
 
 /*
- * Have a verb try again soon: a thread that waits for the device sleeps until its timer fires. Takes
- * no memory. run_due() in Python sets the timer right again.
+ * Have a verb try again soon: a thread that waits for the device sleeps until its timer fires.
+ * Needs no memory. run_due() in Python restores the timer.
  */
 static void try_again(PyObject *object)
 {
@@ -383,7 +383,7 @@ static void enter(struct rp_use *use)
 		forked = !call || rp_soft_transact(call) <= 0;
 		Py_XDECREF(call);
 	}
-	/* Do due work only once per verb: a retry may be due again immediately. */
+	/* Run work that is due only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
 		RP_STORE(&due, -1);

@@ -165,7 +165,7 @@ def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
 
 @functools.lru_cache(maxsize=1024)
 def sockaddr(gid: bytes, scope: int) -> bytes:
-    """Return port 4791 of a GID's address as a struct sockaddr_in or sockaddr_in6."""
+    """Return a GID's address, with port 4791, as a struct sockaddr_in or sockaddr_in6."""
     if gid.startswith(IPV4_MAPPED):
         return (
             struct.pack("=H", socket.AF_INET)

@@ -257,7 +257,7 @@ def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
 
 
 def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int, limit: int) -> int:
-    """Add packets of a request to the bursts to send; return the next PSN.
+    """Add a request's packets to the outgoing bursts; return the next PSN.
 
     Nothing is added if an acknowledgement on its way will make room for a longer burst: the cost of
     a burst hardly depends on its length.

@@ -22,7 +22,7 @@ device's own work requests (tags) have an ``owner``, which is notified when they
 class WorkQueue(native.DeviceQueue):
     """A queue of work requests with a fixed number of slots.
 
-    The post, in C, takes a slot. The slot becomes free only when a completion that retires its work
+    Posting, in C, takes a slot. The slot becomes free only when a completion that retires its work
     request has been polled, as on hardware.
 
     Attributes:

@@ -102,7 +102,7 @@ def not_ready(qp: QueuePair) -> Ack | None:
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
-    """Return the shared receive queue that a request draws from, or None for the QP's own.
+    """Return the shared receive queue that a request draws from; None if that is the QP's own.
 
     Raises:
         RemoteAccessError: the XRC domain has no SRQ with the number that an XRC request names.

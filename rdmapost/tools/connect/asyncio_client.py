@@ -47,7 +47,7 @@ async def adial(
     port_num: int = 1,
     gid_index: int | None = None,
 ) -> AsyncConnection:
-    """Connect a queue pair to a server's: ``dial`` for asyncio.
+    """Connect a queue pair to one on a server: ``dial`` for asyncio.
 
     Args:
         context: an open device that can reach the server's device; soft0 reaches only
@@ -59,7 +59,7 @@ async def adial(
         local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold, with one SGE each.
-        max_inline_data: bytes of one inline work request.
+        max_inline_data: the most bytes in one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain. The region's key gives the server
             the region's access rights; a window's key gives it the window's. To let the server use

@@ -57,7 +57,7 @@ def dial(
     port_num: int = 1,
     gid_index: int | None = None,
 ) -> Connection:
-    """Connect a queue pair to a server's.
+    """Connect a queue pair to one on a server.
 
     Args:
         context: an open device that can reach the server's device; soft0 reaches only
@@ -69,7 +69,7 @@ def dial(
         local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
         local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
         depth: work requests that each queue must hold, with one SGE each.
-        max_inline_data: bytes of one inline work request.
+        max_inline_data: the most bytes in one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
             queue pair is created in its protection domain. The region's key gives the server
             the region's access rights; a window's key gives it the window's. To let the server use

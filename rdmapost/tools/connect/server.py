@@ -142,7 +142,7 @@ def serve(
     """
     port = check_where(host, port, 0)
     if is_coroutine_function(on_connect):
-        raise TypeError("on_connect: a coroutine function needs an event loop: use aserve")
+        raise TypeError("on_connect: a coroutine function needs an event loop; use aserve")
     server = ServerState(
         context,
         size=size,

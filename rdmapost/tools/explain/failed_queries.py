@@ -1,4 +1,4 @@
-"""Explanations of failed calls that only read something."""
+"""Explanations of failed queries, which change nothing."""
 
 from __future__ import annotations
 
