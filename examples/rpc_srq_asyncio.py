@@ -37,7 +37,7 @@ class Server:
         return rp.RecvWR(self.mr[i * BUFFER : (i + 1) * BUFFER], wr_id=i)
 
     def accept(self, client: str) -> str:
-        # Each reply is sent from a receive buffer, so no send queue needs more slots than buffers.
+        # A reply is sent from a receive buffer, so a send queue needs at most one slot per buffer.
         qp = self.enter(rp.QP(self.pd, rp.QPType.RC, self.cq, srq=self.srq, max_send_wr=BUFFERS))
         qp.connect(rp.Endpoint.parse(client))
         self.qps[qp.qp_num] = qp

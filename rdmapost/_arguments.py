@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
-"""Bounds below this are shown in decimal; larger ones as 2^n or 2^n-1 if they equal that."""
+"""A bound of 2^n or 2^n-1 is shown as such if 2^n is at least this; any other in decimal."""
 _MAX_BITS = 14_000
 """Larger integers are shown as their size: Python prints at most 4300 digits."""
 

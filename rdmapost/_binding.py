@@ -48,7 +48,7 @@ def once(function: Callable[..., Any], key: object, *args: object) -> Any:
     """Call a C function unless it has been called with this key; return its result.
 
     C accepts such a call only once in a process, but an interrupted import is repeated.  Call this
-    only once the modules that define the arguments have been imported completely (in a package's
+    only after the modules that define the arguments have been imported completely (in a package's
     ``__init__``): an interrupted module runs again, and creates its classes a second time.
     """
     called = function, key

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether an error is from a system call: a handler's TimeoutError has no errno."""
+    """Return whether an error is a system call's; a signal handler's TimeoutError has no errno."""
     return error.errno is not None
 
 

@@ -453,7 +453,7 @@ class TagAdd(OpsWR):
     """Add a tagged receive to the matching list.
 
     Attributes:
-        recv_wr_id: wr_id in the completion of the message that is received, 0..2^64-1.
+        recv_wr_id: wr_id in the completion of the message that matches, 0..2^64-1.
         sg_list: local buffers, an SGE or a sequence of them.
         tag: the tag to match, 0..2^64-1.
         mask: which bits of the tag count, 0..2^64-1; default: all.

@@ -220,8 +220,8 @@ class Capture(metaclass=ABCMeta):
 
         If a signal handler or a finalizer calls this while the device is in the middle of a step,
         it does not wait for the file.  Nothing more is captured, but the file may not be complete
-        until later: call this again to wait for that, and to have any error raised; otherwise, an
-        error is logged.
+        until later: call this again to wait for that, and to have any error raised; otherwise, any
+        error is only logged.
 
         Raises:
             RdmaError: the capture had ended early, because the file could not be written; or its

@@ -1,4 +1,4 @@
-"""Events that were read from a device or a completion channel, and functions that remove them."""
+"""Events that were read from a device or a completion channel, and how they are removed."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun. This takes no event.
 
     soft0 knows immediately. libibverbs reports an overrun only in an event, and events belong to
-    the caller, so the overrun is known only once get_async_event() has returned that event.
+    the caller, so on its devices an overrun is known only once get_async_event() has returned that
+    event.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):

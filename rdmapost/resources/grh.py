@@ -60,7 +60,7 @@ class GRH:
 
         Raises:
             TypeError: data is not bytes-like.
-            ValueError: data is shorter than that, or holds neither an IPv6 nor an IPv4 header.
+            ValueError: data is shorter than 40 bytes, or holds neither an IPv6 nor an IPv4 header.
         """
         raw = bytes(_view("data", data)[:GRH_BYTES])
         if len(raw) < GRH_BYTES:

@@ -253,8 +253,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         length: bytes.
         lkey, rkey: its keys.
         writable: whether the device may write there (Access.LOCAL_WRITE).
-        buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a
-            dma-buf, which has no address in this process.
+        buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a dma-buf.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
             memory is released when the region is closed. A region made from an address, a
             dma-buf or an array on a GPU has no buffer: reading the attribute raises ValueError.
@@ -537,9 +536,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             except VerbsError as error:
                 if error.errno not in _BOUND:
                     raise
-                # The device knows which windows are bound, so it was asked first. An MW object
-                # refers to every region that it may be bound to until a completion shows which one
-                # it is.
+                # The device knows which windows are bound, so it was asked first. Until a
+                # completion shows which region a window is bound to, its MW object refers to all
+                # that it may be bound to.
                 self._unbind_windows()
                 bound = self._windows()
                 if bound:

@@ -411,9 +411,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             if reset() is None:
                 # One interrupt ended the reset, and a second one ended its cleanup.
                 resets.pop(change, None)
-        # A reset in progress would drop work requests posted now. If another thread has
-        # recorded a state in the meantime, these calls may have undone what that thread set:
-        # repeat them.
+        # A reset in progress would drop work requests posted now. If another thread has recorded a
+        # state in the meantime, these calls may have undone what that thread set: repeat them.
         while True:
             state = self._state
             self._send.set_ready(state >= self._sends_from, resets)

@@ -176,7 +176,7 @@ static int release(struct rp_handle *h, struct rp_pause *pause)
 	return 0;
 }
 
-/* Whether a call's result means success: it is 0, an errno, its negative, or -1 with errno set. */
+/* Whether a call succeeded. Its result is 0, an errno, a negative errno, or -1 with errno set. */
 static int succeeded(PyObject *function, PyObject *result)
 {
 	long code;

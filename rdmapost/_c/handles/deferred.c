@@ -68,8 +68,8 @@ static void push(struct rp_handle **list, struct rp_handle *h, struct rp_handle 
  * references.
  *
  * In CPython 3.11, a traced or profiled function repeats its first instruction for as long as a
- * pending call is queued; one that itself runs in a pending call then never ends. So a single
- * pending call closes all handles, and queues no other before it ends.
+ * pending call is queued; if such a function runs in a pending call while another is queued, it
+ * never ends. So a single pending call closes all handles, and queues no other before it ends.
  */
 static struct rp_handle *for_main;
 static unsigned int main_asked; /* the process whose pending call is queued or running, or 0 */

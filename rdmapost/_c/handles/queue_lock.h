@@ -2,8 +2,8 @@
  * A queue's lock.
  *
  * rdmapost runs no Python code while a thread holds such a lock, so waits are short, and a thread
- * tries to acquire a lock that it holds only if a device's ibv_post_send calls Python. (The soft
- * device's own lock differs; see software/device.c.)
+ * tries to acquire one that it already holds only if a device's ibv_post_send calls Python. (The
+ * soft device's own lock differs; see software/device.c.)
  */
 #ifndef RDMAPOST_QUEUE_LOCK_H
 #define RDMAPOST_QUEUE_LOCK_H

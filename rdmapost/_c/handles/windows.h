@@ -7,7 +7,7 @@
 
 #include "handles/handle.h"
 
-/* Return the next number in the order of binds; each post and each completion of one takes one. */
+/* The next number in the order of binds: each post and each completion of a bind takes one. */
 uint64_t rp_bind_clock(void);
 
 /* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */

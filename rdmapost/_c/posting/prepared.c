@@ -376,7 +376,9 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	PyObject *sent;
 
 	(void)unused;
-	/* Not prepared yet. If the owner is closed before it is, QP._prepared() closes the list. */
+	/*
+	 * Not prepared yet. If the owner is closed in the meantime, QP._prepared() closes the list.
+	 */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
 	/* Posts in progress hold their own references; later ones see that the list is closed. */

@@ -18,7 +18,7 @@ static PyObject *sge_names[3];
 
 enum { SEARCHED = 32 };
 
-/* Whether an object's class has __iter__; runs none of the caller's code, keeps any exception. */
+/* Whether an object's class has __iter__; runs no code of the caller, and keeps any exception. */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -36,7 +36,7 @@ static int refuse(struct post *post, const char *rule, PyObject *name, PyObject 
 	return 0;
 }
 
-/* Make a refusal of an exception that a value of the wrong type may raise; -1 for any other. */
+/* Turn an exception that a value of the wrong type may raise into a refusal; -1 for any other. */
 static int refuse_for_exception(struct post *post)
 {
 	PyObject *error, *text;

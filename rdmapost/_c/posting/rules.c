@@ -285,7 +285,7 @@ static int check_send(const struct work_queue *q, struct post *post, const struc
 	return r->type->opcode == IBV_WR_TSO ? check_tso(q, post, r) : 1;
 }
 
-/* Drivers assume that a resource is their own device's. Its struct begins with its context. */
+/* Drivers assume that a resource belongs to their device. Its struct begins with its context. */
 static int check_context(struct post *post, struct rp_handle *h, const struct rp_handle *owner)
 {
 	struct ibv_context **of = h ? h->address : NULL, **here = owner->address;

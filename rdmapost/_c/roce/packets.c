@@ -254,7 +254,8 @@ static PyObject *roce_check(PyObject *self, PyObject *args)
 	(void)self;
 	if (!PyArg_ParseTuple(args, "w*nny*", &buffer, &size, &segment, &given))
 		return NULL;
-	if (size < 0 || size > buffer.len || segment < (size > 0)) /* 0 if nothing was received */
+	/* The segment may be 0 if nothing was received. */
+	if (size < 0 || size > buffer.len || segment < (size > 0))
 		refuse(OUTSIDE);
 	else if (!rp_read_flow(&flow, &given))
 		for (Py_ssize_t at = 0, i = 0; at < size; at += n, i++) {

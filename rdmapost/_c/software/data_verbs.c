@@ -492,9 +492,9 @@ static int accept_wr(enum posts what, enum ibv_qp_type type, struct device_queue
 
 /*
  * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
- * run while it is, so that the device gets the posts in the order in which they were recorded. The
- * collector is therefore disabled, and re-enabled before any other code runs. (Without a GIL it
- * does not run in the middle of C, and the data lock keeps other threads out.)
+ * run while a post is being accepted, so that the device gets the posts in the order in which they
+ * were recorded. The collector is therefore disabled, and re-enabled before any other code runs.
+ * (Without a GIL it does not run in the middle of C, and the data lock keeps other threads out.)
  */
 struct quiet {
 	PyGILState_STATE gil;

@@ -99,7 +99,7 @@ def candidates(place: str) -> list[LocalAddress]:
 
 def _addresses() -> list[LocalAddress]:
     """List the addresses of the network devices, IPv4 before IPv6."""
-    # Not a generator: dropping one when memory runs out reports that it cannot be closed.
+    # Not a generator: one dropped when memory runs out reports that it cannot be closed.
     found = []
     for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
         # A second address has a label such as "eth0:1".

@@ -69,13 +69,13 @@ class RoceDevice(Device):
         self.address: LocalAddress | None = None
         self.socket: Any = None
         self._stop: Any = None
-        """A socket whose shutdown ends the thread. The thread has the other end, so they share no
-        descriptor."""
+        """A socket that ends the thread. The thread has the other end, so no descriptor is
+        shared."""
         self.now = 0.0
         self._looked = 0.0
         """The time of the last look for packets; timers that had expired by then may run."""
         self._expired_at = math.inf
-        """When a timer that may not run yet expired."""
+        """The time at which a timer expired that may not run yet; infinity if there is none."""
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------

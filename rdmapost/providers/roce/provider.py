@@ -139,7 +139,7 @@ def _check_type(name: str, qp_type: int) -> None:
 
 
 def _opened_as(address: LocalAddress) -> str | None:
-    """Say which of this process's open devices has an address, or return None."""
+    """Say which of this process's open devices has this address, or return None."""
     for name, device in list(open_devices.items()):
         if isinstance(device, RoceDevice) and device.address == address:
             return f"{name}, which this process has opened: open it by that name"

@@ -1,8 +1,7 @@
 """A queue pair's protocol state, both as requester and as responder.
 
 The requester's PSNs grow without wrapping, so that it is clear which of two is earlier; they are
-cut to 24 bits only in packets. The responder compares PSNs as the specification
-does.
+cut to 24 bits only in packets. The responder compares PSNs as the specification does.
 """
 
 from __future__ import annotations

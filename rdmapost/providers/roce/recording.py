@@ -34,7 +34,8 @@ _GATHER = 0.01
 _LOOK = 0.05
 """Seconds between checks that the thread still exists, during a wait for it."""
 _FOR_ANOTHER = 1.0
-"""How long a capture waits for another capture to the same file to end, in seconds."""
+"""The longest that a capture waits for another one to the same file that is about to end, in
+seconds."""
 _AT_EXIT = 2.0
 """The longest that the process waits for the files when it exits, in seconds."""
 
@@ -311,7 +312,10 @@ class Recording:
         return [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _write(self, data: bytes, count: int) -> None:
-        """Write packets' blocks; if that fails, remove them, if the file can be truncated."""
+        """Write packets' blocks.
+
+        If that fails, truncate the file, if possible, so that none are left.
+        """
         assert self.file is not None
         left = memoryview(data)
         try:

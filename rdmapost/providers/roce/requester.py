@@ -41,7 +41,7 @@ _ASK_AFTER = 8
 _SHORTEST_TIMEOUT = 0.004
 """Seconds; a shorter timeout would say nothing about the network."""
 _NO_TIMEOUT = 0.1
-"""Seconds between attempts if the attribute timeout is 0, when their number is not limited."""
+"""Seconds between attempts if the attribute timeout is 0; their number is then not limited."""
 
 _RTS, _SQD, _UD = QPState.RTS, QPState.SQD, QPType.UD
 _FENCE, _SOLICITED = int(SendFlags.FENCE), int(SendFlags.SOLICITED)

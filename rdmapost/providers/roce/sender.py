@@ -28,8 +28,8 @@ class Sender(native.Record):
     Attributes:
         may_join: whether one call may send several packets; False once a send has shown that the
             network device cannot segment.
-        errors: the sends that failed when a step was committed; each has its errno, and its numbers
-            of packets, bytes and retransmitted packets.
+        errors: the sends that failed when a step was committed: the errno of each, and how many
+            packets, bytes and retransmitted packets it had.
     """
 
     def __init__(self) -> None:

@@ -79,8 +79,8 @@ class Region(native.Record):
     def part(self, start: int, length: int, write: bool) -> Any:
         """Return part of the memory, or None if it is no longer mapped.
 
-        If the memory may be unmapped at any time, return a copy to read, or a Room to write,
-        through which the kernel writes to the memory.
+        If the memory may be unmapped at any time, return a copy for reading; for writing, return a
+        Room, through which the kernel writes to the memory.
         """
         if self.unsure is None:
             return self.memory[start : start + length]
@@ -474,7 +474,7 @@ def _write(room: Any, piece: Any) -> None:
 
 
 def replace(number: bytes, target: Any) -> None:
-    """On commit, replace a number with one computed from it; a repeated verb does so only once."""
+    """On commit, replace a number with one computed from it, only once even if the verb repeats."""
     if isinstance(target, native.Room):
         native.try_once_on_commit(target.fill, number)
     else:

@@ -268,7 +268,7 @@ class SoftwareProvider:
         if region.windows:
             many = region.windows
             windows = "a memory window is" if many == 1 else f"{many} memory windows are"
-            reason = f"{windows} bound to it; invalidate or close its windows first"
+            reason = f"{windows} bound to it; first invalidate or close every bound window"
             raise VerbsError("ibv_dereg_mr", errno.EBUSY, reason)
         device_of(mr, "ibv_dereg_mr").memory.deregister(region)
         drop(mr, "ibv_dereg_mr")

@@ -124,7 +124,10 @@ class QueuePair(native.Record):
         return True
 
     def drain(self) -> None:
-        """Report that the send queue has drained; here it has, as posts are executed at once."""
+        """Report that the send queue has drained.
+
+        It has at once if posts are executed at once.
+        """
         self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
     def enter(self, state: QPState) -> None:

@@ -53,7 +53,7 @@ def _tag_del(trial: Trial) -> str:
         # Nothing is left for this tag: the removed entry does not match.
         _is_unexpected(pair, _TAG)
         unharmed(pair, (_ROOM, _PAYLOAD), (_UNEXPECTED, TMH_BYTES + _PAYLOAD))
-    return "a message skips the removed entry and matches the next one; a second one matches none"
+    return "a message skips the removed entry and matches the next; a second message matches none"
 
 
 @check(ROWS, OpsOpcode.TAG_SYNC, QPType.RC)

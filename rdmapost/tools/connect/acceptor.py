@@ -3,8 +3,8 @@
 A connection without a verified token has no thread and no device resources, only a descriptor and a
 buffer of at most two lines. The number of such connections is bounded. At the limit, a new
 connection replaces one from the address with the most connections: the oldest that has not sent its
-hello. So this keeps out neither connections that send their hello at once, as clients do, nor
-connections from other addresses.
+hello. Thus the limit keeps out neither connections that send their hello at once, as clients do,
+nor connections from other addresses.
 
 Wrong tokens are rate-limited, for each address and in total. Above the limit, hellos are queued,
 and the addresses' queues are served in turn. Hellos are queued before their tokens are checked:

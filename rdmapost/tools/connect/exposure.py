@@ -69,7 +69,7 @@ class Exposure:
         return replace(self, size=self.mr.length, access=self.access & has, has=has)
 
     def refuse_unenforced(self, context: Context) -> None:
-        """Raise ValueError if serve() was given less access than the region's key grants.
+        """Raise ValueError if serve or aserve was given less access than the region's key grants.
 
         The clients' queue pairs must permit whatever a window may grant. This lets clients do the
         same with the region's own key.

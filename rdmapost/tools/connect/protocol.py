@@ -95,7 +95,7 @@ class SessionState(Enum):
 
 
 def token_matches(given: Any, token: str | None) -> bool:
-    """Compare a received token with the server's in constant time; accept any if it has none."""
+    """Compare a token with the server's in constant time; accept any if the server has none."""
     if token is None:
         return True
     # An argument or environment variable need not be valid Unicode.

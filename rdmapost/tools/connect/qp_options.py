@@ -47,7 +47,7 @@ class QPOptions(CreateOptions, ConnectOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The caller's resources, used in place of those that serve or dial would create, and options.
+    """The caller's options, and resources to use instead of those serve or dial would create.
 
     Attributes:
         mr: the region to expose, or to send from.

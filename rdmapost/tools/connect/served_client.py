@@ -43,7 +43,7 @@ _FLUSH_S = 1.0
 _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
-"""41 ms: how long a client waits to retry if it sends faster than receives are reposted."""
+"""41 ms: the least that a client waits to retry if it sends faster than receives are reposted."""
 
 
 class Place:

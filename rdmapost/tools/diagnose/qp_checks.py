@@ -69,7 +69,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         severity, what = "ok", "it receives, and has no sends"
     elif state is QPState.RTS and qp.qp_type is QPType.XRC_SEND:
         what = "it sends, and has no receives"
-    # The other types have no connection, so the peer has not failed.
+    # Types outside CONNECTED have no connection, so their peer has not failed.
     connect, both = "qp.connect()", ""
     if qp.qp_type in CONNECTED:
         connect, both = "qp.connect(remote)", " on both sides"
