@@ -39,7 +39,7 @@ def _ops_in(flags: SendOps) -> list[SendOps]:
 
 
 _SEND_OPS_SINCE = {SendOps.ATOMIC_WRITE: 44, SendOps.FLUSH: 45}
-"""For each operation, the first release of libibverbs that has it."""
+"""For each newer operation, the first release of libibverbs that has it."""
 
 
 def device_of(

@@ -351,7 +351,7 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 /*
  * admit_children(handles, whether): set whether the handles of a list admit new children. They must
  * admit none while all of them are being closed, or a thread that keeps creating children would
- * keep them open. A handle whose close is deferred admits none in any case. Runs no Python code.
+ * keep them open; nor must a handle whose close is deferred. Runs no Python code.
  */
 static PyObject *admit_children(PyObject *self, PyObject *args)
 {
