@@ -275,18 +275,23 @@ void rp_soft_set_timer(int fd, int64_t ns)
 enum { TRY_AGAIN_NS = 2000000 };
 
 /*
- * Have a verb try again soon: a thread that waits for the device sleeps until its timer fires.
- * Needs no memory. run_due() in Python restores the timer.
+ * Have a verb try an object's work again soon: a thread that waits for the device sleeps until its
+ * timer fires. Needs no memory. run_due() in Python restores the timer.
  */
 static void try_again(PyObject *object)
 {
-	PyObject *device = PyObject_GetAttr(object, rp_names[DEVICE]);
-	PyObject *fd = device ? PyObject_GetAttr(device, rp_names[TIMER_FD]) : NULL;
+	/* A device that looks for packets is an object with work, too. */
+	PyObject *fd = PyObject_GetAttr(object, rp_names[TIMER_FD]), *device = NULL;
 
+	if (!fd) {
+		PyErr_Clear();
+		device = PyObject_GetAttr(object, rp_names[DEVICE]);
+		fd = device ? PyObject_GetAttr(device, rp_names[TIMER_FD]) : NULL;
+	}
 	/* A device that is closed has no timer. */
 	if (fd && PyLong_AsLong(fd) >= 0) {
+		RP_STORE(&due, rp_now_ns() + TRY_AGAIN_NS);
 		rp_soft_set_timer((int)PyLong_AsLong(fd), TRY_AGAIN_NS);
-		RP_STORE(&due, rp_now_ns());
 	}
 	PyErr_Clear();
 	Py_XDECREF(fd);
@@ -331,19 +336,28 @@ static Py_ssize_t carry_on(void)
 {
 	PyObject *object;
 	Py_ssize_t at = 0;
+	int lacked_memory = 0;
 	long more;
 
-	while (!doomed && (object = ready_at(at))) {
+	/* Until the device has been reset after a fork, the objects are the parent's. */
+	while (!doomed && !forked && (object = ready_at(at))) {
 		RP_STORE(&executing, 1);
 		do
 			more = work(object, is_late());
 		while (more > 0);
 		RP_STORE(&executing, 0);
 		if (more == -1)
-			try_again(object);
+			lacked_memory = 1;
 		if (more < 0 || take_ready(at))
 			at++;
 		Py_DECREF(object);
+	}
+	/* Last, because what was executed in the meantime may have set the timer. */
+	for (Py_ssize_t i = 0; lacked_memory && i < at; i++) {
+		object = ready_at(i);
+		if (object)
+			try_again(object);
+		Py_XDECREF(object);
 	}
 	return at;
 }
@@ -354,7 +368,7 @@ static void look_at_wires(void)
 	PyObject *wires = rp_soft_given(WIRES), *ready = rp_soft_given(READY), *wire;
 
 	rp_data_lock();
-	for (Py_ssize_t i = 0; i < PyList_Size(wires); i++) {
+	for (Py_ssize_t i = 0; !forked && i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
 		/* The wire may still be listed. Comparing it by identity runs no Python code. */
 		if (PySequence_Contains(ready, wire) <= 0)
@@ -365,8 +379,9 @@ static void look_at_wires(void)
 }
 
 /*
- * Acquire the lock, and do the work that is due. This thread then counts as being in a verb, so that
- * a close by a finalizer or a signal handler is deferred until end_step().
+ * Acquire the lock, and do the work that is due. After a fork, reset the device first; without
+ * memory for that, it stays `forked`, and no work is done. This thread then counts as being in a
+ * verb, so that a close by a finalizer or a signal handler is deferred until end_step().
  */
 static void enter(struct rp_use *use)
 {
@@ -526,7 +541,7 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	if (rp_soft_busy())
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
-	result = attempt(call);
+	result = forked ? PyErr_NoMemory() : attempt(call);
 	/* In a forked child, the device's errors would mislead us: its descriptors are closed. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||

@@ -56,8 +56,6 @@ class RoceDevice(Device):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.device = self
-        """A device is also a worker: it looks for packets."""
         self.guid = guid_of(name)
         self.memory = RandomKeys()
         self.numbers = RandomNumbers(*QP_NUMBERS)
@@ -79,6 +77,11 @@ class RoceDevice(Device):
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------
+
+    @property
+    def device(self) -> RoceDevice:
+        """This device, which is also a worker: it looks for packets."""
+        return self
 
     @property
     def wake_fds(self) -> tuple[int, ...]:

@@ -63,6 +63,7 @@ def not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
             "refused",
             error.errno,
         )
-    return ConnectError(
-        f"{where} cannot be reached: {reason(error)}", "unreachable", errno_of(error)
-    )
+    text = f"{where} cannot be reached: {reason(error)}"
+    if error.errno == codes.EINVAL and where.lower().startswith("[fe80:") and "%" not in where:
+        text += "; a link-local address needs its interface, as in fe80::1%eth0"
+    return ConnectError(text, "unreachable", errno_of(error))

@@ -784,6 +784,37 @@ print(cq.wait(1)[0].status.name)
 """
 
 
+FORKED_WITHOUT_MEMORY = """
+import os, rdmapost as rp
+from rdmapost.providers.roce.device import RoceDevice
+from rdmapost.providers.software.device import open_devices
+context = rp.open_device("roce:lo")
+parents, start_over, lacked = open_devices["roce:lo"], RoceDevice.start_over, []
+def lacks(self):
+    if len(lacked) < 4:
+        lacked.append(self)
+        raise MemoryError
+    start_over(self)
+child = os.fork()
+if not child:
+    RoceDevice.start_over = lacks
+    for _ in range(2):
+        try:
+            rp.open_device("roce:lo")
+            os._exit(1)
+        except MemoryError:
+            pass
+    RoceDevice.execute_next = lambda self, worker: os._exit(2) if self is parents else False
+    with rp.open_device("roce:lo"):
+        os._exit(0 if len(lacked) == 4 else 3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_child_of_a_fork_without_memory_leaves_its_parents_device_alone(context):
+    assert prints(FORKED_WITHOUT_MEMORY) == "0"
+
+
 def test_child_of_a_fork_opens_a_device_of_its_own(context):
     assert prints(FORKED).split() == ["0", "SUCCESS"]
 

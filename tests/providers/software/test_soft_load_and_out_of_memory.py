@@ -8,14 +8,16 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from support import ALL, LOSES_MEMORY, prints, resident, run_python
+from support import ALL, LOSES_MEMORY, prints, resident, run_python, until
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
+from rdmapost._binding import native
 
 SECONDS = 10
 THREADS = 8
@@ -279,6 +281,41 @@ def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
             assert [wc.qp_num for wc in cq.wait(1, 5)] == [other.qp_num]
             assert cq.poll() == []
         assert [wc.qp_num for wc in cq.wait(1, 5)] == [near.qp_num]
+
+
+def test_a_timer_set_in_the_same_verb_does_not_delay_work_that_lacked_memory(context, monkeypatch):
+    """A sender waits 655 ms for a receive; what lacked memory before it must not wait as long."""
+    from rdmapost.providers.soft0.device import SoftDevice
+
+    attempts: list[int] = []
+
+    def lack(real: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+        def step(self: Any, worker: Any) -> bool:
+            attempts.append(worker.number)
+            # An attempt, a second one on another thread, and the end of the work request.
+            if attempts.count(lacking.qp_num) <= 3 and worker.number == lacking.qp_num:
+                raise MemoryError
+            return bool(real(self, worker))
+
+        return step
+
+    def post() -> None:
+        lacking.post_send(rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr, rkey=mr.rkey))
+        other.post_send(rp.Send(mr[:8], wr_id=2))
+
+    with two_queue_pairs(context) as (cq, mr, lacking, other):
+        lacking.connect(lacking.endpoint())
+        other.connect(other.endpoint(), min_rnr_timer=0, rnr_retry=7)
+        for name in ("execute_next", "give_up"):
+            monkeypatch.setattr(SoftDevice, name, lack(getattr(SoftDevice, name)))
+        waiter = threading.Thread(target=lambda: done.extend(cq.wait(1, 5)))
+        done: list[rp.WC] = []
+        waiter.start()
+        until(native.sleeping)
+        native.verb(post)
+        waiter.join()
+        assert [(wc.wr_id, wc.status) for wc in done] == [(1, WCStatus.SUCCESS)]
+        assert attempts.count(other.qp_num) == 1
 
 
 def test_retry_without_memory_is_made_later(context, caplog, shortage):
