@@ -177,6 +177,9 @@ class SendWithInv(_WithBuffers):
     such key, or the key belongs to a region without remote access, the receive ends with
     REM_INV_REQ_ERR and the peer's queue pair fails, but this work request ends with SUCCESS.
 
+    If an RDMA_READ or an atomic that uses the key may still be in progress, set SendFlags.FENCE:
+    the peer would refuse it if it had to be repeated.
+
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
         sg_list: local buffers, an SGE or a sequence of them; none for 0 bytes.

@@ -12,6 +12,7 @@
 #include <time.h>
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
+static int64_t again = -1; /* when work that lacked memory is tried again, as `due` */
 static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
@@ -290,7 +291,9 @@ static void try_again(PyObject *object)
 	}
 	/* A device that is closed has no timer. */
 	if (fd && PyLong_AsLong(fd) >= 0) {
-		RP_STORE(&due, rp_now_ns() + TRY_AGAIN_NS);
+		/* Do not put it off: verbs may follow each other faster than that. */
+		if (RP_LOAD(&again) < 0)
+			RP_STORE(&again, rp_now_ns() + TRY_AGAIN_NS);
 		rp_soft_set_timer((int)PyLong_AsLong(fd), TRY_AGAIN_NS);
 	}
 	PyErr_Clear();
@@ -300,11 +303,14 @@ static void try_again(PyObject *object)
 
 /* ---- verbs --------------------------------------------------------------- */
 
+static int is_past(int64_t when)
+{
+	return when >= 0 && rp_now_ns() >= when;
+}
+
 static int is_due(void)
 {
-	int64_t when = RP_LOAD(&due);
-
-	return when >= 0 && rp_now_ns() >= when;
+	return is_past(RP_LOAD(&due)) || is_past(RP_LOAD(&again));
 }
 
 /* Return a new reference to an object with pending work, or NULL if there are no more. */
@@ -352,8 +358,11 @@ static Py_ssize_t carry_on(void)
 			at++;
 		Py_DECREF(object);
 	}
-	/* Last, because what was executed in the meantime may have set the timer. */
-	for (Py_ssize_t i = 0; lacked_memory && i < at; i++) {
+	/*
+	 * Last, because what was executed in the meantime may have set the timer. In the child of a
+	 * fork, the timer is the parent's.
+	 */
+	for (Py_ssize_t i = 0; lacked_memory && !forked && i < at; i++) {
 		object = ready_at(i);
 		if (object)
 			try_again(object);
@@ -386,7 +395,7 @@ static void look_at_wires(void)
 static void enter(struct rp_use *use)
 {
 	PyObject *call;
-	int64_t when;
+	int64_t when, retry;
 
 	rp_push_use(rp_thread(), NULL, use);
 	rp_acquire(&rp_soft_lock);
@@ -401,9 +410,13 @@ static void enter(struct rp_use *use)
 	/* Run work that is due only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
+		retry = RP_LOAD(&again);
 		RP_STORE(&due, -1);
-		if (work(Py_None, 0) < 0)
+		RP_STORE(&again, -1);
+		if (work(Py_None, 0) < 0) {
 			RP_STORE(&due, when);
+			RP_STORE(&again, retry);
+		}
 		carry_on();
 	}
 	look_at_wires();
@@ -476,7 +489,7 @@ static void after_fork(void)
 {
 	forked = 1;
 	executing = 0;
-	due = -1;
+	due = again = -1;
 	rp_free_data_lock();
 	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;
 	rp_soft_lock.owner = doomed ? rp_thread()->mark : 0;
@@ -541,10 +554,12 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	if (rp_soft_busy())
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
+	/* If the device has not been reset after a fork, memory for that is lacking. */
 	result = forked ? PyErr_NoMemory() : attempt(call);
 	/* In a forked child, the device's errors would mislead us: its descriptors are closed. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
+		       PyErr_ExceptionMatches(PyExc_MemoryError) ||
 		       PyErr_ExceptionMatches(rp_errors.error))) {
 		Py_CLEAR(result);
 		rp_raise_forked();

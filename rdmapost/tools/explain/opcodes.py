@@ -122,6 +122,7 @@ OPCODES: tuple[Explanation, ...] = (
             "It returns what a later RDMA_WRITE or atomic of the same queue wrote: the peer "
             "executed the read again, because its response was lost. Post the later one with "
             "FENCE.",
+            "Fails with REM_ACCESS_ERR likewise, after a later SEND_WITH_INV of its key.",
         ),
         look_at=("qp.query(): max_rd_atomic here, max_dest_rd_atomic there.", "rdmapost read."),
         soft_roce="With max_rd_atomic=0 it hangs. A read with FENCE that must be retransmitted "

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -546,6 +547,32 @@ def test_what_a_verb_posts_without_memory_is_sent_without_another_verb(
             starved.setattr(type(device), name, lacks)
         qp.post_send(rp.Send(mr[:8]))
     until(lambda: device.counters.sent > packets)
+
+
+def test_thread_sleeps_after_a_lack_of_memory_whatever_other_devices_do(
+    context, pd, cq, stack, peer, monkeypatch
+):
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    qp = stack.enter_context(rp.QP(pd, QPType.UC, cq))
+    qp.connect(peer.endpoint)
+    soft = stack.enter_context(rp.open_device("soft0"))
+    soft_pd, soft_cq = stack.enter_context(rp.PD(soft)), stack.enter_context(rp.CQ(soft))
+    other = stack.enter_context(rp.QP(soft_pd, QPType.RC, soft_cq))
+    device = open_devices[context.name]
+
+    def lacks(*_: object) -> bool:
+        raise MemoryError
+
+    with monkeypatch.context() as starved:
+        for name in ("execute_next", "give_up", "put_off"):
+            starved.setattr(type(device), name, lacks)
+        qp.post_send(rp.Send(mr[:8]))
+    # soft0 sets its timer.
+    other.to_reset()
+    open_devices["soft0"].set_due(-1.0)
+    begin = time.monotonic()
+    until(lambda: time.monotonic() > begin + 0.02)
+    until(lambda: not select.select([device.timer_fd], [], [], 0)[0])
 
 
 def test_queue_pair_in_rtr_asks_for_a_packet_that_is_missing(context, pd, cq, stack, peer):

@@ -283,6 +283,36 @@ def test_queue_pair_out_of_memory_does_not_block_another(context, monkeypatch):
         assert [wc.qp_num for wc in cq.wait(1, 5)] == [near.qp_num]
 
 
+def test_queue_pair_out_of_memory_does_not_stop_the_timer_of_another(context, monkeypatch):
+    from rdmapost.providers.soft0 import requester
+    from rdmapost.providers.software import qp as queuepair
+
+    with two_queue_pairs(context) as (cq, mr, near, other):
+        near.connect(near.endpoint())
+        other.connect(other.endpoint(), min_rnr_timer=14, rnr_retry=7)
+        retire = requester._retire
+
+        def starved(qp: queuepair.QueuePair, *args: object) -> None:
+            if qp.number == near.qp_num:
+                raise MemoryError
+            retire(qp, *args)
+
+        monkeypatch.setattr(requester, "_retire", starved)
+        near.post_send(rp.RdmaWrite(mr[:8], wr_id=1, remote_addr=mr.addr, rkey=mr.rkey))
+        other.post_send(rp.Send(mr[:8], wr_id=2))
+        other.post_recv(rp.RecvWR(mr[8:16], wr_id=3))
+        # The receiver asks for 1.28 ms. Each poll tries the starved queue pair again, too, which
+        # takes a while.
+        came = set[int]()
+        for _ in range(500):
+            came |= {wc.wr_id for wc in cq.poll()}
+            if came == {2, 3}:
+                break
+        assert came == {2, 3}
+        monkeypatch.undo()
+        assert [wc.wr_id for wc in cq.wait(1, 5)] == [1]
+
+
 def test_a_timer_set_in_the_same_verb_does_not_delay_work_that_lacked_memory(context, monkeypatch):
     """A sender waits 655 ms for a receive; what lacked memory before it must not wait as long."""
     from rdmapost.providers.soft0.device import SoftDevice
