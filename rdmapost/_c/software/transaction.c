@@ -17,6 +17,7 @@ static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
+static int lacked_memory; /* something is left to a later verb, which must be started */
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
@@ -313,14 +314,14 @@ static int is_due(void)
 	return is_past(RP_LOAD(&due)) || is_past(RP_LOAD(&again));
 }
 
-/* Return a new reference to an object with pending work, or NULL if there are no more. */
-static PyObject *ready_at(Py_ssize_t at)
+/* Return a new reference to an item of a list of the device's, or NULL if there are no more. */
+static PyObject *item_at(enum rp_part which, Py_ssize_t at)
 {
-	PyObject *ready = rp_soft_given(READY), *object = NULL;
+	PyObject *list = rp_soft_given(which), *object = NULL;
 
 	rp_data_lock();
-	if (at < PyList_Size(ready))
-		object = Py_NewRef(PyList_GetItem(ready, at));
+	if (at < PyList_Size(list))
+		object = Py_NewRef(PyList_GetItem(list, at));
 	rp_data_unlock();
 	return object;
 }
@@ -342,11 +343,10 @@ static Py_ssize_t carry_on(void)
 {
 	PyObject *object;
 	Py_ssize_t at = 0;
-	int lacked_memory = 0;
 	long more;
 
 	/* Until the device has been reset after a fork, the objects are the parent's. */
-	while (!doomed && !forked && (object = ready_at(at))) {
+	while (!doomed && !forked && (object = item_at(READY, at))) {
 		RP_STORE(&executing, 1);
 		do
 			more = work(object, is_late());
@@ -358,20 +358,23 @@ static Py_ssize_t carry_on(void)
 			at++;
 		Py_DECREF(object);
 	}
-	/*
-	 * Last, because what was executed in the meantime may have set the timer. In the child of a
-	 * fork, the timer is the parent's.
-	 */
-	for (Py_ssize_t i = 0; lacked_memory && !forked && i < at; i++) {
-		object = ready_at(i);
-		if (object)
-			try_again(object);
-		Py_XDECREF(object);
-	}
 	return at;
 }
 
-/* Have the devices on a network look for packets; if memory runs out, a later verb does it. */
+/* Have a verb try again soon whatever may have been left for lack of memory. */
+static void try_all_again(void)
+{
+	static const enum rp_part lists[] = { READY, WIRES };
+	PyObject *object;
+
+	for (int i = 0; i < 2; i++)
+		for (Py_ssize_t at = 0; (object = item_at(lists[i], at)); at++) {
+			try_again(object);
+			Py_DECREF(object);
+		}
+}
+
+/* Have the devices on a network look for packets, and for timers that have expired. */
 static void look_at_wires(void)
 {
 	PyObject *wires = rp_soft_given(WIRES), *ready = rp_soft_given(READY), *wire;
@@ -380,8 +383,8 @@ static void look_at_wires(void)
 	for (Py_ssize_t i = 0; !forked && i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
 		/* The wire may still be listed. Comparing it by identity runs no Python code. */
-		if (PySequence_Contains(ready, wire) <= 0)
-			PyList_Append(ready, wire);
+		if (PySequence_Contains(ready, wire) <= 0 && PyList_Append(ready, wire))
+			lacked_memory = 1;
 	}
 	rp_data_unlock();
 	PyErr_Clear();
@@ -444,7 +447,13 @@ static void leave(void)
 	int failed = broken;
 	PyObject *done;
 
-	broken = doomed = 0;
+	/*
+	 * Last, because what was executed in the meantime may have set the timer. In the child of a
+	 * fork, the timer is the parent's.
+	 */
+	if (lacked_memory && !forked)
+		try_all_again();
+	lacked_memory = broken = doomed = 0;
 	rp_release(&rp_soft_lock);
 	if (left || RP_LOAD(&rp_soft_lock.starved))
 		yield_lock();
@@ -488,7 +497,7 @@ void rp_soft_opened(void)
 static void after_fork(void)
 {
 	forked = 1;
-	executing = 0;
+	executing = lacked_memory = 0;
 	due = again = -1;
 	rp_free_data_lock();
 	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from network import ROWS_BY_NAME
-from support import ALL, GRH, LIMIT, Pair, prints, run_python, until
+from support import ALL, GRH, LIMIT, LOSES_MEMORY, Pair, prints, run_python, until
 from support.cli_runner import run
 from support.roce import open_roce
 
@@ -547,6 +547,39 @@ def test_what_a_verb_posts_without_memory_is_sent_without_another_verb(
             starved.setattr(type(device), name, lacks)
         qp.post_send(rp.Send(mr[:8]))
     until(lambda: device.counters.sent > packets)
+
+
+STARVED_TIMER = """
+import select, time, _testcapi, rdmapost as rp
+with (
+    rp.open_device("roce:lo") as context,
+    rp.PD(context) as pd,
+    rp.CompChannel(context) as channel,
+    rp.CQ(context, channel=channel) as cq,
+    rp.QP(pd, rp.QPType.RC, cq) as qp,
+    rp.QP(pd, rp.QPType.RC, cq) as silent,
+):
+    endpoint = silent.endpoint()
+    for at in range(120):
+        qp.to_reset()
+        qp.connect(endpoint, timeout=10, retry_cnt=2)
+        cq.req_notify()
+        qp.post_send(rp.Send())
+        # The thread's timer expires in 4 ms.
+        _testcapi.set_nomemory(at, at + 1)
+        time.sleep(0.01)
+        _testcapi.remove_mem_hooks()
+        if not select.select([channel], [], [], 20)[0]:
+            print("nothing comes after allocation", at)
+        channel.get_cq_event()
+        cq.poll()
+print("ended")
+"""
+
+
+def test_no_failed_allocation_stops_the_timers(context):
+    pytest.importorskip("_testcapi")
+    assert run_python(STARVED_TIMER, **LOSES_MEMORY).stdout == "ended\n"
 
 
 def test_thread_sleeps_after_a_lack_of_memory_whatever_other_devices_do(
