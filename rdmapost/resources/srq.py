@@ -159,12 +159,6 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
                 return f"an SRQ of type {name} {'needs' if wanted else 'has no use for'} {what}"
             if given is not None and given.context is not self.context:
                 return f"the {given} and the PD belong to different open devices"
-        has_tags = bool(self.context.attr.tm_caps.max_num_tags)
-        if srq_type is SRQType.TM and has_tags and not _reports_tags(self.cq):
-            return (
-                "an SRQ of type TM needs a CQ that reports tags: "
-                "CQ(context, wc_flags=WCExFlags.WITH_TM_INFO)"
-            )
         return None
 
     def _query_tm(self) -> int:
@@ -172,13 +166,19 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
         Raises:
             UnsupportedError: the device has no tag matching.
-            ValueError: max_num_tags or max_ops exceeds the device's limit.
+            ValueError: the CQ does not report tags; or max_num_tags or max_ops exceeds the
+                device's limit.
         """
         context = self.context
         caps: TMCaps = context.attr.tm_caps
         if not caps.max_num_tags:
             raise UnsupportedError(
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
+            )
+        if not _reports_tags(self.cq):
+            raise ValueError(
+                "an SRQ of type TM needs a CQ that reports tags: "
+                "CQ(context, wc_flags=WCExFlags.WITH_TM_INFO)"
             )
         for name in ("max_num_tags", "max_ops"):
             value, limit = getattr(self, name), getattr(caps, name)

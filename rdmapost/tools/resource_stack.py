@@ -62,7 +62,7 @@ class ResourceStack:
         """
         failed: Exception | None = None
         # Set this before the list is read: either the loop below closes what is being added, or
-        # whoever adds it can see this.
+        # the thread that adds it sees this.
         self.ended = True
         # Another thread's add() may shorten the list at the same time.
         for resource in reversed(tuple(self._held)):

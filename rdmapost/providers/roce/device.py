@@ -73,7 +73,7 @@ class RoceDevice(Device):
         self._looked = 0.0
         """The time of the last look for packets; timers that had expired by then may run."""
         self._expired_at = math.inf
-        """The time at which a timer expired that may not run yet; infinity if there is none."""
+        """When a timer expired that is waiting to run; infinity if there is none."""
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------

@@ -43,7 +43,6 @@ def run_due() -> None:
         else:
             # C has set the timer if it lacked memory (transaction.c).
             device.set_due(device.due)
-    _schedule()
 
 
 def _schedule() -> None:

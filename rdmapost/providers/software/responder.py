@@ -183,8 +183,7 @@ def complete_receive(
         imm, flags = request.imm, flags | _WITH_IMM
     elif request.invalidate_rkey is not None and not status:
         imm, flags = request.invalidate_rkey, flags | _WITH_INV
-        domain, key = _domain(qp, request), request.invalidate_rkey
-        if not qp.device.memory.invalidate(domain, qp.number, key, True):
+        if not qp.device.memory.invalidate(_domain(qp, request), qp.number, imm, True):
             # The message itself succeeded and is acknowledged; only the responder's QP fails.
             status = WCStatus.REM_INV_REQ_ERR
     src_qp = request.src_qpn if qp.type is _UD else 0
