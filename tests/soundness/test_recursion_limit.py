@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -203,3 +205,50 @@ def _in_a_thread(act: Callable[[], object]) -> None:
         pass
     threading.stack_size(before)
     raise raised[0]
+
+
+WORKS = {
+    "soft0": [(1, "SUCCESS"), (2, "SUCCESS")],
+    "roce:lo": [(1, "RETRY_EXC_ERR"), (2, "WR_FLUSH_ERR")],
+}
+"""What becomes of a send without a receive (RNR), or to a port that answers nothing."""
+
+
+@pytest.mark.parametrize("device", WORKS)
+@isolated(silent=True, timeout=60)
+def test_work_that_a_verb_has_no_stack_for_is_left_to_later_verbs(device):
+    """No thread with a new stack can be started either."""
+    with (
+        rp.open_device(device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.QP(pd, rp.QPType.RC, cq) as silent,
+        rp.QP(pd, rp.QPType.RC, cq) as qp,
+    ):
+        peer = silent.endpoint() if device.startswith("roce") else None
+        tried = depths()
+        for depth in tried:
+            qp.to_reset()
+            qp.connect(peer or qp.endpoint(), min_rnr_timer=15, timeout=9, retry_cnt=1)
+            sys.setrecursionlimit(LIMIT)
+            threading.stack_size(1 << 46)
+            switch = sys.getswitchinterval()
+            # The device's own thread would find the work first.
+            sys.setswitchinterval(30)
+            qp.post_send(rp.Send(wr_id=1))
+            if peer is None:
+                qp.post_recv(rp.RecvWR(wr_id=2))
+            else:
+                qp.post_send(rp.Send(wr_id=2))
+            begin = time.monotonic()
+            while time.monotonic() < begin + 0.008:
+                pass
+            wcs = []
+            with contextlib.suppress(RecursionError):
+                wcs = nested(depth, lambda: cq.poll(2))
+            threading.stack_size(0)
+            sys.setswitchinterval(switch)
+            sys.setrecursionlimit(1000)
+            wcs += cq.wait(2 - len(wcs), 5) if len(wcs) < 2 else []
+            found = [(wc.wr_id, wc.status.name) for wc in wcs]
+            assert sorted(found) == WORKS[device], f"depth {depth}"

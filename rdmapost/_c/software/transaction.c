@@ -30,7 +30,7 @@ struct errand {
 	PyObject *call;
 	PyObject *result; /* or NULL */
 	PyObject *bug; /* type of the exception in attempt_again(); if set, `result` is GIVE_UP's */
-	int starved; /* there was no memory even for GIVE_UP */
+	int starved; /* there was no memory or stack even for GIVE_UP */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
@@ -80,7 +80,7 @@ static void attempt_again(struct errand *errand)
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		errand->result = attempt(call);
-	errand->starved = !errand->result && PyErr_ExceptionMatches(PyExc_MemoryError);
+	errand->starved = !errand->result && rp_lacks_room(PyErr_Occurred());
 	PyErr_Clear();
 	Py_XDECREF(call);
 	Py_XDECREF(error);
@@ -212,8 +212,13 @@ long rp_soft_transact(PyObject *call)
 	rp_soft_allow_writes();
 	errand.result = attempt(call);
 	first = errand.result ? NULL : rp_take_exception();
-	if (first && !doomed && !send(&errand))
-		attempt_again(&errand);
+	if (first && !doomed && !send(&errand)) {
+		/* A later verb may have more stack. */
+		if (PyErr_GivenExceptionMatches(first, PyExc_RecursionError))
+			errand.starved = 1;
+		else
+			attempt_again(&errand);
+	}
 	/*
 	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack
 	 * of stack or memory, because the retry on another thread had enough.
@@ -250,7 +255,7 @@ static int is_late(void)
 
 /*
  * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, -1 if the work is
- * left to a later verb for lack of memory, or -2 if it is left because this verb has used up its
+ * left to a later verb for lack of memory or stack, or -2 if it is left because this verb has used up its
  * share of time and the device's timer starts another one.
  */
 static long work(PyObject *object, int this_is_late)

@@ -125,6 +125,8 @@ def drop(struct: Any, name: str) -> Any:
 
 
 _errors: list[tuple[str, BaseException]] = []
+_LACK = MemoryError, RecursionError, SystemError
+"""Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
 
 def _execute_next(worker: Any, is_late: bool) -> int:
@@ -147,13 +149,13 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 
 
 def _give_up(worker: Any, error: BaseException) -> int:
-    if worker is None and isinstance(error, MemoryError):
-        return -1  # nothing to fail: parked work requests stay parked
+    if worker is None and isinstance(error, _LACK):
+        return -1  # nothing to fail: what is due stays due
     failed = ("a software device" if worker is None else worker.device.name), error
     _errors.append(failed)
     try:
         return worker is not None and worker.device.give_up(worker)
-    except MemoryError:
+    except _LACK:
         _errors.remove(failed)
         raise
 
