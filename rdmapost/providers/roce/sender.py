@@ -66,7 +66,8 @@ class Sender(native.Record):
             counted = len(headers), size, again
             self._transmit(device, path, about, data, size, segment, counted)
             return
-        packet = bytes(data[:size])
+        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
+        packet = bytes(memoryview(data)[:size])
         if about is not None:
             # By the time the packet is sent, it may be damaged, and its work request gone.
             about = functools.partial(trace.known_comment, about(packet))

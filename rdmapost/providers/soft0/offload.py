@@ -28,7 +28,7 @@ from ..software.memory import ErrorStatus
 MAX_TSO = 1 << 18
 """Payload bytes of one TSO work request."""
 
-_Bytes = bytes | bytearray
+_Bytes = bytes | memoryview
 
 Link = Callable[[bytes], tuple[int, int]]
 """Finds a packet's network header: its offset, and its EtherType (0: the packet is too short)."""
@@ -137,11 +137,12 @@ def fill_checksums(packet: bytes, link: Link) -> bytes:
     if headers is None:
         return packet
     out = bytearray(packet)
-    _fill(out, headers, _packet_end(packet, headers))
+    _fill(memoryview(out), headers, _packet_end(packet, headers))
     return bytes(out)
 
 
-def _fill(out: bytearray, headers: _Headers, end: int) -> None:
+def _fill(out: memoryview, headers: _Headers, end: int) -> None:
+    # Not a bytearray: if memory runs out while one is sliced, Python reports exported buffers.
     at, transport = headers.ip, headers.transport
     if headers.version == 4:
         out[at + 10 : at + 12] = b"\0\0"
@@ -236,6 +237,6 @@ def _cut(hdr: bytes, headers: _Headers, payload: bytes, mss: int) -> list[bytes]
                 out[transport + 13] &= ~_FIN_PSH
         else:
             struct.pack_into("!H", out, transport + 4, end - transport)
-        _fill(out, headers, end)
+        _fill(memoryview(out), headers, end)
         segments.append(bytes(out))
     return segments
