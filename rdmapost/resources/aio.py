@@ -589,13 +589,9 @@ class _ChannelWaits(_WaitList):
         """Collect pending events, and poll those of their CQs that tasks wait for."""
         channel: CompChannel = self.owner
         try:
-            # When an event is read, soft0 makes the retries that are due.
-            while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
-                pass
-            reported = {}
-            while (cq := next_cq_event(channel, self.queues)) is not None:
-                reported[cq] = self.queues.get(cq)
-            for queue in reported.values():
+            # In a function of its own, because Python 3.12 and 3.13 leave a loop's jump back, where
+            # a signal handler may raise, out of the `try` around it.
+            for queue in self._read_events():
                 if queue is not None:
                     queue.deliver_or_fail()
         except BaseException:
@@ -604,6 +600,17 @@ class _ChannelWaits(_WaitList):
             raise
         if channel._events:
             super().wake()
+
+    def _read_events(self) -> list[_SharedCQWaits | None]:
+        """Read all pending events; return the waits of their CQs."""
+        channel: CompChannel = self.owner
+        # When an event is read, soft0 makes the retries that are due.
+        while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
+            pass
+        reported = {}
+        while (cq := next_cq_event(channel, self.queues)) is not None:
+            reported[cq] = self.queues.get(cq)
+        return list(reported.values())
 
     def rest(self) -> None:
         if self.wanted():

@@ -215,6 +215,11 @@ def interrupt_at_random(
         came = True
         raise exception
 
+    def act_until_it_came() -> None:
+        # A finalizer that the exception interrupts drops it.
+        while not came:
+            act()
+
     chance = random.Random(times)
     before = signal.signal(signal.SIGALRM, handle)
     try:
@@ -222,9 +227,8 @@ def interrupt_at_random(
             came = False
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, longest))
-                # A finalizer that the exception interrupts drops it.
-                while not came:
-                    act()
+                # Python 3.12 and 3.13 leave a loop's jump back out of the `try` around it.
+                act_until_it_came()
             except exception:
                 pass
             after()

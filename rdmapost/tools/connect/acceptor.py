@@ -128,21 +128,24 @@ class Acceptor:
     def run(self) -> None:
         """Accept until the server ends."""
         try:
-            while self._go_on():
-                pass
-            self._selector.unregister(self._stop_fd)
-            self._selector.unregister(self._listener)
-            for peer in list(self._pending):
-                self._refuse(peer, "closing", "the server is shutting down")
-            self._empty_backlog()
-            while self._lingering:
-                self._poll()
+            self._accept_all()
         finally:
             stop_listening(self._listener)
             self._selector.close()
             for peer in (*self._pending, *self._lingering):
                 peer.session.close()
                 peer.sock.close()
+
+    def _accept_all(self) -> None:
+        while self._go_on():
+            pass
+        self._selector.unregister(self._stop_fd)
+        self._selector.unregister(self._listener)
+        for peer in list(self._pending):
+            self._refuse(peer, "closing", "the server is shutting down")
+        self._empty_backlog()
+        while self._lingering:
+            self._poll()
 
     def _go_on(self) -> bool:
         """Poll; if memory runs out, drop only the connections that are not clients."""

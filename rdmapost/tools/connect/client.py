@@ -438,16 +438,20 @@ class Connection(BaseConnection, ClosesOnExit):
                 return False
             if (sock := self._socket) is None or self._over or (fd := sock.fileno()) < 0:
                 return True
-            # Without a request, the server sends only its last error.
-            poller = select.poll()
-            poller.register(fd, select.POLLIN)
-            while poller.poll(0):
-                if not self._session.protocol.answer_pending or self._read_unasked(sock):
-                    return True
-            return False
+            return self._has_ended(sock, fd)
         finally:
             del request
             self._close_unused()
+
+    def _has_ended(self, sock: socket.socket, fd: int) -> bool:
+        """Read what came without a request; return whether the connection has ended."""
+        # Without a request, the server sends only its last error.
+        poller = select.poll()
+        poller.register(fd, select.POLLIN)
+        while poller.poll(0):
+            if not self._session.protocol.answer_pending or self._read_unasked(sock):
+                return True
+        return False
 
     def _read_unasked(self, sock: socket.socket) -> bool:
         """Read bytes that came without a request, such as a late answer; return whether the
