@@ -262,11 +262,11 @@ class RoceDevice(Device):
     def give_up(self, worker: Any) -> bool:
         if worker is not self:
             return bool(engine.give_up(worker))
-        self.receiver.give_up()
+        more = self.receiver.give_up()
         self.now = time.monotonic()
         if self.now > self._expired_at + _LONGEST_LOOK:
             self._run_expired()
         elif self._expired_at < math.inf:
             # Not at once: the next look may fail, too.
             self.set_due(self.now + _LONGEST_LOOK)
-        return False
+        return bool(more)

@@ -84,8 +84,10 @@ class Receiver(native.Record):
             return True
 
         damaged = functools.partial(_damaged, covered)
+        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
+        whole = memoryview(self.buffer)
         for at in range(0, size, segment or 1):
-            item = bytes(self.buffer[at : min(at + segment, size)]), gid, covered, tos, ttl
+            item = bytes(whole[at : min(at + segment, size)]), gid, covered, tos, ttl
             for each in device.admit(device.incoming, item, damaged):
                 native.put(self._arrived, each)
         return True
@@ -142,11 +144,15 @@ class Receiver(native.Record):
         """Accept a packet that the fault plan has held until now."""
         native.put(self._arrived, item)
 
-    def give_up(self) -> None:
-        """Drop the packets that the engine could not process, as if the network had lost them."""
+    def give_up(self) -> bool:
+        """Drop the packets that the engine could not process, as if the network had lost them.
+
+        Return whether others, which the socket no longer holds, are left.
+        """
         if self._batch is None and (lost := self._inbox or self._arrived):
             native.take(lost)
         self._batch = None
+        return bool(self._inbox or self._arrived)
 
 
 def _damaged(covered: bytes, item: Any, number: int) -> Any:

@@ -27,7 +27,7 @@ import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.providers.roce import device_thread
+from rdmapost.providers.roce import device_thread, engine
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import (
     ACK,
@@ -370,6 +370,16 @@ def test_thread_that_lacked_memory_goes_on(context, connect, peer, monkeypatch):
     until(lambda: counters(context)["dropped"] > before)
 
 
+def stop_thread(context: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the device's work to verbs; return when its thread is not in the middle of any."""
+    called = threading.Event()
+    monkeypatch.setattr(native, "run_device", called.set)
+    timer = open_devices[context.name].timer_fd
+    native.set_timer(timer, 1)
+    assert called.wait(LIMIT)
+    native.set_timer(timer, 0)
+
+
 WITHOUT_THREADS = """
 import errno, os, rdmapost as rp
 from rdmapost.providers.roce import device_thread
@@ -437,7 +447,7 @@ def test_device_that_cannot_be_opened_for_lack_of_descriptors_leaves_no_thread(c
 
 def test_long_read_of_a_peer_leaves_others_their_turn(context, pd, cq, stack, peer, monkeypatch):
     """Each verb answers a part of it."""
-    monkeypatch.setattr(native, "run_device", lambda: None)
+    stop_thread(context, monkeypatch)
     size = 1 << 27
     mr = stack.enter_context(rp.MR(pd, mmap.mmap(-1, size), ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
@@ -469,10 +479,10 @@ def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
 
 @pytest.mark.parametrize("before", [0, 200], ids=["nothing before it", "200 others before it"])
 def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
-    pd, cq, stack, peer, monkeypatch, before
+    context, pd, cq, stack, peer, monkeypatch, before
 ):
     """Even if the process is so busy that nothing has read the socket until then."""
-    monkeypatch.setattr(native, "run_device", lambda: None)
+    stop_thread(context, monkeypatch)
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     qp.connect(peer.endpoint, timeout=1, retry_cnt=0)
@@ -494,7 +504,7 @@ def test_timer_runs_whatever_the_number_of_packets_before_it(
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     qp.connect(peer.endpoint, timeout=1)
     with monkeypatch.context() as stopped:
-        stopped.setattr(native, "run_device", lambda: None)
+        stop_thread(context, stopped)
         qp.post_send(rp.Send(mr[:8]))
         begin = time.monotonic()
         for _ in range(count):
@@ -527,6 +537,33 @@ def test_thread_goes_on_with_work_that_was_left_for_lack_of_memory(
             starved.setattr(type(device), name, lacks)
         assert lacked.wait(LIMIT)
     until(lambda: device.counters.retransmitted > before)
+
+
+def test_packet_behind_one_that_there_was_no_memory_for_arrives_without_another_verb(
+    context, pd, cq, stack, monkeypatch
+):
+    """The fault plan holds it, not the socket, so nothing wakes the device's thread."""
+    channel = stack.enter_context(rp.CompChannel(context))
+    arrivals = stack.enter_context(rp.CQ(context, channel=channel))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    a, b = (stack.enter_context(rp.QP(pd, QPType.UC, cq, arrivals)) for _ in range(2))
+    b.connect(a.endpoint())
+    a.connect(b.endpoint())
+    b.post_recv([rp.RecvWR(mr[:8])] * 2)
+    receive, failures = engine.receive, iter([MemoryError, MemoryError])
+
+    def lacks(*arguments: object) -> bool:
+        # For the verb, and for its second try.
+        for failure in failures:
+            raise failure
+        return receive(*arguments)
+
+    monkeypatch.setattr(engine, "receive", lacks)
+    arrivals.req_notify()
+    context.faults.packets(duplicate=1.0, received=True, sent=False)
+    stack.callback(context.faults.packets)
+    a.post_send(rp.Send(mr[:8]))
+    assert select.select([channel], [], [], LIMIT)[0]
 
 
 def test_what_a_verb_posts_without_memory_is_sent_without_another_verb(
@@ -624,7 +661,7 @@ def test_flood_leaves_the_device_at_most_once_in_the_list_of_pending_work(
     context, pd, cq, stack, peer, monkeypatch
 ):
     """Otherwise work that is posted during the flood would wait behind all of its entries."""
-    monkeypatch.setattr(native, "run_device", lambda: None)
+    stop_thread(context, monkeypatch)
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     qp.connect(peer.endpoint, timeout=1)
@@ -688,11 +725,11 @@ def test_garbage_is_counted_and_changes_nothing(context, connect):
         for size in [0, 1, 11, 12, 15, 16, *(rng.randrange(2000) for _ in range(300))]:
             stranger.sendto(rng.randbytes(size), (address(context), ROCE_V2_PORT))
             pair.cq.poll()
+    # The kernel delivers empty datagrams, too, and on a busy machine some of them late.
+    until(lambda: counters(context)["icrc_errors"] - before["icrc_errors"] >= 305)
     pair.works()
     after = counters(context)
     damaged = after["icrc_errors"] - before["icrc_errors"]
-    # The kernel delivers empty datagrams, too.
-    assert damaged >= 305
     assert after["dropped"] - before["dropped"] == damaged
 
 
