@@ -75,7 +75,7 @@ class PostQueue(native.Queue):
         depth: how many work requests it holds.
         reasons: why its owner or the device refuses a post.
         checked: check work requests; refuse one when ``depth`` are outstanding.
-        bounded: with ``checked``, whether it can be full at all.
+        bounded: whether it can ever be full; used only with ``checked``.
 
     Attributes:
         verb: the verb's name.

@@ -89,7 +89,7 @@ _STATE_REASON = {
 
 
 def check_send_state(state: QPState) -> str | None:
-    """Say why nothing can be posted to a send queue in this state, or None.
+    """Return why nothing can be posted to a send queue in this state, or None if something can.
 
     RESET, INIT and RTR refuse the work request; SQD holds it; ERR and SQE
     complete it with a flush error (ibv_modify_qp(3)).

@@ -11,10 +11,10 @@ uint64_t rp_bind_clock(void)
 /*
  * A window of type 2 is bound and invalidated alternately, so the first invalidation seen for a key
  * ends the first bind under that key, whatever was posted in the meantime. Binds through several
- * queue pairs may be executed in any order, though. So once a bind is posted through another queue
- * pair before the invalidations of all earlier binds are seen, invalidations of that key no longer
- * end any bind. A window's `keeps` has a struct key_counts for each value of a key's low byte; a
- * window of type 1 has none.
+ * queue pairs may be executed in any order, though. So if a bind is posted through another queue
+ * pair while an earlier bind's invalidation has not been seen, later invalidations of that key
+ * cannot be matched to binds, and end none. A window's `keeps` has a struct key_counts for each
+ * value of a key's low byte; a window of type 1 has none.
  */
 struct key_counts {
 	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more */

@@ -7,8 +7,8 @@
  * oldest supported header (rdma-core 44) has are listed; they are verified too.
  *
  * It is one file because it is a list, read next to the one header it describes,
- * and because the structs refer to each other: parts of it would depend on their
- * order.
+ * and because the structs refer to each other: if it were split, the parts would
+ * have to be read in a fixed order.
  */
 
 /* ---- addresses ---------------------------------------------------------- */

@@ -206,8 +206,8 @@ static void release(struct rp_in_flight *tagged, uint32_t cookie, uint64_t seria
 }
 
 /*
- * Note a bind's outcome. An error status is that of the last entry only; whether the unsignaled
- * binds before it took effect is unknown.
+ * Record a bind's outcome. An error status applies only to the last entry; whether the unsignaled
+ * binds that precede it took effect is unknown.
  */
 static void note_bind(struct rp_entry *entry, int last, int status)
 {

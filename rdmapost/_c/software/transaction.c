@@ -278,7 +278,7 @@ void rp_soft_set_timer(int fd, int64_t ns)
 	timerfd_settime(fd, 0, &when, NULL);
 }
 
-/* After a lack of memory: how long until the device's timer starts a verb that tries again. */
+/* How long after running out of memory the device's timer starts a verb that tries again. */
 enum { TRY_AGAIN_NS = 2000000 };
 
 /*

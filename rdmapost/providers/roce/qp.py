@@ -304,7 +304,7 @@ class RoceQueuePair(QueuePair):
     # ---- time -------------------------------------------------------------------
 
     def wake_at(self, when: float) -> None:
-        """Have on_timer called at this time, unless it will be called earlier."""
+        """Schedule on_timer for this time, unless it is already scheduled earlier."""
         if when < self.timer:
             self.timer = when
             self.device.set_timer(self, when)

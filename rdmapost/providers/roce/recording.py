@@ -149,7 +149,7 @@ class Recording:
             raise self.error
 
     def stop(self) -> None:
-        """Have the thread end; nothing more is queued."""
+        """Tell the thread to end; after this, nothing more is queued."""
         if not self.has_ended():
             # Set this first: a signal handler may raise before the next statement.
             self.is_stopping = True

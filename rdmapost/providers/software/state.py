@@ -30,7 +30,8 @@ _R = TypeVar("_R")
 def verb(function: Callable[_P, _R]) -> staticmethod[_P, _R]:
     """Turn a function into a control verb.
 
-    C calls the function, so no signal handler runs between its end and the verb's return.
+    C calls the function, so no signal handler runs after the function returns and before the verb
+    does.
     """
     return staticmethod(functools.partial(native.verb, function))
 

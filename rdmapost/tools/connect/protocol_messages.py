@@ -140,7 +140,7 @@ def _read_member(names: dict[str, Any], value: Any) -> Any:
 
 
 def _reported(enum: Any) -> _Codec:
-    """Return the codec of a value that a device reported: its name; if unknown, its number."""
+    """Return the codec for a value from a device: its name or, if that is unknown, its number."""
     read = partial(_read_reported, enum)
     return _Codec(attrgetter("name"), read, "a known name, or a number")
 
