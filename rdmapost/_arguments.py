@@ -27,7 +27,7 @@ def expect(name: str, given: object, *types: type | None) -> None:
     """Raise TypeError unless an argument is of one of the given types.
 
     Args:
-        types: the accepted types; None accepts None.
+        types: the accepted types; include None to accept None.
     """
     # Not isinstance(): that believes an object's __class__.
     given_type = type(given)

@@ -81,8 +81,8 @@ int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
 	       int64_t spin_ns);
 
 /*
- * The extra fields of a completion from an extended CQ: a message's tag and its sender's data, the
- * completion time, and a packet's VLAN tag and the flow steering rule that it matched.
+ * The extra fields of a completion from an extended CQ: a message's tag and sender's data; the
+ * completion time; a packet's VLAN tag and the flow steering rule it matched.
  */
 struct rp_wc_ex {
 	struct ibv_wc_tm_info tm;

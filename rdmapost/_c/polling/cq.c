@@ -295,7 +295,7 @@ struct order {
 	char *rows; /* the next row in the caller's buffer, or NULL for WCs */
 };
 
-/* How many completions the waits that began before `me` are about to take. */
+/* Count the completions that waits older than `me` are about to take. */
 static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 {
 	uint64_t left = p->there;

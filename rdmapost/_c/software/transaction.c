@@ -476,7 +476,7 @@ static void end_step(const struct rp_use *use)
 	rp_pop_use(rp_thread(), use);
 }
 
-/* Execute posted work and due retries. Inside a verb, leave both to the end of that verb. */
+/* Execute posted work and due retries. Inside a verb, leave both until it ends. */
 static PyObject *progress(void)
 {
 	struct rp_use use;
