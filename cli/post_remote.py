@@ -105,7 +105,7 @@ def _exposed(connection: Connection) -> str:
 def _why_refused(
     out: Output, connection: Connection, shown: WC, opcode: Opcode, sent: int | None
 ) -> str | None:
-    """Say why the server refused a work request, if the server's offer explains that."""
+    """Say why the server refused a work request, if the server's offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
     # The server's queue pair has its region's access flags, and refuses before the region does.
     lacks_access = _NEEDS.get(opcode, Access(0)) & ~offer.access

@@ -94,7 +94,7 @@ def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, 
 @tag.command("sync")
 @_tag_options
 def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
-    """Report the number of unexpected messages to the device.
+    """Tell the device how many unexpected messages there were.
 
     There is one unexpected message; until it is reported, an added buffer matches nothing.
     """

@@ -1,6 +1,6 @@
 """Remote procedure calls in asyncio: one server, many clients, one shared receive queue.
 
-The server posts 32 receives for all of its clients together, rather than some for each client. A
+The server posts 32 receives that all of its clients share, rather than a set for each client. A
 request arrives in one of the buffers, and the reply is written over it and sent from there. When
 the send has completed, the buffer is posted again.
 

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether an error is a system call's; a signal handler's TimeoutError has no errno."""
+    """Return whether an error came from a system call: a signal handler's has no errno."""
     return error.errno is not None
 
 
@@ -54,9 +54,9 @@ suppress_system_errors = _SuppressSystemErrors()
 
 
 class RdmaError(Exception):
-    """Base of every exception of this package.
+    """Base class of every exception in this package.
 
-    Pickling, as by a multiprocessing pool, and copying keep the arguments, the attributes and the
+    Copying and pickling (as a multiprocessing pool does) keep the arguments, the attributes and the
     notes. Pickling does not fail: an argument or attribute that cannot be pickled, such as a work
     request that names a region, arrives as its repr(), a str. A deep copy shares the values that
     cannot be copied.

@@ -1,4 +1,4 @@
-"""Work requests: their classes, the man pages' rules, and the queues that they are posted to."""
+"""Work requests: their classes, the rules from the man pages, and the queues they are posted to."""
 
 from .fields import describe_fields
 from .wr import use_fast_init

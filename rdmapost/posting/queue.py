@@ -141,7 +141,7 @@ class PostQueue(native.Queue):
 
     @property
     def outstanding(self) -> int:
-        """How many work requests are posted and not known to be done."""
+        """How many work requests have been posted and are not yet known to be done."""
         return self.in_flight.outstanding
 
     def resize(self, depth: int) -> None:

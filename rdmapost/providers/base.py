@@ -204,7 +204,7 @@ class Capture(metaclass=ABCMeta):
     @property
     @abstractmethod
     def dropped(self) -> int:
-        """How many packets are missing, because the file could not be written fast enough."""
+        """How many packets are missing because the file could not be written fast enough."""
 
     @property
     @abstractmethod

@@ -25,8 +25,8 @@ def pointers_in(view: memoryview) -> str | None:
 
     Not found, and left to the caller: addresses that are plain numbers (``P``); pointers exposed as
     numbers (``numpy.frombuffer``, ctypes' ``from_buffer``); and pointers in packed ctypes
-    structures and unions whose class has had its ``_fields_`` or ``_type_`` changed, because only
-    these describe their contents.
+    structures and unions if the class's ``_fields_`` or ``_type_`` has been changed, because
+    nothing else describes what they contain.
     """
     if found := _POINTERS.search(" ".join(_codes_behind(view))):
         objects = found[0] == "O"

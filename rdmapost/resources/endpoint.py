@@ -112,7 +112,7 @@ def _why_no_endpoint(line: str) -> str:
 
 
 def _why_not(name: str, value: str) -> str:
-    """Say why a field cannot have the value that a line gives it, or return ""."""
+    """Return why a field cannot have the value that a line gives it, or "" if it can."""
     shown = f"{name}={value[:40]}"
     try:
         if name == "gid":

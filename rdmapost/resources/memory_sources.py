@@ -148,7 +148,7 @@ def _of_cuda(memory: Any, writable: bool) -> Source:
     if described.get("mask") is not None:
         raise _no(memory, "it has a mask")
     if read_only and writable:
-        raise _no(memory, "it is read-only, and access has LOCAL_WRITE")
+        raise _no(memory, "it is read-only, but access includes LOCAL_WRITE")
     length = _extent(shape, strides, size)
     return at(start, length, memory)._replace(read_only=bool(read_only))
 
@@ -175,7 +175,7 @@ def _of_dlpack(memory: Any, writable: bool) -> Source:
     if code == _OPAQUE:
         raise _no(memory, "its elements are opaque handles")
     if read_only and writable:
-        raise _no(memory, "it is read-only, and access has LOCAL_WRITE")
+        raise _no(memory, "it is read-only, but access includes LOCAL_WRITE")
     item = bits * lanes
     if item % 8:
         # Sub-byte elements; DLPack defines their packing only for arrays without gaps.

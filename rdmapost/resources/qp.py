@@ -1346,7 +1346,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             ValueError: the columns have different lengths.
             PostError: a row was refused; index says which.
             ClosedError: the QP is closed.
-            RdmaError: the queue pair takes its receives from an SRQ, or has none (XRC).
+            RdmaError: the queue pair takes its receives from an SRQ, or has no receives (XRC).
 
         See ibv_post_recv(3).
         """

@@ -131,11 +131,11 @@ def refuse_late_options(qp: str, qp_type: QPType, state: QPState, options: Itera
 
 
 def late_attributes(options: dict[str, int], now: Callable[[], QPAttr]) -> dict[str, Any]:
-    """Return the attributes that set these options, which belong to an earlier transition.
+    """Return the attributes that set these options; the options belong to an earlier transition.
 
     Args:
         options: the options.
-        now: queries the current attributes.
+        now: a function that queries the current attributes.
     """
     attrs: dict[str, Any] = {
         _ATTRIBUTES.get(option, option): value

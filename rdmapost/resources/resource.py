@@ -265,11 +265,12 @@ def open_children(resource: Resource) -> list[Any]:
 def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     """Close all descendants of a resource, then the resource, in an order that devices accept.
 
-    Tools that use them in their own threads are ended first. Windows are closed before queue pairs
-    and regions, and children before their parents.
+    Tools that use them from threads of their own are stopped first. Windows are closed before queue
+    pairs and regions, and children before their parents.
 
     Returns:
-        The resources that are still open, each with its error, in the order of closing.
+        The resources that could not be closed, each with its error, in the order in which they were
+            tried.
 
     Raises:
         Exception: an exception that a signal handler raised while a resource was being closed;

@@ -1,4 +1,4 @@
-"""Base classes of what threads and tasks wait on: CQs, completion channels and devices."""
+"""Base classes for what threads and tasks wait on: CQs, completion channels and devices."""
 
 from __future__ import annotations
 

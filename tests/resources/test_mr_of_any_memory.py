@@ -340,7 +340,7 @@ def test_dlpack_capsule_that_the_garbage_collector_uses_meanwhile_is_used_once(p
 
 def test_read_only_array_by_dlpack_needs_access_without_local_write(rc):
     array = _numpy().frombuffer(b"8 bytes!" * 8, "u1")
-    with pytest.raises(TypeError, match="it is read-only, and access has LOCAL_WRITE"):
+    with pytest.raises(TypeError, match="it is read-only, but access includes LOCAL_WRITE"):
         rp.MR(rc.pd, DLPack(array))
     with rp.MR(rc.pd, DLPack(array), READ) as mr:
         assert mr.buffer.readonly
@@ -503,7 +503,7 @@ def test_array_on_a_gpu_lives_as_long_as_its_region(pd):
             "references to Python objects",
         ),
         ({"mask": CUDA}, TypeError, "it has a mask"),
-        ({"data": (4096, True)}, TypeError, "it is read-only, and access has LOCAL_WRITE"),
+        ({"data": (4096, True)}, TypeError, "it is read-only, but access includes LOCAL_WRITE"),
         ({"shape": (8, 0)}, ValueError, "a region needs at least 1 byte, got 0"),
         ({"shape": (-4, -4)}, TypeError, "a negative extent"),
         ({"strides": (32, 4)}, ValueError, "this array has gaps"),

@@ -18,7 +18,7 @@ int rp_has_symbol(const char *name);
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
 
-/* ibv_advise_mr, which the header defines only as an inline. Returns 0 or an errno. */
+/* ibv_advise_mr, which the header defines only as an inline function. Returns 0 or an errno. */
 int rp_advise_mr(struct ibv_pd *pd, unsigned int advice, uint32_t flags, struct ibv_sge *sg_list,
 		 uint32_t num_sge);
 
@@ -45,7 +45,7 @@ int rp_get_async_event(struct ibv_context *context,
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr, uint32_t *active_speed_ex);
 
-/* ibv_bind_mw, which the header defines only as an inline; no pointer may be NULL. */
+/* ibv_bind_mw, which the header defines only as an inline function; no pointer may be NULL. */
 int rp_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind);
 
 /* ---- posting/build_wr.c: work requests that only ibv_wr_*() posts ------------------ */

@@ -477,7 +477,7 @@ static Py_ssize_t deliver(struct poller *p, struct rp_handle *handle, struct ord
 	return list ? -1 : n;
 }
 
-/* Read a number of completions; 0, or -1 with an exception, for example if it is negative. */
+/* Read the argument that says how many completions; 0, or -1 with an exception if it is wrong. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);

@@ -1,7 +1,7 @@
 /*
- * A poller: what polls a CQ, and the threads and tasks that wait for its completions or for a
- * channel's events. waiters.c has the list of waiters, their sleep, and an event loop's lead; cq.c
- * polls, waits for completions, and has the type.
+ * A poller polls a CQ, and keeps track of the threads and tasks that wait for its completions or
+ * for a channel's events. waiters.c has the list of waiters, their sleep, and an event loop's lead;
+ * cq.c polls, waits for completions, and has the type.
  */
 #ifndef RDMAPOST_POLLER_H
 #define RDMAPOST_POLLER_H
@@ -129,7 +129,7 @@ static inline int call_optional(PyObject *function)
  */
 int rp_read_deadline(PyObject *timeout, int64_t *deadline);
 /*
- * Wake the threads whose count is available and, if no thread leads, one that is to lead.
+ * Wake each thread whose count is available and, if no thread leads, wake one to take the lead.
  * The lock is held.
  */
 void rp_wake_waiters(struct poller *p);

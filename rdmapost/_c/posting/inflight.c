@@ -394,8 +394,8 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 }
 
 /*
- * Forget the first `posted` work requests of a queue that has been destroyed or reset. A queue that
- * completes in any order is only ever destroyed, and forgets everything.
+ * Forget a queue's first `posted` work requests after it was destroyed or reset. A queue that
+ * completes in any order is never reset, so it forgets everything.
  */
 static void clear(struct rp_in_flight *q, uint64_t posted)
 {

@@ -87,7 +87,7 @@ int rp_grow(struct rp_in_flight *q, size_t count);
 
 static inline int rp_reserve(struct rp_in_flight *q, size_t count)
 {
-	/* Entries that are done count as taken until they are dropped. */
+	/* Completed entries still count as taken until they are dropped. */
 	return RP_READS_SLOTS && q->size - (q->end - q->dropped) >= count ? 0 : rp_grow(q, count);
 }
 

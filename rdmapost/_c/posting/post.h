@@ -36,7 +36,7 @@ void rp_link(const struct post *post, size_t index, size_t count);
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
 		       struct rp_sent *const *sent);
 
-/* Have Python raise a PostError or, if `posted` is -1, a TypeError or ValueError: always NULL. */
+/* Have Python raise a PostError or, if `posted` is -1, a TypeError or ValueError; returns NULL. */
 PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObject *wrs,
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post);

@@ -379,7 +379,7 @@ static const char *why_unusable(const struct rp_handle *h)
 		return "spoiled";
 	if (h->remaking)
 		return "being_registered";
-	/* Its struct exists as long as the close may still be refused. */
+	/* Its struct continues to exist while the close can still be refused. */
 	if (rp_is_here(h) && RP_LOAD(&h->address))
 		return "being_closed";
 	return "closed";

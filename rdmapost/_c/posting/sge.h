@@ -7,7 +7,7 @@
 /* Make an SGE; `owner` is an MR, a buffer or None. Steals `lkey`, which may be NULL. */
 PyObject *rp_make_sge(uint64_t addr, uint64_t length, PyObject *lkey, PyObject *owner);
 
-/* Get a region's address and lkey, as its SGEs contain them; returns 0 if it has no address. */
+/* Get the address and lkey for a region's SGEs; returns 0 if the region has no address. */
 int rp_start_of_region(PyObject *mr, struct ibv_sge *sge);
 
 #endif

@@ -639,7 +639,7 @@ static int is_entry(PyObject *object)
 /* Count the completions that no verb in progress may still roll back. */
 static Py_ssize_t count_entries(const struct device_queue *cq)
 {
-	/* Read this first: without the lock the count may be too high, but not too low. */
+	/* This must be read first: without the lock, the count may be too high, but never too low. */
 	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
 
 	return PyObject_Size(cq->pending) - hidden;

@@ -66,8 +66,8 @@ void rp_journal_forget(void);
 /* Whether this thread's changes are journaled. */
 int rp_is_journaled(void);
 /*
- * Before a change is made, journal that callable(argument) undoes it; 0, or -1 with an exception.
- * rp_note_unchanged(): the last change that was journaled in this way was not made.
+ * rp_note_undo(), called before a change is made, journals that callable(argument) undoes it; it
+ * returns 0, or -1 with an exception. rp_note_unchanged() records that the change was not made.
  */
 int rp_note_undo(PyObject *callable, PyObject *argument);
 void rp_note_unchanged(void);

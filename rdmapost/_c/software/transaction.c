@@ -168,7 +168,7 @@ static int start_thread(struct errand *errand)
 	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
-	/* Even if no identifier was returned, the thread may run; then it has taken the errand. */
+	/* The thread may run even if no identifier was returned; if so, it has taken the errand. */
 	if (!thread && take_errand(capsule)) {
 		Py_DECREF(capsule);
 		return -1;
@@ -343,7 +343,7 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
-/* Do the pending work. Objects whose work waits for a later verb stay listed; returns how many. */
+/* Do the pending work. Return how many objects stay listed, because a later verb does theirs. */
 static Py_ssize_t carry_on(void)
 {
 	PyObject *object;

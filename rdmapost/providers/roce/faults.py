@@ -1,7 +1,7 @@
 """What a fault plan does to packets.
 
-It has no clock and no sockets: packets and times go in, packets come out. What happens to a packet
-depends only on the plan and on how many packets went in the same direction before it.
+This module has no clock and no sockets: packets and times go in, packets come out. What happens to
+a packet depends only on the plan and on how many packets went in the same direction before it.
 """
 
 from __future__ import annotations

@@ -73,9 +73,9 @@ class Recording:
         packets: how many packets are in the file.
         taken: bytes that the thread has taken from the queue, in all.
         state: how far the capture has got; the thread sets it.
-        error: why it ended early; if it did not begin, whatever was raised.
+        error: why the capture ended early, or the exception raised if it never began.
         is_stopping: whether the device must queue nothing more.
-        is_awaited: whether a thread waits for the end, and will report the error.
+        is_awaited: whether a thread is waiting for the end and will report the error.
         user: a weak reference to the user's object. When the object is dropped, the reference puts
             itself into the queue; no signal handler can interrupt this.
         file: the file, while it is open.
@@ -186,7 +186,7 @@ class Recording:
         """Raise ClosedError in the child of a fork."""
         if self.is_inherited():
             raise ClosedError(
-                f"the capture to {os.fsdecode(self.path)} was begun by process {self._pid}; "
+                f"the capture to {os.fsdecode(self.path)} was started by process {self._pid}; "
                 "open the device again"
             )
 

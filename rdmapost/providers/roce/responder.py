@@ -244,7 +244,7 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
 
 
 def _read_again(qp: RoceQueuePair, packet: Packet) -> None:
-    """Send the responses to a READ again, after those of the READ in progress."""
+    """Resend the responses to a READ, after the responses to the READ in progress."""
     if qp.reading is None:
         qp.reading = Reading(packet, True)
         _send_responses(qp, None)

@@ -138,7 +138,7 @@ class MatchingList(native.Record):
         self._held -= {handle}
 
     def _behind(self) -> int:
-        """Return how many unexpected messages software has not reported as handled."""
+        """Return how many unexpected messages the software has not yet reported as handled."""
         return (self._seen - self._handled) & _COUNT_MASK
 
     def _complete_op(self, op: WQE, status: WCStatus) -> None:

@@ -174,7 +174,7 @@ class Device(native.Record):
         native.on_commit(native.set_timer, self.timer_fd, nanoseconds)
 
     def start(self, worker: Any) -> None:
-        """Have a queue's work requests executed after the verb."""
+        """Schedule a queue's work requests to be executed after the verb."""
         native.on_commit(native.start, worker)
 
     def run_due(self, now: float) -> None:

@@ -485,5 +485,5 @@ def _channel_of(channel: Any, name: str) -> Channel:
     """
     found = _channels.get(channel.fd)
     if found is None:
-        raise VerbsError(name, errno.EINVAL, "the completion channel is destroyed")
+        raise VerbsError(name, errno.EINVAL, "the completion channel has been destroyed")
     return found

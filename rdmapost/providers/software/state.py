@@ -30,8 +30,7 @@ _R = TypeVar("_R")
 def verb(function: Callable[_P, _R]) -> staticmethod[_P, _R]:
     """Turn a function into a control verb.
 
-    C calls the function, so no signal handler runs after the function returns and before the verb
-    does.
+    C calls the function, so no signal handler runs between the function's return and the verb's.
     """
     return staticmethod(functools.partial(native.verb, function))
 

@@ -65,7 +65,7 @@ class Left:
         client: its number.
         address: its address, HOST:PORT.
         reason: why, in one line.
-        changed: the changes in the memory that it could write to, or None.
+        changed: the changes to the memory that the client could write to, or None.
     """
 
     client: int

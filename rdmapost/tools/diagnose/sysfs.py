@@ -60,7 +60,7 @@ _LOOPBACK = Route("lo", IPv4Network("127.0.0.0/8"), None)
 
 
 class System:
-    """The machine as its files in /sys, /proc and /dev show it.
+    """The state of the machine, as seen in /sys, /proc and /dev.
 
     Args:
         root: the directory to read them from, instead of /.

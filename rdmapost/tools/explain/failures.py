@@ -1,6 +1,6 @@
 """Explanations of failed calls, for lines that name the call and no status.
 
-Every verb that this library calls has one: here, in QUERIES or in RELEASES.
+Every verb that this library calls has one, in this module, in QUERIES or in RELEASES.
 """
 
 from __future__ import annotations

@@ -699,7 +699,7 @@ if way == "begin":
     try:
         capture = context.capture(path)
     except rp.ClosedError as error:
-        assert os.getpid() != parent and "was begun by process" in str(error)
+        assert os.getpid() != parent and "was started by process" in str(error)
         os._exit(0)
     capture.close()
 else:
