@@ -96,7 +96,7 @@ def delete(out: Output, target: Target, settings: PostSettings, payload: bytes, 
 def sync(out: Output, target: Target, settings: PostSettings, payload: bytes, tag: int) -> None:
     """Tell the device how many unexpected messages there were.
 
-    There is one unexpected message; until it is reported, an added buffer matches nothing.
+    Here there is exactly one; until it is reported, no added buffer matches anything.
     """
     from rdmapost import OpsOpcode, RdmaError, TagSync, WCFlags, WCOpcode
 

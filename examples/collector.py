@@ -1,9 +1,9 @@
 """A metrics collector that decides which agents may connect: a server with its own MR, SRQ and CQ.
 
-Each agent says who it is when it connects (private data). The collector rejects versions that it
-does not know, and tells the others which row of its table is theirs. An agent writes its row over
-RDMA and reports the row's checksum in a message; all agents' messages arrive in one SRQ and
-complete on one CQ. The same server runs first with threads, then in asyncio.
+Each agent says who it is when it connects (private data). The collector rejects agents
+whose version it does not know, and tells each of the others which row of its table to use. An agent
+writes its row over RDMA and reports the row's checksum in a message; all agents' messages arrive in
+one SRQ and complete on one CQ. The same server runs first with threads, then in asyncio.
 
     python examples/collector.py [DEVICE]     (default: soft0)
 """

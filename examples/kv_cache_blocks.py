@@ -1,4 +1,4 @@
-"""Move blocks of a KV cache between two nodes, from and to places listed in numpy arrays.
+"""Move blocks of a KV cache between two nodes; numpy arrays list where from and where to.
 
 A prefill node has computed the attention keys and values of some prompts, in blocks of 16 tokens.
 A decode node needs them, in different blocks of its cache. `post_columns` takes the block numbers

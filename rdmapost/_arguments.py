@@ -63,8 +63,8 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
-    # numpy's numbers wrap around where an int grows, and results keep their type. And
-    # operator.index() leaves True unchanged.
+    # Integers of numpy wrap around where an int would grow, and so do results computed from them.
+    # And operator.index() returns True as it is.
     try:
         return int(operator.index(given))
     except TypeError as error:

@@ -369,7 +369,7 @@ class ReregFlags(_Flags):
 
 
 class AdviseMRAdvice(_Named):
-    """What is advised about memory: ``enum ibv_advise_mr_advice``, ibv_advise_mr(3)."""
+    """Advice about memory: ``enum ibv_advise_mr_advice``, ibv_advise_mr(3)."""
 
     PREFETCH = 0
     """Bring the pages in, to be read."""

@@ -184,7 +184,7 @@ def _rearm(cq: CQ, count: int) -> int:
 
 
 def _take_more(cq: CQ, max_entries: int, found: list[WC]) -> None:
-    """Take more completions, up to max_entries in all, but leave those that tasks wait for."""
+    """Take more completions, up to max_entries in all, but leave those that tasks await."""
     poller, wanted = cq._poller, max_entries - len(found)
     queue: _CQWaits | None = poller.tasks
     if queue is not None:

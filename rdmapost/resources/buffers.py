@@ -74,8 +74,8 @@ def _holds_objects(exporter: Any) -> bool:
 def _codes_of(view: memoryview) -> list[str]:
     """Return the codes of one view.
 
-    For a ctypes object, also return those of its type. Its format omits the contents of packed
-    structures and of unions; its class may no longer list a field.
+    For a ctypes object, also return those of its type, because the format omits the contents of
+    packed structures and unions. The type alone would not do: it may no longer list a field.
     """
     ctypes: Any = sys.modules.get("_ctypes")
     if ctypes is None or not isinstance(view.obj, ctypes.Structure.__base__):

@@ -134,7 +134,7 @@ class OwnChannel(CompChannel):
 
 
 def _do_not_block(channel: Any) -> None:
-    """Make a channel non-blocking: another thread may read the event first."""
+    """Make a channel non-blocking, because another thread may read the event first."""
     os.set_blocking(channel.fd, False)
 
 

@@ -598,7 +598,9 @@ def _view_of(buffer: Any) -> memoryview:
     if view.readonly:
         raise TypeError(f"buffer: expected a writable buffer, got {found}, which is read-only")
     if not view.c_contiguous:
-        raise ValueError(f"buffer: expected a contiguous buffer, got {found}, which is not")
+        raise ValueError(
+            f"buffer: expected a contiguous buffer, got {found}, which is not contiguous"
+        )
     return view
 
 

@@ -937,15 +937,15 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     ) -> None:
         """Bring the queue pair from RTR, SQD or SQE to RTS, in which it sends.
 
-        With the defaults, a send fails after about half a second without an ACK (on roce
-        devices four seconds), or after six retries while the peer has no receive posted.
+        With the defaults, a send fails after about half a second without an ACK (four
+        seconds on roce devices), or after six retries while the peer has no receive posted.
 
         From SQD, only the given options change.  In RTS, no option can change: the call does
-        nothing without options, and raises ValueError with any.
+        nothing without options, and raises ValueError if any is given.
 
         Args:
             timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits forever;
-                default 14, which is 67 ms, and on roce devices 17, 0.54 s (RC, XRC).
+                default 14 (67 ms), or 17 (0.54 s) on roce devices (RC, XRC).
             retry_cnt: retries after a timeout, 0..7; default 6 (RC, XRC_SEND).
             rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries forever;
                 default 6 (RC, XRC_SEND).

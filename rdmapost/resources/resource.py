@@ -254,7 +254,7 @@ def creator(resource: Resource) -> int:
 
 
 def open_children(resource: Resource) -> list[Any]:
-    """Return the resources that must be closed before a given one, the oldest first."""
+    """Return the resources that must be closed before a given one, oldest first."""
     return [
         handle
         for handle in reversed(open_handles())
@@ -405,9 +405,9 @@ def _hangs_on(handle: Any, resource: Resource) -> bool:
 
 
 def open_handles() -> list[Any]:
-    """Return the resources that this process has opened and not closed, the newest first.
+    """Return the resources that this process has opened and not closed, newest first.
 
-    Resources under construction are not included: only their constructors know them.
+    Resources under construction are not included: only their constructors know of them.
     """
     return [handle for handle in _all_open() if not handle._unfinished]
 

@@ -149,12 +149,12 @@ def dial(
     Args:
         host, port: the address to connect to.
         timeout: seconds, for all of the host's addresses.
-        wait_writable: waits until a socket can send, for at most a number of seconds, and returns
-            whether it can; it may raise to give up.
+        wait_writable: waits up to a given number of seconds for a socket to become writable, and
+            returns whether it did; may raise to give up.
 
     Raises:
         TCPError, TCPTimeout: the host cannot be found.
-        OSError: it cannot be reached; the error of its last address.
+        OSError: it cannot be reached; this is the error from the last address tried.
     """
     deadline = time.monotonic() + timeout
     last: OSError = OSError(f"{host} has no address")

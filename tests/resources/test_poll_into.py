@@ -133,12 +133,12 @@ def test_any_writable_buffer_of_whole_rows_will_do(rc):
         (
             memoryview(bytearray(96))[::2],
             ValueError,
-            "^buffer: expected a contiguous buffer, got memoryview, which is not$",
+            "^buffer: expected a contiguous buffer, got memoryview, which is not contiguous$",
         ),
         (
             np.zeros(96, "u1")[::2],
             ValueError,
-            "^buffer: expected a contiguous buffer, got ndarray, which is not$",
+            "^buffer: expected a contiguous buffer, got ndarray, which is not contiguous$",
         ),
         (bytearray(50), ValueError, "whole rows of 48 bytes"),
         ([1], TypeError, "^buffer: expected a writable buffer, got list$"),

@@ -65,7 +65,7 @@ void rp_raise_nested(void)
 
 /* ---- signal handlers' exceptions ----------------------------------------- */
 
-/* Remove and return the first item; NULL if there is none, or no memory to shrink the list. */
+/* Remove and return the first item; NULL if the list is empty, or cannot shrink for lack of memory. */
 static PyObject *shift(PyObject *list)
 {
 	PyObject *first = NULL;

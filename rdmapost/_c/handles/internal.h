@@ -173,7 +173,7 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused);
 
 /* ---- deferred.c ----------------------------------------------------------- */
 
-/* Defer a close to the end of this thread's verb; `who` defers it. */
+/* Defer a close to the end of this thread's verb, on behalf of `who`. */
 void rp_defer_close(struct rp_handle *h, char who);
 /* Close an unreachable handle that nothing uses, now or later. */
 void rp_close_abandoned(struct rp_handle *h);

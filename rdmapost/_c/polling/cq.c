@@ -23,7 +23,7 @@ enum { SMALL_NUMBERS = 256 };
 /* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
 enum { RECHECK_NS = 20000000 };
 
-/* How long a wait leaves completions to the waits that began before it. */
+/* How long a wait lets the waits that began before it take completions first. */
 enum { YIELD_NS = 10000000 };
 
 struct rp_slot rp_poller_slot;
@@ -822,7 +822,7 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/* Whether a WC has an error status; runs no Python code, whatever object the status is. */
+/* Whether a WC has an error status; runs no Python code, whatever the status is. */
 static int has_failed(PyObject *wc)
 {
 	PyObject *status = PyTuple_GetItem(wc, 1);

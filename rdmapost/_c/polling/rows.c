@@ -37,7 +37,7 @@ static void refuse_rows(PyObject *buffer)
 				     "which is read-only", name, "?");
 		else
 			PyErr_Format(PyExc_ValueError, "buffer: expected a contiguous buffer, got "
-				     "%V, which is not", name, "?");
+				     "%V, which is not contiguous", name, "?");
 		PyBuffer_Release(&view);
 	}
 	Py_XDECREF(name);
@@ -95,7 +95,7 @@ int rp_get_rows(PyObject *buffer, Py_buffer *view)
 		if (export_checked(buffer, view))
 			return -1;
 	}
-	/* An empty buffer's address may be NULL, but to callers NULL means WCs instead of rows. */
+	/* An empty buffer's address may be NULL, but callers take NULL to mean WCs instead of rows. */
 	if (!view->buf)
 		view->buf = nowhere;
 	if (view->len % (Py_ssize_t)sizeof(struct ibv_wc) == 0)

@@ -558,7 +558,7 @@ static void take_back(const struct columns *c, uint64_t first, const uint64_t *c
 	}
 }
 
-/* Write `count` of a column's numbers, from row `from` on, to structs or SGEs. */
+/* Write `count` numbers of a column, starting at row `from`, to structs or SGEs. */
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
 	const uint64_t *values = col->values + from;

@@ -15,7 +15,7 @@ struct post_faults {
 	PyObject_HEAD
 	/* Protects the fields below. No Python code runs under it, so acquiring it cannot fail. */
 	struct rp_lock lock;
-	struct fault *faults; /* in descending order of number: the next fault is the last one */
+	struct fault *faults; /* by descending number, so the next fault is the last element */
 	size_t count, room;
 	uint64_t posted; /* sends posted while any fault is pending */
 };

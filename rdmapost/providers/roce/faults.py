@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether its time has come, or packet `until` has passed; the latest one is `number`."""
+        """Whether its time has come or packet number `until` has passed; `number` is the latest."""
         return self.when <= now or 0 <= self.until <= number
 
 

@@ -54,8 +54,8 @@ class Tally(native.Record):
     """What the device has given to a capture; a step that is rolled back does not change it.
 
     Attributes:
-        queued: bytes that were queued, in all.
-        dropped: packets that the capture lacks.
+        queued: how many bytes were queued in total.
+        dropped: how many packets the capture lacks.
     """
 
     def __init__(self) -> None:
@@ -156,9 +156,9 @@ class Recording:
             self.queue.put(None)
 
     def wait_until_ended(self, timeout: float) -> bool:
-        """Wait for the thread; return whether it has ended in time.
+        """Wait for the thread; return whether it ended in time.
 
-        In the child of a fork, and in the thread itself, this does not wait.
+        In the child of a fork and in the thread itself, this does not wait.
         """
         return self._wait(self.has_ended, self._ended, timeout)
 

@@ -72,7 +72,7 @@ def close(made: Any) -> None:
 def close_all() -> None:
     """In the child of a fork, close the sockets, so that the parent can free their addresses.
 
-    This takes no lock: a thread that the child lacks might hold it.
+    This takes no lock: a thread that does not exist in the child might hold it.
     """
     while _shared:
         _shared.pop().close()

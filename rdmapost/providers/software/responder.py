@@ -82,7 +82,7 @@ Executor: TypeAlias = "Callable[[Any, Any], Ack | None]"
 
 
 def refuse(qp: QueuePair) -> Ack:
-    """Return the NAK for an invalid request, which breaks the connection."""
+    """Return the NAK for an invalid request; the NAK breaks the connection."""
     if qp.reliable:
         qp.fail(EventType.QP_REQ_ERR)
     return _INVALID_REQUEST
@@ -102,7 +102,7 @@ def not_ready(qp: QueuePair) -> Ack | None:
 
 
 def shared_queue(qp: QueuePair, request: Request) -> SharedReceiveQueue | None:
-    """Return the shared receive queue that a request draws from; None if that is the QP's own.
+    """Return the SRQ that a request draws from, or None if it draws from the QP's own queue.
 
     Raises:
         RemoteAccessError: the XRC domain has no SRQ with the number that an XRC request names.

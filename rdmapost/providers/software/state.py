@@ -69,7 +69,7 @@ def context_of(context: Any, name: str) -> OpenDevice:
 
 
 def device_of(struct: Any, name: str) -> Device:
-    """Return the device that a struct belongs to, for the named verb.
+    """Return the device that a struct belongs to, on behalf of the named verb.
 
     Raises:
         VerbsError: its context is closed.

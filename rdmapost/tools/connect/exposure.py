@@ -62,7 +62,7 @@ class Exposure:
         return self.memory is not None or self.mr is not None
 
     def now(self) -> Exposure:
-        """Return a copy with the current size of `mr`, and without the access that mr now lacks."""
+        """Return a copy with the current size of `mr`, without access that `mr` no longer has."""
         if self.mr is None:
             return self
         has = self.mr.access

@@ -207,7 +207,7 @@ class ClientProtocol:
     def next_message(self) -> Message | None:
         """Return the answer to the last request, or None if it has not arrived.
 
-        An error message is returned like an answer, whenever it arrives.
+        An error message is returned like an answer, no matter when it arrives.
         """
         while self._error is None:
             line = self.lines.next_line()

@@ -1,7 +1,7 @@
 """The server's side of one session, from its messages to the device; no I/O.
 
 The caller feeds it input (bytes, completions, time) and sends what it returns. A client that dies,
-stalls or sends garbage ends at most its own session.
+stalls or sends garbage can end only its own session.
 """
 
 from __future__ import annotations

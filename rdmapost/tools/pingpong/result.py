@@ -82,5 +82,5 @@ class Result:
 
     @property
     def usec_per_iter(self) -> float:
-        """Microseconds from one message to the next, as ibv_rc_pingpong counts."""
+        """Microseconds from one message to the next, counted as ibv_rc_pingpong counts them."""
         return self.seconds * 1e6 / self.round_trips if self.round_trips else 0.0
