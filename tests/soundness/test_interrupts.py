@@ -1266,3 +1266,55 @@ def test_timeout_error_of_a_handler_is_not_taken_for_the_connections(what, soft)
         assert moment.raised == bool(moment.number)
 
     interrupt_at_each_moment(make, act, check, handler=Late, within="/rdmapost/")
+
+
+@pytest.mark.parametrize("where", ["the retry", "giving up"])
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+@isolated(silent=True, timeout=30)
+def test_interrupt_while_work_is_retried_is_raised_and_fails_no_work(device, where):
+    """No other thread, in which handlers do not run, can be started."""
+    from rdmapost.providers.roce import engine
+    from rdmapost.providers.soft0 import requester
+
+    module = requester if device == "soft0" else engine
+    execute_next, give_up = module.execute_next, module.give_up
+    attempts = []
+
+    def lacks_memory_first(qp: Any) -> Any:
+        attempts.append("execute")
+        if where == "the retry" and len(attempts) == 2:
+            signal.raise_signal(signal.SIGINT)
+        if len(attempts) <= 2:
+            raise MemoryError
+        return execute_next(qp)
+
+    def interrupted(qp: Any) -> Any:
+        attempts.append("give up")
+        signal.raise_signal(signal.SIGINT)
+        return give_up(qp)
+
+    with (
+        rp.open_device(device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.QP(pd, QPType.RC, cq) as qp,
+    ):
+        qp.connect(qp.endpoint())
+        qp.post_recv(rp.RecvWR(wr_id=2))
+        module.execute_next, module.give_up = lacks_memory_first, interrupted
+        threading.stack_size(1 << 46)
+        # The device's own thread would find the work first.
+        sys.setswitchinterval(30)
+
+        def post() -> None:
+            qp.post_send(rp.Send(wr_id=1))
+            # Python raises what a handler raised when it next looks.
+            cq.wait(0)
+
+        with pytest.raises(KeyboardInterrupt):
+            post()
+        module.execute_next, module.give_up = execute_next, give_up
+        assert len(attempts) == 2 + (where == "giving up")
+        sys.setswitchinterval(0.005)
+        threading.stack_size(0)
+        assert {(wc.wr_id, wc.status) for wc in cq.wait(2, LIMIT)} == {(1, 0), (2, 0)}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from connected_pair import INLINE, Rig
 from interrupts import Moment, interrupt_at_each_moment
 from isolated import isolated
+from support import LOSES_MEMORY
 from support.threads import thread
 
 import rdmapost as rp
@@ -207,17 +210,25 @@ def _in_a_thread(act: Callable[[], object]) -> None:
     raise raised[0]
 
 
+
 WORKS = {
     "soft0": [(1, "SUCCESS"), (2, "SUCCESS")],
     "roce:lo": [(1, "RETRY_EXC_ERR"), (2, "WR_FLUSH_ERR")],
 }
-"""What becomes of a send without a receive (RNR), or to a port that answers nothing."""
+"""What becomes of a send without a receive (RNR), or to a queue pair that answers nothing."""
+
+FAILING = [None, *range(22, 64, 3)]
+"""Which allocation fails in a poll: none, or one of those of the device's work."""
 
 
+@pytest.mark.skipif(not find_spec("_testcapi"), reason="this Python has no _testcapi")
+@pytest.mark.parametrize("threads", [True, False], ids=["threads", "no threads"])
 @pytest.mark.parametrize("device", WORKS)
-@isolated(silent=True, timeout=60)
-def test_work_that_a_verb_has_no_stack_for_is_left_to_later_verbs(device):
-    """No thread with a new stack can be started either."""
+@isolated(silent=True, timeout=60, **LOSES_MEMORY)
+def test_work_that_a_verb_lacks_stack_or_memory_for_is_done_later(device, threads):
+    """A thread with a stack of its own may do it, if one can be started."""
+    import _testcapi as memory
+
     with (
         rp.open_device(device) as context,
         rp.PD(context) as pd,
@@ -226,12 +237,21 @@ def test_work_that_a_verb_has_no_stack_for_is_left_to_later_verbs(device):
         rp.QP(pd, rp.QPType.RC, cq) as qp,
     ):
         peer = silent.endpoint() if device.startswith("roce") else None
-        tried = depths()
-        for depth in tried:
+
+        def poll(failing: int | None) -> list[rp.WC]:
+            if failing is not None:
+                memory.set_nomemory(failing, failing + 1)
+            try:
+                return cq.poll(2)
+            finally:
+                memory.remove_mem_hooks()
+
+        tried = depths()[-24:-4]
+        for depth, failing in itertools.product(tried, FAILING):
             qp.to_reset()
-            qp.connect(peer or qp.endpoint(), min_rnr_timer=15, timeout=9, retry_cnt=1)
+            qp.connect(peer or qp.endpoint(), min_rnr_timer=12, timeout=8, retry_cnt=0)
             sys.setrecursionlimit(LIMIT)
-            threading.stack_size(1 << 46)
+            threading.stack_size(0 if threads else 1 << 46)
             switch = sys.getswitchinterval()
             # The device's own thread would find the work first.
             sys.setswitchinterval(30)
@@ -241,14 +261,17 @@ def test_work_that_a_verb_has_no_stack_for_is_left_to_later_verbs(device):
             else:
                 qp.post_send(rp.Send(wr_id=2))
             begin = time.monotonic()
-            while time.monotonic() < begin + 0.008:
+            while time.monotonic() < begin + 0.002:
                 pass
             wcs = []
+            with contextlib.suppress(RecursionError, MemoryError):
+                wcs += nested(depth, lambda failing=failing: poll(failing))
+            left = 2 - len(wcs)
             with contextlib.suppress(RecursionError):
-                wcs = nested(depth, lambda: cq.poll(2))
+                wcs += nested(depth, lambda left=left: cq.wait(left, 5) if left else [])
             threading.stack_size(0)
             sys.setswitchinterval(switch)
             sys.setrecursionlimit(1000)
             wcs += cq.wait(2 - len(wcs), 5) if len(wcs) < 2 else []
             found = [(wc.wr_id, wc.status.name) for wc in wcs]
-            assert sorted(found) == WORKS[device], f"depth {depth}"
+            assert sorted(found) == WORKS[device], f"depth {depth}, allocation {failing}"

@@ -9,6 +9,12 @@
 struct rp_errors rp_errors;
 
 static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
+static PyObject *unlisted; /* one for which there was no memory in the list, or NULL */
+
+static int has_raised(void)
+{
+	return unlisted || PyList_Size(raised) > 0;
+}
 
 PyObject *rp_take_exception(void)
 {
@@ -65,19 +71,22 @@ void rp_raise_nested(void)
 
 /* ---- signal handlers' exceptions ----------------------------------------- */
 
-/* Remove and return the first item; NULL if the list is empty, or cannot shrink for lack of memory. */
-static PyObject *shift(PyObject *list)
+/* Remove and return the first exception; NULL if there is none, or no memory to shrink the list. */
+static PyObject *shift(void)
 {
 	PyObject *first = NULL;
 
 	rp_data_lock();
-	if (PyList_Size(list) > 0) {
-		first = Py_NewRef(PyList_GetItem(list, 0));
+	if (PyList_Size(raised) > 0) {
+		first = Py_NewRef(PyList_GetItem(raised, 0));
 		/* Shrinking a list can take memory; on failure the list is unchanged. */
-		if (PyList_SetSlice(list, 0, 1, NULL)) {
+		if (PyList_SetSlice(raised, 0, 1, NULL)) {
 			PyErr_Clear();
 			Py_CLEAR(first);
 		}
+	} else {
+		first = unlisted;
+		unlisted = NULL;
 	}
 	rp_data_unlock();
 	return first;
@@ -85,12 +94,12 @@ static PyObject *shift(PyObject *list)
 
 static int deliver(void *unused)
 {
-	PyObject *first = shift(raised);
+	PyObject *first = shift();
 
 	(void)unused;
 	if (!first)
 		return 0;
-	if (PyList_Size(raised) > 0)
+	if (has_raised())
 		Py_AddPendingCall(deliver, NULL);
 	PyErr_SetObject((PyObject *)Py_TYPE(first), first);
 	Py_DECREF(first);
@@ -111,8 +120,11 @@ void rp_raise_later(PyObject *exception)
 		/* PyThreadState_SetAsyncExc raised it; raise it again the same way. */
 		PyThreadState_SetAsyncExc(PyThread_get_thread_ident(),
 					  (PyObject *)Py_TYPE(exception));
-	else if (!waits && PyList_Append(raised, exception))
+	else if (!waits && PyList_Append(raised, exception)) {
 		PyErr_Clear();
+		if (!unlisted)
+			unlisted = Py_NewRef(exception);
+	}
 	rp_data_unlock();
 	Py_DECREF(exception);
 }
@@ -130,7 +142,7 @@ unsigned int rp_delivery_waits;
 void rp_deliver_soon(void)
 {
 	/* If the queue of pending calls is full, retry when the next verb ends. */
-	if (PyList_Size(raised) > 0 && RP_LOAD(&rp_delivery_waits) != rp_process)
+	if (has_raised() && RP_LOAD(&rp_delivery_waits) != rp_process)
 		Py_AddPendingCall(deliver, NULL);
 }
 
@@ -138,9 +150,9 @@ PyObject *rp_deliver(void)
 {
 	PyObject *first;
 
-	if (!PyList_Size(raised))
+	if (!has_raised())
 		return NULL;
-	first = gettid() == getpid() ? shift(raised) : NULL;
+	first = gettid() == getpid() ? shift() : NULL;
 	rp_deliver_soon();
 	return first;
 }

@@ -9,6 +9,7 @@
  */
 #include "software/internal.h"
 
+#include <limits.h>
 #include <time.h>
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
@@ -28,9 +29,9 @@ static PyObject *elsewhere; /* run_elsewhere() */
 
 struct errand {
 	PyObject *call;
-	PyObject *result; /* or NULL */
-	PyObject *bug; /* type of the exception in attempt_again(); if set, `result` is GIVE_UP's */
-	int starved; /* there was no memory or stack even for GIVE_UP */
+	PyObject *result; /* NULL: the work is left to a later verb */
+	PyObject *error; /* the exception in the first attempt, or NULL if even that lacked memory */
+	PyObject *bug; /* the type of the exception that GIVE_UP received; if set, `result` is its */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
@@ -65,25 +66,82 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/* Retry on a thread that runs no signal handlers: here an exception is a bug in the device. */
-static void attempt_again(struct errand *errand)
+/* Have the device fail the work; NULL, perhaps with an exception, if that is impossible now. */
+static PyObject *give_up(const struct errand *errand, PyObject *error)
 {
-	PyObject *object, *error, *call;
+	PyObject *result = NULL, *object = Py_None, *call;
+
+	broken = 1;
+	if (PyTuple_Size(errand->call) > 1)
+		object = PyTuple_GetItem(errand->call, 1);
+	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
+	if (call)
+		result = attempt(call);
+	Py_XDECREF(call);
+	return result;
+}
+
+/* Whether an attempt failed because memory lacked, perhaps even for an exception. */
+static int lacks_memory(PyObject *error)
+{
+	return !error || (rp_lacks_room(error) &&
+			  !PyErr_GivenExceptionMatches(error, PyExc_RecursionError));
+}
+
+/* Whether two attempts, between which a signal handler may run, failed because of a bug. */
+static int is_bug(PyObject *first, PyObject *second)
+{
+	return first && second && Py_TYPE(first) == Py_TYPE(second) &&
+	       PyErr_GivenExceptionMatches(second, PyExc_Exception) &&
+	       !PyErr_GivenExceptionMatches(second, PyExc_RecursionError);
+}
+
+/*
+ * Retry, and give up if that fails, too. `here` is whether signal handlers may run; if not, any
+ * exception but a lack of memory is a bug in the device.
+ */
+static void attempt_again(struct errand *errand, int here)
+{
+	PyObject *error = NULL;
 
 	errand->result = attempt(errand->call);
 	if (errand->result)
 		return;
-	broken = 1;
 	error = rp_take_exception();
-	errand->bug = Py_NewRef(error ? (PyObject *)Py_TYPE(error) : Py_None);
-	object = PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
-	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
-	if (call)
-		errand->result = attempt(call);
-	errand->starved = !errand->result && rp_lacks_room(PyErr_Occurred());
-	PyErr_Clear();
-	Py_XDECREF(call);
-	Py_XDECREF(error);
+	if (lacks_memory(error) && !lacks_memory(errand->error)) {
+		/* Memory lacked only once. */
+		Py_XDECREF(error);
+		errand->result = attempt(errand->call);
+		if (errand->result)
+			return;
+		error = rp_take_exception();
+	}
+	if (!here || lacks_memory(error) || is_bug(errand->error, error)) {
+		errand->bug = Py_NewRef(error ? (PyObject *)Py_TYPE(error) : Py_None);
+		errand->result = give_up(errand, error);
+		Py_XDECREF(error);
+		error = rp_take_exception();
+	}
+	if (here && error && !rp_lacks_room(error))
+		rp_raise_later(error);
+	else
+		Py_XDECREF(error);
+}
+
+/* Calls beyond the recursion limit, for a transaction. CPython 3.11 ends a process at 50. */
+enum { SPARE_CALLS = 40 };
+
+/* Retry in this thread, with more stack: it may have lacked that. */
+static void attempt_here(struct errand *errand)
+{
+	int limit = Py_GetRecursionLimit(), raised = limit;
+
+	if (limit <= INT_MAX - SPARE_CALLS)
+		raised += SPARE_CALLS;
+	Py_SetRecursionLimit(raised);
+	attempt_again(errand, 1);
+	if (Py_GetRecursionLimit() == raised)
+		Py_SetRecursionLimit(limit);
 }
 
 static void resume_gc(void)
@@ -127,7 +185,7 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	PyGC_Disable();
 	/* Count as the owner of the waiting sender's locks. */
 	rp_stand_for(errand->sender);
-	attempt_again(errand);
+	attempt_again(errand, 0);
 	rp_stand_for(NULL);
 	resume_gc();
 	errand->ran = 1;
@@ -206,29 +264,23 @@ static int send(struct errand *errand)
 long rp_soft_transact(PyObject *call)
 {
 	struct errand errand = { .call = call };
-	PyObject *first;
 	long result_code;
 
 	rp_soft_allow_writes();
 	errand.result = attempt(call);
-	first = errand.result ? NULL : rp_take_exception();
-	if (first && !doomed && !send(&errand)) {
-		/* A later verb may have more stack. */
-		if (PyErr_GivenExceptionMatches(first, PyExc_RecursionError))
-			errand.starved = 1;
-		else
-			attempt_again(&errand);
-	}
+	errand.error = errand.result ? NULL : rp_take_exception();
+	if (!errand.result && !doomed && !send(&errand))
+		attempt_here(&errand);
 	/*
 	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack
-	 * of stack or memory, because the retry on another thread had enough.
+	 * of stack or memory, because the work is retried.
 	 */
-	if (first && !doomed && ((PyObject *)Py_TYPE(first) == errand.bug || rp_lacks_room(first)))
-		Py_CLEAR(first);
-	rp_raise_later(first);
-	result_code = errand.starved ? -1 : 0;
-	if (errand.result)
-		result_code = PyLong_AsLong(errand.result);
+	if (errand.error && !doomed &&
+	    ((PyObject *)Py_TYPE(errand.error) == errand.bug || rp_lacks_room(errand.error)))
+		Py_CLEAR(errand.error);
+	rp_raise_later(errand.error);
+	/* Only what has been done or has failed is not done again. */
+	result_code = errand.result ? PyLong_AsLong(errand.result) : -1;
 	if (doomed)
 		result_code = 0;
 	Py_XDECREF(errand.result);

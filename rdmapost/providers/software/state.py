@@ -124,7 +124,7 @@ def drop(struct: Any, name: str) -> Any:
 # ---- what C calls -----------------------------------------------------------
 
 
-_errors: list[tuple[str, BaseException]] = []
+_errors: list[tuple[str, BaseException | None]] = []
 _LACK = MemoryError, RecursionError, SystemError
 """Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
@@ -148,16 +148,12 @@ def _execute_next(worker: Any, is_late: bool) -> int:
     return more
 
 
-def _give_up(worker: Any, error: BaseException) -> int:
-    if worker is None and isinstance(error, _LACK):
+def _give_up(worker: Any, error: BaseException | None) -> int:
+    if worker is None and (error is None or isinstance(error, _LACK)):
         return -1  # nothing to fail: what is due stays due
     failed = ("a software device" if worker is None else worker.device.name), error
-    _errors.append(failed)
-    try:
-        return worker is not None and worker.device.give_up(worker)
-    except _LACK:
-        _errors.remove(failed)
-        raise
+    native.on_commit(_errors.append, failed)
+    return worker is not None and worker.device.give_up(worker)
 
 
 def _log_errors() -> None:

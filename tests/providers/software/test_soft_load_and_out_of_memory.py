@@ -164,6 +164,35 @@ def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, c
         assert "ZeroDivisionError: planted" in caplog.text
 
 
+def test_work_left_for_lack_of_memory_while_another_thread_logs_is_done_later(
+    context, caplog, monkeypatch
+):
+    """Another thread's verb, which has ended, logs the errors of its own work."""
+    from rdmapost.providers.soft0 import requester
+    from rdmapost.providers.software import state
+
+    lacking = iter([MemoryError] * 3)
+
+    def lacks_memory(qp, _execute=requester.execute_next):
+        for error in lacking:
+            raise error
+        return _execute(qp)
+
+    def logged_meanwhile(_: object) -> None:
+        state._log_errors()
+        raise next(lacking)
+
+    with two_queue_pairs(context) as (cq, mr, near, far):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        monkeypatch.setattr(requester, "execute_next", lacks_memory)
+        monkeypatch.setattr(requester, "give_up", logged_meanwhile)
+        near.post_send(rp.RdmaWrite(mr[0:8], wr_id=3, remote_addr=mr.addr + 64, rkey=mr.rkey))
+        (wc,) = cq.wait(1, 5)
+        assert (wc.wr_id, wc.status) == (3, WCStatus.SUCCESS)
+    assert caplog.text == ""
+
+
 INTERRUPTED = """
 import signal, sys
 import rdmapost as rp
