@@ -210,7 +210,6 @@ def _in_a_thread(act: Callable[[], object]) -> None:
     raise raised[0]
 
 
-
 WORKS = {
     "soft0": [(1, "SUCCESS"), (2, "SUCCESS")],
     "roce:lo": [(1, "RETRY_EXC_ERR"), (2, "WR_FLUSH_ERR")],
