@@ -81,11 +81,24 @@ class Payload:
         return True
 
 
+def touch(memory: memoryview, progress: Progress) -> None:
+    """Write zeros to memory, in pieces.
+
+    Otherwise the kernel would provide all of its pages while soft0 copies the data, which happens
+    in one call, during which Ctrl-C has no effect.
+    """
+    zeros = bytes(_PIECE)
+    for start in range(0, len(memory), _PIECE):
+        count = min(_PIECE, len(memory) - start)
+        memory[start : start + count] = zeros[:count]
+        progress.add(count)
+
+
 class Progress:
     """A context manager that shows a progress bar after a second if stderr is a terminal.
 
     Args:
-        total: how many bytes there are to write and to verify.
+        total: how many bytes there are to touch, to write and to verify.
     """
 
     def __init__(self, total: int) -> None:
@@ -108,7 +121,7 @@ class Progress:
             self._bar.__exit__(kind, error, traceback)
 
     def add(self, count: int) -> None:
-        """Count bytes that have been written or verified."""
+        """Count bytes that have been touched, written or verified."""
         self._done += count
         if self._bar is None and self._possible and time.monotonic() > self._start:
             self._bar = click.progressbar(length=self._total, file=sys.stderr).__enter__()

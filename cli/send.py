@@ -19,7 +19,7 @@ from .options import (
     send_options,
 )
 from .output import Output, usage_error
-from .payload import Payload, Progress
+from .payload import Payload, Progress, touch
 
 if TYPE_CHECKING:
     from rdmapost import WC, SendWR
@@ -78,7 +78,7 @@ def send(
     if invalidate:
         opcode = Opcode.SEND_WITH_INV
     with (
-        Progress((1 + count) * length) as progress,
+        Progress((1 + 2 * count) * length) as progress,
         loopback(
             out,
             target,
@@ -90,6 +90,7 @@ def send(
             **_access(invalidate),
         ) as pair,
     ):
+        touch(pair.remote.mr.buffer, progress)
         rkeys = _keys(pair, count) if invalidate else []
         pair.receive(length, count)
         fields: dict[str, Any] = {
@@ -136,7 +137,7 @@ def _access(invalidate: bool) -> dict[str, Any]:
 
 
 def _keys(pair: Loopback, count: int) -> list[int]:
-    """Create keys on the other side that can be invalidated."""
+    """On the other side, create keys that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.standard.opcodes import OPCODES_BY_QP_TYPE
     from rdmapost.tools.check.memory_windows import bind_wr

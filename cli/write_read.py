@@ -22,7 +22,7 @@ from .options import (
     write_options,
 )
 from .output import Output, usage_error
-from .payload import Payload, Progress
+from .payload import Payload, Progress, touch
 
 
 @click.command()
@@ -60,7 +60,7 @@ def write(
     length, count = len(payload), settings.count
     opcode = Opcode.RDMA_WRITE if imm is None else Opcode.RDMA_WRITE_WITH_IMM
     with (
-        Progress((1 + count) * length) as progress,
+        Progress((1 + 2 * count) * length) as progress,
         loopback(
             out,
             target,
@@ -71,6 +71,7 @@ def write(
             inlined=length,
         ) as pair,
     ):
+        touch(pair.remote.mr.buffer, progress)
         fields: dict[str, Any] = {
             "sg_list": source(pair.local.mr, settings, payload, progress),
             "send_flags": send_flags(settings),
@@ -126,11 +127,12 @@ def read(
 
     length, count = len(payload), settings.count
     with (
-        Progress((1 + count) * length) as progress,
+        Progress((1 + 2 * count) * length) as progress,
         loopback(
             out, target, settings, Opcode.RDMA_READ, local_size=count * length, remote_size=length
         ) as pair,
     ):
+        touch(pair.local.mr.buffer, progress)
         payload.write_to(pair.remote.mr.buffer, progress)
         flags = send_flags(settings)
         post(

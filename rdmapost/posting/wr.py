@@ -377,9 +377,11 @@ class AtomicWrite(SendWR):
 
     Attributes:
         atomic_wr: the value, 0..2^64-1; it is copied when posted.
-        remote_addr: address at the peer.
-        rkey, remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        remote_addr: address at the peer, 0..2^64-1, a multiple of 8.
+        rkey: the peer's key, 0..2^32-1.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.ATOMIC_WRITE
@@ -403,8 +405,9 @@ class Flush(SendWR):
         rkey: the peer's key, 0..2^32-1.
         type: FlushType; default: GLOBAL.
         level: FlushLevel; default: RANGE.
-        remote_srqn: as in RdmaWrite.
-        wr_id, send_flags: as in SendWR.
+        remote_srqn: number of the peer's SRQ, 0..2^24-1, on XRC_SEND; ignored elsewhere.
+        wr_id: comes back in the completion, 0..2^64-1.
+        send_flags: SendFlags; default: SIGNALED.
     """
 
     opcode = Opcode.FLUSH

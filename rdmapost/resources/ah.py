@@ -183,7 +183,7 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
 
 
 def why_no_path(context: Context, attr: AHAttr, code: int | None, what_to_do: str) -> str:
-    """Say that a device cannot use a path, or return "" if its errno does not mean that.
+    """Return that a device cannot use a path, or "" if its errno means something else.
 
     Args:
         context: an open device.

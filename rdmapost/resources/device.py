@@ -563,9 +563,9 @@ def not_in_table(
 def refuse_beyond(
     name: str, number: int, length: int, what: str, context: Context, port_num: int
 ) -> None:
-    """Refuse an index that is not in a port's table.
+    """Refuse an index that is out of range for a port's table.
 
-    An index within the table may have no entry. Index 0 is left to the device, because a port may
+    An index in range need not have an entry. Index 0 is left to the device, because a port may
     have no table.
 
     Args:

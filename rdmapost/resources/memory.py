@@ -381,7 +381,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         return cls(pd, dmabuf(fd, offset, length, iova), access)
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
-        """Return (slot, object, value) for each attribute to set once a form is in force."""
+        """Return (slot, object, value) for each attribute to set when a form takes effect."""
         # Not a generator: if there is no memory for its function, Python 3.13 crashes.
         return (
             (_taken, form, True),

@@ -1310,11 +1310,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 device refuses a row in the middle, the last row posted may be unsignaled.
             send_flags: other SendFlags, for all rows.
             remote_addr: a number for all rows, a column, or ``Blocks``.
-            rkey, imm_data, invalidate_rkey, compare_add, swap, atomic_wr: as in wr_type, each a
-                number for all rows or a column.
-            length, type, level: likewise, for a Flush.
+            rkey, imm_data, invalidate_rkey, compare_add, swap, atomic_wr: the fields of wr_type
+                with these names, each a number for all rows or a column.
+            length, type, level: the fields of a Flush, each a number for all rows or a column.
             ah: the address handle of all rows.
-            remote_qpn, remote_qkey, remote_srqn: numbers or columns, as above.
+            remote_qpn, remote_qkey, remote_srqn: each a number for all rows or a column.
 
         Returns:
             How many rows were posted: all, or as many as the queue had room for.

@@ -182,7 +182,7 @@ static inline PyObject *rp_run_device(void)
 	return rp_progress ? rp_progress() : NULL;
 }
 
-/* Count a work request in flight that names the handle; the caller is using the handle. */
+/* Count one more work request in flight that names the handle, which the caller is using. */
 static inline void rp_pin(struct rp_handle *handle)
 {
 	RP_ADD(&handle->posted, 1);

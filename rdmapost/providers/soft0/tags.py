@@ -299,7 +299,7 @@ class _Rendezvous:
 
 
 def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
-    """Return the first bytes of a message, up to a size, and the rest."""
+    """Split a message in two: its first bytes, up to a size, and the rest."""
     head = b""
     rest: Segments = []
     for piece in data:

@@ -175,7 +175,7 @@ class FaultPlan:
             seed: chooses the packets, 0..2^64-1.
             sent: apply the plan to packets that the device sends; if False, an earlier plan for
                 them stays in force.
-            received: likewise for packets that the device receives.
+            received: the same for packets that the device receives.
 
         Raises:
             TypeError: a rate, delay_by or seed is not a number, or sent or received not a bool.

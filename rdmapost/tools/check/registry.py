@@ -102,9 +102,9 @@ class Trial:
         """Create the pair of queue pairs; local memory holds random data, remote memory known data.
 
         Args:
-            local_size, remote_size: as in Loopback; default: room for one
+            local_size, remote_size: bytes of memory on each side; default: room for one
                 message, and on the remote side a margin before and after it.
-            options: as in Loopback.
+            options: the other arguments of Loopback.
         """
         pair = Loopback(
             self.context,

@@ -40,7 +40,7 @@ _SIZE = 4096
 class BaseConnection(native.Finalizer, NotCopied):
     """A queue pair of this device, connected to a server's.
 
-    Connection describes the attributes, because ``help()`` shows only a class's own docstring.
+    The attributes are described in ``Connection``: ``help()`` shows only a class's own docstring.
     """
 
     def __init__(

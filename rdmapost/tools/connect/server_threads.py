@@ -197,10 +197,10 @@ class ServerThreads:
         """Start the threads.
 
         Args:
-            lifeline: a list of the Server's, to which one socket of a pair is added; nothing
-                else may keep that socket. The threads end when it is shut down, or when the
-                interpreter closes it because the Server is gone, even if a signal handler
-                interrupts the finalizer.
+            lifeline: a list that the Server owns. One socket of a pair is added to it, and
+                nothing else may hold a reference to that socket. The threads end when it is shut
+                down, or when the interpreter closes it because the Server is gone; so they end
+                even if a signal handler interrupts the finalizer.
         """
         # In another thread, which no signal handler interrupts.
         try:
@@ -306,7 +306,7 @@ class ServerThreads:
     def abandon(self) -> None:
         """Clean up after an interrupted or failed start().
 
-        Wait a limited time for the threads to end, but not in the middle of a verb.
+        Wait a limited time for the threads to end; in the middle of a verb, do not wait.
         """
         self.end()
         if self._start_once.acquire(blocking=False):

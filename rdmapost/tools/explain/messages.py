@@ -184,7 +184,7 @@ def _names() -> dict[str, Explanation]:
 
 
 def _any_of(phrases: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of phrases in lower case that are not parts of longer words.
+    """Return a pattern that matches any of the lower-case phrases, but not inside a longer word.
 
     Each alternative begins with a literal character, so a search skips all other positions.
     """

@@ -30,8 +30,8 @@ def fill(buffer: memoryview, byte: int = FILL, *, marked: bool = False) -> None:
 def what_is_wrong(found: bytes, *, is_server: bool) -> str:
     """Compare received data with what a validating client sends; return "" if it matches.
 
-    The peer's pages may be smaller, so marks at every 4 KiB are right, too. With is_server, the
-    data comes from the client.
+    The peer's pages may be smaller than ours, so marks every 4 KiB are accepted, too. With
+    is_server, the data comes from the client.
     """
     marks = found[:: mmap.PAGESIZE]
     wrong = len(marks) - marks.count(_PAGE_START)
