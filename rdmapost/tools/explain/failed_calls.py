@@ -124,7 +124,11 @@ _FAILED_TO: dict[Rank, dict[str, str]] = {
 }
 _OTHER_LINES: dict[Rank, dict[str, str]] = {
     # A pattern for the line in lower case, and the name of its explanation.
-    Rank.WHOLE: {r"couldn't load driver '|could not load driver '": "load_driver"},
+    Rank.WHOLE: {
+        # The dynamic loader's reason may name an errno.
+        r"couldn't load driver '|could not load driver '": "load_driver",
+        r"\blibibverbs cannot be loaded\b": "NoRdmaError",
+    },
     Rank.FIRST: {
         # ibv_*_pingpong: "poll CQ failed -1"; others: "ibv_poll_cq failed with error 22".
         rf"poll[_ ]?cq\b.{{0,12}}(?:{_FAILED})": "poll_cq",
@@ -140,6 +144,7 @@ _OTHER_LINES: dict[Rank, dict[str, str]] = {
     },
     Rank.ALONE: {
         _VERB: "",
+        r"\bthere is no rdma device \S+: |"
         r"\bib device \S+ (?:wasn't|not) found|librdmacm: fatal: no rdma devices found|"
         r"\bdid not detect devices\b": "NoDeviceError",
         # perftest, ibv_*_pingpong

@@ -56,6 +56,8 @@ _OTHER_PHRASES: dict[str, WCStatus | EventType | str] = {
     "the InfiniBand retry count between two MPI processes has been exceeded": (
         WCStatus.RETRY_EXC_ERR
     ),
+    # rdmapost
+    "no RDMA device: using soft0": "NoDeviceError",
     # perftest, ibv_rc_pingpong
     "No IB devices found": "NoDeviceError",
     "unable to find the Infiniband/RoCE device": "NoDeviceError",

@@ -125,6 +125,13 @@ LINES = [
     (" Failed to modify QP 0x11 to RTR", ["modify_qp_to_rtr"]),
     ("Failed to modify QP to INIT, ret=22", ["modify_qp_to_init", "EINVAL"]),
     ("No IB devices found", ["NoDeviceError"]),
+    ("rdmapost: there is no RDMA device nope: this machine has none", ["NoDeviceError"]),
+    ("no RDMA device: using soft0, the software device of this process", ["NoDeviceError"]),
+    (
+        "rdmapost.NoRdmaError: libibverbs cannot be loaded (/nope.so: cannot open shared object "
+        "file: No such file or directory); install rdma-core",
+        ["NoRdmaError"],
+    ),
     (" Unable to find the Infiniband/RoCE device", ["NoDeviceError"]),
     ("ib_mlx5_log.c:177  Bad response on mlx5_0:1/RoCE (synd 0x10)", ["BAD_RESP_ERR"]),
     ("ib_mlx5_log.c:177  Local access on mlx5_0:1/RoCE (synd 0x11)", ["LOC_ACCESS_ERR"]),
