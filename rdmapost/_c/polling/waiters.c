@@ -82,6 +82,12 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	eventfd_t counted;
 	int n, error;
 
+	if (rp_thread()->lacks_stack) {
+		PyErr_SetString(PyExc_RecursionError,
+				"maximum recursion depth exceeded in the device's work, for which this "
+				"thread would wait");
+		return -1;
+	}
 	if (lock_poller(p))
 		return -1;
 	if (me->fd < 0)
@@ -181,6 +187,7 @@ RP_POLLER_METHOD(rp_until)
 		found = Py_NewRef(Py_NotImplemented);
 		goto out;
 	}
+	rp_thread()->lacks_stack = 0;
 	/* A close before rp_join_waiters() did not wake this thread, so check for one before each sleep. */
 	while (rp_may_wait(use.handle) && (found = PyObject_CallNoArgs(args[2])) == Py_None &&
 	       rp_now_ns() < deadline) {

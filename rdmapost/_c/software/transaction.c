@@ -9,7 +9,6 @@
  */
 #include "software/internal.h"
 
-#include <limits.h>
 #include <time.h>
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
@@ -66,6 +65,20 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
+/*
+ * Raise later what a signal handler has raised: an exception or, if that is a lack of memory or
+ * stack, an interrupt while handling which there was that lack. Steals the reference.
+ */
+static void raise_interrupt(PyObject *exception)
+{
+	if (exception && rp_lacks_room(exception)) {
+		rp_raise_later(rp_interrupt_before(exception));
+		Py_DECREF(exception);
+	} else {
+		rp_raise_later(exception);
+	}
+}
+
 /* Have the device fail the work; NULL, perhaps with an exception, if that is impossible now. */
 static PyObject *give_up(const struct errand *errand, PyObject *error)
 {
@@ -81,19 +94,22 @@ static PyObject *give_up(const struct errand *errand, PyObject *error)
 	return result;
 }
 
+static int lacks_stack(PyObject *error)
+{
+	return PyErr_GivenExceptionMatches(error, PyExc_RecursionError);
+}
+
 /* Whether an attempt failed because memory lacked, perhaps even for an exception. */
 static int lacks_memory(PyObject *error)
 {
-	return !error || (rp_lacks_room(error) &&
-			  !PyErr_GivenExceptionMatches(error, PyExc_RecursionError));
+	return !error || (rp_lacks_room(error) && !lacks_stack(error));
 }
 
 /* Whether two attempts, between which a signal handler may run, failed because of a bug. */
 static int is_bug(PyObject *first, PyObject *second)
 {
-	return first && second && Py_TYPE(first) == Py_TYPE(second) &&
-	       PyErr_GivenExceptionMatches(second, PyExc_Exception) &&
-	       !PyErr_GivenExceptionMatches(second, PyExc_RecursionError);
+	return first && second && Py_TYPE(first) == Py_TYPE(second) && !lacks_stack(second) &&
+	       PyErr_GivenExceptionMatches(second, PyExc_Exception);
 }
 
 /*
@@ -122,26 +138,21 @@ static void attempt_again(struct errand *errand, int here)
 		Py_XDECREF(error);
 		error = rp_take_exception();
 	}
-	if (here && error && !rp_lacks_room(error))
-		rp_raise_later(error);
+	if (here && lacks_stack(error))
+		rp_thread()->lacks_stack = 1;
+	if (here)
+		raise_interrupt(error);
 	else
 		Py_XDECREF(error);
 }
 
-/* Calls beyond the recursion limit, for a transaction. CPython 3.11 ends a process at 50. */
-enum { SPARE_CALLS = 40 };
-
-/* Retry in this thread, with more stack: it may have lacked that. */
+/* Retry in this thread, unless it lacks stack: then leave the work to a later verb. */
 static void attempt_here(struct errand *errand)
 {
-	int limit = Py_GetRecursionLimit(), raised = limit;
-
-	if (limit <= INT_MAX - SPARE_CALLS)
-		raised += SPARE_CALLS;
-	Py_SetRecursionLimit(raised);
-	attempt_again(errand, 1);
-	if (Py_GetRecursionLimit() == raised)
-		Py_SetRecursionLimit(limit);
+	if (lacks_stack(errand->error))
+		rp_thread()->lacks_stack = 1;
+	else
+		attempt_again(errand, 1);
 }
 
 static void resume_gc(void)
@@ -271,14 +282,10 @@ long rp_soft_transact(PyObject *call)
 	errand.error = errand.result ? NULL : rp_take_exception();
 	if (!errand.result && !doomed && !send(&errand))
 		attempt_here(&errand);
-	/*
-	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack
-	 * of stack or memory, because the work is retried.
-	 */
-	if (errand.error && !doomed &&
-	    ((PyObject *)Py_TYPE(errand.error) == errand.bug || rp_lacks_room(errand.error)))
+	/* Drop the exception if it came from a bug: GIVE_UP has received it. */
+	if (errand.error && !doomed && (PyObject *)Py_TYPE(errand.error) == errand.bug)
 		Py_CLEAR(errand.error);
-	rp_raise_later(errand.error);
+	raise_interrupt(errand.error);
 	/* Only what has been done or has failed is not done again. */
 	result_code = errand.result ? PyLong_AsLong(errand.result) : -1;
 	if (doomed)
@@ -458,6 +465,7 @@ static void enter(struct rp_use *use)
 	int64_t when, retry;
 
 	rp_push_use(rp_thread(), NULL, use);
+	rp_thread()->lacks_stack = 0;
 	rp_acquire(&rp_soft_lock);
 	late = 0;
 	if (forked) {
@@ -535,6 +543,7 @@ static PyObject *progress(void)
 
 	if (rp_soft_busy())
 		return NULL;
+	rp_thread()->lacks_stack = 0;
 	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
 	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
 		enter(&use);

@@ -295,7 +295,7 @@ class RoceQueuePair(QueuePair):
         """Complete a receive that gets no message."""
         wqe, queue, _, cq = taken
         fields = (wqe.wr_id, status, WCOpcode.RECV, 0, 0, self.number, 0, 0, 0)
-        self.push(cq, (fields, queue, 1, False, NO_TAG))
+        self.push(cq, (fields, queue, 1, False, NO_TAG), wqe)
 
     def flush_sends(self) -> None:
         self._forget_requests()

@@ -183,10 +183,19 @@ class QueuePair(native.Record):
         fields = (wqe.wr_id, status, opcode, byte_len, 0, self.number, 0, 0, 0)
         self.push(self.send_cq, (fields, queue, frees, False, NO_TAG))
 
-    def push(self, cq: CompletionQueue, entry: Entry) -> None:
-        """Put an entry on a completion queue; an overrun breaks the queue pair."""
+    def push(self, cq: CompletionQueue, entry: Entry, received: Any = None) -> None:
+        """Put an entry on a completion queue; an overrun breaks the queue pair.
+
+        Args:
+            cq: the completion queue.
+            entry: the entry.
+            received: the receive that it completes, if it is one.
+        """
         if cq.add(entry):
             return
+        if self.srq is not None and entry[1] is self.srq.queue:
+            # No completion would ever free the receive's slot and memory, so it returns to the SRQ.
+            native.on_commit(entry[1].pending.appendleft, received)
         cq.report_overrun()
         self.fail(EventType.QP_FATAL)
 

@@ -142,6 +142,9 @@ def _execute_next(worker: Any, is_late: bool) -> int:
     if worker is None:
         run_due()
         return False
+    if not hasattr(worker, "device"):
+        # A signal handler posted to it while it was being made, which has been undone.
+        return False
     if is_late and worker.device.put_off():
         return -2
     more: int = worker.device.execute_next(worker)

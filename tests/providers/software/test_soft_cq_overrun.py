@@ -8,7 +8,7 @@ import errno
 import os
 
 import pytest
-from support import soft_context
+from support import soft_context, until
 from support.async_events import event
 from support.findings import named
 
@@ -54,6 +54,36 @@ def test_cq_overrun_breaks_its_queue_pair():
         assert refused.value.errno == errno.EINVAL
         qp.close()
         ah.close()
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+@pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
+def test_receive_whose_completion_is_lost_returns_to_the_srq(device, qp_type):
+    """Otherwise each overrun would cost a shared receive queue one of its slots, for good."""
+    with (
+        rp.open_device(device) as context,
+        rp.PD(context) as pd,
+        rp.CQ(context) as cq,
+        rp.MR(pd, 64) as mr,
+        rp.SRQ(pd, 2) as srq,
+    ):
+        for _ in range(3):
+            with (
+                rp.CQ(context, 1) as small,
+                rp.QP(pd, qp_type, cq) as sender,
+                rp.QP(pd, qp_type, cq, small, srq=srq) as receiver,
+            ):
+                sender.connect(receiver.endpoint())
+                receiver.connect(sender.endpoint())
+                if not srq.outstanding:
+                    srq.post_srq_recv([rp.RecvWR(mr[:8])] * 2)
+                else:
+                    srq.post_srq_recv(rp.RecvWR(mr[:8]))
+                sender.post_send([rp.Send(mr[:8])] * 2)
+                cq.wait(2, 5)
+                until(lambda receiver=receiver: receiver.query().qp_state is QPState.ERR)
+                assert len(small.poll()) == 1
+                assert srq.outstanding == 1
 
 
 def assert_points_at_the_overrun(qp):
