@@ -302,7 +302,7 @@ class Provider(Protocol):
         ...
 
     def reg_mr_mmap(self, pd: Any, addr: Any, length: int, access: int) -> Any:
-        """Register memory that may be a mapped file, which can be truncated."""
+        """Register memory that may be backed by a file, which may be truncated later."""
         ...
 
     def reg_dmabuf_mr(

@@ -491,7 +491,7 @@ class Context(EventSource, struct="ibv_context"):
     def choose_gid(self, port_num: int = 1, gid_index: int | None = None) -> GIDChoice:
         """Choose one of a port's GIDs, or look up the one at gid_index.
 
-        It prefers RoCE v2 to v1, then any address to a link-local one, then IPv4 to
+        It prefers RoCE v2 to v1, then any other address to a link-local one, then IPv4 to
         IPv6 (most RoCE networks use IPv4), then the lower index.
 
         Args:

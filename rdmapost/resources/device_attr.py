@@ -34,13 +34,13 @@ class PortAttr:
         state: its state; only ACTIVE carries traffic.
         link_layer: InfiniBand or Ethernet.
         max_mtu, active_mtu: the largest path MTU, and the one in use.
-        gid_tbl_len, pkey_tbl_len: entries in the GID and the P_Key table.
+        gid_tbl_len, pkey_tbl_len: how many entries the GID and P_Key tables have.
         max_msg_sz: the largest message, in bytes.
         lid, sm_lid: local identifiers; 0 on Ethernet.
         phys_state: 5 is LinkUp, 3 is Disabled.
         active_speed, active_width: encoded as in the man page.
         active_speed_ex: the speed, even if it does not fit into active_speed (XDR and later); 0
-            if libibverbs or the driver is too old to report it: then see active_speed.
+            if libibverbs or the driver is too old to report it (in that case, see active_speed).
         port_cap_flags: what it can do.
         bad_pkey_cntr, qkey_viol_cntr: how many packets had a wrong P_Key or Q_Key.
         lmc: how many low bits of its LID the path may choose.

@@ -1406,7 +1406,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         return self._prepared(self._send, wrs)
 
     def prepare_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> Batch:
-        """Check and pack receives once, to post them many times, as prepare does for sends.
+        """Check and pack receives once so that they can be posted many times; see prepare.
 
         Args:
             wrs: a RecvWR or an iterable of them.

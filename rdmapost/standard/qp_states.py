@@ -126,7 +126,7 @@ def _names(mask: int) -> str:
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     """Say why a transition cannot be made with these attributes, or return None.
 
-    A state that only a newer libibverbs or driver knows may have any transition.
+    Any transition is allowed for a state that only a newer libibverbs or driver knows.
     """
     if not is_known(state):
         return None

@@ -46,7 +46,7 @@ static PyObject *numbers(const int64_t *at, int count)
 	PyObject *list = PyList_New(0), *tuple;
 	int failed = !list;
 
-	/* Built as a list, because code could see an incomplete tuple through the collector. */
+	/* Built as a list, because other code could see an incomplete tuple through gc. */
 	for (int i = 0; !failed && i < count; i++)
 		failed = rp_append_new(list, PyLong_FromLongLong(at[i]));
 	tuple = failed ? NULL : PyList_AsTuple(list);

@@ -350,7 +350,7 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			rp_drop_done(batch.queue[i]);
 			Py_DECREF((PyObject *)batch.queue[i]);
 		}
-		/* Completions in rows are delivered: poll no further batch, which may fail. */
+		/* Rows that are written are delivered, so do not poll another batch: that could fail. */
 	} while (polled == BATCH && !batch.rows);
 	return 0;
 }

@@ -656,8 +656,8 @@ static PyObject *in_flight_clear_until(PyObject *self, PyObject *arg)
 
 /*
  * Return the entry of the index-th outstanding work request, and the work request's index in the
- * entry; NULL past the end. The order is that of posting if the queue completes in order, else that
- * of the slots.
+ * entry; NULL past the end. Entries are in posting order if the queue completes in order, otherwise
+ * in slot order.
  */
 static struct rp_entry *outstanding(struct rp_in_flight *q, uint64_t index, uint64_t *within)
 {

@@ -307,7 +307,7 @@ static void add_posted_note(long long posted, Py_ssize_t count)
 	rp_raise(error);
 }
 
-/* Release the work requests, and the result of a call that must have raised; returns NULL. */
+/* Release the work requests, and the result of a call that should have raised. Returns NULL. */
 static PyObject *raised(PyObject *done, PyObject *wrs)
 {
 	Py_XDECREF(done);

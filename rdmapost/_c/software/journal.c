@@ -286,8 +286,8 @@ static PyObject *on_commit(PyObject *self, PyObject *call)
 }
 
 /*
- * try_on_commit(callable, *args): if the call raises, the transaction is repeated with the memory
- * refused.
+ * try_on_commit(callable, *args): if the call raises, the transaction is repeated, this time
+ * refusing the memory.
  */
 static PyObject *try_on_commit(PyObject *self, PyObject *call)
 {

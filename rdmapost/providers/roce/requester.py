@@ -165,7 +165,7 @@ def _request_of(qp: RoceQueuePair, psn: int) -> SendRequest:
 
 
 def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
-    """Make the next request; return None if there is none, or it must wait.
+    """Make the next request; return None if there is none, or if it must wait.
 
     Raises:
         ErrorStatus: the work request ends with an error status.
@@ -582,7 +582,7 @@ def _expect_missing(qp: RoceQueuePair) -> None:
 
 
 def _try_again(qp: RoceQueuePair, counts: bool) -> None:
-    """Go back to the oldest unacknowledged packet, if attempts are left."""
+    """Go back to the oldest unacknowledged packet, if any attempts are left."""
     qp.missing_until = qp.deadline = 0.0
     if counts:
         if qp.retries >= qp.attr["retry_cnt"]:

@@ -12,7 +12,7 @@ from .registry import UNTOUCHED, Failed
 
 
 def write(pair: Loopback, *, offset: int, rkey: int | None = None) -> None:
-    """Write the local memory to an offset of the remote memory, and verify it.
+    """Write the local memory to the remote memory at an offset, and verify the result.
 
     Args:
         pair: the queue pairs.

@@ -111,7 +111,7 @@ def _matches(pair: Loopback, tag: int, slot: int) -> None:
     message = _send(pair, tag, slot)
     wc = _arrives(pair, tag, wr_id=40 + slot)
     if not wc.wc_flags & WCFlags.TM_DATA_VALID:
-        raise Failed("a message with the tag of an entry did not match")
+        raise Failed("a message did not match the entry that has its tag")
     same("byte_len", wc.byte_len, _PAYLOAD)
     same_bytes("payload", at(pair, slot * _ROOM, _PAYLOAD), message[TMH_BYTES:])
 

@@ -118,7 +118,7 @@ class Acceptor:
         self._selector = selectors.DefaultSelector()
         self._warned_at = 0.0
         # Whether the records of the connections, or their registrations with the selector, may be
-        # incomplete: nothing is registered yet, or memory ran out.
+        # incomplete, because nothing is registered yet or memory ran out.
         self._incomplete = True
 
     def close(self) -> None:

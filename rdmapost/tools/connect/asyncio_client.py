@@ -330,7 +330,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
         parent. Other tasks' pending requests raise ConnectError.
 
         Raises:
-            InUseError: a queue pair of the caller's on another PD uses the connection's CQ.
+            InUseError: one of the caller's queue pairs, on another PD, uses the connection's CQ.
             VerbsError: the device refused.
             RdmaError: the connection belongs to another event loop (nothing is closed), or
                 its event loop has been closed (everything is released, but the server is not

@@ -483,7 +483,7 @@ class Connection(BaseConnection, ClosesOnExit):
         does not wait for the server; this side is released once the verb or the wait has returned.
 
         Raises:
-            InUseError: a queue pair of the caller's on another PD uses the connection's CQ.
+            InUseError: one of the caller's queue pairs, on another PD, uses the connection's CQ.
             VerbsError: the device refused.
         """
         if self._pid != os.getpid():

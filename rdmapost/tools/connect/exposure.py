@@ -182,7 +182,7 @@ def make_exposure(
 
 
 def windows_access(access: Access) -> Access:
-    """Return the access that a queue pair must permit for windows of a region with this access."""
+    """Return the access that a queue pair must permit for a region's windows, given its access."""
     return EXPOSABLE if access & Access.MW_BIND else Access(0)
 
 

@@ -317,7 +317,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No message has arrived in that receive.
+    """No message has arrived for that receive.
 
     Attributes:
         arrived: how many messages have arrived.
@@ -436,7 +436,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def read_version(fields: dict[str, Any]) -> int:
-    """Return the version that a first message names."""
+    """Return the version given in a session's first message."""
     version = fields.get("rdmapost")
     if type(version) is not int:
         raise ProtocolError("the first message does not give its protocol version (field rdmapost)")

@@ -93,8 +93,8 @@ class ServerState:
         # Weak references: a place that is no longer held is removed from this set without running
         # our code, which could run out of memory.
         self._places: set[weakref.ref[Place]] = set()
-        # Held while one piece of a large memory is read, so that any number of looks keep only one
-        # core busy.
+        # Held while one piece of a large memory region is read, so that concurrent looks, however
+        # many, keep only one core busy.
         self.look_lock = threading.Lock()
         # Keyed by number.
         self.clients: dict[int, ServedClient] = {}

@@ -11,7 +11,7 @@ def _release(name: str, what: str, used: str) -> Explanation:
     Args:
         name: the verb without ibv_.
         what: the kind of object.
-        used: names what may still use the object, in which case the verb returns EBUSY.
+        used: what may still be using the object; if anything is, the verb returns EBUSY.
     """
     return failure(
         name,
