@@ -29,7 +29,7 @@ _COMMANDS = {
         ("send", "send", "Send a message to a second queue pair, or to HOST."),
         ("write_read", "write", "Write to the memory of a second queue pair, or of HOST."),
         ("write_read", "read", "Read the memory of a second queue pair, or of HOST."),
-        ("atomic", "atomic", "Atomically change 64 bits through a second queue pair, or on HOST."),
+        ("atomic", "atomic", "Atomically change 64 bits of a second queue pair, or of HOST."),
         ("memory_windows", "bind-mw", "Bind a type 2 memory window, and write data through it."),
         (
             "memory_windows",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.group(cls=Group, invoke_without_command=True)
 @group_options
 def atomic() -> None:
-    """Atomically change 64 bits through a second queue pair, or on HOST."""
+    """Atomically change 64 bits of a second queue pair, or of HOST."""
 
 
 def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
