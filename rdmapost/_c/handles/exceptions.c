@@ -48,18 +48,6 @@ int rp_lacks_room(PyObject *exception)
 	       PyErr_GivenExceptionMatches(exception, PyExc_SystemError);
 }
 
-PyObject *rp_interrupt_before(PyObject *exception)
-{
-	PyObject *found = exception ? PyException_GetContext(exception) : NULL, *next;
-
-	while (found && PyErr_GivenExceptionMatches(found, PyExc_Exception)) {
-		next = PyException_GetContext(found);
-		Py_DECREF(found);
-		found = next;
-	}
-	return found;
-}
-
 void rp_raise_forked(void)
 {
 	PyErr_SetString(rp_errors.closed,

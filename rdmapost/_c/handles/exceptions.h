@@ -46,12 +46,6 @@ PyObject *rp_raise_verbs(const char *verb, int code);
 /* Raise RdmaError for a post in the middle of another post to the same queue. */
 void rp_raise_nested(void);
 
-/*
- * Return the interrupt (such as KeyboardInterrupt: no Exception) while handling which an exception
- * was raised; NULL if there is none.
- */
-PyObject *rp_interrupt_before(PyObject *exception);
-
 /* Clear the current exception and return it, with its traceback; NULL if none is set. */
 PyObject *rp_take_exception(void);
 

@@ -219,7 +219,9 @@ static PyObject *roce_receive(PyObject *self, PyObject *args)
 		Py_RETURN_NONE;
 	}
 	part = (struct iovec){ buffer.buf, (size_t)buffer.len };
-	size = recvmsg(fd, &m, MSG_DONTWAIT);
+	do /* SOCK_DESTROY (ss -K) leaves this error once; the socket still works */
+		size = recvmsg(fd, &m, MSG_DONTWAIT);
+	while (size < 0 && errno == ECONNABORTED);
 	error = errno;
 	PyBuffer_Release(&buffer);
 	errno = error;

@@ -65,20 +65,6 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/*
- * Raise later what a signal handler has raised: an exception or, if that is a lack of memory or
- * stack, an interrupt while handling which there was that lack. Steals the reference.
- */
-static void raise_interrupt(PyObject *exception)
-{
-	if (exception && rp_lacks_room(exception)) {
-		rp_raise_later(rp_interrupt_before(exception));
-		Py_DECREF(exception);
-	} else {
-		rp_raise_later(exception);
-	}
-}
-
 /* Have the device fail the work; NULL, perhaps with an exception, if that is impossible now. */
 static PyObject *give_up(const struct errand *errand, PyObject *error)
 {
@@ -140,8 +126,8 @@ static void attempt_again(struct errand *errand, int here)
 	}
 	if (here && lacks_stack(error))
 		rp_thread()->lacks_stack = 1;
-	if (here)
-		raise_interrupt(error);
+	if (here && error && !rp_lacks_room(error))
+		rp_raise_later(error);
 	else
 		Py_XDECREF(error);
 }
@@ -282,10 +268,14 @@ long rp_soft_transact(PyObject *call)
 	errand.error = errand.result ? NULL : rp_take_exception();
 	if (!errand.result && !doomed && !send(&errand))
 		attempt_here(&errand);
-	/* Drop the exception if it came from a bug: GIVE_UP has received it. */
-	if (errand.error && !doomed && (PyObject *)Py_TYPE(errand.error) == errand.bug)
+	/*
+	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack
+	 * of stack or memory, because the work is retried.
+	 */
+	if (errand.error && !doomed &&
+	    ((PyObject *)Py_TYPE(errand.error) == errand.bug || rp_lacks_room(errand.error)))
 		Py_CLEAR(errand.error);
-	raise_interrupt(errand.error);
+	rp_raise_later(errand.error);
 	/* Only what has been done or has failed is not done again. */
 	result_code = errand.result ? PyLong_AsLong(errand.result) : -1;
 	if (doomed)

@@ -189,11 +189,11 @@ class QueuePair(native.Record):
         Args:
             cq: the completion queue.
             entry: the entry.
-            received: the receive that it completes, if it is one.
+            received: the receive that it completes, if that can return to an SRQ.
         """
         if cq.add(entry):
             return
-        if self.srq is not None and entry[1] is self.srq.queue:
+        if received is not None and entry[1] is not self.rq:
             # No completion would ever free the receive's slot and memory, so it returns to the SRQ.
             native.on_commit(entry[1].pending.appendleft, received)
         cq.report_overrun()

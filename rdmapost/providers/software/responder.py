@@ -188,7 +188,9 @@ def complete_receive(
             status = WCStatus.REM_INV_REQ_ERR
     src_qp = request.src_qpn if qp.type is _UD else 0
     fields = (wqe.wr_id, status, opcode, byte_len, imm, qp.number, src_qp, flags, request.sl)
-    qp.push(cq, (fields, queue, 1, request.solicited, tag_info), wqe)
+    # A tagged buffer would not return to its SRQ's queue.
+    received = None if opcode is WCOpcode.TM_RECV else wqe
+    qp.push(cq, (fields, queue, 1, request.solicited, tag_info), received)
     if status:
         qp.fail()
     return ack
