@@ -87,11 +87,7 @@ def touch(memory: memoryview, progress: Progress) -> None:
     Otherwise the kernel would provide all of its pages while soft0 copies the data, which happens
     in one call, during which Ctrl-C has no effect.
     """
-    zeros = bytes(_PIECE)
-    for start in range(0, len(memory), _PIECE):
-        count = min(_PIECE, len(memory) - start)
-        memory[start : start + count] = zeros[:count]
-        progress.add(count)
+    Payload(b"\0", len(memory)).write_to(memory, progress)
 
 
 class Progress:

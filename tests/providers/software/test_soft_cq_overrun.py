@@ -75,10 +75,7 @@ def test_receive_whose_completion_is_lost_returns_to_the_srq(device, qp_type):
             ):
                 sender.connect(receiver.endpoint())
                 receiver.connect(sender.endpoint())
-                if not srq.outstanding:
-                    srq.post_srq_recv([rp.RecvWR(mr[:8])] * 2)
-                else:
-                    srq.post_srq_recv(rp.RecvWR(mr[:8]))
+                srq.post_srq_recv([rp.RecvWR(mr[:8])] * (2 - srq.outstanding))
                 sender.post_send([rp.Send(mr[:8])] * 2)
                 cq.wait(2, 5)
                 until(lambda receiver=receiver: receiver.query().qp_state is QPState.ERR)
