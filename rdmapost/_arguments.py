@@ -63,8 +63,8 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     """
     if not hasattr(type(given), "__index__"):
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}")
-    # Integers of numpy wrap around where an int would grow, and so do results computed from them.
-    # And operator.index() returns True as it is.
+    # Convert to int: numpy's integers overflow where an int would grow, and operator.index()
+    # returns a bool unchanged.
     try:
         return int(operator.index(given))
     except TypeError as error:

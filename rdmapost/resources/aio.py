@@ -589,8 +589,8 @@ class _ChannelWaits(_WaitList):
         """Collect pending events, and poll those of their CQs that tasks wait for."""
         channel: CompChannel = self.owner
         try:
-            # In a function of its own, because Python 3.12 and 3.13 leave a loop's jump back, where
-            # a signal handler may raise, out of the `try` around it.
+            # The loops are in another function: in Python 3.12 and 3.13, `try` does not cover a
+            # loop's jump back, where a signal handler may raise.
             for queue in self._read_events():
                 if queue is not None:
                     queue.deliver_or_fail()

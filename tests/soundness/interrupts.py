@@ -227,7 +227,7 @@ def interrupt_at_random(
             came = False
             try:
                 signal.setitimer(signal.ITIMER_REAL, chance.uniform(2e-5, longest))
-                # Python 3.12 and 3.13 leave a loop's jump back out of the `try` around it.
+                # In Python 3.12 and 3.13, `try` does not cover a loop's jump back.
                 act_until_it_came()
             except exception:
                 pass

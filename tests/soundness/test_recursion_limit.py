@@ -225,7 +225,7 @@ FAILING = [None, *range(22, 64, 3)]
 @pytest.mark.parametrize("device", WORKS)
 @isolated(silent=True, timeout=60, **LOSES_MEMORY)
 def test_work_that_a_verb_lacks_stack_or_memory_for_is_done_later(device, threads):
-    """A thread with a stack of its own may do it, if one can be started."""
+    """If another thread can be started, it does the work on its own stack."""
     import _testcapi as memory
 
     with (

@@ -71,7 +71,7 @@ void rp_raise_nested(void)
 
 /* ---- signal handlers' exceptions ----------------------------------------- */
 
-/* Remove and return the first exception; NULL if there is none, or no memory to shrink the list. */
+/* Remove and return the first exception; NULL if none is left or the list cannot be shrunk. */
 static PyObject *shift(void)
 {
 	PyObject *first = NULL;

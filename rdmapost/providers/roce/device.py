@@ -73,7 +73,7 @@ class RoceDevice(Device):
         self._looked = 0.0
         """The time of the last look for packets; timers that had expired by then may run."""
         self._expired_at = math.inf
-        """When a timer expired that is waiting to run; infinity if there is none."""
+        """The time at which a waiting timer expired; infinity if none is waiting to run."""
         self.timers: dict[RoceQueuePair | RoceDevice, float] = JournaledDict()
 
     # ---- opening and closing ------------------------------------------------

@@ -230,7 +230,7 @@ def _name(look_up: object, number: int) -> str:
 
 
 def _check_ports(system: System, chosen: str | None) -> Iterable[Finding]:
-    """Check the ports of the other devices without opening these."""
+    """Check the ports of the other devices without opening the devices."""
     for device in system.devices():
         if device == chosen:
             continue

@@ -167,7 +167,7 @@ def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, c
 def test_work_left_for_lack_of_memory_while_another_thread_logs_is_done_later(
     context, caplog, monkeypatch
 ):
-    """Another thread's verb, which has ended, logs the errors of its own work."""
+    """The other thread logs errors after its verb has ended."""
     from rdmapost.providers.soft0 import requester
     from rdmapost.providers.software import state
 
