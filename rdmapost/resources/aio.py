@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import math
+import os
 import select
 import weakref
 from collections.abc import Callable
@@ -238,26 +240,37 @@ class _Waiter:
             self.woken.set_exception(error)
 
 
+_MANY = (
+    "Linux lets about 500 of them share a software device's timer; let several tasks share a CQ, "
+    "or several CQs a CompChannel"
+)
+
+
 class _Watch:
     """A descriptor that an event loop watches for a wait list.
 
-    The loop watches the watch's own epoll, which contains the descriptor: if the descriptor is
-    closed and its number reused, the new descriptor is not watched. Only the event loop refers to a
-    watch, so the epoll stays open while the loop watches it, and is closed with the loop.
+    The loop watches a duplicate: if the descriptor is closed and its number reused, the new
+    descriptor is not watched. An epoll around it would do that, too, but Linux lets only 100 epolls
+    of epolls of epolls refer to a software device's timer. Only the event loop refers to a watch,
+    so the duplicate stays open while the loop watches it, and is closed with the loop.
 
     Attributes:
-        epoll: that epoll; closed once the loop has stopped watching.
+        duplicate: owns the duplicate; closed once the loop has stopped watching.
     """
 
     def __init__(self, waits: _WaitList, fd: int) -> None:
         self._loop = waits.loop
         self._waits = weakref.ref(waits)
-        self.epoll = select.epoll()
-        self.epoll.register(fd, select.EPOLLIN)
+        # In C, so that no signal handler runs before the new descriptor has its owner.
+        self.duplicate = next(map(select.epoll.fromfd, map(os.dup, (fd,))))
         try:
-            self._loop.add_reader(self.epoll.fileno(), self._ready)
-        except BaseException:
-            self._loop.remove_reader(self.epoll.fileno())
+            self._loop.add_reader(self.duplicate.fileno(), self._ready)
+        except BaseException as error:
+            self._loop.remove_reader(self.duplicate.fileno())
+            if isinstance(error, OSError) and error.errno == errno.EINVAL:
+                raise RdmaError(
+                    f"an event loop cannot wait for more CQs and channels of this device: {_MANY}"
+                ) from error
             raise
 
     def _ready(self) -> None:
@@ -268,11 +281,11 @@ class _Watch:
 
     def close(self) -> None:
         """Stop watching; the loop may be closed, or run in another thread."""
-        if self._loop.is_closed() or self.epoll.closed:
+        if self._loop.is_closed() or self.duplicate.closed:
             return
         if _runs(self._loop):
-            self._loop.remove_reader(self.epoll.fileno())
-            self.epoll.close()
+            self._loop.remove_reader(self.duplicate.fileno())
+            self.duplicate.close()
         else:
             with contextlib.suppress(RuntimeError):  # The loop has just been closed.
                 self._loop.call_soon_threadsafe(self._close_unused)
@@ -394,7 +407,7 @@ class _WaitList:
         """Claim the events, which threads then leave to the tasks, and watch the descriptor."""
         if not self._poller.claim(self):
             self.refuse()
-        if (watch := self._watch()) is None or watch.epoll.closed:
+        if (watch := self._watch()) is None or watch.duplicate.closed:
             self._watch_again()
 
     def _watch_again(self) -> None:

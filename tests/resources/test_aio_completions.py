@@ -37,6 +37,27 @@ def test_await_returns_exactly_as_many_completions_as_asked(rc):
     run(main)
 
 
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_hundreds_of_tasks_each_wait_on_their_own_cq(device):
+    """Linux limits how many epolls may refer to the device's timer."""
+
+    async def main(context, pd):
+        with contextlib.ExitStack() as stack:
+            cqs = [stack.enter_context(rp.CQ(context, 4)) for _ in range(250)]
+            qps = [stack.enter_context(rp.QP(pd, rp.QPType.RC, cq)) for cq in cqs]
+            waits = [asyncio.ensure_future(cq.completions(1, LIMIT)) for cq in cqs]
+            await settle()
+            for qp in qps:
+                qp.connect(qp.endpoint())
+                qp.to_err()
+                qp.post_recv(rp.RecvWR(wr_id=7))
+            for (wc,) in await asyncio.gather(*waits):
+                assert (wc.wr_id, wc.status) == (7, WCStatus.WR_FLUSH_ERR)
+
+    with rp.open_device(device) as context, rp.PD(context) as pd:
+        run(lambda: main(context, pd))
+
+
 def test_task_sleeps_until_enough_completions_have_come(rc):
     """Each of the eight comes on its own, while the task sleeps."""
 

@@ -1288,10 +1288,10 @@ def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, w
             raise MemoryError
         return execute_next(qp)
 
-    def interrupted(qp: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         attempts.append("give up")
         signal.raise_signal(signal.SIGINT)
-        return give_up(qp)
+        return give_up(*arguments, **options)
 
     with (
         rp.open_device(device) as context,

@@ -199,6 +199,8 @@ class RoceQueuePair(QueuePair):
         only once for each PSN, because the peer may be slow."""
         self.acked = 0
         """An ACK has acknowledged everything before this PSN, although responses are missing."""
+        self.refused: tuple[int, WCStatus] | None = None
+        """The PSN that an error NAK has refused, and the status, although responses are missing."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 

@@ -393,6 +393,8 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
         return True
     if psn + packet.count > qp.una:
         _response(qp, packet, psn)
+        if qp.refused is not None and qp.refused[0] == qp.una and qp.requests:
+            fail(qp, qp.refused[1])
         if may_send(qp):
             # The data that has arrived is in memory only after this step; the next may send it.
             qp.device.again(qp)
@@ -412,7 +414,10 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
         qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
     if psn != qp.una or not qp.requests or qp.rnr_until:
-        # Responses before it are missing, or it repeats a known NAK.
+        # Responses before it are missing, or it repeats a known NAK. A responder in ERR would not
+        # repeat it.
+        if psn > qp.una and syndrome == packets.NAK and value in _NAK_STATUS:
+            qp.refused = psn, _NAK_STATUS[value]
         return
     if syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)

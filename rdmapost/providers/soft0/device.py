@@ -118,11 +118,10 @@ class SoftDevice(Device):
             return requester.execute_next(worker)
         return bool(worker.tags.execute_next())
 
-    def give_up(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:
-        """Fail the work request that could not be executed; return whether to call again."""
+    def give_up(self, worker: SoftQueuePair | SharedReceiveQueue) -> int:
         if isinstance(worker, SoftQueuePair):
             return requester.give_up(worker)
-        return bool(worker.tags.give_up())
+        return int(worker.tags.give_up())
 
 
 device = SoftDevice("soft0")

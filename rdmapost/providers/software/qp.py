@@ -229,8 +229,12 @@ class QueuePair(native.Record):
     def flush_posted(self) -> None:
         """Complete the work requests that were posted in ERR or SQE, with flush errors."""
         self.flush_sends()
-        if self.state is _ERR and self.srq is None:
+        if self.has_receives_to_flush():
             self.flush_receives()
+
+    def has_receives_to_flush(self) -> bool:
+        """Whether receives were posted in ERR."""
+        return self.state is _ERR and self.srq is None and bool(self.rq.pending)
 
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""

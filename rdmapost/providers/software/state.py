@@ -154,9 +154,12 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 def _give_up(worker: Any, error: BaseException | None) -> int:
     if worker is None and (error is None or isinstance(error, _LACK)):
         return -1  # nothing to fail: what is due stays due
-    failed = ("a software device" if worker is None else worker.device.name), error
-    native.on_commit(_errors.append, failed)
-    return worker is not None and worker.device.give_up(worker)
+    name = "a software device" if worker is None else worker.device.name
+    more = 0 if worker is None else worker.device.give_up(worker)
+    if more >= 0:
+        # Python has few MemoryErrors to reuse when memory lacks: keep none.
+        native.on_commit(_errors.append, (name, None if isinstance(error, _LACK) else error))
+    return int(more)
 
 
 def _log_errors() -> None:
@@ -165,8 +168,12 @@ def _log_errors() -> None:
             name, error = _errors.pop()
         except IndexError:  # none is left: another thread may have taken it
             return
+        why = "" if error is not None else " for lack of memory"
         _log.error(
-            "%s failed to execute a work request, which ends with FATAL_ERR", name, exc_info=error
+            "%s failed to execute a work request%s, which ends with FATAL_ERR",
+            name,
+            why,
+            exc_info=error,
         )
 
 

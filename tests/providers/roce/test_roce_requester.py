@@ -752,16 +752,18 @@ def test_send_queue_has_drained_when_a_planned_fault_ends_what_is_in_progress(al
 
 def test_request_that_the_engine_gives_up_ends_with_fatal_err(alone):
     post(alone, send(alone, 1), send(alone, 2))
-    assert not engine.give_up(alone.qp)
+    assert engine.give_up(alone.qp, expired=False) == 0
     assert statuses(alone) == [(1, WCStatus.FATAL_ERR), (2, FLUSHED)]
     alone.ack(SQ_PSN + 1)
     alone.network.run()
-    assert not engine.give_up(alone.qp)
+    assert engine.give_up(alone.qp, expired=False) == 0
 
 
-def test_queue_pair_without_requests_that_the_engine_gives_up_is_broken(alone):
-    """What waited for it, a request of its peer, could not be executed."""
-    assert not engine.give_up(alone.qp)
+def test_queue_pair_without_requests_whose_timer_the_engine_gives_up_is_broken(alone):
+    """What waited for the timer, a request of its peer, could not be executed."""
+    assert engine.give_up(alone.qp, expired=False) == 0
+    assert alone.qp.state is QPState.RTS
+    assert engine.give_up(alone.qp, expired=True) == 0
     assert alone.qp.state is QPState.ERR
     assert alone.events() == [EventType.QP_FATAL]
 

@@ -193,6 +193,54 @@ def test_work_left_for_lack_of_memory_while_another_thread_logs_is_done_later(
     assert caplog.text == ""
 
 
+def _attempts(device: str, monkeypatch, failures: list[type[Exception]]) -> list[object]:
+    """Have the first attempts of the device's work raise; return a list of all attempts."""
+    from rdmapost.providers.roce import engine
+    from rdmapost.providers.soft0 import requester
+
+    module = requester if device == "soft0" else engine
+    execute_next, attempts = module.execute_next, []
+
+    def fails(qp):
+        attempts.append(qp)
+        if len(attempts) <= len(failures):
+            raise failures[len(attempts) - 1]
+        return execute_next(qp)
+
+    monkeypatch.setattr(module, "execute_next", fails)
+    return attempts
+
+
+@pytest.mark.parametrize("failures", [2, 40])
+@pytest.mark.parametrize("posts", ["sends", "receives"])
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_posts_to_a_failed_queue_pair_are_flushed_once_there_is_memory(
+    device, posts, failures, caplog, monkeypatch
+):
+    with rp.open_device(device) as context, two_queue_pairs(context) as (cq, mr, near, far):
+        near.connect(far.endpoint())
+        near.to_err()
+        attempts = _attempts(device, monkeypatch, [MemoryError] * failures)
+        if posts == "receives":
+            near.post_recv([rp.RecvWR(mr[:8], wr_id=n) for n in range(3)])
+        else:
+            near.post_send([rp.Send(mr[:8], wr_id=n) for n in range(3)])
+        wcs = cq.wait(3, 10)
+        assert [wc.wr_id for wc in wcs] == [0, 1, 2]
+        assert len(attempts) > 2
+        if posts == "receives" or device != "soft0":
+            assert {wc.status for wc in wcs} == {WCStatus.WR_FLUSH_ERR}
+            assert caplog.text == ""
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_queue_pair_without_work_survives_a_lack_of_memory(device, monkeypatch):
+    with rp.open_device(device) as context, two_queue_pairs(context) as (_, _, near, far):
+        _attempts(device, monkeypatch, [MemoryError] * 8)
+        near.connect(far.endpoint())
+        assert near.query().qp_state is rp.QPState.RTS
+
+
 INTERRUPTED = """
 import signal, sys
 import rdmapost as rp
