@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import functools
 import operator
@@ -39,6 +40,7 @@ from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
 _DEVICE_VARIABLE = "RDMAPOST_DEVICE"
+_SOFTWARE_DEVICES = "soft0", f"{ROCE}lo"
 _MAX_TABLE_ENTRIES = 1 << 16
 """The most entries of a GID or P_Key table."""
 
@@ -113,9 +115,16 @@ def open_device(name: str | None = None) -> Context:
         for info in found:
             if info.name == name:
                 return Context(provider, info)
-    names = ", ".join([info.name for info in found])
-    devices = f"there is {names}" if names else NO_DEVICES
-    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}: {devices}")
+    raise NoDeviceError(f"there is no RDMA device {name or repr(name)}{_instead(name, found)}")
+
+
+def _instead(name: str, found: list[DeviceInfo]) -> str:
+    """Say which device may have been meant, or which there are."""
+    names = [info.name for info in found]
+    near = difflib.get_close_matches(name, [*names, *_SOFTWARE_DEVICES], n=1)
+    if near and near[0] not in names:
+        return f"; did you mean {near[0]}?"
+    return f": there is {', '.join(names)}" if names else f": {NO_DEVICES}"
 
 
 def _open_active() -> Context:

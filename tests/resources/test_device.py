@@ -40,6 +40,15 @@ def test_device_that_is_not_there_names_those_that_are(context):
         rp.open_device("nosuch0")
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("sotf0", "soft0"), ("soft", "soft0"), ("roce", "roce:lo")]
+)
+def test_mistyped_software_device_is_suggested(typed, meant):
+    with pytest.raises(rp.NoDeviceError) as caught:
+        rp.open_device(typed)
+    assert str(caught.value) == f"there is no RDMA device {typed}; did you mean {meant}?"
+
+
 def test_device_can_be_opened_twice(context):
     with rp.open_device(context.name) as other:
         assert other.guid == context.guid

@@ -243,6 +243,7 @@ def _nearest(text: str) -> tuple[str, ...]:
     if "-" in text:
         return tuple(difflib.get_close_matches(text.lower(), _FINDING, cutoff=0.62))
     close = difflib.get_close_matches(key, _BY_KEY, n=6, cutoff=0.62)
+    close = difflib.get_close_matches(key, close, n=1, cutoff=0.9) or close
     if not close and len(key) > 2:
         close = [known for known in _BY_KEY if key in known][:6]
     if not close:

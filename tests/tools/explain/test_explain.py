@@ -349,6 +349,11 @@ def test_unknown_name_suggests_the_nearest(what: str, near: str) -> None:
     assert isinstance(caught.value, LookupError)
 
 
+def test_one_name_that_is_almost_right_is_suggested_alone() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean WR_FLUSH_ERR\?$"):
+        explain("WR_FLUSH_ER")
+
+
 @pytest.mark.parametrize("what", ["", "?", "-", "0x", "9" * 5000, "-9999", 1 << 70, "\0", "é" * 99])
 def test_text_that_is_nothing_like_a_name_has_no_suggestion(what: str | int) -> None:
     with pytest.raises(UnknownNameError) as caught:
