@@ -45,13 +45,8 @@ nitpick_ignore_regex = [
     # Python's own names: resolving them needs an inventory from the network.
     ("py:.*", r"(asyncio|collections|enum|ipaddress|mmap|os|socket)\..*|array"),
     # Types that only the library itself creates or passes.
-    ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item|tools\.max_inline\._QPOptions)"),
-    (
-        "py:class",
-        r"rdmapost\.tools\.connect\."
-        r"(server_state\.ServerState|protocol_messages\.Hello|asyncio_server\._InLoop)",
-    ),
-    ("py:class", r"rdmapost\.providers\.base\.Provider"),
+    ("py:class", r"rdmapost\.(posting\.PostQueue|prepared\._Item)"),
+    ("py:class", r"rdmapost\.tools\.connect\.protocol_messages\.Hello"),
     # What a column is, the methods that take one say.
     ("py:class", "Column"),
     ("py:class", r"(rdmapost\.resources\.resource\.)?Resource"),
@@ -130,7 +125,7 @@ def types_of_fields(cls: Any) -> dict[str, str]:
 def public_bases(app: Any, name: str, obj: object, options: Any, bases: list[Any]) -> None:
     """Show the nearest public base class, and tuple instead of NamedTuple, which is a function."""
     mros = [base.__mro__ if isinstance(base, type) else (tuple,) for base in bases]
-    bases[:] = [next(filter(is_public, mro)) for mro in mros]
+    bases[:] = dict.fromkeys(next(filter(is_public, mro)) for mro in mros)
 
 
 def is_public(base: type) -> bool:
@@ -152,9 +147,13 @@ def shorten_signature(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str, str | None] | None:
-    """Show an enumeration's member as it is written, not as its repr."""
+    """Show what a caller writes: no arguments of a class that a function creates."""
     if signature is None:
         return None
+    if what == "class" and " creates it" in (obj.__doc__ or "").partition("\n\n")[0]:
+        return "", None
+    signature = re.sub(r"(\*\*\w+): ~typing\.Unpack\[[^]]*\]", r"\1", signature)
+    # An enumeration's member as it is written, not as its repr.
     return re.sub(r"<(\w+\.[\w.|]+): \d+>", r"\1", signature), returns
 
 
