@@ -177,7 +177,7 @@ def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
         wqe = pending[qp.started]
         opcode = wqe.opcode
         faults = qp.context.faults
-        if faults.statuses:
+        if faults.statuses and not qp.read_offset:
             if qp.requests:
                 return None
             if (forced := faults.take_status(wqe.wr_id)) is not None:

@@ -407,6 +407,21 @@ def test_roce_devices_inject_the_faults_of_soft0(context, connect):
     assert pair.cq.wait(1)[0].status is WCStatus.RETRY_EXC_ERR
 
 
+def test_a_read_that_has_begun_ignores_a_planned_status(context, connect):
+    """Its data arrives completely; the status is for the next work request."""
+    pair: Pair = connect(size=1 << 20)
+    pair.theirs.buffer[:] = b"r" * (1 << 20)
+    context.faults.packets(drop=1.0, sent=False)
+    pair.a.post_send(pair.wr(rp.RdmaRead, pair.mine[:], wr_id=5))
+    context.faults.complete_with(5, WCStatus.REM_OP_ERR)
+    context.faults.packets()
+    (done,) = pair.cq.wait(1)
+    assert (done.status, done.byte_len) == (WCStatus.SUCCESS, 1 << 20)
+    assert bytes(pair.mine.buffer) == b"r" * (1 << 20)
+    pair.a.post_send(pair.wr(rp.RdmaRead, pair.mine[:8], wr_id=5))
+    assert pair.cq.wait(1)[0].status is WCStatus.REM_OP_ERR
+
+
 @pytest.mark.parametrize("device", ["soft0", "roce:lo"])
 def test_planned_success_has_the_length_of_a_real_one(device):
     skip_unless_free(device)
