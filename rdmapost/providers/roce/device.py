@@ -259,12 +259,12 @@ class RoceDevice(Device):
             return True
         return bool(engine.execute_next(worker))
 
-    def give_up(self, worker: Any) -> int:
+    def give_up(self, worker: Any) -> bool:
         if worker is not self:
             expired = self.timers.get(worker, math.inf) <= self._looked
             if expired:
                 self.timers[worker] = math.inf
-            return int(engine.give_up(worker, expired=expired))
+            return bool(engine.give_up(worker, expired=expired))
         more = self.receiver.give_up()
         self.now = time.monotonic()
         if self.now > self._expired_at + _LONGEST_LOOK:
@@ -272,4 +272,4 @@ class RoceDevice(Device):
         elif self._expired_at < math.inf:
             # Not at once: the next look may fail, too.
             self.set_due(self.now + _LONGEST_LOOK)
-        return int(more)
+        return bool(more)

@@ -53,23 +53,17 @@ def on_timer(qp: RoceQueuePair) -> None:
         responder.on_timer(qp, now)
 
 
-def give_up(qp: RoceQueuePair, *, expired: bool) -> int:
-    """Fail the work that could not be done.
+def give_up(qp: RoceQueuePair, *, expired: bool) -> bool:
+    """Fail the work that could not be done; return whether to call again.
 
-    The oldest work request fails, or the queue pair if no work request is left. What is to be
-    flushed stays, because it fails in any case.
+    The oldest work request fails, or the queue pair if no work request is left.
 
     Args:
         qp: the queue pair.
         expired: whether the work was on_timer's.
-
-    Returns:
-        1 if more is to be done; 0 if not; -1 if a later verb must do it.
     """
-    if qp.state >= _SQE:
-        return -1 if qp.sq.pending or qp.has_receives_to_flush() else 0
     if qp.sq.pending:
         requester.fail(qp, WCStatus.FATAL_ERR)
     elif expired or qp.held or qp.reading is not None:
         qp.fail(EventType.QP_FATAL)
-    return int(bool(qp.sq.pending))
+    return bool(qp.sq.pending)

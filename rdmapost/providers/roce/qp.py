@@ -200,7 +200,8 @@ class RoceQueuePair(QueuePair):
         self.acked = 0
         """An ACK has acknowledged everything before this PSN, although responses are missing."""
         self.refused: tuple[int, WCStatus] | None = None
-        """The PSN that an error NAK has refused, and the status, although responses are missing."""
+        """The PSN that an error NAK has refused, and the status; its request fails when it is the
+        oldest."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 
@@ -253,15 +254,9 @@ class RoceQueuePair(QueuePair):
     # ---- completing -----------------------------------------------------------
 
     def end_first_send(self, status: WCStatus, byte_len: int = 0) -> None:
-        """Complete the first work request of the send queue, however far it has got.
-
-        Its requests must already have ended.
-        """
+        """Complete the first work request of the send queue; its requests have ended."""
         if self.started:
             self.started -= 1
-        else:
-            # It may be a READ in progress; the next work request begins at its own first byte.
-            self.read_offset = 0
         self.complete_send(self.sq.take(), status, byte_len)
         if self.draining:
             self._check_drained()

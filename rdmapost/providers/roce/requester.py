@@ -393,8 +393,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
         return True
     if psn + packet.count > qp.una:
         _response(qp, packet, psn)
-        if qp.refused is not None and qp.refused[0] == qp.una and qp.requests:
-            fail(qp, qp.refused[1])
+        _fail_refused(qp)
         if may_send(qp):
             # The data that has arrived is in memory only after this step; the next may send it.
             qp.device.again(qp)
@@ -413,20 +412,25 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     else:
         qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
-    if psn != qp.una or not qp.requests or qp.rnr_until:
-        # Responses before it are missing, or it repeats a known NAK. A responder in ERR would not
-        # repeat it.
-        if psn > qp.una and syndrome == packets.NAK and value in _NAK_STATUS:
-            qp.refused = psn, _NAK_STATUS[value]
+    if syndrome == packets.NAK and (status := _NAK_STATUS.get(value)) is not None:
+        # A responder in ERR does not repeat it.
+        if psn >= qp.una:
+            qp.refused = psn, status
+            _fail_refused(qp)
+    elif psn != qp.una or not qp.requests or qp.rnr_until:
+        # Responses before it are missing, or it repeats a known NAK.
         return
-    if syndrome == packets.RNR_NAK:
+    elif syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)
-    elif value == packets.PSN_SEQUENCE_ERROR:
-        if psn != qp.nak_psn:
-            qp.nak_psn = psn
-            _try_again(qp, True)
-    elif (status := _NAK_STATUS.get(value)) is not None:
-        fail(qp, status)
+    elif value == packets.PSN_SEQUENCE_ERROR and psn != qp.nak_psn:
+        qp.nak_psn = psn
+        _try_again(qp, True)
+
+
+def _fail_refused(qp: RoceQueuePair) -> None:
+    """Fail the oldest request if an error NAK has refused it."""
+    if qp.refused is not None and qp.refused[0] == qp.una and qp.requests:
+        fail(qp, qp.refused[1])
 
 
 def _acknowledge(qp: RoceQueuePair, psn: int) -> None:

@@ -118,10 +118,10 @@ class SoftDevice(Device):
             return requester.execute_next(worker)
         return bool(worker.tags.execute_next())
 
-    def give_up(self, worker: SoftQueuePair | SharedReceiveQueue) -> int:
+    def give_up(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:
         if isinstance(worker, SoftQueuePair):
             return requester.give_up(worker)
-        return int(worker.tags.give_up())
+        return bool(worker.tags.give_up())
 
 
 device = SoftDevice("soft0")

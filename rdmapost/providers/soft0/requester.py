@@ -66,16 +66,14 @@ def execute_next(qp: SoftQueuePair) -> bool:
     return bool(pending)
 
 
-def give_up(qp: SoftQueuePair) -> int:
+def give_up(qp: SoftQueuePair) -> bool:
     """Fail the request at the head of the send queue, which the device could not execute.
 
-    Returns:
-        1 if more is to be done; 0 if not; -1 if a later verb must do it.
+    Return whether to call again.
     """
-    if not qp.sq.pending:
-        return -1 if qp.has_receives_to_flush() else 0
-    _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
-    return int(bool(qp.sq.pending) or qp.has_receives_to_flush())
+    if qp.sq.pending:
+        _retire(qp, qp.sq.pending[0], WCStatus.FATAL_ERR, 0)
+    return bool(qp.sq.pending)
 
 
 def _retire(qp: SoftQueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> None:

@@ -189,11 +189,6 @@ class Device(native.Record):
         """Do one part of a worker's pending work; return whether to call again."""
         raise NotImplementedError
 
-    def give_up(self, worker: Any) -> int:
-        """Fail the work that could not be executed.
-
-        Returns:
-            1 to be called again; 0 at the end; -1 if nothing has failed, and a later verb must try
-            again.
-        """
+    def give_up(self, worker: Any) -> bool:
+        """Fail the work that could not be executed; return whether to call again."""
         raise NotImplementedError

@@ -229,12 +229,15 @@ class QueuePair(native.Record):
     def flush_posted(self) -> None:
         """Complete the work requests that were posted in ERR or SQE, with flush errors."""
         self.flush_sends()
-        if self.has_receives_to_flush():
+        if self.state is _ERR and self.srq is None:
             self.flush_receives()
 
-    def has_receives_to_flush(self) -> bool:
-        """Whether receives were posted in ERR."""
-        return self.state is _ERR and self.srq is None and bool(self.rq.pending)
+    def can_wait(self) -> bool:
+        """Whether its work can wait until there is memory: no work request must fail for it.
+
+        What is to be flushed can wait, because it fails in any case.
+        """
+        return self.state >= _SQE or not self.sq.pending
 
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""

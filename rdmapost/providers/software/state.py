@@ -20,6 +20,7 @@ from ...errors import VerbsError
 from .device import Device, OpenDevice, open_devices, permanent, ready, run_due, wires
 from .journaled_dict import JournaledDict
 from .numbers import Numbers
+from .qp import QueuePair
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -152,14 +153,14 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 
 
 def _give_up(worker: Any, error: BaseException | None) -> int:
-    if worker is None and (error is None or isinstance(error, _LACK)):
-        return -1  # nothing to fail: what is due stays due
-    name = "a software device" if worker is None else worker.device.name
-    more = 0 if worker is None else worker.device.give_up(worker)
-    if more >= 0:
+    if error is None or isinstance(error, _LACK):
+        if worker is None or (isinstance(worker, QueuePair) and worker.can_wait()):
+            return -1
         # Python has few MemoryErrors to reuse when memory lacks: keep none.
-        native.on_commit(_errors.append, (name, None if isinstance(error, _LACK) else error))
-    return int(more)
+        error = None
+    name = "a software device" if worker is None else worker.device.name
+    native.on_commit(_errors.append, (name, error))
+    return worker is not None and worker.device.give_up(worker)
 
 
 def _log_errors() -> None:

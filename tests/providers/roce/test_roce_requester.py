@@ -334,6 +334,25 @@ def test_nak_fails_the_request_that_it_is_about(alone, code, status):
     assert alone.qp.state is QPState.ERR
 
 
+def test_error_nak_that_comes_before_missing_responses_counts_after_them(alone):
+    """A responder in ERR does not repeat it."""
+    post(alone, send(alone, 1, 4, Opcode.RDMA_READ), send(alone, 2))
+    alone.nak(SQ_PSN + 1, packets.REMOTE_ACCESS_ERROR)
+    assert statuses(alone) == []
+    alone.inject(
+        "RC_RDMA_READ_RESPONSE_ONLY", SQ_PSN, packets.aeth(packets.ACK, 31, 1), payload=b"late"
+    )
+    assert statuses(alone) == [(1, SUCCESS), (2, WCStatus.REM_ACCESS_ERR)]
+
+
+def test_error_nak_ends_a_request_that_waits_after_an_rnr_nak(alone):
+    """A duplicate of the request may have met a receive that is too small."""
+    post(alone, send(alone, 1), send(alone, 2))
+    rnr_nak(alone, SQ_PSN, 20)
+    alone.nak(SQ_PSN, packets.INVALID_REQUEST)
+    assert statuses(alone) == [(1, WCStatus.REM_INV_REQ_ERR), (2, FLUSHED)]
+
+
 @pytest.mark.parametrize("code", [4, 5, 31])
 def test_nak_of_an_unknown_code_is_ignored(alone, code):
     post(alone, send(alone, 1))
@@ -705,45 +724,35 @@ def begin_long_read(alone: Alone) -> list[packets.Packet]:
     return got
 
 
-@pytest.mark.parametrize("size", [100, 40 * MTU_BYTES])
+def end_long_read(alone: Alone, first: list[packets.Packet]) -> None:
+    """Answer the requests of a READ, and the last one, which is sent then."""
+    for request in first:
+        answer(alone, request, 1)
+    (last,) = alone.peer.take()
+    assert last.remote_addr - REMOTE == 64 * MTU_BYTES
+    answer(alone, last, 1)
+
+
 @pytest.mark.parametrize("status", [SUCCESS, WCStatus.GENERAL_ERR])
-def test_planned_fault_ends_a_read_of_which_parts_have_arrived(alone, status, size):
-    """The next READ begins at its start, and takes nothing for its own that is late."""
+def test_planned_status_waits_for_the_next_work_request_if_a_read_has_begun(alone, status):
     first = begin_long_read(alone)
     alone.device.context.faults.statuses[1] = (status,)
-    for request in first:
-        answer(alone, request, 1)
-    assert statuses(alone) == [(1, status)]
-    if status:
-        assert alone.qp.state is QPState.ERR
-        return
-    assert alone.peer.take() == []
-    post(alone, send(alone, 2, size, Opcode.RDMA_READ), send(alone, 3))
-    second = [each for each in alone.peer.take() if each.row.operation == Opcode.RDMA_READ]
-    assert [each.remote_addr - REMOTE for each in second] == [0, 32 * MTU_BYTES][: len(second)]
-    assert sum(each.dma_length for each in second) == size
-    alone.memory.view[: 80 * MTU_BYTES] = bytes(80 * MTU_BYTES)
-    for request in first:
-        answer(alone, request, 1)
-    assert not any(alone.memory.view[: 80 * MTU_BYTES])
-    for request in second:
-        answer(alone, request, 2)
-    alone.ack(second[-1].psn + -(-second[-1].dma_length // MTU_BYTES))
+    end_long_read(alone, first)
     assert [(wc.wr_id, wc.status, wc.byte_len) for wc in alone.sends()] == [
-        (2, SUCCESS, size),
-        (3, SUCCESS, 0),
+        (1, SUCCESS, 80 * MTU_BYTES)
     ]
-    assert bytes(alone.memory.view[: size + 1]) == bytes((2,)) * size + b"\0"
+    assert bytes(alone.memory.view[: 80 * MTU_BYTES]) == b"\1" * (80 * MTU_BYTES)
+    post(alone, send(alone, 1, 8, Opcode.RDMA_READ))
+    assert statuses(alone) == [(1, status)]
+    assert alone.peer.take() == []
 
 
-def test_send_queue_has_drained_when_a_planned_fault_ends_what_is_in_progress(alone):
+def test_send_queue_has_drained_when_all_parts_of_a_read_have_arrived(alone):
     first = begin_long_read(alone)
     drain = QPAttrMask.STATE | QPAttrMask.EN_SQD_ASYNC_NOTIFY
     assert alone.qp.modify(drain, {"qp_state": QPState.SQD, "en_sqd_async_notify": 1})
     post(alone, send(alone, 2))
-    alone.device.context.faults.statuses[1] = (SUCCESS,)
-    for request in first:
-        answer(alone, request, 1)
+    end_long_read(alone, first)
     assert statuses(alone) == [(1, SUCCESS)]
     assert alone.events() == [EventType.SQ_DRAINED]
     # What was posted in SQD waits.
@@ -752,18 +761,18 @@ def test_send_queue_has_drained_when_a_planned_fault_ends_what_is_in_progress(al
 
 def test_request_that_the_engine_gives_up_ends_with_fatal_err(alone):
     post(alone, send(alone, 1), send(alone, 2))
-    assert engine.give_up(alone.qp, expired=False) == 0
+    assert not engine.give_up(alone.qp, expired=False)
     assert statuses(alone) == [(1, WCStatus.FATAL_ERR), (2, FLUSHED)]
     alone.ack(SQ_PSN + 1)
     alone.network.run()
-    assert engine.give_up(alone.qp, expired=False) == 0
+    assert not engine.give_up(alone.qp, expired=False)
 
 
 def test_queue_pair_without_requests_whose_timer_the_engine_gives_up_is_broken(alone):
     """What waited for the timer, a request of its peer, could not be executed."""
-    assert engine.give_up(alone.qp, expired=False) == 0
+    assert not engine.give_up(alone.qp, expired=False)
     assert alone.qp.state is QPState.RTS
-    assert engine.give_up(alone.qp, expired=True) == 0
+    assert not engine.give_up(alone.qp, expired=True)
     assert alone.qp.state is QPState.ERR
     assert alone.events() == [EventType.QP_FATAL]
 

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from support import ALL, LOSES_MEMORY, prints, resident, run_python, until
+from support import ALL, LIMIT, LOSES_MEMORY, prints, resident, run_python, until
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
+from rdmapost.providers.roce import engine
+from rdmapost.providers.software.qp import QueuePair
 
 SECONDS = 10
 THREADS = 8
@@ -228,9 +230,57 @@ def test_posts_to_a_failed_queue_pair_are_flushed_once_there_is_memory(
         wcs = cq.wait(3, 10)
         assert [wc.wr_id for wc in wcs] == [0, 1, 2]
         assert len(attempts) > 2
-        if posts == "receives" or device != "soft0":
-            assert {wc.status for wc in wcs} == {WCStatus.WR_FLUSH_ERR}
-            assert caplog.text == ""
+        assert {wc.status for wc in wcs} == {WCStatus.WR_FLUSH_ERR}
+        assert caplog.text == ""
+
+
+@pytest.mark.parametrize("posts", ["sends", "receives"])
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_a_bug_in_the_flush_is_logged_and_not_tried_for_ever(device, posts, caplog, monkeypatch):
+    calls = []
+
+    def broken(qp):
+        calls.append(qp)
+        raise ZeroDivisionError("planted")
+
+    with rp.open_device(device) as context, two_queue_pairs(context) as (cq, mr, near, far):
+        near.connect(far.endpoint())
+        near.to_err()
+        with monkeypatch.context() as patch:
+            patch.setattr(QueuePair, "flush_posted", broken)
+            if posts == "sends":
+                near.post_send(rp.Send(mr[:8], wr_id=7))
+                (done,) = cq.wait(1, LIMIT)
+                assert (done.wr_id, done.status) == (7, WCStatus.FATAL_ERR)
+            else:
+                near.post_recv(rp.RecvWR(mr[:8], wr_id=7))
+                assert not cq.wait(0)
+                until(lambda: "planted" in caplog.text)
+            assert caplog.text.count("ZeroDivisionError: planted") == 1
+            assert len(calls) == 2
+
+
+def test_idle_queue_pair_survives_a_lack_of_memory_when_its_timer_expires(caplog, monkeypatch):
+    on_timer = engine.on_timer
+    calls = []
+
+    def lacks_memory(qp):
+        calls.append(qp)
+        if len(calls) <= 4:
+            raise MemoryError
+        on_timer(qp)
+
+    with rp.open_device("roce:lo") as context, two_queue_pairs(context) as (cq, mr, near, far):
+        near.connect(far.endpoint(), timeout=8)
+        far.connect(near.endpoint())
+        far.post_recv(rp.RecvWR(mr[:8]))
+        monkeypatch.setattr(engine, "on_timer", lacks_memory)
+        near.post_send(rp.Send(mr[:8]))
+        assert {wc.status for wc in cq.wait(2, LIMIT)} == {WCStatus.SUCCESS}
+        until(lambda: len(calls) > 4)
+        assert near.query().qp_state is rp.QPState.RTS
+        assert context.get_async_event(0) is None
+        assert caplog.text == ""
 
 
 @pytest.mark.parametrize("device", ["soft0", "roce:lo"])
@@ -440,6 +490,8 @@ import struct
 import _testcapi
 import rdmapost as rp
 from rdmapost._binding import native
+from rdmapost.providers.roce import engine
+from rdmapost.providers.software.qp import QueuePair
 
 rp.open_device("soft0")
 # More arguments than CPython keeps tuples for.
