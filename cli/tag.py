@@ -118,7 +118,7 @@ def _tags(
 ) -> Iterator[Loopback]:
     """Create a pair whose remote side matches tags, with receives for unexpected messages.
 
-    The memory of these receives follows the tagged buffer.
+    The memory for these receives follows the tagged buffer.
     """
     from rdmapost import RecvWR, SRQType
     from rdmapost.frames import TMH_BYTES

@@ -143,7 +143,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
 def content(name: str, given: Any) -> bytes:
     """Return the bytes of an argument that is a buffer.
 
-    bytes() itself would also take a list of numbers, or a number for that many zeros.
+    bytes() itself would also accept a list of numbers, or one number, which makes that many zeros.
 
     Raises:
         TypeError: it is not a buffer.

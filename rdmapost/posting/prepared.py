@@ -83,8 +83,8 @@ class Batch(native.Prepared):
     closing its queue pair closes it.
 
     ``post()`` posts the whole list.  Unlike post_send and post_recv, which post what fits,
-    it posts nothing if a checked queue has no room for all of it: the PostError has
-    posted=0, and index is the first work request without a slot.  If the device refuses
+    it posts nothing if a checked queue has no room for the whole list: in the PostError,
+    posted is 0, and index is that of the first work request without a slot.  If the device refuses
     one, those before it are posted, as with post_send.
 
     ``batch[index]`` is one of its work requests; a negative index counts from the end.
@@ -147,7 +147,7 @@ class OpenBatches:
         return [batch for batch in self if batch._names(resource)]
 
     def add(self, batch: Batch) -> None:
-        """Add a list, and now and then remove those that no longer exist."""
+        """Add a list; now and then, drop the entries of lists that no longer exist."""
         self._batches[next(_numbers)] = weakref.ref(batch)
         if len(self._batches) > self._enough:
             # Not in a weakref callback: an exception that a signal handler raises there is lost.

@@ -233,7 +233,7 @@ class PostQueue(native.Queue):
         )
 
     def _lacks(self, wr: Any) -> bool:
-        """Whether it is a send whose opcode the queue pair's type does not have."""
+        """Whether it is a send with an opcode that the queue pair's type does not support."""
         if not (self.checked and issubclass(self.wr_type, SendWR)):
             return False
         opcode = getattr(type(wr), "opcode", None)

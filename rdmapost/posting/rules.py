@@ -1,4 +1,4 @@
-"""The rules of a post, and the messages of refusals.
+"""The rules for posting, and the refusal messages.
 
 C checks the work requests (``_c/posting/rules.c``); each rule's message is here, under its name.
 ``standard/opcodes.py`` has the table of opcodes and queue pair types.

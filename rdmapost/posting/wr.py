@@ -321,7 +321,7 @@ class BindMW(SendWR):
         rkey: its new rkey: ``mw.rkey``, usually with different low 8 bits, so that the old key
             becomes invalid; ``mw.next_rkey()`` gives one.
         mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
-            if the peer may write or do atomics; otherwise the bind ends with MW_BIND_ERR.
+            if the peer may write or do atomics; otherwise the bind completes with MW_BIND_ERR.
         addr: address of the first byte of the range.
         length: bytes, at least 1; to unbind the window, post a LocalInv.
         mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and

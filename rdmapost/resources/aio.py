@@ -280,7 +280,7 @@ class _Watch:
             waits.ready()
 
     def close(self) -> None:
-        """Stop watching; the loop may be closed, or run in another thread."""
+        """Stop watching, even if the loop is closed or is running in another thread."""
         if self._loop.is_closed() or self.duplicate.closed:
             return
         if _runs(self._loop):

@@ -323,7 +323,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
     @property
     def cqe(self) -> int:
-        """Entries it can hold: at least as many as its creation or last resize requested."""
+        """How many entries it can hold: at least as many as were last requested."""
         return self._cqe
 
     def resize(self, cqe: int) -> None:

@@ -482,7 +482,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
-            raise TypeError("an SGE is a slice of the region without a step: mr[start:stop]")
+            raise TypeError("an SGE must be a slice of the region, with no step: mr[start:stop]")
         length = self.length
         start = 0 if bounds.start is None else index("start of an SGE", bounds.start)
         stop = length if bounds.stop is None else index("end of an SGE", bounds.stop)

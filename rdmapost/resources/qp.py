@@ -423,8 +423,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def _read_state(self) -> QPState:
         """Return the state that the device reports, and record it.
 
-        Read it again if a call that began later has recorded a state, because the one read may be
-        older.
+        If a call that began later has recorded a state, read again, because the state just read may
+        be older.
         """
         while True:
             reading = next(self._numbers)
@@ -1015,9 +1015,10 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         In ERR, call to_reset() first, on both sides.
 
-        An option of a transition that has already been made is applied if ibv_modify_qp can change
-        it in the queue pair's state, and refused otherwise. In RTS without options, the call only
-        checks the peer. Options that the type does not have are ignored.
+        If a transition has already been made, each of its options is applied if ibv_modify_qp can
+        change that option in the queue pair's current state, and refused if not. In RTS without
+        options, the call only checks the peer. Options that do not apply to the queue pair's type
+        are ignored.
 
         If the call fails, a queue pair that was in RESET is back in RESET; any other stays in the
         state that it has reached.

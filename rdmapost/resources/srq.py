@@ -279,7 +279,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
     @property
     def max_wr(self) -> int:
-        """Receives it can hold: at least as many as its creation or last modify requested."""
+        """How many receives it can hold: at least as many as were last requested."""
         return self._max_wr
 
     def query(self) -> SRQAttr:

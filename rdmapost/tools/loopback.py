@@ -357,7 +357,7 @@ class Loopback(ResourceHolder):
         return self._wait(self.local, count, "the posted work requests did not complete")
 
     def arrived(self, count: int = 1) -> list[WC]:
-        """Wait for completions of the remote side.
+        """Wait for completions on the remote side.
 
         Args:
             count: how many completions.

@@ -13,10 +13,10 @@ _RANDOM = secrets.token_hex(8)
 
 
 def fabric_of(context: Context) -> str:
-    """Return a name for the fabric of a device; devices with the same name reach each other.
+    """Return a name for the fabric that a device is on.
 
-    Devices on a network are assumed to reach each other. soft0 reaches nothing outside its
-    process.
+    Devices on the same fabric can reach each other. Devices on a network are assumed to share one;
+    soft0 reaches nothing outside its process.
     """
     if context.kind in _ON_A_NETWORK:
         return _VERBS

@@ -251,8 +251,8 @@ static int hold_back(struct rp_handle *h)
 }
 
 /*
- * Close the queue pairs that need not wait any longer; may run any Python code. A queue pair stays
- * listed while it is being closed, because the close may be interrupted.
+ * Close the queue pairs that need not wait any longer; may run arbitrary Python code. A queue pair
+ * stays listed while it is being closed, because the close may be interrupted.
  */
 static void close_held_back(void)
 {

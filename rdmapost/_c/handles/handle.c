@@ -202,8 +202,8 @@ static void handle_dealloc(PyObject *self)
 	if (state_of(h) == OPEN)
 		rp_unlist(h);
 	/*
-	 * If it is still open, the interpreter is exiting and the device still uses the
-	 * struct, so the objects that the struct depends on must stay.
+	 * A handle that is still open here means that the interpreter is exiting while the
+	 * device still uses the struct, so the objects that the struct depends on must stay.
 	 */
 	if (state_of(h) != OPEN || h->process != rp_process) {
 		Py_XDECREF(h->cdata);

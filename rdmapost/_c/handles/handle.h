@@ -28,7 +28,7 @@ struct rp_handle {
 	PyObject *parents; /* a tuple of handles, or NULL */
 	PyObject *keeps; /* memory that must outlive the struct; a window's counts (windows.c) */
 	PyObject *queues; /* records of the work requests posted to it, or NULL */
-	void (*forget)(PyObject *queues); /* drops those records; may run any Python code */
+	void (*forget)(PyObject *queues); /* drops those records; may run arbitrary Python code */
 	struct rp_bound *bound; /* the regions that a window is, or may be, bound to */
 	struct rp_handle *next; /* in its thread's list of deferred closes */
 	struct rp_handle *behind; /* in the list of queue pairs held back */

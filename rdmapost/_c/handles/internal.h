@@ -207,7 +207,7 @@ struct rp_bound {
 	int sure;
 };
 
-/* Release the regions that a window was bound to; may run any Python code. */
+/* Release the regions that a window was bound to; may run arbitrary Python code. */
 void rp_unbind(struct rp_bound *bound);
 PyObject *rp_unbind_invalidated(PyObject *self, PyObject *unused);
 

@@ -2,8 +2,8 @@
  * Reads a DLPack capsule: a tensor's address, shape and type (dlpack.h of the DLPack project).
  *
  * A capsule can be consumed only once: the consumer renames it and later calls the tensor's
- * deleter. Here the consumer is a second capsule, the keeper, which keeps the tensor alive as long
- * as it exists.
+ * deleter. Here the consumer is a second capsule, the keeper, which keeps the tensor alive for as
+ * long as the keeper itself exists.
  */
 #include "handles/exceptions.h"
 #include "parts.h"
@@ -142,8 +142,8 @@ static const struct tensor *tensor_of(PyObject *keeper, int *read_only)
  * read_dlpack(capsule): (keeper, address, shape, strides or None, code, bits, lanes, device type,
  * whether the tensor is read-only)
  *
- * Creating objects may run any Python code, which could consume the capsule and free the tensor, so
- * the keeper is created first.
+ * Creating objects may run arbitrary Python code, which could consume the capsule and free the
+ * tensor, so the keeper is created first.
  */
 static PyObject *read_dlpack(PyObject *self, PyObject *capsule)
 {

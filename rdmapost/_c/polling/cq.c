@@ -154,7 +154,7 @@ static inline int invalidates(const struct ibv_wc *wc)
 
 /*
  * For a run of one queue's completions, mark their work requests as done, and write the completions
- * to the caller's rows. The run ends before the last row of the oldest call of post_columns(),
+ * to the caller's rows. The run ends before the last row of the oldest call to post_columns(),
  * before another queue's completion, or before a completion, other than the first, that invalidates
  * a key. Returns its length.
  */

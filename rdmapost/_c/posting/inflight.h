@@ -1,6 +1,6 @@
 /*
- * Records of posted work requests. They translate the cookie that a device returns back into the
- * caller's wr_id.
+ * Records of posted work requests. Given the cookie that a device returns, they yield the caller's
+ * wr_id.
  *
  * A device identifies a completed work request only by its wr_id; an error completion does not even
  * say which queue the work request was on. So the wr_id that the device gets is a cookie: the

@@ -84,7 +84,7 @@ int rp_read(struct work_queue *q, PyObject *wrs, struct post *post);
  */
 void rp_unpin_requests(struct post *post);
 
-/* Release all that was read; may run any Python code. */
+/* Release all that was read; may run arbitrary Python code. */
 void rp_free_post(struct post *post);
 
 /*

@@ -100,7 +100,7 @@ static int is_bug(PyObject *first, PyObject *second)
 
 /*
  * Retry, and give up if that fails, too. `here` is whether signal handlers may run; if not, any
- * exception but a lack of memory is a bug in the device.
+ * exception other than MemoryError is a bug in the device.
  */
 static void attempt_again(struct errand *errand, int here)
 {
@@ -199,8 +199,8 @@ static PyObject *call_directly(PyObject *function, PyObject *arguments)
 static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 
 /*
- * Start a thread for the errand; 0, or -1 without an exception. Python starts it, because Python
- * creates the thread's state beforehand, where a lack of memory can still be reported; in the new
+ * Start a thread for the errand; return 0, or -1 with no exception set. Let Python start it: Python
+ * creates the thread's state first, while running out of memory can still be reported; in the new
  * thread, PyGILState_Ensure() would end the process instead.
  */
 static int start_thread(struct errand *errand)
@@ -223,7 +223,7 @@ static int start_thread(struct errand *errand)
 	Py_XDECREF(call);
 	Py_XDECREF(arguments);
 	PyErr_Clear();
-	/* The thread may run even if no identifier was returned; if so, it has taken the errand. */
+	/* The thread may run even if no identifier was returned: then it has taken the errand. */
 	if (!thread && take_errand(capsule)) {
 		Py_DECREF(capsule);
 		return -1;

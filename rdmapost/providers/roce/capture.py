@@ -1,7 +1,7 @@
 """Captures: the packets that a device sends and receives, in a file.
 
 Each step of the device creates the blocks for its packets, and queues them when the step is
-committed. A thread writes them (recording.py), so that a slow file delays no step; if the thread
+committed. A thread writes them (recording.py), so that a slow file does not delay a step; if it
 falls too far behind, packets are dropped and counted.
 """
 

@@ -71,7 +71,7 @@ def _results(trials: dict[QPType, Trial]) -> Iterator[Result]:
 def _attempt(
     run: Callable[[Trial], str], trial: Trial
 ) -> tuple[Literal["pass", "fail", "unsupported"], str]:
-    """Run one check; no error in it stops the others."""
+    """Run one check; an error in it does not stop the others."""
     try:
         return "pass", run(trial)
     except Unsupported as why:

@@ -42,11 +42,11 @@ def _message(trial: Trial, make: Callable[..., SendWR], imm_data: int | None = N
 
 
 def arrived(pair: Loopback, count: int = 1) -> list[WC]:
-    """Wait for completions of the remote side.
+    """Wait for completions on the remote side.
 
     Raises:
-        WaitTimeout: they did not come in time.
-        Unsupported: frames did not come in time; a device need not deliver them.
+        WaitTimeout: they did not arrive in time.
+        Unsupported: frames did not arrive in time; a device need not deliver them.
     """
     try:
         return pair.arrived(count)

@@ -3,8 +3,8 @@
 A connection without a verified token has no thread and no device resources, only a descriptor and a
 buffer of at most two lines. The number of such connections is bounded. At the limit, a new
 connection replaces one from the address with the most connections: the oldest that has not sent its
-hello. Thus the limit keeps out neither connections that send their hello at once, as clients do,
-nor connections from other addresses.
+hello. So the limit does not keep out connections that send their hello immediately, as clients do,
+or connections from other addresses.
 
 Wrong tokens are rate-limited, for each address and in total. Above the limit, hellos are queued,
 and the addresses' queues are served in turn. Hellos are queued before their tokens are checked:
@@ -77,7 +77,7 @@ class _Pending:
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, or an IPv6 address's /64, because one host may use the whole /64."""
+    """Return an IPv4 address, but only the /64 of an IPv6 address: one host may use all of it."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]

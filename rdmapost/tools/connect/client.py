@@ -297,7 +297,7 @@ class Connection(BaseConnection, ClosesOnExit):
     def _drive(self, sock: socket.socket, requests: IORequests, leaving: bool = False) -> Message:
         """Perform a session's I/O requests, and return the server's answer.
 
-        If leaving, do not stop because close() was called: it is close() that sends the Bye.
+        If leaving, continue even though close() was called: close() itself sends the Bye.
         """
         # False while it is unknown how much was sent and received.
         self._consistent = False

@@ -183,8 +183,8 @@ class ServedClient:
         try:
             self._stack.close_with_all_on(self._own_pd)
         finally:
-            # Ring even if the queue pair is closed only at the end of the verb that this call
-            # interrupts.
+            # Ring even if the queue pair will not be closed until the end of the verb that this
+            # call interrupts.
             if (wakeup := self._wakeup) is not None:
                 wakeup.ring()
 

@@ -167,7 +167,7 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release the client's resources, and report its end; a second call does nothing.
+        """Release the client's resources, and report that it has gone; a second call does nothing.
 
         If memory runs out, call it again.
         """
