@@ -480,10 +480,10 @@ def start(worker: Any, /) -> None: ...
 # - ready: the objects with pending work;
 # - wires: the devices that look for packets in every verb;
 # - execute_next: do one part of an object's work (of None: the work that is due); return 1 to be
-#   called again, 0 if nothing is left, or -1 if the rest waits for a later verb, as it may if this
+#   called again, 0 if nothing is left, or -2 if the rest waits for a later verb, as it may if this
 #   one is late;
-# - give_up: fail the work after an exception, and return the same; if this raises MemoryError, the
-#   work is retried later;
+# - give_up: fail the work after an exception, and return the same, or -1 if a later verb must retry
+#   the work, as it must if give_up raises MemoryError; called with None after any other exception;
 # - log_errors: log those exceptions;
 # - reset: start over after a fork;
 # - refuse: refuse a verb in the middle of another;

@@ -17,7 +17,9 @@ static int broken; /* a bug in the device must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
+static int64_t wasted; /* how many ns this verb has spent on work that lacked memory */
 static int lacked_memory; /* something is left to a later verb, which must be started */
+static Py_ssize_t aside; /* how many READY objects, the first ones, wait for memory until `again` */
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
@@ -65,14 +67,15 @@ static PyObject *attempt(PyObject *call)
 	return result;
 }
 
-/* Have the device fail the work; NULL, perhaps with an exception, if that is impossible now. */
-static PyObject *give_up(const struct errand *errand, PyObject *error)
+/*
+ * Have the device fail an object's work, or log the error if the object is None; NULL, perhaps with
+ * an exception, if that is impossible now.
+ */
+static PyObject *give_up(PyObject *object, PyObject *error)
 {
-	PyObject *result = NULL, *object = Py_None, *call;
+	PyObject *result = NULL, *call;
 
 	broken = 1;
-	if (PyTuple_Size(errand->call) > 1)
-		object = PyTuple_GetItem(errand->call, 1);
 	call = PyTuple_Pack(3, rp_soft_given(GIVE_UP), object, error ? error : Py_None);
 	if (call)
 		result = attempt(call);
@@ -91,6 +94,12 @@ static int lacks_memory(PyObject *error)
 	return !error || (rp_lacks_room(error) && !lacks_stack(error));
 }
 
+/* The object whose work it is, or None. */
+static PyObject *object_of_errand(const struct errand *errand)
+{
+	return PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
+}
+
 /* Whether two attempts, between which a signal handler may run, failed because of a bug. */
 static int is_bug(PyObject *first, PyObject *second)
 {
@@ -104,7 +113,7 @@ static int is_bug(PyObject *first, PyObject *second)
  */
 static void attempt_again(struct errand *errand, int here)
 {
-	PyObject *error = NULL;
+	PyObject *error = NULL, *second;
 
 	errand->result = attempt(errand->call);
 	if (errand->result)
@@ -120,9 +129,16 @@ static void attempt_again(struct errand *errand, int here)
 	}
 	if (!here || lacks_memory(error) || is_bug(errand->error, error)) {
 		errand->bug = Py_NewRef(error ? (PyObject *)Py_TYPE(error) : Py_None);
-		errand->result = give_up(errand, error);
+		errand->result = give_up(object_of_errand(errand), error);
+		second = rp_take_exception();
+		if (second && (here ? is_bug(error, second) : !rp_lacks_room(second))) {
+			/* The device has a bug in this, too. */
+			errand->result = give_up(Py_None, second);
+			Py_DECREF(second);
+			second = rp_take_exception();
+		}
 		Py_XDECREF(error);
-		error = rp_take_exception();
+		error = second;
 	}
 	if (here && lacks_stack(error))
 		rp_thread()->lacks_stack = 1;
@@ -293,10 +309,8 @@ enum { SHARE_NS = 2000000 };
  * Whether this verb has used up its share. The first call starts the clock, so every verb does some
  * work.
  */
-static int is_late(void)
+static int is_late(int64_t now)
 {
-	int64_t now = rp_now_ns();
-
 	if (!late)
 		late = now + SHARE_NS;
 	return now >= late;
@@ -304,31 +318,54 @@ static int is_late(void)
 
 /*
  * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, -1 if the work is
- * left to a later verb for lack of memory or stack, or -2 if it is left because this verb has used up its
- * share of time and the device's timer starts another one.
+ * left to a later verb for lack of memory or stack, or -2 if it is left because this verb has used
+ * up its share of time and the device's timer starts another one.
  */
-static long work(PyObject *object, int this_is_late)
+static long work(PyObject *object, int may_be_late)
 {
+	int64_t begin = rp_now_ns(), spent;
 	PyObject *call = PyTuple_Pack(3, rp_soft_given(EXECUTE), object,
-				      this_is_late ? Py_True : Py_False);
+				      may_be_late && is_late(begin) ? Py_True : Py_False);
 	long more = call ? rp_soft_transact(call) : -1;
 
+	if (more == -1) {
+		spent = rp_now_ns() - begin;
+		wasted += spent;
+		/* This takes nothing from the share of the work that does not lack memory. */
+		if (late)
+			late += spent;
+	}
 	Py_XDECREF(call);
 	PyErr_Clear();
 	return more;
 }
 
+/* Make a device's timer fire after `ns`, or never if that is 0, but at `again` at the latest. */
 void rp_soft_set_timer(int fd, int64_t ns)
 {
-	struct itimerspec when = {
-		.it_value = { .tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000 },
-	};
+	struct itimerspec when = { 0 };
+	int64_t retry = RP_LOAD(&again), left;
 
+	if (retry >= 0) {
+		left = retry - rp_now_ns();
+		left = left > 0 ? left : 1;
+		ns = ns && ns < left ? ns : left;
+	}
+	when.it_value.tv_sec = ns / 1000000000;
+	when.it_value.tv_nsec = ns % 1000000000;
 	timerfd_settime(fd, 0, &when, NULL);
 }
 
-/* How long after running out of memory the device's timer starts a verb that tries again. */
-enum { TRY_AGAIN_NS = 2000000 };
+/*
+ * How long after running out of memory the device's timer starts a verb that tries again: longer if
+ * that has taken long, so that other work gets most of the time.
+ */
+enum { TRY_AGAIN_NS = 2000000, LONGEST_PAUSE_NS = 200000000 };
+
+static int64_t pause_ns(void)
+{
+	return TRY_AGAIN_NS + (4 * wasted < LONGEST_PAUSE_NS ? 4 * wasted : LONGEST_PAUSE_NS);
+}
 
 /*
  * Have a verb try an object's work again soon: a thread that waits for the device sleeps until its
@@ -348,8 +385,8 @@ static void try_again(PyObject *object)
 	if (fd && PyLong_AsLong(fd) >= 0) {
 		/* Do not put it off: verbs may follow each other faster than that. */
 		if (RP_LOAD(&again) < 0)
-			RP_STORE(&again, rp_now_ns() + TRY_AGAIN_NS);
-		rp_soft_set_timer((int)PyLong_AsLong(fd), TRY_AGAIN_NS);
+			RP_STORE(&again, rp_now_ns() + pause_ns());
+		rp_soft_set_timer((int)PyLong_AsLong(fd), 0);
 	}
 	PyErr_Clear();
 	Py_XDECREF(fd);
@@ -392,27 +429,84 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
+/*
+ * Have an object that lacks memory wait until `again`, so that other work need not wait for it.
+ * Needs no memory. Return whether it stays listed where it was.
+ */
+static int set_aside(Py_ssize_t at)
+{
+	PyObject *ready = rp_soft_given(READY), *object, *other;
+	int is_listed = 0;
+
+	rp_data_lock();
+	object = PyList_GetItem(ready, at);
+	for (Py_ssize_t i = 0; i < aside; i++)
+		is_listed |= PyList_GetItem(ready, i) == object;
+	if (!is_listed) {
+		other = Py_NewRef(PyList_GetItem(ready, aside));
+		PyList_SetItem(ready, aside, Py_NewRef(object));
+		PyList_SetItem(ready, at, other);
+		RP_STORE(&aside, aside + 1);
+	}
+	rp_data_unlock();
+	return !is_listed || take_ready(at);
+}
+
+static long work_on(PyObject *object, int may_be_late)
+{
+	long more;
+
+	RP_STORE(&executing, 1);
+	do
+		more = work(object, may_be_late);
+	while (more > 0);
+	RP_STORE(&executing, 0);
+	return more;
+}
+
 /* Do the pending work. Return how many objects stay listed, because a later verb does theirs. */
 static Py_ssize_t carry_on(void)
 {
 	PyObject *object;
-	Py_ssize_t at = 0;
+	Py_ssize_t at = aside, begin = aside;
 	long more;
+	int stays;
 
 	/* Until the device has been reset after a fork, the objects are the parent's. */
 	while (!doomed && !forked && (object = item_at(READY, at))) {
-		RP_STORE(&executing, 1);
-		do
-			more = work(object, is_late());
-		while (more > 0);
-		RP_STORE(&executing, 0);
+		more = work_on(object, 1);
 		if (more == -1)
 			lacked_memory = 1;
-		if (more < 0 || take_ready(at))
-			at++;
+		/* Without stack, a verb of another caller may do it at once. */
+		if (more == -1 && !rp_thread()->lacks_stack)
+			stays = set_aside(at);
+		else
+			stays = more < 0 || take_ready(at);
+		at += stays;
 		Py_DECREF(object);
 	}
-	return at;
+	return at - begin;
+}
+
+/* Try again what has been set aside, in turn. */
+static void try_aside(void)
+{
+	static Py_ssize_t turn;
+	int64_t end = rp_now_ns() + SHARE_NS;
+	PyObject *object;
+
+	for (Py_ssize_t left = aside; left > 0 && !doomed && !forked; left--) {
+		turn = turn < aside ? turn : 0;
+		object = item_at(READY, turn);
+		if (work_on(object, 0) || take_ready(turn))
+			turn++;
+		else
+			RP_STORE(&aside, aside - 1);
+		Py_DECREF(object);
+		if (rp_now_ns() >= end)
+			break;
+	}
+	lacked_memory |= aside > 0;
 }
 
 /* Have a verb try again soon whatever may have been left for lack of memory. */
@@ -457,10 +551,11 @@ static void enter(struct rp_use *use)
 	rp_push_use(rp_thread(), NULL, use);
 	rp_thread()->lacks_stack = 0;
 	rp_acquire(&rp_soft_lock);
-	late = 0;
+	late = wasted = 0;
 	if (forked) {
 		rp_journal_forget();
 		rp_clear(rp_soft_given(READY));
+		RP_STORE(&aside, 0);
 		call = PyTuple_Pack(1, rp_soft_given(RESET));
 		forked = !call || rp_soft_transact(call) <= 0;
 		Py_XDECREF(call);
@@ -470,12 +565,15 @@ static void enter(struct rp_use *use)
 		when = RP_LOAD(&due);
 		retry = RP_LOAD(&again);
 		RP_STORE(&due, -1);
-		RP_STORE(&again, -1);
+		if (is_past(retry))
+			RP_STORE(&again, -1);
 		if (work(Py_None, 0) < 0) {
 			RP_STORE(&due, when);
 			RP_STORE(&again, retry);
 		}
 		carry_on();
+		if (is_past(retry))
+			try_aside();
 	}
 	look_at_wires();
 }
@@ -534,7 +632,7 @@ static PyObject *progress(void)
 	if (rp_soft_busy())
 		return NULL;
 	rp_thread()->lacks_stack = 0;
-	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&executing) || is_due() ||
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&aside) + RP_LOAD(&executing) || is_due() ||
 	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
 		enter(&use);
 		leave();

@@ -232,13 +232,6 @@ class QueuePair(native.Record):
         if self.state is _ERR and self.srq is None:
             self.flush_receives()
 
-    def can_wait(self) -> bool:
-        """Whether its work can wait until there is memory: no work request must fail for it.
-
-        What is to be flushed can wait, because it fails in any case.
-        """
-        return self.state >= _SQE or not self.sq.pending
-
     def flush_sends(self) -> None:
         """Complete the send queue with flush errors."""
         while self.sq.pending:

@@ -20,7 +20,6 @@ from ...errors import VerbsError
 from .device import Device, OpenDevice, open_devices, permanent, ready, run_due, wires
 from .journaled_dict import JournaledDict
 from .numbers import Numbers
-from .qp import QueuePair
 
 _log = logging.getLogger("rdmapost.soft")
 
@@ -125,7 +124,7 @@ def drop(struct: Any, name: str) -> Any:
 # ---- what C calls -----------------------------------------------------------
 
 
-_errors: list[tuple[str, BaseException | None]] = []
+_errors: list[tuple[str | None, BaseException | None]] = []
 _LACK = MemoryError, RecursionError, SystemError
 """Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
@@ -154,13 +153,16 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 
 def _give_up(worker: Any, error: BaseException | None) -> int:
     if error is None or isinstance(error, _LACK):
-        if worker is None or (isinstance(worker, QueuePair) and worker.can_wait()):
+        if worker is None or worker.device.can_wait(worker):
             return -1
         # Python has few MemoryErrors to reuse when memory lacks: keep none.
         error = None
-    name = "a software device" if worker is None else worker.device.name
-    native.on_commit(_errors.append, (name, error))
-    return worker is not None and worker.device.give_up(worker)
+    if worker is None:
+        native.on_commit(_errors.append, (None, error))
+        return False
+    native.on_commit(_errors.append, (worker.device.name, error))
+    more: int = worker.device.give_up(worker)
+    return more
 
 
 def _log_errors() -> None:
@@ -169,6 +171,9 @@ def _log_errors() -> None:
             name, error = _errors.pop()
         except IndexError:  # none is left: another thread may have taken it
             return
+        if name is None:
+            _log.error("a software device has a bug", exc_info=error)
+            continue
         why = "" if error is not None else " for lack of memory"
         _log.error(
             "%s failed to execute a work request%s, which ends with FATAL_ERR",
