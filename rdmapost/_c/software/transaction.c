@@ -546,7 +546,8 @@ static void look_at_wires(void)
 static void enter(struct rp_use *use)
 {
 	PyObject *call;
-	int64_t when, retry;
+	int64_t when;
+	int has_waited;
 
 	rp_push_use(rp_thread(), NULL, use);
 	rp_thread()->lacks_stack = 0;
@@ -563,16 +564,14 @@ static void enter(struct rp_use *use)
 	/* Run work that is due only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
-		retry = RP_LOAD(&again);
+		has_waited = is_past(RP_LOAD(&again));
 		RP_STORE(&due, -1);
-		if (is_past(retry))
+		if (has_waited)
 			RP_STORE(&again, -1);
-		if (work(Py_None, 0) < 0) {
+		if (work(Py_None, 0) < 0)
 			RP_STORE(&due, when);
-			RP_STORE(&again, retry);
-		}
 		carry_on();
-		if (is_past(retry))
+		if (has_waited)
 			try_aside();
 	}
 	look_at_wires();
