@@ -477,24 +477,26 @@ def start(worker: Any, /) -> None: ...
 
 # _c/software/device.c: give C the parts of the device that it uses (providers/software/state.py):
 # - objects: the object behind each struct;
+# - devices: the open devices;
 # - ready: the objects with pending work;
 # - wires: the devices that look for packets in every verb;
 # - execute_next: do one part of an object's work (of None: the work that is due); return 1 to be
 #   called again, 0 if nothing is left, or -2 if the rest waits for a later verb, as it may if this
 #   one is late;
 # - give_up: fail the work after an exception, and return the same, or -1 if a later verb must retry
-#   the work, as it must if give_up raises MemoryError; called with None after any other exception;
-# - log_errors: log those exceptions;
+#   the work, as it must if give_up raises MemoryError; called with None if it raises another one;
+# - log_reports: log those exceptions, and lacks of memory;
 # - reset: start over after a fork;
 # - refuse: refuse a verb in the middle of another;
 # - setattr, delattr, pop: Python's own.
 def soft_device(
     objects: dict[int, Any],
+    devices: dict[str, Any],
     ready: list[Any],
     wires: list[Any],
     execute_next: Callable[[Any, bool], int],
     give_up: Callable[[Any, BaseException], int],
-    log_errors: Callable[[], None],
+    log_reports: Callable[[], None],
     reset: Callable[[], bool],
     refuse: Callable[..., None],
     setattr: Any,

@@ -19,6 +19,7 @@ static PyObject *soft_device(PyObject *self, PyObject *args)
 {
 	(void)self;
 	if (parts || PyTuple_Size(args) != PARTS || !PyDict_Check(PyTuple_GetItem(args, OBJECTS)) ||
+	    !PyDict_Check(PyTuple_GetItem(args, DEVICES)) ||
 	    !PyList_Check(PyTuple_GetItem(args, READY)) ||
 	    !PyList_Check(PyTuple_GetItem(args, WIRES))) {
 		PyErr_SetString(PyExc_TypeError, "not the parts, or the device already has them");

@@ -29,7 +29,7 @@ RP_SHARED struct rp_lock rp_soft_lock;
 
 /* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
-	OBJECTS, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
+	OBJECTS, DEVICES, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
 	SETATTR, DELATTR, POP, PARTS
 };
 PyObject *rp_soft_given(enum rp_part which);

@@ -20,6 +20,7 @@ static int64_t late; /* when the verb in progress begins to leave work to later 
 static int64_t wasted; /* how many ns this verb has spent on work that lacked memory */
 static int lacked_memory; /* something is left to a later verb, which must be started */
 static Py_ssize_t aside; /* how many READY objects, the first ones, wait for memory until `again` */
+static int deaf; /* a device on a network lacks memory to receive, so its socket stays readable */
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
@@ -340,17 +341,22 @@ static long work(PyObject *object, int may_be_late)
 	return more;
 }
 
+/* The time until `when`, at least 1 ns, or 0 if that is never. */
+static int64_t time_until(int64_t when)
+{
+	int64_t left = when - rp_now_ns();
+
+	return when < 0 ? 0 : left > 0 ? left : 1;
+}
+
 /* Make a device's timer fire after `ns`, or never if that is 0, but at `again` at the latest. */
 void rp_soft_set_timer(int fd, int64_t ns)
 {
 	struct itimerspec when = { 0 };
-	int64_t retry = RP_LOAD(&again), left;
+	int64_t left = time_until(RP_LOAD(&again));
 
-	if (retry >= 0) {
-		left = retry - rp_now_ns();
-		left = left > 0 ? left : 1;
-		ns = ns && ns < left ? ns : left;
-	}
+	if (left && (!ns || left < ns))
+		ns = left;
 	when.it_value.tv_sec = ns / 1000000000;
 	when.it_value.tv_nsec = ns % 1000000000;
 	timerfd_settime(fd, 0, &when, NULL);
@@ -368,29 +374,26 @@ static int64_t pause_ns(void)
 }
 
 /*
- * Have a verb try an object's work again soon: a thread that waits for the device sleeps until its
- * timer fires. Needs no memory. run_due() in Python restores the timer.
+ * Have a verb try again soon whatever lacked memory: a thread that waits for a device sleeps until
+ * its timer fires. Needs no memory. run_due() in Python restores the timers.
  */
-static void try_again(PyObject *object)
+static void try_again_soon(void)
 {
-	/* A device that looks for packets is an object with work, too. */
-	PyObject *fd = PyObject_GetAttr(object, rp_names[TIMER_FD]), *device = NULL;
+	PyObject *devices = rp_soft_given(DEVICES), *name, *device, *fd;
+	Py_ssize_t at = 0;
 
-	if (!fd) {
+	/* Do not put it off: verbs may follow each other faster than that. */
+	if (RP_LOAD(&again) < 0)
+		RP_STORE(&again, rp_now_ns() + pause_ns());
+	RP_BEGIN(devices);
+	while (PyDict_Next(devices, &at, &name, &device)) {
+		fd = PyObject_GetAttr(device, rp_names[TIMER_FD]);
+		if (fd)
+			rp_soft_set_timer((int)PyLong_AsLong(fd), time_until(RP_LOAD(&due)));
+		Py_XDECREF(fd);
 		PyErr_Clear();
-		device = PyObject_GetAttr(object, rp_names[DEVICE]);
-		fd = device ? PyObject_GetAttr(device, rp_names[TIMER_FD]) : NULL;
 	}
-	/* A device that is closed has no timer. */
-	if (fd && PyLong_AsLong(fd) >= 0) {
-		/* Do not put it off: verbs may follow each other faster than that. */
-		if (RP_LOAD(&again) < 0)
-			RP_STORE(&again, rp_now_ns() + pause_ns());
-		rp_soft_set_timer((int)PyLong_AsLong(fd), 0);
-	}
-	PyErr_Clear();
-	Py_XDECREF(fd);
-	Py_XDECREF(device);
+	RP_END();
 }
 
 /* ---- verbs --------------------------------------------------------------- */
@@ -429,27 +432,38 @@ static int take_ready(Py_ssize_t at)
 	return failed;
 }
 
+/* Exchange two READY objects. Needs no memory. */
+static void swap(Py_ssize_t at, Py_ssize_t other)
+{
+	PyObject *ready = rp_soft_given(READY), *first, *second;
+
+	rp_data_lock();
+	first = Py_NewRef(PyList_GetItem(ready, at));
+	second = Py_NewRef(PyList_GetItem(ready, other));
+	PyList_SetItem(ready, at, second);
+	PyList_SetItem(ready, other, first);
+	rp_data_unlock();
+}
+
 /*
  * Have an object that lacks memory wait until `again`, so that other work need not wait for it.
  * Needs no memory. Return whether it stays listed where it was.
  */
 static int set_aside(Py_ssize_t at)
 {
-	PyObject *ready = rp_soft_given(READY), *object, *other;
+	PyObject *ready = rp_soft_given(READY), *object;
 	int is_listed = 0;
 
 	rp_data_lock();
 	object = PyList_GetItem(ready, at);
 	for (Py_ssize_t i = 0; i < aside; i++)
 		is_listed |= PyList_GetItem(ready, i) == object;
-	if (!is_listed) {
-		other = Py_NewRef(PyList_GetItem(ready, aside));
-		PyList_SetItem(ready, aside, Py_NewRef(object));
-		PyList_SetItem(ready, at, other);
-		RP_STORE(&aside, aside + 1);
-	}
 	rp_data_unlock();
-	return !is_listed || take_ready(at);
+	if (is_listed)
+		return take_ready(at);
+	swap(aside, at);
+	RP_STORE(&aside, aside + 1);
+	return 1;
 }
 
 static long work_on(PyObject *object, int may_be_late)
@@ -494,32 +508,24 @@ static void try_aside(void)
 	static Py_ssize_t turn;
 	int64_t end = rp_now_ns() + SHARE_NS;
 	PyObject *object;
+	long more;
 
 	for (Py_ssize_t left = aside; left > 0 && !doomed && !forked; left--) {
 		turn = turn < aside ? turn : 0;
 		object = item_at(READY, turn);
-		if (work_on(object, 0) || take_ready(turn))
+		more = work_on(object, 1);
+		if (more == -1 || (!more && take_ready(turn))) {
 			turn++;
-		else
+		} else {
 			RP_STORE(&aside, aside - 1);
+			if (more)
+				swap(turn, aside);
+		}
 		Py_DECREF(object);
 		if (rp_now_ns() >= end)
 			break;
 	}
 	lacked_memory |= aside > 0;
-}
-
-/* Have a verb try again soon whatever may have been left for lack of memory. */
-static void try_all_again(void)
-{
-	static const enum rp_part lists[] = { READY, WIRES };
-	PyObject *object;
-
-	for (int i = 0; i < 2; i++)
-		for (Py_ssize_t at = 0; (object = item_at(lists[i], at)); at++) {
-			try_again(object);
-			Py_DECREF(object);
-		}
 }
 
 /* Have the devices on a network look for packets, and for timers that have expired. */
@@ -531,8 +537,10 @@ static void look_at_wires(void)
 	for (Py_ssize_t i = 0; !forked && i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
 		/* The wire may still be listed. Comparing it by identity runs no Python code. */
-		if (PySequence_Contains(ready, wire) <= 0 && PyList_Append(ready, wire))
-			lacked_memory = 1;
+		if (PySequence_Contains(ready, wire) <= 0)
+			lacked_memory |= PyList_Append(ready, wire) != 0;
+		else if (aside && PySequence_Index(ready, wire) < aside)
+			deaf = 1;
 	}
 	rp_data_unlock();
 	PyErr_Clear();
@@ -546,8 +554,8 @@ static void look_at_wires(void)
 static void enter(struct rp_use *use)
 {
 	PyObject *call;
-	int64_t when;
-	int has_waited;
+	int has_waited, had_bug;
+	long more;
 
 	rp_push_use(rp_thread(), NULL, use);
 	rp_thread()->lacks_stack = 0;
@@ -563,13 +571,19 @@ static void enter(struct rp_use *use)
 	}
 	/* Run work that is due only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
-		when = RP_LOAD(&due);
 		has_waited = is_past(RP_LOAD(&again));
+		had_bug = broken;
+		broken = 0;
 		RP_STORE(&due, -1);
 		if (has_waited)
 			RP_STORE(&again, -1);
-		if (work(Py_None, 0) < 0)
-			RP_STORE(&due, when);
+		/* If this fails, it is retried at `again`, and rarely if it has a bug. */
+		more = work(Py_None, 0);
+		if (more < 0 || broken)
+			lacked_memory = 1;
+		if (more >= 0 && broken)
+			wasted += LONGEST_PAUSE_NS;
+		broken |= had_bug;
 		carry_on();
 		if (has_waited)
 			try_aside();
@@ -577,15 +591,18 @@ static void enter(struct rp_use *use)
 	look_at_wires();
 }
 
+/* How long yield_lock() sleeps, and how long a thread does that would be woken again at once. */
+enum { YIELD_NS = 100000, DEAF_NS = 1000000 };
+
 /*
  * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
  * pause, this thread would have retaken both by then, for the work that is left or for its next
  * verb. If this thread released the GIL only while it held the lock, the other would never find the
  * lock free.
  */
-static void yield_lock(void)
+static void yield_lock(long ns)
 {
-	struct timespec moment = { .tv_nsec = 100000 };
+	struct timespec moment = { .tv_nsec = ns };
 
 	Py_BEGIN_ALLOW_THREADS
 	nanosleep(&moment, NULL);
@@ -597,6 +614,7 @@ static void leave(void)
 {
 	Py_ssize_t left = carry_on();
 	int failed = broken;
+	long pause = deaf ? DEAF_NS : left ? YIELD_NS : 0;
 	PyObject *done;
 
 	/*
@@ -604,11 +622,11 @@ static void leave(void)
 	 * fork, the timer is the parent's.
 	 */
 	if (lacked_memory && !forked)
-		try_all_again();
-	lacked_memory = broken = doomed = 0;
+		try_again_soon();
+	lacked_memory = broken = doomed = deaf = 0;
 	rp_release(&rp_soft_lock);
-	if (left || RP_LOAD(&rp_soft_lock.starved))
-		yield_lock();
+	if (pause || RP_LOAD(&rp_soft_lock.starved))
+		yield_lock(pause ? pause : YIELD_NS);
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)

@@ -259,9 +259,6 @@ class RoceDevice(Device):
             return True
         return bool(engine.execute_next(worker))
 
-    def can_wait(self, worker: Any) -> bool:
-        return worker is not self and engine.can_wait(worker)
-
     def give_up(self, worker: Any) -> bool:
         if worker is not self:
             expired = self.timers.get(worker, math.inf) <= self._looked

@@ -53,11 +53,6 @@ def on_timer(qp: RoceQueuePair) -> None:
         responder.on_timer(qp, now)
 
 
-def can_wait(qp: RoceQueuePair) -> bool:
-    """Whether nothing is to be sent now."""
-    return not requester.may_send(qp) or qp.rnr_until > 0
-
-
 def give_up(qp: RoceQueuePair, *, expired: bool) -> bool:
     """Fail the work that could not be done; return whether to call again.
 

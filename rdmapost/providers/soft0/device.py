@@ -118,9 +118,6 @@ class SoftDevice(Device):
             return requester.execute_next(worker)
         return bool(worker.tags.execute_next())
 
-    def can_wait(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:
-        return isinstance(worker, SoftQueuePair) and not requester.may_execute(worker)
-
     def give_up(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:
         if isinstance(worker, SoftQueuePair):
             return requester.give_up(worker)

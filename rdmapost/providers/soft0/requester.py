@@ -46,9 +46,12 @@ def execute_next(qp: SoftQueuePair) -> bool:
     """Execute the work request at the head of the send queue; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
-    if not may_execute(qp):
         return False
     pending = qp.sq.pending
+    if not pending or qp.state is not _RTS:
+        return False
+    if qp.due and time.monotonic() < qp.due:
+        return False
     wqe = pending[0]
     byte_len = 0
     try:
@@ -61,13 +64,6 @@ def execute_next(qp: SoftQueuePair) -> bool:
         return False
     _retire(qp, wqe, status, byte_len)
     return bool(pending)
-
-
-def may_execute(qp: SoftQueuePair) -> bool:
-    """Whether a work request is to be executed now."""
-    if not qp.sq.pending or qp.state is not _RTS:
-        return False
-    return not qp.due or time.monotonic() >= qp.due
 
 
 def give_up(qp: SoftQueuePair) -> bool:

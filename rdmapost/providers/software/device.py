@@ -189,13 +189,6 @@ class Device(native.Record):
         """Do one part of a worker's pending work; return whether to call again."""
         raise NotImplementedError
 
-    def can_wait(self, worker: Any) -> bool:
-        """Whether a worker's work can wait until there is memory: it executes no work request.
-
-        What is to be flushed can wait, because it fails in any case.
-        """
-        raise NotImplementedError
-
     def give_up(self, worker: Any) -> bool:
         """Fail the work that could not be executed; return whether to call again."""
         raise NotImplementedError

@@ -10,7 +10,9 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -124,7 +126,11 @@ def drop(struct: Any, name: str) -> Any:
 # ---- what C calls -----------------------------------------------------------
 
 
-_errors: list[tuple[str | None, BaseException | None]] = []
+_reports: list[tuple[str, BaseException | None]] = []
+"""What to log after the verb."""
+_REPORT_PAUSE = 10.0
+"""How many seconds after reporting a lack of memory another one is reported."""
+_reported_at = -math.inf
 _LACK = MemoryError, RecursionError, SystemError
 """Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
@@ -152,35 +158,44 @@ def _execute_next(worker: Any, is_late: bool) -> int:
 
 
 def _give_up(worker: Any, error: BaseException | None) -> int:
+    """Fail a worker's work, or the work that is due (None), after two exceptions.
+
+    Returns:
+        what _execute_next returns, or -1 if a later verb must retry the work.
+    """
+    device = None if worker is None else worker.device
+    name = "a software device" if device is None else device.name
     if error is None or isinstance(error, _LACK):
-        if worker is None or worker.device.can_wait(worker):
-            return -1
-        # Python has few MemoryErrors to reuse when memory lacks: keep none.
-        error = None
-    if worker is None:
-        native.on_commit(_errors.append, (None, error))
+        if not isinstance(error, RecursionError):
+            _report_lack(name)
+        # A device can lose a packet, as a network may. Other work waits until there is memory.
+        return device.give_up(worker) if device is worker is not None else -1
+    if device is None:
+        native.on_commit(_reports.append, (f"{name} has a bug", error))
         return False
-    native.on_commit(_errors.append, (worker.device.name, error))
-    more: int = worker.device.give_up(worker)
+    native.on_commit(
+        _reports.append,
+        (f"{name} failed to execute a work request, which ends with FATAL_ERR", error),
+    )
+    more: int = device.give_up(worker)
     return more
 
 
-def _log_errors() -> None:
+def _report_lack(name: str) -> None:
+    global _reported_at
+    now = time.monotonic()
+    if now >= _reported_at + _REPORT_PAUSE:
+        _reported_at = now
+        native.on_commit(_reports.append, (f"{name} lacks memory, and will try again", None))
+
+
+def _log_reports() -> None:
     while True:
         try:
-            name, error = _errors.pop()
+            text, error = _reports.pop()
         except IndexError:  # none is left: another thread may have taken it
             return
-        if name is None:
-            _log.error("a software device has a bug", exc_info=error)
-            continue
-        why = "" if error is not None else " for lack of memory"
-        _log.error(
-            "%s failed to execute a work request%s, which ends with FATAL_ERR",
-            name,
-            why,
-            exc_info=error,
-        )
+        _log.log(logging.ERROR if error else logging.WARNING, text, exc_info=error)
 
 
 _kept: list[Any] = []
@@ -215,11 +230,12 @@ os.register_at_fork(after_in_child=native.after_fork)
 
 parts = (
     objects,
+    open_devices,
     ready,
     wires,
     _execute_next,
     _give_up,
-    _log_errors,
+    _log_reports,
     _reset,
     _refuse,
     setattr,

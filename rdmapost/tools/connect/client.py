@@ -475,7 +475,8 @@ class Connection(BaseConnection, ClosesOnExit):
         as address handles (qp.ah_to), regions and windows.  The PD of an mr or srq passed to dial
         stays open, with everything on it that does not belong to the connection.
 
-        When it returns, the server has released its side, unless it is gone. Requests in progress
+        When it returns, the server has released its side, unless it is gone or has not answered
+        within the timeout given to dial; context.close_all() does not wait. Requests in progress
         end with a ConnectError, including one of this thread that a signal handler has interrupted.
         In the child of a fork it does nothing: the connection belongs to the parent.
 
