@@ -8,6 +8,7 @@
 PyObject *rp_handle_type;
 int rp_exiting;
 PyObject *(*rp_progress)(void);
+int rp_deaf;
 struct rp_python rp_python;
 
 /* ---- using ---------------------------------------------------------------- */

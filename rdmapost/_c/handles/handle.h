@@ -177,6 +177,9 @@ static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
  */
 RP_SHARED PyObject *(*rp_progress)(void);
 
+/* Whether such a device lacks memory to receive, so that its descriptor stays readable. */
+RP_SHARED int rp_deaf;
+
 static inline PyObject *rp_run_device(void)
 {
 	return rp_progress ? rp_progress() : NULL;

@@ -80,7 +80,7 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	struct pollfd fds[] = { { .fd = fd, .events = POLLIN }, { .events = POLLIN } };
 	int64_t left = deadline - rp_now_ns();
 	eventfd_t counted;
-	int n, error;
+	int n, error, skip = RP_LOAD(&rp_deaf) ? 1 : 0;
 
 	if (rp_thread()->lacks_stack) {
 		PyErr_SetString(PyExc_RecursionError,
@@ -101,9 +101,11 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	fds[1].fd = me->fd;
 	/* Round up, so that a short wait does not become a busy loop. */
 	left = left > 0 ? (left + 999999) / 1000000 : 0;
+	if (skip && left > 1)
+		left = 1;
 	RP_ADD(&rp_sleeping, 1);
 	Py_BEGIN_ALLOW_THREADS
-	n = poll(fds, 2, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
+	n = poll(fds + skip, 2 - skip, left > LONGEST_SLEEP ? LONGEST_SLEEP : (int)left);
 	Py_END_ALLOW_THREADS
 	RP_ADD(&rp_sleeping, -1);
 	if (n > 0 && fds[1].revents) {

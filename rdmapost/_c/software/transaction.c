@@ -20,8 +20,8 @@ static int64_t late; /* when the verb in progress begins to leave work to later 
 static int64_t wasted; /* how many ns this verb has spent on work that lacked memory */
 static int lacked_memory; /* something is left to a later verb, which must be started */
 static Py_ssize_t aside; /* how many READY objects, the first ones, wait for memory until `again` */
-static int deaf; /* a device on a network lacks memory to receive, so its socket stays readable */
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
+static PyObject *at_work; /* that object */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
 static PyObject *is_finalizing; /* sys's; while it returns True, a new thread may never run */
@@ -420,7 +420,7 @@ static PyObject *item_at(enum rp_part which, Py_ssize_t at)
 	return object;
 }
 
-/* Remove an object with pending work; the caller holds a reference to it. 0, or -1. */
+/* Remove an object with pending work, of which the caller has a reference; 0, or 1 if it stays. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -429,7 +429,18 @@ static int take_ready(Py_ssize_t at)
 	failed = PyList_SetSlice(rp_soft_given(READY), at, at + 1, NULL);
 	rp_data_unlock();
 	PyErr_Clear();
-	return failed;
+	return failed != 0;
+}
+
+/* Count an object among the READY ones before an index. The caller holds the data lock. */
+static int listed_before(Py_ssize_t end, PyObject *object)
+{
+	PyObject *ready = rp_soft_given(READY);
+	int count = 0;
+
+	for (Py_ssize_t i = 0; i < end; i++)
+		count += PyList_GetItem(ready, i) == object;
+	return count;
 }
 
 /* Exchange two READY objects. Needs no memory. */
@@ -451,13 +462,10 @@ static void swap(Py_ssize_t at, Py_ssize_t other)
  */
 static int set_aside(Py_ssize_t at)
 {
-	PyObject *ready = rp_soft_given(READY), *object;
-	int is_listed = 0;
+	int is_listed;
 
 	rp_data_lock();
-	object = PyList_GetItem(ready, at);
-	for (Py_ssize_t i = 0; i < aside; i++)
-		is_listed |= PyList_GetItem(ready, i) == object;
+	is_listed = listed_before(aside, PyList_GetItem(rp_soft_given(READY), at));
 	rp_data_unlock();
 	if (is_listed)
 		return take_ready(at);
@@ -471,15 +479,17 @@ static long work_on(PyObject *object, int may_be_late)
 	long more;
 
 	RP_STORE(&executing, 1);
+	at_work = object;
 	do
 		more = work(object, may_be_late);
 	while (more > 0);
+	at_work = NULL;
 	RP_STORE(&executing, 0);
 	return more;
 }
 
-/* Do the pending work. Return how many objects stay listed, because a later verb does theirs. */
-static Py_ssize_t carry_on(void)
+/* Do the pending work. Return whether objects stay listed, because a later verb does theirs. */
+static int carry_on(void)
 {
 	PyObject *object;
 	Py_ssize_t at = aside, begin = aside;
@@ -498,8 +508,14 @@ static Py_ssize_t carry_on(void)
 			stays = more < 0 || take_ready(at);
 		at += stays;
 		Py_DECREF(object);
+		if (wasted > SHARE_NS && at < PyList_Size(rp_soft_given(READY))) {
+			/* Let others have the lock; another verb goes on at once. */
+			RP_STORE(&due, rp_now_ns());
+			lacked_memory = 1;
+			return 1;
+		}
 	}
-	return at - begin;
+	return at > begin;
 }
 
 /* Try again what has been set aside, in turn. */
@@ -532,16 +548,16 @@ static void try_aside(void)
 static void look_at_wires(void)
 {
 	PyObject *wires = rp_soft_given(WIRES), *ready = rp_soft_given(READY), *wire;
+	int is_deaf = 0;
 
 	rp_data_lock();
 	for (Py_ssize_t i = 0; !forked && i < PyList_Size(wires); i++) {
 		wire = PyList_GetItem(wires, i);
-		/* The wire may still be listed. Comparing it by identity runs no Python code. */
-		if (PySequence_Contains(ready, wire) <= 0)
+		if (!listed_before(PyList_Size(ready), wire))
 			lacked_memory |= PyList_Append(ready, wire) != 0;
-		else if (aside && PySequence_Index(ready, wire) < aside)
-			deaf = 1;
+		is_deaf |= listed_before(aside, wire) > 0;
 	}
+	RP_STORE(&rp_deaf, is_deaf);
 	rp_data_unlock();
 	PyErr_Clear();
 }
@@ -555,6 +571,7 @@ static void enter(struct rp_use *use)
 {
 	PyObject *call;
 	int has_waited, had_bug;
+	int64_t when;
 	long more;
 
 	rp_push_use(rp_thread(), NULL, use);
@@ -571,6 +588,7 @@ static void enter(struct rp_use *use)
 	}
 	/* Run work that is due only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
+		when = RP_LOAD(&due);
 		has_waited = is_past(RP_LOAD(&again));
 		had_bug = broken;
 		broken = 0;
@@ -581,6 +599,9 @@ static void enter(struct rp_use *use)
 		more = work(Py_None, 0);
 		if (more < 0 || broken)
 			lacked_memory = 1;
+		/* Without stack, a verb of another caller may do it at once. */
+		if (more < 0 && rp_thread()->lacks_stack)
+			RP_STORE(&due, when);
 		if (more >= 0 && broken)
 			wasted += LONGEST_PAUSE_NS;
 		broken |= had_bug;
@@ -591,16 +612,7 @@ static void enter(struct rp_use *use)
 	look_at_wires();
 }
 
-/* How long yield_lock() sleeps, and how long a thread does that would be woken again at once. */
-enum { YIELD_NS = 100000, DEAF_NS = 1000000 };
-
-/*
- * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
- * pause, this thread would have retaken both by then, for the work that is left or for its next
- * verb. If this thread released the GIL only while it held the lock, the other would never find the
- * lock free.
- */
-static void yield_lock(long ns)
+static void pause_thread(long ns)
 {
 	struct timespec moment = { .tv_nsec = ns };
 
@@ -609,12 +621,21 @@ static void yield_lock(long ns)
 	Py_END_ALLOW_THREADS
 }
 
+/*
+ * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
+ * pause, this thread would have retaken both by then, for the work that is left or for its next
+ * verb. If this thread released the GIL only while it held the lock, the other would never find the
+ * lock free.
+ */
+static void yield_lock(void)
+{
+	pause_thread(100000);
+}
+
 /* Do the work that has become possible, and release the lock. */
 static void leave(void)
 {
-	Py_ssize_t left = carry_on();
-	int failed = broken;
-	long pause = deaf ? DEAF_NS : left ? YIELD_NS : 0;
+	int left = carry_on(), failed = broken;
 	PyObject *done;
 
 	/*
@@ -623,10 +644,12 @@ static void leave(void)
 	 */
 	if (lacked_memory && !forked)
 		try_again_soon();
-	lacked_memory = broken = doomed = deaf = 0;
+	lacked_memory = broken = doomed = 0;
+	if (!PyList_Size(rp_soft_given(WIRES)))
+		RP_STORE(&rp_deaf, 0);
 	rp_release(&rp_soft_lock);
-	if (pause || RP_LOAD(&rp_soft_lock.starved))
-		yield_lock(pause ? pause : YIELD_NS);
+	if (left || RP_LOAD(&rp_soft_lock.starved))
+		yield_lock();
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)
@@ -668,7 +691,8 @@ void rp_soft_opened(void)
 static void after_fork(void)
 {
 	forked = 1;
-	executing = lacked_memory = 0;
+	executing = lacked_memory = rp_deaf = 0;
+	at_work = NULL;
 	due = again = -1;
 	rp_free_data_lock();
 	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;
@@ -767,6 +791,9 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 
 	(void)self;
 	(void)unused;
+	/* The device's thread would be woken again at once. */
+	if (RP_LOAD(&rp_deaf))
+		pause_thread(1000000);
 	if (raised_now)
 		rp_raise(raised_now);
 	return raised_now ? NULL : Py_NewRef(Py_None);
@@ -800,14 +827,17 @@ static PyObject *schedule_at(PyObject *self, PyObject *seconds)
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* start(object): schedule its pending work; called through on_commit(). */
+/* start(object): schedule its pending work, unless it is scheduled; called through on_commit(). */
 static PyObject *start(PyObject *self, PyObject *object)
 {
-	int failed;
+	PyObject *ready = rp_soft_given(READY);
+	int failed = 0;
 
 	(void)self;
 	rp_data_lock();
-	failed = PyList_Append(rp_soft_given(READY), object);
+	/* The object at work will be removed. */
+	if (listed_before(PyList_Size(ready), object) <= (object == at_work))
+		failed = PyList_Append(ready, object);
 	rp_data_unlock();
 	return failed ? NULL : Py_NewRef(Py_None);
 }

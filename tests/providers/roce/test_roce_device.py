@@ -879,7 +879,8 @@ print(cq.wait(1)[0].status.name)
 
 
 FORKED_WITHOUT_MEMORY = """
-import os, rdmapost as rp
+import logging, os, rdmapost as rp
+logging.disable()
 from rdmapost.providers.roce.device import RoceDevice
 from rdmapost.providers.software.device import open_devices
 context = rp.open_device("roce:lo")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -20,6 +22,8 @@ import rdmapost as rp
 from rdmapost import QPState, QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.providers.roce import engine
+from rdmapost.providers.roce import requester as roce_requester
+from rdmapost.providers.roce.receiver import Receiver
 from rdmapost.providers.software import state
 from rdmapost.providers.software.qp import QueuePair
 
@@ -346,6 +350,65 @@ def test_no_work_request_fails_for_lack_of_memory(device, caplog, monkeypatch):
         ]
 
 
+def test_many_queue_pairs_whose_timers_lack_memory_delay_no_other(monkeypatch):
+    send, starved, attempts = roce_requester.send, set(), []
+
+    def lacks_memory(qp):
+        if qp.number in starved:
+            attempts.append(qp)
+            time.sleep(0.0005)
+            raise MemoryError
+        send(qp)
+
+    with (
+        rp.open_device("roce:lo") as context,
+        two_queue_pairs(context) as (cq, mr, near, far),
+        rp.CQ(context, 256) as starved_cq,
+        contextlib.ExitStack() as stack,
+    ):
+        near.connect(far.endpoint())
+        far.connect(near.endpoint())
+        nobody = dataclasses.replace(far.endpoint(), qp_num=1 << 20)
+        for _ in range(100):
+            qp = stack.enter_context(rp.QP(near.pd, QPType.RC, starved_cq))
+            qp.connect(nobody, timeout=1)
+            qp.post_send(rp.Send(mr[:8]))
+            starved.add(qp.qp_num)
+        monkeypatch.setattr(roce_requester, "send", lacks_memory)
+        until(lambda: len(attempts) > 100)
+        longest = 0.0
+        for _ in range(50):
+            begin = time.monotonic()
+            near.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+            assert cq.wait(1, LIMIT)[0].status is WCStatus.SUCCESS
+            longest = max(longest, time.monotonic() - begin)
+        # One attempt for each of the others takes 0.2 s in all.
+        assert longest < 0.1
+
+
+def test_a_device_that_lacks_memory_to_receive_does_not_slow_another(monkeypatch):
+    def lacks_memory(*_: object) -> None:
+        raise MemoryError
+
+    def writes_in(seconds: float) -> int:
+        end, count = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            qp.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
+            count += len(cq.wait(1, LIMIT))
+        return count
+
+    with (
+        rp.open_device("roce:lo"),
+        rp.open_device("soft0") as context,
+        two_queue_pairs(context) as (cq, mr, qp, _),
+    ):
+        qp.connect(qp.endpoint())
+        with monkeypatch.context() as patch:
+            for name in ("look", "give_up"):
+                patch.setattr(Receiver, name, lacks_memory)
+            assert writes_in(0.5) > 2000
+
+
 def test_a_lack_of_memory_delays_no_timer_of_another_device(monkeypatch):
     with (
         rp.open_device("soft0") as other,
@@ -357,8 +420,9 @@ def test_a_lack_of_memory_delays_no_timer_of_another_device(monkeypatch):
         failed.to_err()
 
         def lacks_memory(qp):
-            time.sleep(0.02)
-            raise MemoryError
+            if qp.device.name == "soft0":
+                time.sleep(0.02)
+                raise MemoryError
 
         with monkeypatch.context() as patch:
             patch.setattr(QueuePair, "flush_posted", lacks_memory)
@@ -924,6 +988,39 @@ def test_no_event_is_lost_without_memory(burst):
     pytest.importorskip("_testcapi")
     done = run_python(EVENTS_WITHOUT_MEMORY, str(burst), **LOSES_MEMORY)
     assert done.stdout.strip() == "True []", done.stderr
+
+
+FLUSH_WITHOUT_MEMORY = """
+import _testcapi, logging, sys
+import rdmapost as rp
+
+logging.disable()
+context = rp.open_device(sys.argv[1])
+cq = rp.CQ(context, 4096)
+qp = rp.QP(rp.PD(context), rp.QPType.RC, cq, max_send_wr=2000)
+qp.connect(qp.endpoint())
+qp.to_err()
+wr = rp.Send()
+for at in [*range(120)] * 3:
+    try:
+        _testcapi.set_nomemory(at, 10**9)
+        for _ in range(3):
+            qp.post_send(wr)
+    except (MemoryError, rp.VerbsError):
+        pass
+    finally:
+        _testcapi.remove_mem_hooks()
+posted = qp.outstanding.send
+wcs = cq.wait(posted, 10)
+print(posted > 100, {wc.status.name for wc in wcs}, qp.outstanding.send)
+"""
+
+
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_posts_in_err_are_flushed_wherever_their_verbs_run_out_of_memory(device):
+    pytest.importorskip("_testcapi")
+    said = prints(FLUSH_WITHOUT_MEMORY, device, **LOSES_MEMORY)
+    assert said == "True {'WR_FLUSH_ERR'} 0"
 
 
 TSO_WITHOUT_MEMORY = """
