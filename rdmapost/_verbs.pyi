@@ -484,7 +484,7 @@ def start(worker: Any, /) -> None: ...
 #   called again, 0 if nothing is left, or -2 if the rest waits for a later verb, as it may if this
 #   one is late;
 # - give_up: fail the work after an exception, and return the same, or -1 if a later verb must retry
-#   the work, as it must if give_up raises MemoryError; called with None if it raises another one;
+#   the work, as it must if give_up raises MemoryError; called with None to report another one;
 # - log_reports: log those exceptions, and lacks of memory;
 # - reset: start over after a fork;
 # - refuse: refuse a verb in the middle of another;

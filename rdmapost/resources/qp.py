@@ -946,7 +946,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         Args:
             timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits forever;
                 default 14 (67 ms), or 17 (0.54 s) on roce devices (RC, XRC).
-            retry_cnt: retries after a timeout, 0..7; default 6 (RC, XRC_SEND).
+            retry_cnt: retries after a timeout or a NAK that reports a missing packet, 0..7;
+                default 6 (RC, XRC_SEND).
             rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries forever;
                 default 6 (RC, XRC_SEND).
             max_rd_atomic: how many reads and atomics it may have outstanding; None for

@@ -57,7 +57,7 @@ class QPAttr:
             0.64 ms.
         port_num: the local port, from 1.
         timeout: how long it waits for an acknowledgement, 4.096 us * 2^timeout; 0: forever.
-        retry_cnt: retries after a timeout, 0..7.
+        retry_cnt: retries after a timeout or a NAK that reports a missing packet, 0..7.
         rnr_retry: retries after RNR, 0..7; 7 retries forever.
         max_send_wr: work requests that the send queue holds.
         max_recv_wr: work requests that the receive queue holds.

@@ -27,6 +27,9 @@ static PyObject *start_new_thread; /* _thread's, or NULL if that has been replac
 static PyObject *is_finalizing; /* sys's; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
 
+/* The longest time until work that lacks memory, or has a bug, is tried again. */
+enum { LONGEST_PAUSE_NS = 200000000 };
+
 /* ---- transactions -------------------------------------------------------- */
 
 struct errand {
@@ -133,8 +136,9 @@ static void attempt_again(struct errand *errand, int here)
 		errand->result = give_up(object_of_errand(errand), error);
 		second = rp_take_exception();
 		if (second && (here ? is_bug(error, second) : !rp_lacks_room(second))) {
-			/* The device has a bug in this, too. */
-			errand->result = give_up(Py_None, second);
+			/* The device has a bug in this, too: report it, and try again, but rarely. */
+			Py_XDECREF(give_up(Py_None, second));
+			wasted += LONGEST_PAUSE_NS;
 			Py_DECREF(second);
 			second = rp_take_exception();
 		}
@@ -366,7 +370,7 @@ void rp_soft_set_timer(int fd, int64_t ns)
  * How long after running out of memory the device's timer starts a verb that tries again: longer if
  * that has taken long, so that other work gets most of the time.
  */
-enum { TRY_AGAIN_NS = 2000000, LONGEST_PAUSE_NS = 200000000 };
+enum { TRY_AGAIN_NS = 2000000 };
 
 static int64_t pause_ns(void)
 {

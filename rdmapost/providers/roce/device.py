@@ -259,17 +259,18 @@ class RoceDevice(Device):
             return True
         return bool(engine.execute_next(worker))
 
-    def give_up(self, worker: Any) -> bool:
+    def give_up(self, worker: Any) -> int:
         if worker is not self:
             expired = self.timers.get(worker, math.inf) <= self._looked
             if expired:
                 self.timers[worker] = math.inf
             return bool(engine.give_up(worker, expired=expired))
-        more = self.receiver.give_up()
+        lost, more = self.receiver.give_up()
         self.now = time.monotonic()
         if self.now > self._expired_at + _LONGEST_LOOK:
             self._run_expired()
         elif self._expired_at < math.inf:
             # Not at once: the next look may fail, too.
             self.set_due(self.now + _LONGEST_LOOK)
-        return bool(more)
+        # Without the packet the next look may succeed; otherwise it would fail again at once.
+        return more if lost else -1

@@ -144,15 +144,18 @@ class Receiver(native.Record):
         """Accept a packet that the fault plan has held until now."""
         native.put(self._arrived, item)
 
-    def give_up(self) -> bool:
+    def give_up(self) -> tuple[bool, bool]:
         """Drop the packets that the engine could not process, as if the network had lost them.
 
-        Return whether others, which the socket no longer holds, are left.
+        Returns:
+            whether there were any; whether others, which the socket no longer holds, are left.
         """
-        if self._batch is None and (lost := self._inbox or self._arrived):
-            native.take(lost)
+        lost = self._batch is not None
+        if not lost and (packets := self._inbox or self._arrived):
+            native.take(packets)
+            lost = True
         self._batch = None
-        return bool(self._inbox or self._arrived)
+        return lost, bool(self._inbox or self._arrived)
 
 
 def _damaged(covered: bytes, item: Any, number: int) -> Any:

@@ -189,6 +189,11 @@ class Device(native.Record):
         """Do one part of a worker's pending work; return whether to call again."""
         raise NotImplementedError
 
-    def give_up(self, worker: Any) -> bool:
-        """Fail the work that could not be executed; return whether to call again."""
+    def give_up(self, worker: Any) -> int:
+        """Fail the work that could not be executed.
+
+        Returns:
+            1 to be called again; 0 at the end; -1 if there is nothing to fail, so that a later verb
+            must retry the work.
+        """
         raise NotImplementedError

@@ -129,8 +129,9 @@ def drop(struct: Any, name: str) -> Any:
 _reports: list[tuple[str, BaseException | None]] = []
 """What to log after the verb."""
 _REPORT_PAUSE = 10.0
-"""How many seconds after reporting a lack of memory another one is reported."""
-_reported_at = -math.inf
+"""Seconds until the same is reported again."""
+_reported: dict[str, float] = {}
+"""When a device's lack of memory or bug was last reported."""
 _LACK = MemoryError, RecursionError, SystemError
 """Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
@@ -165,28 +166,28 @@ def _give_up(worker: Any, error: BaseException | None) -> int:
     """
     device = None if worker is None else worker.device
     name = "a software device" if device is None else device.name
-    if error is None or isinstance(error, _LACK):
+    lacks = error is None or isinstance(error, _LACK)
+    if lacks:
         if not isinstance(error, RecursionError):
-            _report_lack(name)
-        # A device can lose a packet, as a network may. Other work waits until there is memory.
-        return device.give_up(worker) if device is worker is not None else -1
-    if device is None:
-        native.on_commit(_reports.append, (f"{name} has a bug", error))
-        return False
-    native.on_commit(
-        _reports.append,
-        (f"{name} failed to execute a work request, which ends with FATAL_ERR", error),
-    )
+            _report_rarely(f"{name} lacks memory, and will try again", None)
+    elif worker is device:
+        _report_rarely(f"{name} has a bug", error)
+    else:
+        text = f"{name} failed to execute a work request, which ends with FATAL_ERR"
+        native.on_commit(_reports.append, (text, error))
+    if device is None or (lacks and worker is not device):
+        # Without memory no work request fails: it waits until there is some.
+        return -int(lacks)
+    # Without memory a device loses a packet, as a network may.
     more: int = device.give_up(worker)
     return more
 
 
-def _report_lack(name: str) -> None:
-    global _reported_at
+def _report_rarely(text: str, error: BaseException | None) -> None:
     now = time.monotonic()
-    if now >= _reported_at + _REPORT_PAUSE:
-        _reported_at = now
-        native.on_commit(_reports.append, (f"{name} lacks memory, and will try again", None))
+    if now >= _reported.get(text, -math.inf) + _REPORT_PAUSE:
+        native.on_commit(_reported.__setitem__, text, now)
+        native.on_commit(_reports.append, (text, error))
 
 
 def _log_reports() -> None:
