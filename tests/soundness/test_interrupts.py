@@ -1278,7 +1278,7 @@ def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, w
     from rdmapost.providers.software import state
 
     module = requester if device == "soft0" else engine
-    execute_next, report = module.execute_next, state._report_lack
+    execute_next, report = module.execute_next, state._report_rarely
     attempts = []
 
     def lacks_memory_first(qp: Any) -> Any:
@@ -1289,11 +1289,11 @@ def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, w
             raise MemoryError
         return execute_next(qp)
 
-    def interrupted(name: str) -> None:
+    def interrupted(*report_of: Any) -> None:
         if where == "giving up":
             attempts.append("give up")
             signal.raise_signal(signal.SIGINT)
-        report(name)
+        report(*report_of)
 
     with (
         rp.open_device(device) as context,
@@ -1303,7 +1303,7 @@ def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, w
     ):
         qp.connect(qp.endpoint())
         qp.post_recv(rp.RecvWR(wr_id=2))
-        module.execute_next, state._report_lack = lacks_memory_first, interrupted
+        module.execute_next, state._report_rarely = lacks_memory_first, interrupted
         threading.stack_size(1 << 46)
         # The device's own thread would find the work first.
         sys.setswitchinterval(30)
@@ -1315,7 +1315,7 @@ def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, w
 
         with pytest.raises(KeyboardInterrupt):
             post()
-        module.execute_next, state._report_lack = execute_next, report
+        module.execute_next, state._report_rarely = execute_next, report
         assert ("give up" in attempts) is (where == "giving up")
         sys.setswitchinterval(0.005)
         threading.stack_size(0)
