@@ -153,7 +153,7 @@ def shorten_signature(
     if what == "class" and " creates it" in (obj.__doc__ or "").partition("\n\n")[0]:
         return "", None
     signature = re.sub(r"(\*\*\w+): ~typing\.Unpack\[[^]]*\]", r"\1", signature)
-    # An enumeration's member as it is written, not as its repr.
+    # Show an enumeration's member as code has it, not its repr.
     return re.sub(r"<(\w+\.[\w.|]+): \d+>", r"\1", signature), returns
 
 

@@ -13,7 +13,7 @@
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int64_t again = -1; /* when work that lacked memory is tried again, as `due` */
-static int broken; /* a bug in the device must be reported */
+static int broken; /* a bug in the device, or a lack of memory, must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
@@ -72,8 +72,8 @@ static PyObject *attempt(PyObject *call)
 }
 
 /*
- * Have the device fail an object's work, or log the error if the object is None; NULL, perhaps with
- * an exception, if that is impossible now.
+ * Have the device fail an object's work or, for None, log the error. Returns NULL, perhaps with an
+ * exception set, if that is impossible now.
  */
 static PyObject *give_up(PyObject *object, PyObject *error)
 {

@@ -165,7 +165,7 @@ def _request_of(qp: RoceQueuePair, psn: int) -> SendRequest:
 
 
 def _start(qp: RoceQueuePair, psn: int, limit: int) -> SendRequest | None:
-    """Make the next request. Return None if there is none or it must wait.
+    """Make the next request; return None if there is none, or if it must wait.
 
     Raises:
         ErrorStatus: the work request ends with an error status.

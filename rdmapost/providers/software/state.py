@@ -175,9 +175,11 @@ def _give_up(worker: Any, error: BaseException | None) -> int:
     else:
         text = f"{name} failed to execute a work request, which ends with FATAL_ERR"
         native.on_commit(_reports.append, (text, error))
-    if device is None or (lacks and worker is not device):
+    if device is None:
+        return -1 if lacks else 0
+    if lacks and worker is not device:
         # Without memory no work request fails: it waits until there is some.
-        return -int(lacks)
+        return -1
     # Without memory a device loses a packet, as a network may.
     more: int = device.give_up(worker)
     return more

@@ -251,15 +251,21 @@ def test_posts_to_a_failed_queue_pair_are_flushed_once_there_is_memory(
         assert errors_in(caplog) == []
 
 
-@pytest.mark.parametrize("posts", ["sends", "receives"])
-@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
-def test_a_bug_in_the_flush_is_logged_and_not_tried_for_ever(device, posts, caplog, monkeypatch):
-    calls = []
+def planted_bug() -> tuple[list[QueuePair], Callable[[QueuePair], None]]:
+    """Return a list of calls, and the method that is called, which raises."""
+    calls: list[QueuePair] = []
 
-    def broken(qp):
+    def broken(qp: QueuePair) -> None:
         calls.append(qp)
         raise ZeroDivisionError("planted")
 
+    return calls, broken
+
+
+@pytest.mark.parametrize("posts", ["sends", "receives"])
+@pytest.mark.parametrize("device", ["soft0", "roce:lo"])
+def test_a_bug_in_the_flush_is_logged_and_not_tried_for_ever(device, posts, caplog, monkeypatch):
+    calls, broken = planted_bug()
     with rp.open_device(device) as context, two_queue_pairs(context) as (cq, mr, near, far):
         near.connect(far.endpoint())
         near.to_err()
@@ -281,12 +287,7 @@ def test_a_bug_in_the_flush_is_logged_and_not_tried_for_ever(device, posts, capl
 def test_work_that_cannot_even_fail_because_of_a_bug_is_logged_and_tried_again_rarely(
     device, caplog, monkeypatch
 ):
-    calls = []
-
-    def broken(qp):
-        calls.append(qp)
-        raise ZeroDivisionError("planted")
-
+    calls, broken = planted_bug()
     with rp.open_device(device) as context, two_queue_pairs(context) as (cq, mr, near, far):
         near.connect(far.endpoint())
         context.faults.complete_with(7, WCStatus.LOC_PROT_ERR)
@@ -726,8 +727,6 @@ import struct
 import _testcapi
 import rdmapost as rp
 from rdmapost._binding import native
-from rdmapost.providers.roce import engine
-from rdmapost.providers.software.qp import QueuePair
 
 rp.open_device("soft0")
 # More arguments than CPython keeps tuples for.
