@@ -8,6 +8,7 @@ then has said where each of its threads was.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -95,7 +96,10 @@ def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tup
             out, err = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            out, err = process.communicate()
+            out = err = ""
+            # A descendant in a session of its own may still hold the pipes.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                out, err = process.communicate(timeout=10)
             err += f"\nkilled after {seconds:g} s\n"
     return process.returncode, out, err
 

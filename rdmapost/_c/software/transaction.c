@@ -744,6 +744,7 @@ int rp_soft_start(uint32_t handle)
 	int failed;
 
 	rp_data_lock();
+	/* It may be listed already: to look would cost each post more than the second turn does. */
 	failed = !object || PyList_Append(rp_soft_given(READY), object);
 	rp_data_unlock();
 	PyErr_Clear();

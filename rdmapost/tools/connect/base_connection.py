@@ -80,8 +80,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         else:
             access = mr.access
         depth = within("depth", depth, 1, context.attr.max_qp_wr)
-        self.timeout = time_limit(timeout)
-        self._session = ClientSession(name_of((host, port)), self.timeout)
+        self._session = ClientSession(name_of((host, port)), time_limit(timeout))
         self._pid = os.getpid()
         # Why it was closed, if not by close(): ": " and the reason.
         self._closed_by = ""
@@ -116,6 +115,21 @@ class BaseConnection(native.Finalizer, NotCopied):
             self.qp = stack.add(
                 QP(pd, qp_type, cq, srq=srq, port_num=port_num, gid_index=gid_index, **options)
             )
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for each step of a request; assign to it to change it.
+
+        wait has a timeout of its own, and report adds its timeout and one second.
+
+        Raises:
+            TypeError, ValueError: as for dial, on assignment.
+        """
+        return self._session.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._session.timeout = time_limit(timeout)
 
     def _handshake(self, token: str | None) -> IORequests:
         """Connect the queue pair to the server's; raise the errors of dial()."""

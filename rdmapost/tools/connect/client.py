@@ -170,8 +170,6 @@ class Connection(BaseConnection, ClosesOnExit):
             private_data.
         address: the fields that address the server's queue pair, on UD; otherwise empty.
         headroom: bytes in front of a received message: the GRH on UD.
-        timeout: seconds for each step of a request; wait has a timeout of its own, and report adds
-            its timeout and one second.
 
     If a request (report, look) ends with ConnectTimeout, or because a signal handler raises
     (KeyboardInterrupt) while the connection waits for the answer, the connection stays usable: the

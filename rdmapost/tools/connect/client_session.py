@@ -37,7 +37,7 @@ class ClientSession:
     def __init__(self, where: str, timeout: float) -> None:
         self.where = where
         self.protocol = ClientProtocol()
-        self._timeout = timeout
+        self.timeout = timeout
         # Whether both sides have said that they are ready.
         self.established = False
         # Whether the last request ended without an answer; an answer that comes later is dropped.
@@ -51,18 +51,18 @@ class ClientSession:
         self.late = False
         if self.protocol.must_wait and not isinstance(message, Bye):
             # First read the late answer to an interrupted request.
-            yield from self._answer(self._timeout)
+            yield from self._answer(self.timeout)
         data = encode(message)
         self.protocol.ask(message)
-        outcome = yield data, time.monotonic() + self._timeout
+        outcome = yield data, time.monotonic() + self.timeout
         if outcome is NoData.TIMED_OUT:
             raise ConnectTimeout(
-                f"{self.where} did not accept a request within {self._timeout:g} s, but may have "
+                f"{self.where} did not accept a request within {self.timeout:g} s, but may have "
                 "received part of it, so the connection is closed"
             )
         # Messages that the server sent before it closed the connection may still be unread.
         broken = reason(outcome) if isinstance(outcome, OSError) else ""
-        return (yield from self._answer(self._timeout + more_time, broken))
+        return (yield from self._answer(self.timeout + more_time, broken))
 
     def _answer(self, limit: float, broken: str = "") -> IORequests:
         deadline = time.monotonic() + limit

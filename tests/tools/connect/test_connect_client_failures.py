@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import queue
 import socket
 import struct
@@ -253,7 +254,8 @@ def test_report_that_times_out_names_the_seconds_that_were_asked_for(
 ) -> None:
     """Not what was left of them when the request was sent."""
     stalled = _Stalled(serve)
-    with stalled.served.dial(timeout=0.2) as peer:
+    with stalled.served.dial() as peer:
+        peer.timeout = 0.2
         peer.qp.post_send(rp.Send(peer.mr[:4]))
         peer.wait(1, LIMIT)
         slow = SimpleNamespace(monotonic=itertools.count().__next__)
@@ -264,11 +266,20 @@ def test_report_that_times_out_names_the_seconds_that_were_asked_for(
     assert "did not answer within 1.3 s;" in str(caught.value)
 
 
+def test_timeout_refuses_what_dial_refuses(serve: Callable[..., Served]) -> None:
+    with serve().dial(timeout=LIMIT) as peer:
+        for timeout, error in ((0, ValueError), (math.inf, ValueError), (None, TypeError)):
+            with pytest.raises(error, match=r"^timeout"):
+                peer.timeout = timeout  # type: ignore[assignment]
+            assert peer.timeout == LIMIT
+
+
 def test_a_request_that_times_out_leaves_the_connection_usable(
     serve: Callable[..., Served],
 ) -> None:
     stalled = _Stalled(serve)
-    with stalled.served.dial(timeout=0.2) as peer:
+    with stalled.served.dial() as peer:
+        peer.timeout = 0.2
         peer.mr.buffer[:4] = b"data"
         peer.qp.post_send([rp.Send(peer.mr[:4]), rp.RdmaWrite(peer.mr[:4], **peer.target())])
         peer.wait(2, LIMIT)
@@ -297,7 +308,8 @@ def test_a_request_that_times_out_leaves_an_asyncio_connection_usable(
 
     async def main() -> None:
         host, port = stalled.served.server.address
-        async with await connect.adial(context, host, port, timeout=0.2) as peer:
+        async with await connect.adial(context, host, port) as peer:
+            peer.timeout = 0.2
             peer.mr.buffer[:4] = b"data"
             peer.qp.post_send([rp.Send(peer.mr[:4]), rp.RdmaWrite(peer.mr[:4], **peer.target())])
             await peer.wait(2, LIMIT)

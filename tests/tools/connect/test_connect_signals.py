@@ -629,7 +629,8 @@ def test_a_request_waits_for_those_of_other_threads_no_longer_than_its_timeout(
     serve: Callable[..., Served],
 ) -> None:
     served = serve()
-    with served.dial(timeout=0.2) as peer:
+    with served.dial() as peer:
+        peer.timeout = 0.2
         asker = threading.Thread(target=lambda: peer.report(1, timeout=30))
         asker.start()
         until(lambda: is_asking(peer))
