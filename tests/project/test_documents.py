@@ -2,9 +2,9 @@
 
 Python examples run on soft0, and what they print is what the document shows. One that imports
 rdmapost runs as a program; the others go on with the names of the README's first example. Blocks of
-a tutorial go on with the names of its earlier blocks. Commands of rdmapost run on soft0. What needs
-root, a network or another machine is listed here, with where it is run instead; anything not listed
-fails.
+a tutorial or a guide go on with the names of its earlier blocks. Commands of rdmapost run on soft0.
+What needs root, a network or another machine is listed here, with where it is run instead; anything
+not listed fails.
 """
 
 from __future__ import annotations

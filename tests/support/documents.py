@@ -24,9 +24,9 @@ DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
-    *(f"docs/{path.name}" for path in sorted(ROOT.glob("docs/*.md"))),
+    *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md"))),
 ]
-TUTORIALS = {"docs/tutorial.md", "docs/tutorial-two-processes.md", "docs/tutorial-real-device.md"}
+TUTORIALS = {name for name in DOCUMENTS if name.startswith(("docs/tutorial", "docs/guides/"))}
 """Documents whose Python blocks build on each other."""
 
 _PROMPT = re.compile(r"(\w*)\$ (.*)")
