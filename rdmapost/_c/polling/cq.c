@@ -110,11 +110,10 @@ static inline void put_row(char **rows, const struct ibv_wc *wc, uint64_t wr_id)
 					.vendor_err = wc->vendor_err, .qp_num = wc->qp_num };
 		return;
 	}
-	if (wc->opcode & IBV_WC_RECV && wc->wc_flags & IBV_WC_WITH_IMM)
-		imm_data = be32toh(wc->imm_data);
-	else if (wc->opcode & IBV_WC_RECV && wc->wc_flags & IBV_WC_WITH_INV)
-		imm_data = wc->invalidated_rkey;
-	*row = *wc;
+	if (wc->opcode & IBV_WC_RECV && wc->wc_flags & (IBV_WC_WITH_IMM | IBV_WC_WITH_INV))
+		imm_data = wc->wc_flags & IBV_WC_WITH_IMM ? be32toh(wc->imm_data) :
+							    wc->invalidated_rkey;
+	memcpy(row, wc, sizeof(*row));
 	row->wr_id = wr_id;
 	row->imm_data = imm_data;
 }

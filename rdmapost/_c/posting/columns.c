@@ -89,7 +89,6 @@ copy(const struct column *col, const char *from, ptrdiff_t stride, int wide, int
 	uint64_t above = scale ? (col->field->max - base) / scale : UINT64_MAX, span;
 	size_t i;
 
-
 	if (is_signed && above > INT64_MAX)
 		above = INT64_MAX;
 	if (below > INT64_MAX + 1ull)
@@ -432,8 +431,13 @@ static size_t check_ranges(const struct columns *c, const struct request *r)
 	uint64_t region, start = rp_start_and_length(c->post.owners[r->owners], &region);
 	size_t count = q->checked || is_inline ? c->bad : 0;
 
-	for (size_t i = 0; i < count; i++) {
-		uint64_t from = addr[i] - start, size = length ? length[i] : each;
+	if (!length && (each > region || each < min || each > max))
+		return count ? 0 : c->bad;
+	for (size_t i = 0; !length && i < count; i++)
+		if (addr[i] - start > region - each)
+			return i;
+	for (size_t i = 0; length && i < count; i++) {
+		uint64_t from = addr[i] - start, size = length[i];
 
 		if (from > region || size > region - from || size < min || size > max)
 			return i;
@@ -578,7 +582,7 @@ static void put_flags(const struct columns *c, struct ibv_send_wr *wr, size_t fr
 {
 	uint64_t every = c->signal_every;
 
-	for (size_t i = every - 1 - from % every; i < size; i += every)
+	for (size_t i = every - 1 - (from ? from % every : 0); i < size; i += every)
 		wr[i].send_flags = (unsigned int)flags;
 	if (from + size == count)
 		wr[size - 1].send_flags = (unsigned int)flags;
@@ -596,22 +600,29 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 	int is_send = c->q->verb == SEND;
 	size_t step = is_send ? sizeof(*structs) : sizeof(struct ibv_recv_wr);
 	struct outcome outcome = { 0, 0 };
-	struct ibv_sge sges[CHUNK];
+	struct ibv_sge sges[CHUNK], sge = { 0 };
+	struct send send;
 	const char *first;
 	char *at = (char *)structs;
 
 	rp_link(&c->post, 0, 1);
 	first = c->post.structs + r->at;
+	if (is_send)
+		memcpy(&send, first, sizeof(send));
+	else
+		memcpy(&send, first, sizeof(struct head));
+	if (c->addr)
+		sge = *rp_sges(&c->post, r);
 	for (size_t i = 0; i < max; i++, at += step) {
 		struct head *head = (void *)at;
 
 		if (is_send)
-			*(struct send *)(void *)at = *(const struct send *)(const void *)first;
+			*(struct send *)(void *)at = send;
 		else
-			*head = *(const struct head *)(const void *)first;
+			memcpy(head, &send, sizeof(*head));
 		head->next = at + step;
 		if (c->addr) {
-			sges[i] = *rp_sges(&c->post, r);
+			sges[i] = sge;
 			head->sg_list = &sges[i];
 		}
 	}
