@@ -189,8 +189,9 @@ _OUTSIDE = {"../README.md#install": "install.md", "../SECURITY.md": "security.md
 def adapt_to_site(app: Any, name: str, source: list[str]) -> None:
     """Point links that leave docs/ at pages of the site, and show the examples' sources."""
     text = source[0]
+    up = "../" * name.count("/")
     for outside, page in _OUTSIDE.items():
-        text = text.replace(f"]({outside})", f"]({page})")
+        text = text.replace(f"]({up}{outside})", f"]({up}{page})")
     shown = [
         f"\n## {name}.py\n\n```{{literalinclude}} ../{path}\n:language: python\n```\n"
         for path, name in _TO_EXAMPLE.findall(text)

@@ -274,6 +274,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     No capability says whether a device supports ZERO_BASED. Most drivers, and Soft-RoCE in Linux
     6.1, accept the flag and ignore it: addresses are then this process's, starting at
     buffer_addr, and work requests that use addr fail with LOC_PROT_ERR or REM_ACCESS_ERR.
+    Soft-RoCE in Linux 6.12 refuses the flag.
     """
 
     __slots__ = ("_access", "_addr", "_buffer", "_buffer_addr", "_end", "_length", "_writable")

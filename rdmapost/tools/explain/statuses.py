@@ -132,9 +132,9 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.WR_FLUSH_ERR,
-        "This work request was not carried out: its queue pair was in the error state (or, for "
-        "sends, SQE) when its turn came. This status is a consequence, not a cause. The QP's first "
-        "completion with another status says what happened.",
+        "The queue pair went to ERR (or, for sends, SQE) before this work request was done. This "
+        "status is a consequence, not a cause: the QP's first completion with another status says "
+        "what happened. The peer may still have executed the work request, if it was sent before.",
         causes=(
             "An earlier work request of this QP failed, and everything behind it is flushed. If "
             "its completion is on the other CQ, it may be polled later than the flushes.",
