@@ -81,7 +81,9 @@ PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count
 	for (Py_ssize_t i = 0; i < count; i++)
 		whole = whole && items[i];
 	/* Nothing else runs, not even the collector, from here until the tuple is complete. */
-	tuple = whole ? PyType_GenericAlloc((PyTypeObject *)type, count) : NULL;
+	if (whole)
+		tuple = type == (PyObject *)&PyTuple_Type ?
+				PyTuple_New(count) : PyType_GenericAlloc((PyTypeObject *)type, count);
 	if (!tuple) {
 		for (Py_ssize_t i = 0; i < count; i++)
 			Py_XDECREF(items[i]);

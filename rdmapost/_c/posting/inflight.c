@@ -22,11 +22,11 @@ static inline int is_handle(PyObject *object)
 static PyObject *each(PyObject *refs, int unpin)
 {
 	int many = refs && PyTuple_CheckExact(refs);
-	Py_ssize_t count = many ? PyTuple_Size(refs) : refs != NULL;
+	Py_ssize_t count = many ? Py_SIZE(refs) : refs != NULL;
 	PyObject *closed = NULL;
 
 	for (Py_ssize_t i = count; i--;) {
-		PyObject *one = many ? PyTuple_GetItem(refs, i) : refs;
+		PyObject *one = many ? rp_item(refs, i) : refs;
 		PyObject *found = NULL;
 
 		if (PyTuple_CheckExact(one)) {
