@@ -1,15 +1,15 @@
 """Build ``rdmapost._verbs``, the compiled binding over libibverbs.
 
 The declarations are in ``rdmapost/_c/*/*.cdef.h``, the shim (``ibv_post_send`` and
-the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the rest of the C
+the like as real symbols) in ``rdmapost/_c/libibverbs/shim.c``, and the rest of the C code
 elsewhere in ``rdmapost/_c/``; this file only passes them to cffi and setuptools.
 
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, next to its sources.
 
 One module, built with the limited API, serves CPython 3.11 and later.  A
-free-threaded CPython has no limited API (its objects are laid out differently):
-there the module and its wheel are only for that version.
+free-threaded CPython has no limited API (its objects are laid out differently),
+so its module and wheel serve only the version that they were built with.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ffibuilder.set_source(
 
 
 class build_ext(_build_ext.build_ext):
-    """Generate the binding's C from the declarations, then compile it with the rest of the C."""
+    """Generate the binding's C code from the declarations, then compile all the C code."""
 
     def finalize_options(self):
         if FREE_THREADED:
@@ -65,7 +65,7 @@ class build_ext(_build_ext.build_ext):
 
 
 class bdist_wheel(_bdist_wheel.bdist_wheel):
-    """Tag the wheel for the stable ABI of CPython 3.11, where there is one."""
+    """Tag the wheel for CPython 3.11's stable ABI, unless this CPython is free-threaded."""
 
     def finalize_options(self):
         if not FREE_THREADED:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line and end the process with its exit code."""
     try:
-        # SIGINT is ignored in a script's background jobs; leave it so.
+        # SIGINT is ignored in a script's background jobs; leave it ignored.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _unraisable

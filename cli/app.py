@@ -69,7 +69,7 @@ class App(Group):
         out = Output(json="--json" in arguments)
         extra |= {"obj": out, "standalone_mode": False}
         try:
-            # --help and ctx.exit() come back as a number, commands as None.
+            # --help and ctx.exit() return a number; commands return None.
             code = super().main(arguments, prog_name or "rdmapost", **extra)
             out.raise_failure()
         except Exception as error:
@@ -92,7 +92,7 @@ class App(Group):
         return name, command, rest
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the command names, in the order of help."""
+        """Return the command names, in the order in which help lists them."""
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -32,7 +32,7 @@ _SOME_FIELDS = {"ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srq
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
-    """Complete a name, ignoring case, as in C if it starts with IBV_, otherwise as in Python."""
+    """Complete a name, ignoring case: the C name if it starts with IBV_, otherwise Python's."""
     from click.shell_completion import CompletionItem
 
     from rdmapost.explain import KINDS, names

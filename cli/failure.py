@@ -37,7 +37,7 @@ def report(error: Exception, out: Output) -> int:
 
 
 def drop_unwritten() -> None:
-    """Drop unwritten output; otherwise the interpreter retries at exit, and complains."""
+    """Drop unwritten output; otherwise the interpreter retries at exit, and reports an error."""
     try:
         sys.stdout.flush()
     except OSError:

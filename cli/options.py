@@ -133,7 +133,7 @@ class Peer:
 
     Attributes:
         host, port: where it listens.
-        token: the token to show, or None.
+        token: the token to send, or None.
         offset: bytes from the start of its memory.
     """
 
@@ -430,7 +430,7 @@ def payload_options_for(
     """Add --data, --data-file and --size; the command gets ``payload``.
 
     Args:
-        size_unless_given: default size of the generated data; None for a short text.
+        size_unless_given: default size of the generated data; None if the default is a short text.
         whole: whether to pass bytes to the command, instead of a Payload.
     """
     text_default = "" if size_unless_given else f"  [default: {_DEFAULT_DATA!r}]"

@@ -84,8 +84,8 @@ class Payload:
 def touch(memory: memoryview, progress: Progress) -> None:
     """Write zeros to memory, in pieces.
 
-    Otherwise the kernel would provide all of its pages while soft0 copies the data, which happens
-    in one call, during which Ctrl-C has no effect.
+    Otherwise the kernel would provide all of the memory's pages while soft0 copies the data in one
+    call, during which Ctrl-C has no effect.
     """
     Payload(b"\0", len(memory)).write_to(memory, progress)
 
@@ -94,7 +94,7 @@ class Progress:
     """A context manager that shows a progress bar after a second if stderr is a terminal.
 
     Args:
-        total: how many bytes there are to touch, to write and to verify.
+        total: how many bytes to touch, write and verify in total.
     """
 
     def __init__(self, total: int) -> None:

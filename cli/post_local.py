@@ -1,4 +1,4 @@
-"""Posting to a second queue pair of the same device."""
+"""Posting to a second queue pair on the same device."""
 
 from __future__ import annotations
 

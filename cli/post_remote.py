@@ -39,7 +39,7 @@ from .target import open_target
 
 _POLL_INTERVAL_S = 0.01
 _REPORTED = 1024
-"""How many arrivals a server remembers."""
+"""How many arrivals a server keeps."""
 _NEEDS = {
     Opcode.RDMA_WRITE: Access.REMOTE_WRITE,
     Opcode.RDMA_WRITE_WITH_IMM: Access.REMOTE_WRITE,
@@ -107,7 +107,8 @@ def _why_refused(
 ) -> str | None:
     """Say why the server refused a work request, if the server's offer explains it."""
     offer, peer = connection.offer, out.doc["peer"]
-    # The server's queue pair has its region's access flags, and refuses before the region does.
+    # The server's queue pair has its region's access flags, and refuses a request before the region
+    # does.
     lacks_access = _NEEDS.get(opcode, Access(0)) & ~offer.access
     if shown.status is WCStatus.REM_ACCESS_ERR or (
         lacks_access and shown.status is WCStatus.REM_INV_REQ_ERR

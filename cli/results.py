@@ -19,7 +19,7 @@ _SHOWN = 4096
 def start_document(
     out: Output, opcode: Opcode | OpsOpcode, settings: PostSettings, **more: Any
 ) -> None:
-    """Set the keys that every posting command has, so that they are there if it fails."""
+    """Set every posting command's keys, so that they are present even if the command fails."""
     out.doc.update(
         device=None,
         kind=None,
@@ -125,7 +125,7 @@ def as_text(data: bytes) -> tuple[str, str]:
 
 def _as_text(data: Shown) -> tuple[str, str]:
     try:
-        # Leave out a last character whose bytes are not all shown.
+        # Leave out the last character if not all of its bytes are shown.
         text, _ = codecs.utf_8_decode(data.head, "strict", data.length <= _SHOWN)
     except UnicodeDecodeError:
         return data.head.hex(), "hex"

@@ -103,7 +103,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     "--receive-size",
     type=size_in_bytes,
     metavar="N[K|M|G]",
-    help="Bytes of message that each receive holds.  [default: --size, at most 64K]",
+    help="Message bytes that each receive can hold.  [default: --size, at most 64K]",
 )
 @click.option(
     "--access",

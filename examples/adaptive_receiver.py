@@ -4,7 +4,7 @@ It starts with 8 receives for all of its senders. It takes completions in batche
 soon as half of the receives have completed; otherwise, whatever arrived within 50 ms. After each
 batch under load it doubles its CQ and its SRQ, up to a limit. `cancel_waits` ends it.
 
-The last sender shows how a wait that cannot be satisfied names the work request that failed.
+Finally, a sender shows how a wait that cannot be satisfied reports the work request that failed.
 
     python examples/adaptive_receiver.py [DEVICE]     (default: soft0)
 """
@@ -87,7 +87,7 @@ class Sender:
     def __init__(self, context: rp.Context, seed: int) -> None:
         self.pd, self.cq = rp.PD(context), rp.CQ(context)
         self.mr = rp.MR(self.pd, BURST * SIZE)
-        # Answers would use an SRQ: if the queue pair fails, its own receives would fail with it.
+        # Receives for answers would go to an SRQ: the queue pair's own are flushed if it fails.
         self.srq = rp.SRQ(self.pd)
         self.qp = rp.QP(self.pd, rp.QPType.RC, self.cq, srq=self.srq)
         draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """Register memory of any kind that other libraries allocated, without copying it.
 
 Each kind of memory is filled over RDMA, checked by its own library, and read back over RDMA: a
-numpy array, an array that has only DLPack (which PyTorch and JAX tensors have, too), ctypes
+numpy array, an array that has only DLPack (which PyTorch and JAX tensors also have), ctypes
 structures at an address, and a memfd, which another process could share, passed as a dma-buf.
 
     python examples/any_memory.py [DEVICE]     (default: soft0)
@@ -27,7 +27,7 @@ SIZE = 64 * 1024
 
 
 class Memory(NamedTuple):
-    """A region, and how its own library reads the memory."""
+    """A region, and how the library that owns the memory reads it."""
 
     mr: rp.MR
     content: Callable[[], bytes]

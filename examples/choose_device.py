@@ -74,7 +74,7 @@ def describe(info: rp.DeviceInfo, near: set[int]) -> list[Candidate]:
 
 
 def try_out(choice: Candidate) -> bool:
-    """Say whether every byte value arrives intact when sent between two queue pairs of the port."""
+    """Say whether every byte value arrives intact when sent between two queue pairs on the port."""
     with ExitStack() as stack:
         enter = stack.enter_context
         context = enter(rp.open_device(choice.name))

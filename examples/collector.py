@@ -57,7 +57,7 @@ class Collector:
         start = wc.check().wr_id * MESSAGE
         checksum = int(bytes(self.inbox.buffer[start : start + wc.byte_len]))
         row = self.rows[wc.qp_num]
-        # The write that was posted before the message is already in memory.
+        # The row was written before the message was sent, so its data is already in memory.
         if zlib.crc32(self.table.buffer[row * ROW : (row + 1) * ROW]) == checksum:
             self.intact.add(row)
         self.post(wc.wr_id)

@@ -1,8 +1,8 @@
 """A cache of a remote node's files: read-only mappings that clients read block by block.
 
-The server maps its files read-only and registers the mappings as they are: the kernel's page cache
-is what clients read, and nothing can write there, not even the server's device. A client fetches
-the blocks that it lacks, several at a time, and keeps the most recently used ones.
+The server maps its files read-only and registers the mappings directly: clients read the kernel's
+page cache, and nothing can write there, not even the server's device. A client fetches the blocks
+that it lacks, several at a time, and keeps the most recently used ones.
 
     python examples/file_cache.py [DEVICE]     (default: soft0)
 """
@@ -51,7 +51,7 @@ class Server:
                 if error.errno != errno.EFAULT:
                     raise
             # Before Linux 6.2, a device cannot pin a shared mapping that is read-only. A private
-            # one is a copy, which does not see later changes to the file.
+            # one is a copy, which does not reflect later changes to the file.
             private = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ)
             return self.enter(rp.MR(self.pd, private, rp.Access.REMOTE_READ))
 

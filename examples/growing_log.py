@@ -1,10 +1,10 @@
 """A log in memory that outgrows its buffer while followers read it.
 
 The writer appends records to a buffer that followers read over RDMA. A header in a region that
-never moves says where the log is and how long it is. When the buffer is full, the writer copies it
-into one twice the size and re-registers the region over the new buffer (`rereg`). If the device
-cannot do this (Soft-RoCE), the writer creates a new region. Either way, the header tells followers
-where the log is now.
+never moves says where the log is and how long it is. When the buffer is full, the writer copies the
+log into a buffer twice the size and re-registers the region over the new buffer (`rereg`). If the
+device cannot do this (Soft-RoCE), the writer creates a new region. Either way, the header tells
+followers where the log is now.
 
     python examples/growing_log.py [DEVICE]     (default: soft0)
 """

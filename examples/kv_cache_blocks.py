@@ -1,4 +1,4 @@
-"""Move blocks of a KV cache between two nodes; numpy arrays list where from and where to.
+"""Move blocks of a KV cache between two nodes; numpy arrays list the source and target blocks.
 
 A prefill node has computed the attention keys and values of some prompts, in blocks of 16 tokens.
 A decode node needs them, in different blocks of its cache. `post_columns` takes the block numbers
@@ -36,7 +36,7 @@ def main(device: str = "soft0") -> None:
         b.connect(a.endpoint())
 
         # The block tables: block i of the prompts is block source[i] here and target[i] there, in
-        # every layer; a layer's blocks follow those of the layer before.
+        # every layer; a layer's blocks follow those of the previous layer.
         generator = np.random.default_rng(2)
         source, target = generator.permutation(BLOCKS)[:USED], generator.permutation(BLOCKS)[:USED]
         first = np.arange(LAYERS)[:, None] * BLOCKS

@@ -2,7 +2,7 @@
 
 Each completion carries a timestamp from the device's clock, so it does not matter how late the
 program polls it. Here the program posts bursts, sleeps, and only then polls; the latencies are
-still right. The device must support completion timestamps: mlx5 and soft0 do, Soft-RoCE does not.
+still correct. The device must support completion timestamps: mlx5 and soft0 do, Soft-RoCE does not.
 
     python examples/latency_histogram.py [DEVICE]     (default: soft0)
 """

@@ -1,6 +1,6 @@
-"""A news service by multicast: one send reaches every subscriber.
+"""A news service over multicast: one send reaches every subscriber.
 
-Attaching a UD queue pair to a group tells only the device. On a network the host must also have
+Attaching a UD queue pair to a group informs only the device. On a network the host must also have
 joined the group: otherwise it drops the packets, and the sender does not notice. Any UDP socket can
 join, on the network device that carries the GID, and stays in the group until it is closed.
 

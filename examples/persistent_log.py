@@ -1,10 +1,10 @@
 """A log in remote persistent memory: a record counts only once its commit is persistent.
 
-An append is four work requests in one post and one completion: write the record, flush it, write
-the log's new length atomically, flush that. If the power fails in between, the length still covers
-only whole records. The log is a mapped file, which stands for persistent memory (a DAX mapping); on
-other memory, a flush can only make the data visible (GLOBAL). A client that dies halfway shows what
-recovery finds.
+An append takes one post of four work requests, and one completion: write the record, flush it,
+write the log's new length atomically, and flush that. If the power fails in between, the length
+still covers only whole records. The log is a mapped file, which stands for persistent memory (a DAX
+mapping); on other memory, a flush can only make the data visible (GLOBAL). A client that dies
+halfway shows what recovery finds.
 
 FLUSH needs libibverbs 45, and a device that supports it: soft0, or Soft-RoCE from Linux 6.2 on.
 
@@ -88,7 +88,7 @@ class Log:
         if not commit:
             steps = [rp.RdmaWrite(self.mr[: len(entry)], **where)]
         self.qp.post_send(steps)
-        # A queue pair's work requests take effect in order, so the last one's completion will do.
+        # A queue pair's work requests take effect in order, so the last one's completion is enough.
         self.cq.wait(1)[0].check()
         self.end = end
 

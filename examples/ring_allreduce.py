@@ -38,7 +38,7 @@ class Rank:
         self.inbox: Floats = np.zeros((ranks - 1, self.chunk), np.float32)
         pd = enter(rp.PD(context))
         self.sent, self.arrived = enter(rp.CQ(context)), enter(rp.CQ(context))
-        # numpy's memory is registered in place: nothing is copied on its way to the device.
+        # numpy's memory is registered in place: nothing is copied on the way to the device.
         self.data_mr = enter(rp.MR(pd, self.data, ACCESS))
         self.inbox_mr = enter(rp.MR(pd, self.inbox, ACCESS))
         self.to_next = enter(rp.QP(pd, rp.QPType.RC, self.sent))

@@ -1,4 +1,4 @@
-"""Connect two processes over a TCP socket, then write into the other one's memory.
+"""Connect two processes over a TCP socket, then write from one into the other's memory.
 
 The two sides exchange the addresses of their queue pairs and memory as lines of JSON. An RDMA write
 does not notify the server, so the client says over TCP when it has finished.

@@ -1,8 +1,8 @@
-"""A datagram server that answers whoever writes to it.
+"""A datagram server that answers anyone who sends to it.
 
 UD queue pairs are not connected: one of them serves any number of clients. A request's completion
-has the sender's queue pair number, and its GRH has the sender's address: `AH.from_wc` makes an
-address handle for the reply from these.
+has the sender's queue pair number, and its GRH has the sender's address: `AH.from_wc` uses both to
+make an address handle for the reply.
 
     python examples/ud_reply.py [DEVICE]     (default: soft0)
 """

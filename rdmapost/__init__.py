@@ -31,16 +31,16 @@ else:
             resource.close_all()
 
     def __getattr__(name):
-        """Load everything on the first use of anything, so that importing this costs nothing."""
+        """Load everything when a name is first used: importing the package costs nothing."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if _exited:
             raise ImportError(f"{__name__} cannot be loaded: the interpreter is exiting")
         try:
-            # "from . import _public" would look it up here.
+            # "from . import _public" would first call this function with "_public".
             from ._public import __dict__ as public
         except AttributeError as error:
-            # Otherwise it would look as if the name were missing here.
+            # An AttributeError would suggest that this module lacks the name.
             raise ImportError(
                 f"{__name__} cannot be loaded: {error}; in a checkout, was the compiled module "
                 "built from these sources? (pip install -e .)"

@@ -1,4 +1,4 @@
-"""``python -m rdmapost`` is ``rdmapost``."""
+"""``python -m rdmapost`` is the same as ``rdmapost``."""
 
 from .cli import main
 

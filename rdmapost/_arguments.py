@@ -1,7 +1,7 @@
 """Checking and converting arguments: types, integers, flags, buffers and seconds.
 
 Every integer from a caller goes through ``index`` or a function built on it: cffi would accept
-anything with ``__int__``, and drop its fraction.
+anything with ``__int__``, and would drop fractions.
 
 ``name`` is the parameter's name, which every error begins with, and ``given`` is the argument.
 """
@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 _LONGEST_S = 1e6
 _DECIMAL_BELOW = 1 << 20
-"""A bound of 2^n or 2^n-1 is shown as such if 2^n is at least this; any other in decimal."""
+"""A bound of 2^n or 2^n-1 is shown as such if 2^n is at least this; any other bound, in decimal."""
 _MAX_BITS = 14_000
-"""Larger integers are shown as their size: Python prints at most 4300 digits."""
+"""For larger integers, only the size is shown: Python prints at most 4300 digits."""
 
 _Member = TypeVar("_Member", bound=IntEnum)
 _Flags = TypeVar("_Flags", bound=IntFlag)
@@ -29,14 +29,14 @@ def expect(name: str, given: object, *types: type | None) -> None:
     Args:
         types: the accepted types; include None to accept None.
     """
-    # Not isinstance(): that believes an object's __class__.
+    # Not isinstance(), which trusts an object's __class__.
     given_type = type(given)
     for wanted in types:
         if given is None if wanted is None else issubclass(given_type, wanted):
             return
     names = ["None" if wanted is None else wanted.__name__ for wanted in types]
     found = given_type.__name__
-    # numpy has a bool of its own.
+    # numpy has its own bool type.
     found = f"{given_type.__module__}.{found}" if found in names else found
     raise TypeError(f"{name}: expected {' or '.join(names)}, got {found}")
 
@@ -47,13 +47,13 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     Args:
         number: the number.
         noun: its noun in the singular.
-        plural: the plural, if it is not the singular with an s.
+        plural: the plural, if it is not the singular plus an s.
     """
     return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def index(name: str, given: Any, expected: str = "int") -> int:
-    """Return an integer argument of any type as an int.
+    """Return an argument of any integer type as an int.
 
     Args:
         expected: the type that the error names.
@@ -68,7 +68,7 @@ def index(name: str, given: Any, expected: str = "int") -> int:
     try:
         return int(operator.index(given))
     except TypeError as error:
-        # numpy's arrays have __index__, and most of them raise TypeError.
+        # numpy arrays have __index__, but most raise TypeError from it.
         raise TypeError(f"{name}: expected {expected}, got {type(given).__name__}") from error
 
 
@@ -105,7 +105,7 @@ def _bound(number: int) -> str:
 
 
 def member(name: str, given: Any, enum: type[_Member]) -> _Member:
-    """Return an argument as a member of an enumeration: it may be a member or a member's number.
+    """Return an argument, a member of an enumeration or its number, as a member.
 
     Args:
         enum: the enumeration.
@@ -124,11 +124,11 @@ def member(name: str, given: Any, enum: type[_Member]) -> _Member:
 
 
 def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
-    """Return an argument as flags: it may be a combination of flags, or its integer value.
+    """Return an argument, a combination of flags or its integer value, as flags.
 
     Args:
-        allowed: all the flags that it may have.
-        made_of: their names, for the error message.
+        allowed: all the flags that the argument may have.
+        made_of: the names of those flags, for the error message.
 
     Raises:
         TypeError: it is not an integer.
@@ -143,7 +143,7 @@ def flags(name: str, given: Any, allowed: _Flags, made_of: str) -> _Flags:
 def content(name: str, given: Any) -> bytes:
     """Return the bytes of an argument that is a buffer.
 
-    bytes() itself would also accept a list of numbers, or one number, which makes that many zeros.
+    bytes() itself would also accept a list of numbers, or one number n, as n zero bytes.
 
     Raises:
         TypeError: it is not a buffer.
@@ -158,7 +158,7 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
     """Return an argument in seconds as a float; None means no timeout.
 
     Raises:
-        TypeError: it is not a number (a timedelta, text).
+        TypeError: it is not a number (but a timedelta or text, for example).
         ValueError: it is NaN, or too large for a float.
     """
     if given is None:
@@ -167,7 +167,7 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
         # Takes numbers of all types but, unlike float(), does not parse text.
         value = math.ldexp(given, 0)
     except TypeError as error:
-        # numpy's arrays have __float__, and most of them raise TypeError.
+        # numpy arrays have __float__, but most raise TypeError from it.
         own = hasattr(type(given), "__float__") or hasattr(type(given), "__index__")
         found = type(given).__name__
         raise TypeError(f"{name}: expected {expected}, got {found}") from (error if own else None)

@@ -47,9 +47,10 @@ _results: dict[object, Any] = {}
 def once(function: Callable[..., Any], key: object, *args: object) -> Any:
     """Call a C function unless it has been called with this key; return its result.
 
-    C accepts such a call only once in a process, but an interrupted import is repeated.  Call this
-    only after the modules that define the arguments have been imported completely (in a package's
-    ``__init__``): an interrupted module runs again, and creates its classes a second time.
+    The C code accepts such a call only once per process, but an interrupted import is repeated.
+    Call this only after the modules that define the arguments have been imported completely (in a
+    package's ``__init__``): an interrupted module runs again, and creates its classes a second
+    time.
     """
     called = function, key
     if called not in _results:
@@ -73,7 +74,7 @@ def start_of(view: memoryview) -> int:
     dereference a NULL pointer.
 
     Raises:
-        ValueError: the memory behind it is not contiguous.
+        ValueError: the view's memory is not contiguous.
     """
     with ffi.from_buffer("char[]", view) as start:
         return address_of(start)

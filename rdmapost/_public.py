@@ -1,4 +1,4 @@
-"""Every public name, from where it is defined; ``rdmapost`` re-exports them."""
+"""Every public name, imported from the module that defines it; ``rdmapost`` re-exports them."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -103,12 +103,12 @@ from .tools.max_inline import max_inline
 
 
 def _diagnose(qp: QP, peer: QP | Endpoint | None) -> Any:
-    from .tools.diagnose.checklist import run_checklist  # asked for rarely
+    from .tools.diagnose.checklist import run_checklist  # rarely needed
 
     return run_checklist(qp, peer)
 
 
-# The core knows nothing of the tools.
+# The core must not import the tools.
 set_checklist(_diagnose)
 
 __all__ = [

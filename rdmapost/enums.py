@@ -68,7 +68,7 @@ class _Flags(IntFlag):
     """Flags that print as their names, such as LOCAL_WRITE|REMOTE_READ; no flags print as 0."""
 
     def __str__(self) -> str:
-        # Without a name: no bits, or none that are known.
+        # A value has no name if it has no bits, or none that are known.
         return self._name_ or (hex(self) if self else "0")
 
     def __format__(self, spec: str) -> str:
@@ -82,7 +82,7 @@ class _Reported(_Named):
         return super().__repr__() if is_known(self) else int.__repr__(self)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        # The class itself makes no member of an unknown value.
+        # The class itself does not accept an unknown value.
         return reported, (type(self), int(self))
 
 
@@ -95,7 +95,7 @@ def reported(enum: type[_Enum], number: int) -> _Enum:
     A value that only a newer libibverbs or driver knows becomes an instance of the same class: it
     equals the number and prints as the number, which is also its name.
     """
-    # Not enum(number): its ValueError could be a signal handler's.
+    # Not enum(number): a ValueError from it could be one that a signal handler raised.
     known = enum._value2member_map_.get(number)
     if known is not None:
         return known  # type: ignore[return-value]
@@ -198,10 +198,10 @@ class SendFlags(_Flags):
     """Properties of a send work request: ``enum ibv_send_flags``, ibv_post_send(3)."""
 
     FENCE = 1 << 0
-    """Wait for earlier RDMA reads and atomics of the queue to finish (RC, XRC).
+    """Wait for earlier RDMA reads and atomics on the queue to finish (RC, XRC).
 
-    Needed on a work request that sends or changes the data that they read: otherwise a
-    retransmitted read may return data that a later write of the queue has put there.
+    Needed on a work request that sends or changes the data that those operations read: otherwise
+    a retransmitted read may return data that a later write on the same queue has put there.
     """
     SIGNALED = 1 << 1
     """Generate a completion; matters only where sq_sig_all is 0."""
@@ -241,7 +241,7 @@ class QPType(_Reported):
     UC = 3
     """Unreliable connection: sends and writes, not acknowledged."""
     UD = 4
-    """Unreliable datagram: sends up to one MTU, addressed one by one."""
+    """Unreliable datagram: sends of up to one MTU, each with its own address."""
     RAW_PACKET = 8
     """Whole Ethernet frames."""
     XRC_SEND = 9
@@ -343,7 +343,7 @@ class Access(_Flags):
     REMOTE_READ = 1 << 2
     """A peer may RDMA-read here."""
     REMOTE_ATOMIC = 1 << 3
-    """A peer may run atomics here; needs LOCAL_WRITE."""
+    """A peer may perform atomics here; needs LOCAL_WRITE."""
     MW_BIND = 1 << 4
     """Memory windows may be bound to this region."""
     ZERO_BASED = 1 << 5
@@ -444,7 +444,7 @@ class WCStatus(_Reported):
     SUCCESS = 0
     """Done."""
     LOC_LEN_ERR = 1
-    """The message does not fit: the receive buffer, the MTU or the port's maximum."""
+    """The message exceeds the receive buffer, the MTU or the port's maximum."""
     LOC_QP_OP_ERR = 2
     """The queue pair could not carry out the work request."""
     LOC_EEC_OP_ERR = 3
@@ -452,7 +452,7 @@ class WCStatus(_Reported):
     LOC_PROT_ERR = 4
     """A local buffer lies outside its memory region, or the lkey is wrong."""
     WR_FLUSH_ERR = 5
-    """The queue pair was in the error state, or entered it, before this work request ran."""
+    """The queue pair was in or entered the error state before this work request was executed."""
     MW_BIND_ERR = 6
     """Binding a memory window failed."""
     BAD_RESP_ERR = 7
@@ -482,7 +482,7 @@ class WCStatus(_Reported):
     FATAL_ERR = 19
     """The device failed."""
     RESP_TIMEOUT_ERR = 20
-    """The responder did not answer in time."""
+    """No response came in time."""
     GENERAL_ERR = 21
     """Another transport error; vendor_err may say more."""
     TM_ERR = 22
@@ -511,9 +511,9 @@ class WCOpcode(_Reported):
     TSO = 7
     """A TSO."""
     FLUSH = 8
-    """A FLUSH, of the ibv_wr_* interface."""
+    """A FLUSH (ibv_wr_* interface)."""
     ATOMIC_WRITE = 9
-    """An ATOMIC_WRITE, of the ibv_wr_* interface."""
+    """An ATOMIC_WRITE (ibv_wr_* interface)."""
     RECV = 128
     """A receive, filled by a SEND."""
     RECV_RDMA_WITH_IMM = 129
@@ -806,9 +806,9 @@ class DeviceCap(_Flags):
     PCI_WRITE_END_PADDING = 1 << 36
     """Pads writes to the end of a cache line; only in device_cap_flags_ex."""
     FLUSH_GLOBAL = 1 << 38
-    """FLUSH to visibility; only in device_cap_flags_ex."""
+    """FLUSH for visibility; only in device_cap_flags_ex."""
     FLUSH_PERSISTENT = 1 << 39
-    """FLUSH to persistence; only in device_cap_flags_ex."""
+    """FLUSH for persistence; only in device_cap_flags_ex."""
     ATOMIC_WRITE = 1 << 40
     """ATOMIC_WRITE; only in device_cap_flags_ex."""
 
@@ -836,7 +836,7 @@ class ODPTransportCap(_Flags):
     SUPPORT_ATOMIC = 1 << 4
     """Atomics."""
     SUPPORT_SRQ_RECV = 1 << 5
-    """Receives of shared receive queues."""
+    """Receives on shared receive queues."""
     SUPPORT_FLUSH = 1 << 6
     """Flushes."""
     SUPPORT_ATOMIC_WRITE = 1 << 7
@@ -899,7 +899,7 @@ class EventType(_Reported):
     SRQ_LIMIT_REACHED = 15
     """A shared receive queue fell below its limit."""
     QP_LAST_WQE_REACHED = 16
-    """A queue pair has consumed its last receive of a shared queue."""
+    """A queue pair has consumed its last receive from a shared receive queue."""
     CLIENT_REREGISTER = 17
     """The subnet manager asks clients to re-register."""
     GID_CHANGE = 18

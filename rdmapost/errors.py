@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_from_system(error: OSError) -> bool:
-    """Return whether an error came from a system call: a signal handler's has no errno."""
+    """Return whether an error came from a system call; a signal handler's error has no errno."""
     return error.errno is not None
 
 
@@ -117,10 +117,10 @@ class InUseError(RdmaError):
 
 
 class CloseError(RdmaError):
-    """Context.close_all() could not close everything; the rest is closed.
+    """Context.close_all() could not close some resources; the others are closed.
 
     Attributes:
-        errors: the error of each resource that is still open, and then the device's.
+        errors: the error of each resource that is still open, the device's last.
     """
 
     def __init__(self, text: str, errors: tuple[RdmaError, ...]) -> None:
@@ -265,7 +265,7 @@ def _text_of(value: Any) -> str:
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy, or the value itself if it cannot be copied, like a resource."""
+    """Return a deep copy, or the value itself if (like a resource) it cannot be copied."""
     try:
         return copy.deepcopy(value, memo)
     except Exception:

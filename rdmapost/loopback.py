@@ -1,4 +1,4 @@
-"""Two connected queue pairs of one device."""
+"""Two connected queue pairs on one device."""
 
 from .tools import alias
 from .tools import loopback as _implementation

@@ -3,8 +3,8 @@
  *
  * Looking an attribute up by name takes ten times as long as reading memory, and a post reads ten
  * attributes. A slot's offset is found by experiment: assign a value the usual way, then search the
- * object for it. If it is not found there, the attribute is looked up by name. The items of new
- * tuples are written in the same way, or with PyTuple_SetItem.
+ * object for it. If it is not found there, the attribute is looked up by name. The items of a new
+ * tuple are likewise written directly, or with PyTuple_SetItem.
  */
 #include "attribute_offsets.h"
 

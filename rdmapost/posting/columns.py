@@ -1,4 +1,4 @@
-"""Columns: one field's numbers for many work requests, in a buffer.
+"""Columns: buffers that hold one field's numbers for many work requests.
 
 The C code (``_c/posting/columns.c``) does the posting; its methods replace the Python methods of
 the same names.
@@ -55,7 +55,7 @@ LocalRows: TypeAlias = Blocks | Ranges | SGE | Sequence[SGE]
 
 
 def row_of(column: Column, row: int) -> Any:
-    """Return a row's value in a column; anything else is itself the value of every row."""
+    """Return a row's value in a column, or the given value itself if it is not a column."""
     if type(column) is Blocks:
         return operator.index(column.base) + operator.index(column.size) * row_of(column.index, row)
     try:

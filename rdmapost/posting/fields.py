@@ -2,8 +2,8 @@
 
 The structs are ``struct ibv_send_wr`` (ibv_post_send(3)), ``struct ibv_recv_wr``
 (ibv_post_recv(3)), ``struct ibv_ops_wr`` (ibv_post_srq_ops(3)) and, for the opcodes that only
-ibv_wr_post(3) has, ``struct rp_built_wr`` (``_c/posting/build_wr.c``). Every class of work requests
-has a row here, and nowhere else; cffi knows the offsets of the members.
+ibv_wr_post(3) has, ``struct rp_built_wr`` (``_c/posting/build_wr.c``). Each work request class
+has a row here, and nowhere else; cffi supplies the offsets of the members.
 """
 
 from __future__ import annotations
@@ -43,14 +43,15 @@ class Verb(IntEnum):
 
 
 class _WRRow(NamedTuple):
-    """A class of work requests.
+    """A work request class.
 
     Attributes:
         members: for each field, the struct member that holds it. The common head (wr_id, sg_list,
             opcode, flags) is not listed.
         writes: the device writes to the buffers.
-        atomic: it takes an aligned address; its buffer, if any, is 8 bytes for the old value.
-        struct: the struct that has the members, if it is not the verb's.
+        atomic: it takes an aligned remote address; its buffer, if any, is 8 bytes for the old
+            value.
+        struct: the struct that has the members, if not the verb's.
     """
 
     members: dict[str, str]
@@ -139,7 +140,7 @@ _FIELD_TYPES = {
 
 
 def _member(struct: str, path: str) -> tuple[int, int]:
-    """Return the offset and size in bytes of a member, by its path from the struct."""
+    """Return the offset and size in bytes of the member at a path within a struct."""
     ctype = ffi.typeof(struct)
     for name in path.split("."):
         fields = dict(_flat(ctype))
@@ -170,11 +171,11 @@ def _describe(verb: Verb, wr_type: Any, row: _WRRow) -> int:
 
 
 TYPE_NUMBERS: dict[type, int] = {}
-"""The number by which C knows each class."""
+"""Each class's number in the C code."""
 
 
 def describe_fields() -> None:
-    """Describe the classes to C."""
+    """Describe the classes to the C code."""
     for verb, rows in _WR_ROWS.items():
         TYPE_NUMBERS.update(
             {wr_type: _describe(verb, wr_type, row) for wr_type, row in rows.items()}

@@ -1,7 +1,7 @@
 """Lists that are checked and packed once, and posted many times.
 
 ``batch = qp.prepare([...])``, then ``batch.post()`` any number of times. Change the fields that
-differ between posts in place, through ``batch[index]``. The work is in C
+differ between posts in place, through ``batch[index]``. The work is done in C
 (``_c/posting/prepared.c``).
 """
 
@@ -80,12 +80,12 @@ class Batch(native.Prepared):
 
     It is checked once, and posting it takes one call.  The memory regions,
     windows and address handles that it uses stay open until it is closed;
-    closing its queue pair closes it.
+    closing the queue pair also closes the batch.
 
     ``post()`` posts the whole list.  Unlike post_send and post_recv, which post what fits,
     it posts nothing if a checked queue has no room for the whole list: in the PostError,
     posted is 0, and index is that of the first work request without a slot.  If the device refuses
-    one, those before it are posted, as with post_send.
+    a work request, those before it are posted, as with post_send.
 
     ``batch[index]`` is one of its work requests; a negative index counts from the end.
     Slices are not supported.
@@ -108,7 +108,7 @@ class Batch(native.Prepared):
         return f"prepared list of {len(self)}"
 
     def __getitem__(self, index: int) -> PreparedWR:
-        """Return one of its work requests, whose fields can be changed."""
+        """Return one of the list's work requests, whose fields can be changed."""
         if isinstance(index, slice):
             raise TypeError("a prepared list cannot be sliced; index one work request at a time")
         at, count = whole_number("index", index), len(self)
@@ -128,7 +128,7 @@ _numbers = itertools.count()
 
 
 class OpenBatches:
-    """The prepared lists of a queue pair; it keeps none of them alive."""
+    """A queue pair's prepared lists, held by weak references."""
 
     __slots__ = ("_batches", "_enough")
 
@@ -137,8 +137,8 @@ class OpenBatches:
         self._enough = 1
 
     def __iter__(self) -> Iterator[Batch]:
-        # A copy: other threads, and finalizers that run in this loop, may add lists. (No generator:
-        # if there is no memory for one, Python 3.13 crashes.)
+        # A copy: other threads, and finalizers that run during this loop, may add lists. (No
+        # generator: if there is no memory for one, Python 3.13 crashes.)
         refs = self._batches.copy().values()
         return iter([batch for ref in refs if (batch := ref()) is not None])
 
@@ -160,12 +160,12 @@ class OpenBatches:
 def prepare(queue: PostQueue, owner: Any, wrs: Any, batches: OpenBatches) -> Batch:
     """Check and pack work requests for a queue, as QP.prepare says.
 
-    Add the list to `batches`, so that the queue's owner closes it when the owner is closed.
+    Add the list to `batches`, so that closing the queue's owner closes it.
     """
     batch = Batch()
     if not issubclass(type(wrs), queue.wr_type) and issubclass(type(wrs), Iterable):
         wrs = tuple(wrs)
-    # Add it before it uses anything, so that closing the owner closes it.
+    # Add the list before it uses any resource, so that closing the owner closes the list.
     batches.add(batch)
     batch._prepare(queue, owner, wrs)
     if queue.checked and len(batch) > queue.depth:

@@ -33,7 +33,7 @@ _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
 }
 """The class that each verb posts, and the attributes that set the queue's size."""
 _ERRNOS = {"full": errno.ENOMEM, "being_registered": errno.EBUSY, "being_closed": errno.EBUSY}
-"""The errnos of the rules that the same post may satisfy later; the other rules have EINVAL."""
+"""The errnos of the rules that the same post may satisfy later; for the others it is EINVAL."""
 
 
 class Reasons(NamedTuple):
@@ -72,7 +72,7 @@ class PostQueue(native.Queue):
     Args:
         verb: the verb that posts to it.
         limits: the limits that the queue was created with.
-        depth: how many work requests it holds.
+        depth: how many work requests it can hold.
         reasons: why its owner or the device refuses a post.
         checked: check work requests; refuse one when ``depth`` are outstanding.
         bounded: whether it can ever be full; used only with ``checked``.
@@ -83,8 +83,8 @@ class PostQueue(native.Queue):
         limits, depth, checked: the arguments; resize() changes depth.
         depth_name, sge_name: the names of the attributes that set its depth, and the number of SGEs
             in each work request.
-        in_flight: the work requests that are posted and not known to be done.
-        tagged: the receives on its matching list, if operations are posted to it.
+        in_flight: the work requests that are posted and not yet known to be done.
+        tagged: the receives on its matching list, if it takes tag-matching operations.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PostQueue(native.Queue):
         )
 
     def _allowed(self) -> list[tuple[int, int]]:
-        """Return the classes of work requests that it accepts, and the flags of each."""
+        """Return the work request classes that the queue accepts, and each one's allowed flags."""
         allowed = []
         for wr_type, number in TYPE_NUMBERS.items():
             if not issubclass(wr_type, self.wr_type):
@@ -163,7 +163,7 @@ class PostQueue(native.Queue):
             sure: whether a failed call is known to have posted nothing.
 
         Raises:
-            PostError: it was refused, here or by the device.
+            PostError: the bind was refused, here or by the device.
         """
         try:
             self.bind_mw(owner, wr, sure)
@@ -207,7 +207,7 @@ class PostQueue(native.Queue):
         b: int,
         sge: tuple[int, int, int],
     ) -> NoReturn:
-        """Say why a work request or, if ``posted`` is -1, a prepared one's new value is refused."""
+        """Say why a work request or (if ``posted`` is -1) a prepared one's new value is refused."""
         code = _ERRNOS.get(rule, errno.EINVAL)
         if rule == "not_ready" and self._lacks(wrs[index]):
             # No state of the queue pair accepts this opcode.
@@ -216,8 +216,8 @@ class PostQueue(native.Queue):
             reason = self._reasons.not_ready(owner)
         else:
             if rule == "full":
-                # An ordinary list stops at the first work request without a slot; a prepared list
-                # is posted whole or not at all.
+                # Posting an ordinary list stops at the first work request without a slot; a
+                # prepared list is posted whole or not at all.
                 a, b = 1 if posted == index else len(wrs), len(wrs)
             reason = str(Refusal(rule, wrs[index], name or "", value, a, b, sge, self))
         if posted < 0:
@@ -233,7 +233,7 @@ class PostQueue(native.Queue):
         )
 
     def _lacks(self, wr: Any) -> bool:
-        """Whether it is a send with an opcode that the queue pair's type does not support."""
+        """Whether a work request is a send whose opcode the queue pair's type does not support."""
         if not (self.checked and issubclass(self.wr_type, SendWR)):
             return False
         opcode = getattr(type(wr), "opcode", None)
@@ -254,11 +254,11 @@ class PostQueue(native.Queue):
         code: int,
         posted: int,
     ) -> NoReturn:
-        """Raise the error that a row of columns would raise if posted alone, as a work request.
+        """Raise the error that a row of columns would raise if it were posted alone.
 
         Args:
             owner: the queue pair or SRQ.
-            wr_type: the class of work requests.
+            wr_type: the work request class.
             fields: the arguments of the call, by name.
             index, count: the row's index, and the number of rows.
             ready: whether the queue accepts work requests.

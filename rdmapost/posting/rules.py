@@ -1,7 +1,7 @@
 """The rules for posting, and the refusal messages.
 
-C checks the work requests (``_c/posting/rules.c``); each rule's message is here, under its name.
-``standard/opcodes.py`` has the table of opcodes and queue pair types.
+C checks the work requests (``_c/posting/rules.c``); each rule's message is here, in the method
+with the rule's name. ``standard/opcodes.py`` has the table of opcodes and queue pair types.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def flags_allowed(qp_type: QPType, opcode: Opcode, device_cap: int) -> SendFlags
 
     Args:
         qp_type: the queue pair's type.
-        opcode: an opcode that the type has.
-        device_cap: device_cap_flags of the device; it says whether IP_CSUM works.
+        opcode: an opcode that the type supports.
+        device_cap: the device's device_cap_flags, which say whether IP_CSUM works.
     """
     flags = FLAGS_BY_OPCODE[opcode]
     if qp_type not in RELIABLE:
@@ -72,11 +72,11 @@ class Limits:
     flags: dict[Opcode, int]
     """For each opcode of the QP type, the flags that are allowed."""
     max_msg_size: int = MAX_MSG_SIZE
-    """Bytes in one message: the path MTU on UD."""
+    """The most bytes in one message; on UD, the path MTU."""
     max_tso_header: int = 0
-    """Bytes of a TSO's header."""
+    """The most bytes in a TSO header."""
     max_num_tags: int = 0
-    """Entries of the matching list (SRQ)."""
+    """Entries in the matching list (SRQ)."""
     sq_sig_all: bool = False
     """Every send generates a completion."""
 
@@ -89,10 +89,10 @@ _STATE_REASON = {
 
 
 def check_send_state(state: QPState) -> str | None:
-    """Return why nothing can be posted to a send queue in this state, or None if something can.
+    """Return why nothing can be posted to a send queue in this state; None if posts are possible.
 
-    RESET, INIT and RTR refuse the work request; SQD holds it; ERR and SQE
-    complete it with a flush error (ibv_modify_qp(3)).
+    In RESET, INIT and RTR a work request is refused; in SQD it is held; in ERR
+    and SQE it completes with a flush error (ibv_modify_qp(3)).
     """
     return _STATE_REASON.get(state)
 
@@ -146,7 +146,7 @@ class Refusal(NamedTuple):
     """A work request that was refused (``_c/posting/read_wr.c``, ``_c/posting/rules.c``).
 
     Attributes:
-        rule: the rule that it breaks: the name of a method below.
+        rule: the rule that it breaks, as the name of a method below.
         wr: the work request.
         name: the field's name, or "".
         value: the field's value, or the resource in question.
@@ -232,7 +232,7 @@ class Refusal(NamedTuple):
             return too_long_a_list(queue, self.b)
         count = queue.outstanding
         if count + self.a <= queue.depth:
-            # Another thread has polled or reset it since.
+            # Another thread has since polled completions or reset the queue.
             return f"the queue was full: {queue.depth_name}={queue.depth}; now there is room"
         outstanding = counted(count, "work request")
         verb = "is" if count == 1 else "are"
@@ -318,7 +318,7 @@ class Refusal(NamedTuple):
         )
 
     def inline_32_bits(self) -> str:
-        # Drivers add up in 32 bits, and copy everything if the sum seems to fit.
+        # Drivers compute the sum in 32 bits, and copy everything if that seems to fit.
         return f"{self.a} bytes inline; drivers count only up to 2^32-1"
 
     def not_registered(self) -> str:

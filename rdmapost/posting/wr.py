@@ -53,7 +53,7 @@ class SGE(NamedTuple):
     """A scatter/gather element: a range of local memory (``struct ibv_sge``).
 
     ``mr[64:128]`` creates one; ``SGE.from_buffer`` creates one for inline data. One created from
-    numbers is passed on unchanged. For a subclass, the tuple's items are read, not its properties.
+    numbers is passed on unchanged. For a subclass, the tuple's items are read, not any properties.
 
     Attributes:
         addr: address of the first byte, 0..2^64-1.
@@ -74,11 +74,11 @@ class SGE(NamedTuple):
         Args:
             data: bytes, bytearray, memoryview, ...; it needs no registration.  It is kept
                 alive and cannot be resized as long as the SGE exists (never call
-                ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore the
-                export).
+                ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore
+                buffer exports).
 
         Raises:
-            TypeError: it has no buffer.
+            TypeError: data has no buffer.
             ValueError: its buffer is not contiguous.
         """
         try:
@@ -178,7 +178,7 @@ class SendWithInv(_WithBuffers):
     REM_INV_REQ_ERR and the peer's queue pair fails, but this work request ends with SUCCESS.
 
     If an RDMA_READ or an atomic that uses the key may still be in progress, set SendFlags.FENCE:
-    the peer would refuse it if it had to be repeated.
+    the peer would refuse that operation if it had to be retransmitted.
 
     Attributes:
         invalidate_rkey: the peer's key, 0..2^32-1.
@@ -234,7 +234,7 @@ class RdmaRead(_Remote):
     """Read remote memory into local buffers (RC, XRC_SEND).
 
     If the response is lost, the peer reads again, and by then it may have executed later work
-    requests of the queue: set SendFlags.FENCE on a later write or atomic to the same bytes.
+    requests from the queue: set SendFlags.FENCE on a later write or atomic to the same bytes.
 
     Attributes:
         sg_list: local buffers for the data, an SGE or a sequence of them; none for 0 bytes.
@@ -319,9 +319,9 @@ class BindMW(SendWR):
     Attributes:
         mw: the window.
         rkey: its new rkey: ``mw.rkey``, usually with different low 8 bits, so that the old key
-            becomes invalid; ``mw.next_rkey()`` gives one.
+            becomes invalid; ``mw.next_rkey()`` returns one.
         mr: the region, registered with Access.MW_BIND, without ZERO_BASED, and with LOCAL_WRITE
-            if the peer may write or do atomics; otherwise the bind completes with MW_BIND_ERR.
+            if the peer may write or perform atomics; otherwise the bind completes with MW_BIND_ERR.
         addr: address of the first byte of the range.
         length: bytes, at least 1; to unbind the window, post a LocalInv.
         mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE and
@@ -498,8 +498,8 @@ class TagDel(OpsWR):
 class TagSync(OpsWR):
     """Tell the device how many unexpected messages have been handled.
 
-    New entries do not match until this count equals the number that the device has delivered.
-    A completion with WCFlags.TM_SYNC_REQ asks for a TagSync.
+    New entries do not match until this count equals the number of unexpected messages that the
+    device has delivered. A completion with WCFlags.TM_SYNC_REQ asks for a TagSync.
 
     Attributes:
         flags: OpsFlags; default: SIGNALED and TM_SYNC.  Without TM_SYNC it would do nothing,
@@ -514,7 +514,7 @@ class TagSync(OpsWR):
 
 
 class _Signature:
-    """The signature of a class whose __init__ is in C; a subclass's own __init__ has its own.
+    """The signature of a class whose __init__ is in C; a subclass's own __init__ overrides it.
 
     Args:
         wr_type: the class.
@@ -530,7 +530,7 @@ class _Signature:
                 return self._signature
             if "__init__" in vars(cls) or "__new__" in vars(cls):
                 break
-        # inspect.signature() then looks for its __init__.
+        # inspect.signature() then uses the class's own __init__.
         raise AttributeError(f"{owner.__name__} has no __signature__")
 
 

@@ -6,7 +6,7 @@ thread is loading one: the child could never finish an import begun by a thread 
 
 from __future__ import annotations
 
-import logging  # noqa: F401 - registers its own lock for forks, which must come first
+import logging  # noqa: F401 - its at-fork handlers must be registered first
 import os
 from threading import RLock
 from typing import TYPE_CHECKING, cast

@@ -9,8 +9,8 @@ Every method takes and returns the C structs as cffi pointers, and raises
 VerbsError (UnsupportedError where the device does not support the call).
 
 A verb that creates or destroys a struct may be a C function instead. C calls it
-(Resource._make), and it reports failure as libibverbs does: by NULL or a
-non-zero result, and errno.  No interrupt can come between such a call and
+(Resource._make), and it reports failure as libibverbs does: by a NULL or
+non-zero result, with errno set.  No interrupt can come between such a call and
 the recording of its result.
 """
 
@@ -29,7 +29,7 @@ from ..enums import MTU, Access, NodeType, TransportType
 from ..errors import RdmaError
 
 ROCE = "roce:"
-"""The prefix of the name of a device on UDP sockets; a network device or address follows."""
+"""The prefix of the names of devices on UDP sockets; a network device or address follows it."""
 
 DMABUF_ACCESS = (
     Access.LOCAL_WRITE
@@ -38,11 +38,11 @@ DMABUF_ACCESS = (
     | Access.REMOTE_ATOMIC
     | Access.RELAXED_ORDERING
 )
-"""The access flags that the kernel accepts for a region of a dma-buf."""
+"""The access flags that the kernel accepts for a dma-buf region."""
 
 
 def refused_of_dmabuf(access: int) -> str:
-    """Name the access flags that the kernel refuses for a region of a dma-buf; "" if none.
+    """Name the access flags that the kernel refuses for a dma-buf region; return "" if none.
 
     Args:
         access: the flags of the region.
@@ -56,7 +56,7 @@ class RoceInterface(NamedTuple):
 
     Attributes:
         name: the device's name for open_device(), such as "roce:eth0".
-        address: the address that it would use.
+        address: the address that the roce device would use.
         path_mtu: the largest MTU that the network device allows.
         obstacle: why it cannot be opened now, or None.
     """
@@ -134,11 +134,11 @@ class Counters(NamedTuple):
         retransmitted: request packets that were sent again.
         naks_sent, naks_received: NAKs, other than RNR NAKs.
         rnr_naks_sent, rnr_naks_received: RNR NAKs, sent because no receive was posted.
-        icrc_errors: packets that were dropped because they were damaged.
-        dropped: packets that the device dropped because of an ICRC error, because there is no such
-            queue pair, because they come from another peer, or because they do not fit the queue
-            pair's state; on UC and UD also requests that cannot be executed, because no receive is
-            posted or the rkey does not permit the write.
+        icrc_errors: packets that were dropped because they were corrupted.
+        dropped: packets that the device dropped because of an ICRC error, because the destination
+            queue pair does not exist, because they come from another peer, or because they do not
+            fit the queue pair's state; on UC and UD also requests that cannot be executed, because
+            no receive is posted or the rkey does not permit the write.
         rcvbuf_errors: packets that the kernel dropped before the device could read them: the
             socket's receive buffer was full.
         send_errors: packets that could not be sent: the kernel refused them, or one side has an
@@ -215,17 +215,17 @@ class Capture(metaclass=ABCMeta):
     def close(self) -> None:
         """End the capture, and complete the file.
 
-        Closing the device ends it, too.  If the capture has ended, and in the child of a fork, this
-        does nothing.
+        Closing the device also ends the capture.  If the capture has already ended, or in the child
+        of a fork, this does nothing.
 
         If a signal handler or a finalizer calls this while the device is in the middle of a step,
-        it does not wait for the file.  Nothing more is captured, but the file may not be complete
-        until later: call this again to wait for that, and to have any error raised; otherwise, any
-        error is only logged.
+        the call does not wait for the file.  Nothing more is captured, but the file may not be
+        complete until later: call this again to wait for that, and to have any error raised;
+        otherwise, any error is only logged.
 
         Raises:
-            RdmaError: the capture had ended early, because the file could not be written; or its
-                last packets are still not in the file after 30 s.
+            RdmaError: the capture ended early because the file could not be written, or its last
+                packets are still not in the file after 30 s.
         """
 
 
@@ -251,7 +251,7 @@ class Provider(Protocol):
 
     def query_device_ex(self, context: Any, attr: Any) -> None: ...
     def query_port(self, context: Any, port_num: int, attr: Any) -> int:
-        """Fill a ``struct ibv_port_attr``; return active_speed_ex, a member of newer versions."""
+        """Fill a ``struct ibv_port_attr``; return active_speed_ex, which only newer ones have."""
         ...
 
     def query_gid_table(self, context: Any, port_num: int, length: int) -> list[GIDEntry]: ...
@@ -266,8 +266,8 @@ class Provider(Protocol):
         """Get and acknowledge the next event, if any is pending.
 
         Args:
-            events: the event is stored here under a new key, atomically with reading it, so that
-                an interrupt cannot lose it.
+            events: the event is read and stored here, under a new key, atomically, so that an
+                interrupt cannot lose it.
         """
         ...
 
@@ -311,7 +311,7 @@ class Provider(Protocol):
     def rereg_mr(
         self, mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int
     ) -> int | None:
-        """Return an ibv_rereg_mr_err_code; or raise, with the region unchanged."""
+        """Return an ibv_rereg_mr_err_code, or raise and leave the region unchanged."""
         ...
 
     def rereg_mr_at(
@@ -343,7 +343,7 @@ class Provider(Protocol):
     def resize_cq(self, cq: Any, cqe: int) -> None: ...
     def destroy_cq(self, cq: Any) -> None: ...
     def has_overrun(self, cq: Any) -> bool:
-        """Whether a CQ is known to have overrun; some devices report it only by an event."""
+        """Whether a CQ is known to have overrun; some devices report overruns only by an event."""
         ...
 
     def sends_for_receive(self, qp: Any) -> int | None:
@@ -354,8 +354,8 @@ class Provider(Protocol):
         """Get and acknowledge an event from a non-blocking channel.
 
         Args:
-            events: the address of the CQ's struct is stored here, atomically with reading the
-                event, so that an interrupt cannot lose it.
+            events: the event is read and the address of its CQ's struct is stored here,
+                atomically, so that an interrupt cannot lose the event.
 
         Returns:
             True, or None if no event is pending.

@@ -52,7 +52,7 @@ def _failed(call: str, code: int) -> VerbsError:
 
 
 def _zero(call: str, result: int) -> None:
-    """Raise if a call failed: if it returned an errno, a negative errno, or -1 and set errno."""
+    """Raise if a call failed: if it returned an errno, a negative errno, or -1 with errno set."""
     if result:
         raise _failed(call, ffi.errno if result == -1 else abs(result))
 
@@ -138,7 +138,7 @@ class VerbsProvider:
     def _query_gids_one_by_one(
         self, context: Any, port_num: int, start: int, end: int
     ) -> list[GIDEntry]:
-        # Before rdma-core 32; the types of the GIDs are unknown.
+        # For rdma-core before 32; the GID types are then unknown.
         found = []
         gid = ffi.new("union ibv_gid *")
         for index in range(start, end):
@@ -177,8 +177,9 @@ class VerbsProvider:
         try:
             failed = lib.rp_get_async_event(context, event)
         finally:
-            # An interrupt during the call is raised after it, when the event has been acknowledged.
-            # Python runs signal handlers only after calls, so none runs before the event is stored.
+            # An interrupt during the call is raised only after it, when the event has been
+            # acknowledged. Python runs signal handlers only after calls, so none runs before the
+            # event is stored.
             if event.event_type != _NO_EVENT:
                 events[key] = event
         if failed and ffi.errno != errno.EAGAIN:

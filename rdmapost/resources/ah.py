@@ -34,7 +34,7 @@ _OF_WC = {
 _NO_PATH = frozenset({errno.EINVAL, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ETIMEDOUT})
 """The errnos for a path that the device cannot use."""
 _GIDS = "'rdmapost devices -v' lists this machine's"
-"""How to find a source GID; ah_to() takes its queue pair's, and AH takes any."""
+"""How to find a source GID; ah_to() uses its queue pair's, and AH accepts any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,13 @@ def why_no_source(context: Context, attr: AHAttr) -> str | None:
 
 
 def why_no_path(context: Context, attr: AHAttr, code: int | None, what_to_do: str) -> str:
-    """Return that a device cannot use a path, or "" if its errno means something else.
+    """Return a message that a device cannot use a path, or "" if its errno means something else.
 
     Args:
         context: an open device.
         attr: the path; its source GID is in the port's table.
         code: the device's errno.
-        what_to_do: how the caller chooses another source GID.
+        what_to_do: how to choose another source GID.
     """
     if attr.dgid is None or code not in _NO_PATH:
         return ""

@@ -1,10 +1,11 @@
 """Waiting in asyncio tasks for completions and events, on their file descriptors.
 
-It implements CQ.completions, ``async for wc in cq``, CompChannel.cq_event and Context.async_event.
+This module implements CQ.completions, ``async for wc in cq``, CompChannel.cq_event and
+Context.async_event.
 
-There is no thread and no periodic polling. A task requests an event, polls again, and only then
-sleeps; code that takes an event requests the next one and polls again before it leaves any task
-asleep. So no event is missed.
+No thread is used, and nothing is polled periodically. A task requests an event, polls again, and
+only then sleeps; code that takes an event requests the next one and polls again before it leaves
+any task asleep. So no event is missed.
 
 Completions stay in the CQ until a task takes all that it asked for in one call, during which it
 cannot be cancelled. So cancelling a task loses no completion.
@@ -13,14 +14,15 @@ Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
 
 A signal handler may raise between any two bytecodes here. So one attribute, ``_Waiter.gone``, says
-whether a task still waits, and it is set first when the wait ends. All other state is only a hint:
-code that finds that a wait list's tasks are gone, or that their loop is closed, stops the list.
+whether a task has stopped waiting, and it is set first when the wait ends. All other state is only
+a hint: code that finds that a wait list's tasks are gone, or that their loop is closed, stops the
+list.
 
 Between two waits for completions, the wait list keeps its descriptor watched and its timer set:
 setting these up costs more than the rest of a wait. It stops when somebody else waits for the CQ,
-when an event comes that nobody waits for, or when the CQ is closed. Only the resource's poller
-has a strong reference to a wait list: the event loop's is weak, and so is the list's reference to
-the resource.
+when an event comes for which nobody is waiting, or when the CQ is closed. Only the resource's
+poller has a strong reference to a wait list: the event loop's is weak, and so is the list's
+reference to the resource.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class Completions:
     """An endless iterator over the completions of a CQ (``async for wc in cq``).
 
     Args:
-        cq: the CQ; when it is closed the next step raises ClosedError.
+        cq: the CQ; once it is closed, the next step raises ClosedError.
     """
 
     __slots__ = ("_cq",)
@@ -101,10 +103,10 @@ async def completions(
                         break
                     if waiter.expired:
                         raise timed_out(cq, _rearm(cq, count), count, timeout)
-                    # Another thread's poll() has taken them.
+                    # Another thread's poll() has taken the completions.
                     waiter.sleep(queue.loop)
             finally:
-                # Before any call, hence before any interrupt.
+                # Set this before any call, and hence before any interrupt.
                 waiter.gone = True
                 queue.leave(waiter)
         if max_entries is not None:
@@ -135,7 +137,7 @@ async def _next_event(
     deadline = None if timeout is None else asyncio.get_running_loop().time() + timeout
     while True:
         expired = await _sleep_at(_wait_list(source, make), deadline, source._events)
-        # Last: an interrupt before this leaves the event to the next caller.
+        # Take the event last: an interrupt before this leaves it for the next caller.
         if (event := take(source)) is not None or expired:
             return event
 
@@ -149,7 +151,7 @@ async def _sleep_at(waits: _WaitList, deadline: float | None, taken: dict[Any, A
         if not taken:
             await waiter.woken
     finally:
-        # Before any call, hence before any interrupt.
+        # Set this before any call, and hence before any interrupt.
         waiter.gone = True
         waits.leave(waiter)
     return waiter.expired
@@ -173,7 +175,7 @@ def _expire(waits: weakref.ref[_WaitList]) -> None:
 
 
 def _runs(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread runs an event loop."""
+    """Whether an event loop is running in this thread."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -202,8 +204,8 @@ class _Waiter:
     """A waiting task.
 
     Attributes:
-        count: how many completions it wants.
-        cancels: how often waits had been cancelled when it began.
+        count: how many completions it waits for.
+        cancels: how many times waits had been cancelled when it began to wait.
         deadline: when its time is up, on the loop's clock, or None.
         woken: a future, done when the task should check what is available.
         expired: whether its time is up.
@@ -223,14 +225,14 @@ class _Waiter:
         self.woken = loop.create_future()
 
     def wake(self) -> None:
-        """Wake it to check what is available."""
+        """Wake the task to check what is available."""
         try:
             self.woken.set_result(None)
         except asyncio.InvalidStateError:
-            return  # It is awake already, or its task has been cancelled.
+            return  # The task is already awake, or has been cancelled.
 
     def expire(self) -> None:
-        """Wake it because its time is up."""
+        """Wake the task because its time is up."""
         self.expired = True
         self.wake()
 
@@ -250,9 +252,10 @@ class _Watch:
     """A descriptor that an event loop watches for a wait list.
 
     The loop watches a duplicate: if the descriptor is closed and its number reused, the new
-    descriptor is not watched. An epoll around it would do that, too, but Linux lets only 100 epolls
-    of epolls of epolls refer to a software device's timer. Only the event loop refers to a watch,
-    so the duplicate stays open while the loop watches it, and is closed with the loop.
+    descriptor is not watched. An epoll around the original would ensure that, too, but Linux lets
+    only 100 epolls, nested three deep, refer to a software device's timer. Only the event loop
+    refers to a watch, so the duplicate stays open while the loop watches it, and is closed with the
+    loop.
 
     Attributes:
         duplicate: owns the duplicate; closed once the loop has stopped watching.
@@ -261,7 +264,7 @@ class _Watch:
     def __init__(self, waits: _WaitList, fd: int) -> None:
         self._loop = waits.loop
         self._waits = weakref.ref(waits)
-        # In C, so that no signal handler runs before the new descriptor has its owner.
+        # In C, so that no signal handler runs before the new descriptor has an owner.
         self.duplicate = next(map(select.epoll.fromfd, map(os.dup, (fd,))))
         try:
             self._loop.add_reader(self.duplicate.fileno(), self._ready)
@@ -297,7 +300,7 @@ class _Watch:
 
 
 class _WaitList:
-    """Where tasks of one event loop wait for a resource's completions or events.
+    """The tasks of one event loop that wait for a resource's completions or events.
 
     The resource's poller keeps it as ``tasks``, and calls it to make the loop check again or to
     tell the loop that threads now take the events.
@@ -324,7 +327,7 @@ class _WaitList:
 
     @property
     def owner(self) -> Any:
-        """The resource; None only when nobody waits."""
+        """The resource; None only when nobody is waiting."""
         return self._owner()
 
     def waiting(self) -> list[_Waiter]:
@@ -345,13 +348,13 @@ class _WaitList:
         return True
 
     def __call__(self) -> None:
-        """Wake the tasks to poll again, or stop() if none is waiting; any thread may call this."""
+        """Wake the tasks to poll again, or call stop() if none waits; any thread may call this."""
         claims = self._poller.claims
         if self.in_use():
             try:
                 self.loop.call_soon_threadsafe(self.deliver_or_fail)
             except RuntimeError:
-                # It has just been closed.
+                # The loop has just been closed.
                 pass
             else:
                 return
@@ -363,7 +366,7 @@ class _WaitList:
         self.start()
         if timeout is not None:
             waiter.deadline = deadline = self.loop.time() + timeout
-            # A timer that is too early sets another one.
+            # A timer that expires too early sets another one.
             if self._timer_at > deadline:
                 self._expire_at(deadline)
 
@@ -414,7 +417,7 @@ class _WaitList:
         try:
             self._watch = weakref.ref(_Watch(self, self.owner._event_fd()))
         except OSError:
-            # If another thread has closed it, raise ClosedError.
+            # If another thread has closed the resource, raise ClosedError.
             struct_of(self.owner)
             raise
 
@@ -445,7 +448,7 @@ class _WaitList:
             self._try(self.on_event)
         else:
             self.stop(self._poller.claims)
-            # Stop watching even if another list leads now.
+            # Stop watching even if another list has claimed the events since.
             self._stop_watching()
 
     def deliver(self) -> None:
@@ -501,7 +504,7 @@ class _CQWaits(_WaitList):
     threads = "sleeps in wait()"
 
     def rest(self) -> None:
-        """Go on watching: a task will probably wait again."""
+        """Keep watching: a task will probably wait again."""
 
     def deliver(self) -> None:
         """Request the next event, then poll, and wake the tasks whose waits are satisfied."""
@@ -617,7 +620,7 @@ class _ChannelWaits(_WaitList):
     def _read_events(self) -> list[_SharedCQWaits | None]:
         """Read all pending events; return the waits of their CQs."""
         channel: CompChannel = self.owner
-        # When an event is read, soft0 makes the retries that are due.
+        # When an event is read, soft0 performs the retries that are due.
         while channel._poller.until(channel, -1, channel._get_event, 0.0, True) is not None:
             pass
         reported = {}
@@ -651,7 +654,7 @@ def _wait_list(
     """Return the wait list in which tasks of this event loop wait for a resource."""
     loop = asyncio.get_running_loop()
     waits: _AnyWaitList | None = owner._poller.tasks
-    # If another loop has one, claim() will refuse.
+    # If another loop has one, claim() will fail.
     return waits if waits is not None and waits.loop is loop else make(loop, owner)
 
 
@@ -660,7 +663,7 @@ def _queue_of(cq: CQ) -> _CQWaits:
     if cq.channel is None:
         waits: _CQWaits | None = cq._poller.tasks
         loop = asyncio.get_running_loop()
-        # If another loop has one, claim() will refuse.
+        # If another loop has one, claim() will fail.
         return waits if waits is not None and waits.loop is loop else _CQWaits(loop, cq)
     channel = _wait_list(cq.channel, _ChannelWaits)
     queue: _CQWaits = _wait_list(cq, functools.partial(_SharedCQWaits, channel=channel))

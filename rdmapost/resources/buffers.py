@@ -1,4 +1,4 @@
-"""Buffers that contain references or pointers: devices and C must not overwrite these."""
+"""Buffers that contain references or pointers, which devices and C code must not overwrite."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _MRO, _DICT = type.__dict__["__mro__"].__get__, type.__dict__["__dict__"].__get_
 def pointers_in(view: memoryview) -> str | None:
     """Return a description of the references or pointers that Python follows in a buffer, or None.
 
-    Not found, and left to the caller: addresses that are plain numbers (``P``); pointers exposed as
-    numbers (``numpy.frombuffer``, ctypes' ``from_buffer``); and pointers in packed ctypes
-    structures and unions if the class's ``_fields_`` or ``_type_`` has been changed, because
-    nothing else describes what they contain.
+    Some are not found, and are the caller's responsibility: addresses that are plain numbers
+    (``P``); pointers exposed as numbers (``numpy.frombuffer``, ctypes' ``from_buffer``); and
+    pointers in packed ctypes structures and unions if the class's ``_fields_`` or ``_type_`` has
+    been changed, because nothing else describes what they contain.
     """
     if found := _POINTERS.search(" ".join(_codes_behind(view))):
         objects = found[0] == "O"

@@ -1,4 +1,4 @@
-"""Completion channels: a file descriptor that reports which CQs have completions."""
+"""Completion channels: file descriptors that report which CQs have completions."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
     def fileno(self) -> int:
         """Return the file descriptor; it is readable when there is an event.
 
-        soft0's is also readable when a retry is due: get_cq_event(0) carries it out, and
-        returns None.
+        On soft0 it is also readable when a retry is due: get_cq_event(0) then performs the
+        retry, and returns None.
 
         Raises:
             ClosedError: the channel is closed.
@@ -76,7 +76,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         """Return the CQ of the next event, and acknowledge it.
 
         The CQ reports nothing more until its next ``req_notify()``.  Poll it after
-        that call: completions that came in between are not reported.
+        that call: completions that come in between are not reported.
 
         Args:
             timeout: seconds to wait; None for no limit.
@@ -87,7 +87,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
         Raises:
             TypeError: timeout is not a number.
             ValueError: timeout is NaN.
-            RdmaError: asyncio tasks wait for its events.
+            RdmaError: asyncio tasks are waiting for the channel's events.
             ClosedError: the channel is closed, or is closed during the wait.
             VerbsError: the device failed.
 
@@ -120,7 +120,7 @@ class CompChannel(EventSource, struct="ibv_comp_channel"):
 
         See ibv_get_cq_event(3).
         """
-        from .aio import cq_event  # asyncio takes long to import
+        from .aio import cq_event  # asyncio is slow to import
 
         return await cq_event(self, timeout)
 

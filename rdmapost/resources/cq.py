@@ -35,7 +35,8 @@ class WC(NamedTuple):
         wr_id: the wr_id of the work request.
         status: how the work request ended.
         opcode: the operation that completed, or None.
-        byte_len: valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte GRH.
+        byte_len: valid for receives, RDMA reads and atomics; for a UD receive, it includes the
+            40-byte GRH.
         imm_data: immediate data in host order, or None.
         invalidated_rkey: the key that the peer invalidated, or None.
         qp_num: number of the local queue pair.
@@ -47,7 +48,7 @@ class WC(NamedTuple):
             its sender chose; None in other completions.  An unexpected message has both in
             its header.
         completion_ts: when it completed, by the device's clock (``context.query_rt_values()``):
-            in ticks of attr.hca_core_clock kHz.  None unless the CQ was created with
+            in ticks at attr.hca_core_clock kHz.  None unless the CQ was created with
             WCExFlags.WITH_COMPLETION_TIMESTAMP.
         completion_wallclock_ns: when it completed, in ns since 1970; None unless the CQ was
             created with WCExFlags.WITH_COMPLETION_TIMESTAMP_WALLCLOCK.
@@ -99,7 +100,7 @@ class WC(NamedTuple):
     def datagram(self, received: Any) -> Datagram:
         """Return the GRH and the payload of a receive on a UD queue pair.
 
-        Use it for UD only: messages of other types have no GRH.
+        Use it for UD only: messages on other types of queue pair have no GRH.
 
         Args:
             received: the RecvWR that was posted, or a buffer that begins with the received
@@ -163,12 +164,12 @@ class _RowType(dict[str, Any]):
     integers in native byte order:
 
     - wr_id (8 bytes): the wr_id of the work request.
-    - status (4): how it ended, a WCStatus; 0 is SUCCESS. ``rp.WCStatus(row["status"])`` has its
+    - status (4): how it ended, a WCStatus; 0 is SUCCESS. ``rp.WCStatus(row["status"])`` gives its
       name; explain() and 'rdmapost explain' name its causes.
     - opcode (4): the operation that completed, a WCOpcode.
     - vendor_err (4): the device's own error code.
-    - byte_len (4): valid for receives, RDMA reads and atomics; a UD receive includes the 40-byte
-      GRH.
+    - byte_len (4): valid for receives, RDMA reads and atomics; for a UD receive, it includes the
+      40-byte GRH.
     - imm_data (4): for a receive with WITH_IMM in wc_flags, the immediate data in host order; with
       WITH_INV, the key that the peer invalidated; otherwise 0.
     - qp_num (4): number of the local queue pair.
@@ -205,7 +206,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
     """A completion queue (ibv_create_cq(3)).
 
     If more completions are outstanding than it has entries, it overruns: completions are lost, and
-    the queue pairs that complete there fail.
+    the queue pairs that report their completions to it fail.
 
     Args:
         context: an open device.
@@ -261,12 +262,12 @@ class CQ(CompletionSource, struct="ibv_cq"):
             self._create(own or channel, cqe, comp_vector)
         finally:
             if own is not None:
-                # The private channel closes with the CQ; if there is no CQ, close it now.
+                # The private channel closes with the CQ; if no CQ was created, close it now.
                 own._abandoned = True
                 if self._handle is None:
                     close_quietly(own)
         if channel is not None:
-            # Another thread may close it.
+            # Another thread may close the CQ.
             self._verb(functools.partial(announce_on, channel, self))
 
     def _create(self, announces: Any, cqe: int, comp_vector: int) -> None:
@@ -295,7 +296,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             if error.errno in NO_MORE:
                 error.hint = error.hint or no_more(context, "CQs", "max_cq", error.errno)
             raise
-        # Another thread may have closed it.
+        # Another thread may have closed the CQ.
         self._cqe: int = self._verb(_CQE)
 
     def _not_reported(self) -> str | None:
@@ -317,7 +318,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         )
 
     def _event_fd(self) -> int:
-        # In a verb, so that the channel's struct is not freed during the call.
+        # Read it in a verb, so that the channel's struct is not freed during the call.
         fd: int = self._verb(_CHANNEL_FD)
         return fd
 
@@ -364,8 +365,8 @@ class CQ(CompletionSource, struct="ibv_cq"):
         """Request one event on the channel, at the next completion.
 
         Args:
-            solicited_only: only at a receive whose sender set SendFlags.SOLICITED,
-                or at an error completion.
+            solicited_only: only for a receive whose sender set SendFlags.SOLICITED,
+                or for an error completion.
 
         Raises:
             TypeError: solicited_only is not a bool.
@@ -412,7 +413,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def wait(
         self, count: int = 1, timeout: float | None = 5.0, *, max_entries: int | None = None
     ) -> list[WC]:
-        """Wait for count completions; return them and any more available, up to max_entries.
+        """Wait for count completions; return them and any others available, up to max_entries.
 
         If enough are available, it returns at once.  Otherwise it spins, then sleeps; while other
         threads run Python, the spinning and the sleeping each cost one GIL switch interval.
@@ -428,7 +429,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 returns exactly count.
 
         Raises:
-            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The
+            WaitTimeout: fewer completions came; they are kept for the next poll or wait.  The
                 message says if one of them has failed, and if the CQ is known to have overrun
                 and thus to have lost completions.
             WaitCancelled: cancel_waits() was called.
@@ -497,7 +498,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
             How many rows were written, at least count.
 
         Raises:
-            WaitTimeout: fewer completions came; they stay for the next poll or wait.
+            WaitTimeout: fewer completions came; they are kept for the next poll or wait.
             WaitCancelled: cancel_waits() was called.
             TypeError: an argument has the wrong type, or buffer is read-only.
             ValueError: the buffer is not contiguous, does not hold whole rows, or holds fewer than
@@ -509,7 +510,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         if self.channel is not None:
             raise RdmaError(_SHARED.format(self))
         timeout, count = seconds(timeout), index("count", count)
-        # Take a view first: the class's own code runs now, and not in the middle of the wait.
+        # Take a view first: any code of the buffer's class runs now, not in the middle of the wait.
         with _view_of(buffer) as rows:
             available = self._poller.wait(self, count, 0, timeout, rows)
         assert available is not None
@@ -520,9 +521,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def cancel_waits(self, for_good: bool = False) -> None:
         """End the waits in progress: they raise WaitCancelled.
 
-        This ends wait and wait_into in any thread, and completions and ``async for`` in any
-        task.  They consume no completions, even if some have just come.  Call it from any thread,
-        or from a signal handler.
+        This ends wait and wait_into in any thread, and completions and ``async for`` in any task.
+        The waits consume no completions, even if some have just come.  Call it from any thread, or
+        from a signal handler.
 
         To end a loop that waits, pass for_good: without it, a loop that is between two waits
         would wait again.
@@ -548,7 +549,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
         it returns without suspending: in a loop that must let other tasks run, await
         asyncio.sleep(0) too.  Several tasks of one event loop may wait; one that waits for many
         completions does not delay one that waits for few.  The CQ may share its channel with
-        others.  ``async for wc in cq`` yields completions one at a time.
+        other CQs.  ``async for wc in cq`` yields completions one at a time.
 
         Args:
             count: how many to wait for.
@@ -557,7 +558,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
                 wait for are left to them.
 
         Raises:
-            WaitTimeout: fewer completions came; they stay for the next poll or wait.  The
+            WaitTimeout: fewer completions came; they are kept for the next poll or wait.  The
                 message says if one of them has failed, and if the CQ is known to have overrun
                 and thus to have lost completions.
             WaitCancelled: cancel_waits() was called.
@@ -581,7 +582,7 @@ with_c_methods(CQ)
 
 @functools.cache
 def _aio_completions() -> Callable[..., Awaitable[list[WC]]]:
-    from .aio import completions  # asyncio takes long to import
+    from .aio import completions  # asyncio is slow to import
 
     return completions
 

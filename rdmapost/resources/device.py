@@ -87,9 +87,9 @@ def open_device(name: str | None = None) -> Context:
     """Open a device.
 
     Args:
-        name: its name.  "soft0" is the software device in this process; "roce:" and a network
-            device or an address, such as "roce:lo", "roce:eth0" or "roce:10.0.0.2", is a software
-            device that speaks RoCE v2 over a UDP socket.  None opens the device that
+        name: its name.  "soft0" is the software device in this process; "roce:" followed by a
+            network device or an address, such as "roce:lo", "roce:eth0" or "roce:10.0.0.2", is a
+            software device that speaks RoCE v2 over a UDP socket.  None opens the device that
             RDMAPOST_DEVICE names or, if that is not set, the first device of libibverbs with an
             active port, never a software device.
 
@@ -109,7 +109,7 @@ def open_device(name: str | None = None) -> Context:
     if name.startswith(ROCE):
         roce = roce_provider()
         return Context(roce, roce.find(name))
-    # soft0 first: it needs no libibverbs.
+    # Try soft0 first: it does not need libibverbs.
     for provider in (soft_provider(), verbs_provider()):
         found = provider.list_devices()
         for info in found:
@@ -119,7 +119,7 @@ def open_device(name: str | None = None) -> Context:
 
 
 def _instead(name: str, found: list[DeviceInfo]) -> str:
-    """Say which device may have been meant, or which there are."""
+    """Say which device may have been meant, or which devices exist."""
     names = [info.name for info in found]
     near = difflib.get_close_matches(name, [*names, *_SOFTWARE_DEVICES], n=1)
     if near and near[0] not in names:
@@ -198,15 +198,15 @@ class Context(EventSource, struct="ibv_context"):
     def close_all(self) -> None:
         """Close everything that was created on the device, then the device.
 
-        Servers of rdmapost.connect come first, as if by their close().  The order of the rest is
-        one that devices accept: windows, queue pairs, address handles, shared receive queues,
+        rdmapost.connect's servers are closed first, as if by their close().  The rest are closed in
+        an order that devices accept: windows, queue pairs, address handles, shared receive queues,
         regions, CQs, channels, XRC domains and protection domains.  Outstanding work ends with the
         queue pairs; threads and tasks that wait on a CQ, a channel or the device get ClosedError.
         On a closed device it does nothing.
 
         Raises:
-            CloseError: a resource could not be closed.  Everything else that can be closed is,
-                but the device is still open; call this again once the cause is gone.
+            CloseError: a resource could not be closed.  Everything else that could be closed is
+                closed, but the device is still open; call this again once the cause is gone.
 
         See ibv_close_device(3).
         """
@@ -224,7 +224,7 @@ class Context(EventSource, struct="ibv_context"):
     def query_rt_values(self) -> int:
         """Return the current value of the device's clock (raw_clock).
 
-        It counts ticks of attr.hca_core_clock kHz, like WC.completion_ts; only the bits in
+        It counts ticks at attr.hca_core_clock kHz, like WC.completion_ts; only the bits in
         attr.completion_timestamp_mask are valid.
 
         Raises:
@@ -293,7 +293,7 @@ class Context(EventSource, struct="ibv_context"):
         See ibv_query_gid_ex(3).
         """
         port_num, gid_index = self._check_port(port_num), index("gid_index", gid_index)
-        # A larger index does not fit the call.
+        # A larger index does not fit in the call's argument.
         if 0 <= gid_index < _MAX_TABLE_ENTRIES:
             try:
                 return _table_entry(self._verb(self._provider.query_gid_ex, port_num, gid_index))
@@ -337,7 +337,7 @@ class Context(EventSource, struct="ibv_context"):
         See ibv_query_pkey(3).
         """
         port_num, pkey_index = self._check_port(port_num), index("pkey_index", pkey_index)
-        # A larger index does not fit the call.
+        # A larger index does not fit in the call's argument.
         if 0 <= pkey_index < _MAX_TABLE_ENTRIES:
             try:
                 pkey: int = self._verb(self._provider.query_pkey, port_num, pkey_index)
@@ -417,9 +417,9 @@ class Context(EventSource, struct="ibv_context"):
         """Begin to capture the device's packets, in both directions, to a file for Wireshark.
 
         The pcapng file is created, or replaced.  Each packet begins with its IP header; its
-        direction is recorded and, where known, its work request and wr_id, in a comment.  Packets
-        that the kernel coalesces or segments appear as on the wire.  The UDP checksum is computed,
-        because the device does not see it.
+        direction is recorded and, where known, its work request and wr_id are noted in a comment.
+        Packets that the kernel coalesces or segments appear as on the wire.  The UDP checksum is
+        computed, because the device does not see it.
 
         To end the capture, close the returned object, or use it in a with statement.  Closing the
         device also ends it, as does a write error, which does not affect the device.
@@ -466,7 +466,7 @@ class Context(EventSource, struct="ibv_context"):
         Raises:
             TypeError: timeout is not a number.
             ValueError: timeout is NaN.
-            RdmaError: asyncio tasks wait for the events of the device.
+            RdmaError: asyncio tasks are waiting for the device's events.
             ClosedError: the device is closed, or is closed during the wait.
             VerbsError: the device failed.
 
@@ -493,7 +493,7 @@ class Context(EventSource, struct="ibv_context"):
 
         See ibv_get_async_event(3).
         """
-        from .aio import async_event  # asyncio takes long to import
+        from .aio import async_event  # asyncio is slow to import
 
         return await async_event(self, timeout)
 
@@ -603,7 +603,7 @@ def in_flight_of(context: Context) -> dict[int, Any]:
 
 
 def invalidated_of(context: Context) -> dict[int, bytes]:
-    """Return the dict that counts a device's invalidations of keys (native.InFlight.enroll)."""
+    """Return the dict that counts a device's key invalidations (native.InFlight.enroll)."""
     return context._invalidated
 
 

@@ -43,10 +43,10 @@ class PortAttr:
             if libibverbs or the driver is too old to report it (in that case, see active_speed).
         port_cap_flags: what it can do.
         bad_pkey_cntr, qkey_viol_cntr: how many packets had a wrong P_Key or Q_Key.
-        lmc: how many low bits of its LID the path may choose.
+        lmc: how many low bits of its LID may vary with the path.
         max_vl_num: its virtual lanes, encoded as in the man page.
         sm_sl: service level of the subnet manager.
-        subnet_timeout: the longest delay of a packet in the subnet, 4.096 us * 2^subnet_timeout.
+        subnet_timeout: the longest packet delay in the subnet, 4.096 us * 2^subnet_timeout.
         init_type_reply: what the subnet manager initialized.
         flags, port_cap_flags2: bits described in the man page.
     """
@@ -126,10 +126,10 @@ class TMCaps:
 
     Attributes:
         max_rndv_hdr_size: the longest header of a rendezvous request, in bytes.
-        max_num_tags: tagged buffers of one SRQ; 0 if the device has no tag matching.
+        max_num_tags: tagged buffers in one SRQ; 0 if the device has no tag matching.
         flags: the transports that have it.
         max_ops: the most operations outstanding on an SRQ's tag list.
-        max_sge: SGEs of a tagged buffer.
+        max_sge: SGEs in a tagged buffer.
     """
 
     max_rndv_hdr_size: int
@@ -150,18 +150,18 @@ class DeviceAttr:
         fw_ver: version of the firmware.
         node_guid: GUID of the device, in host order.
         sys_image_guid: GUID of the system that it is part of, in host order.
-        max_mr_size: bytes of one region.
+        max_mr_size: bytes in one region.
         page_size_cap: a bit for each supported page size, in bytes.
         vendor_id: the vendor's OUI.
         vendor_part_id: the vendor's number for the model.
         hw_ver: version of the hardware.
         max_qp: queue pairs.
-        max_qp_wr: work requests of one queue.
+        max_qp_wr: work requests in one queue.
         device_cap_flags: what it can do.
-        max_sge: SGEs of one work request.
-        max_sge_rd: SGEs of one RDMA read.
+        max_sge: SGEs in one work request.
+        max_sge_rd: SGEs in one RDMA read.
         max_cq: completion queues.
-        max_cqe: entries of one CQ.
+        max_cqe: entries in one CQ.
         max_mr: regions.
         max_pd: protection domains.
         max_qp_rd_atom: incoming RDMA reads and atomics that one queue pair handles at once.
@@ -173,19 +173,19 @@ class DeviceAttr:
         max_raw_ipv6_qp: raw IPv6 queue pairs.
         max_raw_ethy_qp: raw Ethertype queue pairs.
         max_mcast_grp: multicast groups.
-        max_mcast_qp_attach: queue pairs of one group.
-        max_total_mcast_qp_attach: queue pairs of all groups together.
+        max_mcast_qp_attach: queue pairs in one group.
+        max_total_mcast_qp_attach: queue pairs in all groups together.
         max_ah: address handles.
         max_srq: shared receive queues.
-        max_srq_wr: work requests of one SRQ.
-        max_srq_sge: SGEs of one receive of an SRQ.
+        max_srq_wr: work requests in one SRQ.
+        max_srq_sge: SGEs in one receive of an SRQ.
         max_pkeys: P_Keys of a port.
-        local_ca_ack_delay: the longest delay of its acknowledgements, 4.096 us * 2^delay.
+        local_ca_ack_delay: its longest acknowledgement delay, 4.096 us * 2^delay.
         phys_port_cnt: ports.
         device_cap_flags_ex: what it can do, including flags beyond device_cap_flags' 32 bits;
             flags without a name keep their bits.
         completion_timestamp_mask: which bits of a completion's timestamp are valid; 0 for none.
-        hca_core_clock: frequency of the timestamps' clock, in kHz.
+        hca_core_clock: frequency of the timestamp clock, in kHz.
         odp_caps: on-demand paging.
         tso_caps: segmentation offload.
         raw_packet_caps: what raw packet queue pairs can do.

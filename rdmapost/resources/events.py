@@ -28,8 +28,8 @@ class AsyncEvent(NamedTuple):
 
     Attributes:
         event_type: what happened; a number if only a newer libibverbs knows it.
-        element: the QP, CQ or SRQ that it happened to, or the number of the
-            port; None if the resource has been closed, the event concerns the
+        element: the QP, CQ or SRQ that the event concerns, or the port's
+            number; None if the resource has been closed, the event concerns the
             device as a whole, or its type is unknown.
     """
 
@@ -81,9 +81,9 @@ def next_async_event(context: Context) -> AsyncEvent | None:
 def has_overrun(cq: Any) -> bool:
     """Whether a CQ is known to have overrun. This takes no event.
 
-    soft0 knows immediately. libibverbs reports an overrun only in an event, and events belong to
-    the caller, so on its devices an overrun is known only once get_async_event() has returned that
-    event.
+    On soft0, an overrun is known at once. libibverbs reports an overrun only in an event, and
+    events belong to the caller, so on its devices an overrun is known only once get_async_event()
+    has returned that event.
     """
     context = cq.context
     with contextlib.suppress(ClosedError):
@@ -99,7 +99,7 @@ def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> Wai
     failed = cq._poller.first_failed()
     if failed is not None:
         text += f"; {failed._ending()}"
-    # soft0 cannot tell in the middle of another verb.
+    # soft0 cannot be asked in the middle of another verb.
     with contextlib.suppress(RdmaError):
         if has_overrun(cq):
             text += f"; {OVERRUN}"

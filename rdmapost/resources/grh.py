@@ -28,14 +28,14 @@ _IPV4_AT = GRH_BYTES - IPV4.size
 class GRH:
     """A Global Routing Header (``struct ibv_grh``): the path that a datagram took.
 
-    Over RoCE v2 it is the header of the IP packet.  An IPv4 header has 20 bytes,
-    which are the last 20 of the 40; its addresses are shown as GIDs.
+    Over RoCE v2 it is the IP packet's header.  An IPv4 header has 20 bytes, which
+    are the last 20 of the 40; its addresses are shown as GIDs.
 
     Attributes:
         sgid, dgid: where the datagram came from, and where it went.
         traffic_class: 0..255; for IPv4 the type of service.
         flow_label: 0..2^20-1; 0 for IPv4.
-        payload_length: bytes of transport headers, message and ICRC, as the header gives it,
+        payload_length: bytes of transport headers, message and ICRC, as stated in the header,
             0..65535; for IPv4 0..65515.
         next_header: which header follows, 0..255; 27 is InfiniBand's, 17 is UDP's (RoCE v2).
         hop_limit: 0..255; for IPv4 the time to live.

@@ -236,9 +236,9 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         pd: the protection domain.
         memory: any buffer of numbers or bytes (bytearray, mmap, array, memoryview, numpy
             array, ...), which is kept alive and cannot be resized until the region is closed
-            (never call ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore the
-            export); or an array with ``__cuda_array_interface__`` or ``__dlpack__``, on a GPU
-            or not, which is also kept alive; or a number of bytes to allocate, zeroed and
+            (never call ctypes.resize or ndarray.resize(refcheck=False) on it: they ignore buffer
+            exports); or an array with ``__cuda_array_interface__`` or ``__dlpack__``, whether
+            on a GPU or not, which is also kept alive; or a number of bytes to allocate, zeroed and
             page-aligned. Do not truncate a mapped file while its mapping is registered: any
             access past its new end, INLINE included, would kill the process (SIGBUS). On software
             devices the work request completes with an error instead, and INLINE is refused
@@ -252,7 +252,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         end: address just past the last byte.
         length: bytes.
         lkey, rkey: its keys.
-        writable: whether the device may write there (Access.LOCAL_WRITE).
+        writable: whether the device may write to the region (Access.LOCAL_WRITE).
         buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a dma-buf.
         buffer: the memory, as a memoryview of bytes; a view of the caller's
             memory is released when the region is closed. A region made from an address, a
@@ -333,8 +333,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         The caller guarantees that the memory stays mapped and is not freed until the region is
         closed. On software devices, a work request that uses memory which is no longer mapped, or
         may no longer be read or written, completes with an error. (A write that is in progress when
-        that happens may be lost instead. Before Linux 5.14, so may a write beyond the end of a
-        truncated file.) Memory that was freed and reused is overwritten.
+        the memory becomes inaccessible may be lost instead. Before Linux 5.14, so may a write
+        beyond the end of a truncated file.) Memory that was freed and reused is overwritten.
 
         Args:
             pd: the protection domain.
@@ -358,7 +358,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
     ) -> Self:
         """Register part of a dma-buf, such as a GPU's memory (ibv_reg_dmabuf_mr(3)).
 
-        soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If it is truncated,
+        soft0 maps the descriptor, which may be a udmabuf, a memfd or a file. If that is truncated,
         work requests that use a missing page complete with an error. The last remaining page stays
         usable as a whole: beyond the new end, it reads as zeros, and what is written there is lost.
 
@@ -383,7 +383,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     def _attributes(self, form: _Form) -> tuple[tuple[Any, Any, Any], ...]:
         """Return (slot, object, value) for each attribute to set when a form takes effect."""
-        # Not a generator: if there is no memory for its function, Python 3.13 crashes.
+        # Not a generator: if there is no memory to create one, Python 3.13 crashes.
         return (
             (_taken, form, True),
             (_pd, self, form.pd),
@@ -396,7 +396,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             (_slots["_writable"], self, bool(form.access & Access.LOCAL_WRITE)),
         )
 
-    # Read-only: peers use them, and SGEs are made from them.
+    # Read-only, because peers use these values and SGEs are made from them.
     @_fixed
     def access(self) -> Access:
         """The permitted accesses."""
@@ -429,7 +429,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     @_fixed
     def writable(self) -> bool:
-        """Whether the device may write there (Access.LOCAL_WRITE)."""
+        """Whether the device may write to the region (Access.LOCAL_WRITE)."""
         return self._writable
 
     @_fixed
@@ -539,7 +539,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                     raise
                 # The device knows which windows are bound, so it was asked first. Until a
                 # completion shows which region a window is bound to, its MW object refers to all
-                # that it may be bound to.
+                # the regions that it may be bound to.
                 self._unbind_windows()
                 bound = self._windows()
                 if bound:
@@ -597,7 +597,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         source: Source | None = None
         done = False
         while not done:
-            # Another thread may be re-registering it at the same time.
+            # Another thread may be re-registering the region at the same time.
             before = self._parents
             old = self._form
             if old is None:
@@ -800,7 +800,7 @@ def allocate(size: int) -> mmap.mmap:
     if size < 1:
         raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
     try:
-        # Private: the child of a fork gets a copy of it, as it does of all other memory.
+        # Private: a forked child gets a copy of it, as of all other memory.
         return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         if not is_from_system(error):
@@ -875,7 +875,7 @@ def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
 
 
 _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
-"""The calls that a library or a driver may lack; ibv_reg_mr is always there."""
+"""The calls that a library or a driver may lack; ibv_reg_mr is always available."""
 
 
 def _refused_flags(code: int | None, context: Context, access: Access) -> str:

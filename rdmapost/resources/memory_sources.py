@@ -33,8 +33,8 @@ class Source(NamedTuple):
         start: address of the first byte.
         length: bytes.
         view: the memory as bytes; None unless this process can certainly read it.
-        keeps: the object that keeps the memory alive; the region holds it.
-        given: whether the view shows the caller's memory.
+        keeps: the object that keeps the memory alive; the region holds a reference to it.
+        given: whether the view is of the caller's memory.
         mapped: whether the memory may be a mapped file, which can be truncated.
         read_only: whether the owner declares the memory read-only.
     """
@@ -195,7 +195,7 @@ def _of_dlpack(memory: Any, writable: bool) -> Source:
 
 
 def _extent(shape: Sequence[int], strides: Iterable[int] | None, size: int) -> int:
-    """Return the size in bytes of an array that is one piece of memory, in any dimension order.
+    """Return the size in bytes of a contiguous array, in any dimension order.
 
     Raises:
         ValueError: the array is empty, or has gaps.

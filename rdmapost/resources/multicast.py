@@ -1,4 +1,4 @@
-"""Records which groups a queue pair is attached to; QP.attach_mcast (qp.py) calls the verb."""
+"""Records of the groups a queue pair is attached to; QP.attach_mcast (qp.py) calls the verb."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MulticastGroups:
         before = self._ended(group) if group in self._seen else []
         self._seen.add(group)
         number = next(_numbers)
-        # Record it first: an interrupt may end the call.
+        # Record the call first: an interrupt may end it.
         self._calls[number] = group, None
         try:
             verb(*group)

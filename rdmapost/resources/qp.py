@@ -115,7 +115,7 @@ class _Terms:
 
     Attributes:
         psn: the first packet sequence number to send.
-        used: packets may have been sent, or been expected, with this psn.
+        used: packets may have been sent, or expected, with this psn.
         settings: the attributes that modify has set, including the last state other than ERR.
     """
 
@@ -135,7 +135,7 @@ class _Reset:
         made: the device has carried it out, perhaps more than once.
         left: after it began, the device was seen in a state other than RESET.
         posted: how much had been posted to each queue when the device was called.
-        before, after: the terms in force when it began, and the new ones that it puts in force.
+        before, after: the terms in force when it began, and the new ones that replace them.
     """
 
     __slots__ = ("__weakref__", "after", "alone", "before", "left", "made", "posted")
@@ -162,8 +162,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         max_send_sge, max_recv_sge: SGEs per work request.
         max_inline_data: bytes per inline work request.
         max_tso_header: bytes of a TSO header (UD, RAW_PACKET); 0 for no TSO.
-        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, if it is to post these
-            (ibv_wr_post(3)); other opcodes need no flag, but theirs are accepted.
+        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, if it is to post these opcodes
+            (ibv_wr_post(3)); other opcodes need no flag, but their flags are accepted.
         sq_sig_all: every send generates a completion, SIGNALED or not.
         checked: check work requests before they are posted.
         port_num: the local port, from 1.
@@ -284,7 +284,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         self._gid_index = gid_index
         self._gid: GIDChoice | None = None
         self._groups = MulticastGroups()
-        # The state that it is in, as far as is known, and the last one that modify() set.
+        # The queue pair's state, as far as is known, and the last one that modify() set.
         self._state = self._state_set = QPState.RESET
         self._numbers = itertools.count(1)
         # The number of the reading that found `_state`; a change is followed by a reading.
@@ -331,7 +331,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
     def _take(self, cap: Any, port: PortAttr) -> None:
         context = self.context
-        # Another thread may have closed it.
+        # Another thread may have closed the QP.
         self.qp_num: int = self._verb(_QP_NUM)
         self.max_send_wr: int = cap.max_send_wr
         self.max_recv_wr: int = cap.max_recv_wr
@@ -389,7 +389,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         if hasattr(self, "_in_flight"):
             # A queue pair that is attached to a group cannot be destroyed.
             for group in self._groups.all():
-                # It may already be detached; destroying it reports any other failure.
+                # It may already be detached; destroying the QP reports any other failure.
                 with contextlib.suppress(VerbsError):
                     self._verb(provider_of(self.context).detach_mcast, *group)
         super()._release()
@@ -601,21 +601,21 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Args:
             qp_state: the state to go to.
-            cur_qp_state: the state that it is assumed to be in.
+            cur_qp_state: the state that the queue pair is assumed to be in.
             en_sqd_async_notify: whether the end of draining (SQD) causes an event.
             qp_access_flags: what a peer may do through it, an Access.
-            pkey_index: entry of the port's P_Key table.
+            pkey_index: index into the port's P_Key table.
             port_num: the local port, from 1.
             qkey: Q_Key (UD).
             ah_attr: the path to the peer; see path_to.
             path_mtu: the path MTU.
             timeout: how long to wait for an acknowledgement, 4.096 us * 2^timeout, 0..31; 0
-                waits forever.
+                to wait forever.
             retry_cnt: retries after that time, 0..7.
-            rnr_retry: retries when the peer has no receive, 0..7; 7 retries forever.
+            rnr_retry: retries when the peer has no receive, 0..7; 7 to retry forever.
             rq_psn, sq_psn: first packet sequence number to receive and to send, 24 bits.
-            max_rd_atomic, max_dest_rd_atomic: how many reads and atomics it, or the peer, may
-                have outstanding.
+            max_rd_atomic, max_dest_rd_atomic: how many reads and atomics this side, or the peer,
+                may have outstanding.
             min_rnr_timer: how long the peer waits when no receive is posted, encoded as in the
                 man page, 0..31.
             alt_ah_attr, alt_pkey_index, alt_port_num, alt_timeout: the alternate path.
@@ -742,7 +742,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             state = self.query().qp_state
             reset.left = state is not QPState.RESET
         if state > QPState.RTR:
-            # It may have sent: a delayed packet must not have the psn that the peer expects next.
+            # The QP may have sent packets: a delayed one must not have the psn that the peer
+            # expects next.
             reset.after.psn = _random_psn()
 
     def _have_reset(self, raw: Any, mask: int, change: int, reset: _Reset) -> None:
@@ -760,7 +761,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             except VerbsError:
                 return
             # Another thread may have seen the QP in RESET and used it, in which case that use
-            # caused the ERR.
+            # moved it to ERR.
             if state is not QPState.ERR or change not in self._resets:
                 return
             self._drop(reset.posted)
@@ -853,7 +854,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         Args:
             access: what a peer may do through it (not on UD), an Access.
-            pkey_index: entry of the port's P_Key table.
+            pkey_index: index into the port's P_Key table.
             qkey: Q_Key (UD).
 
         Raises:
@@ -944,11 +945,11 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         nothing without options, and raises ValueError if any is given.
 
         Args:
-            timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 waits forever;
+            timeout: how long to wait for an ACK, 4.096 us * 2^timeout, 0..31; 0 to wait forever;
                 default 14 (67 ms), or 17 (0.54 s) on roce devices (RC, XRC).
             retry_cnt: retries after a timeout or a NAK that reports a missing packet, 0..7;
                 default 6 (RC, XRC_SEND).
-            rnr_retry: retries while the peer has no receive posted, 0..7; 7 retries forever;
+            rnr_retry: retries while the peer has no receive posted, 0..7; 7 to retry forever;
                 default 6 (RC, XRC_SEND).
             max_rd_atomic: how many reads and atomics it may have outstanding; None for
                 the device's limit, up to 16 (RC, XRC_SEND).
@@ -1166,13 +1167,13 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         To send to the group, use ``remote_qpn=MULTICAST_QPN``, the receivers' Q_Key,
         and an AH with the group as dgid (and its LID as dlid).  Each attached queue
-        pair gets one copy, however often it was attached.  Closing the queue pair
-        detaches it.
+        pair gets one copy of a message, however often it was attached.  Closing the
+        queue pair detaches it.
 
-        On a network the host must also have joined the group, or it drops the packets
-        while the sender sees SUCCESS: on Ethernet with a socket's IP_ADD_MEMBERSHIP or
-        IPV6_JOIN_GROUP on the network device that carries the GID
-        (examples/multicast.py), on InfiniBand through the subnet administrator.
+        On a network the host must also have joined the group: on Ethernet with a
+        socket's IP_ADD_MEMBERSHIP or IPV6_JOIN_GROUP on the network device that carries
+        the GID (examples/multicast.py), on InfiniBand through the subnet administrator.
+        Otherwise it drops the packets, while the sender sees SUCCESS.
 
         Args:
             gid: the group, as a GID, 16 bytes or text: an IPv4 one such as
@@ -1315,7 +1316,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             rkey, imm_data, invalidate_rkey, compare_add, swap, atomic_wr: the fields of wr_type
                 with these names, each a number for all rows or a column.
             length, type, level: the fields of a Flush, each a number for all rows or a column.
-            ah: the address handle of all rows.
+            ah: the address handle for all rows.
             remote_qpn, remote_qkey, remote_srqn: each a number for all rows or a column.
 
         Returns:
@@ -1460,7 +1461,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             mw: the window; post a BindMW to bind one of type 2.
             mr: the region, registered with Access.MW_BIND and open until the
                 window is unbound; also needed to unbind.  If it is ZERO_BASED, or lacks LOCAL_WRITE
-                although the peer may write or do atomics, the bind ends with MW_BIND_ERR.
+                although the peer may write or perform atomics, the bind ends with MW_BIND_ERR.
             addr: address of the first byte.
             length: bytes; 0 unbinds the window.
             mw_access_flags: what the peer may do through the window: REMOTE_READ, REMOTE_WRITE
@@ -1556,7 +1557,7 @@ def oldest_send(qp: QP) -> int | None:
 
 
 def sends_for_receive(qp: QP) -> int | None:
-    """Return how many pending sends consume a receive; None where the device does not know."""
+    """Return how many pending sends consume a receive; None if the device does not report this."""
     count: int | None = qp._verb(provider_of(qp.context).sends_for_receive)
     return count
 

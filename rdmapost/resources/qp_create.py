@@ -105,15 +105,15 @@ def create_call(
     *,
     checked: bool,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the provider's call that can create such a queue pair, and the call's arguments.
+    """Return the provider's function that creates such a queue pair, and the function's arguments.
 
     Args:
         context: the open device.
         pd: the protection domain; None for XRC_RECV.
         xrcd: the XRC domain of an XRC_RECV queue pair.
-        init: a struct ibv_qp_init_attr_ex; its type, queues and capabilities are set, and the call
-            replaces the capabilities with those granted.
-        max_tso_header: the largest header of a TSO in bytes; 0 for no TSO.
+        init: a struct ibv_qp_init_attr_ex; its type, queues and capabilities are set, and the
+            function replaces the capabilities with those granted.
+        max_tso_header: the largest TSO header in bytes; 0 for no TSO.
         send_ops_flags: the opcodes that ibv_wr_*() is to post; 0 for none.
         checked: refuse operations for which the device reports no capability.
 

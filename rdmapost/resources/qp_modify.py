@@ -28,7 +28,7 @@ RTS_OPTIONS = {"timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"}
 
 _PATH_OPTIONS = {"sl", "traffic_class"}
 _ATTRIBUTES = {"access": "qp_access_flags", "sl": "ah_attr", "traffic_class": "ah_attr"}
-"""The attribute that an option sets, if its name is not the option's."""
+"""The attribute that an option sets, if their names differ."""
 _CLIMB = (QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS)
 
 
@@ -98,7 +98,7 @@ def grantable(access: int, qp_type: QPType, device: DeviceAttr) -> int:
 
 
 def options_of_type(qp_type: QPType, options: dict[str, int]) -> dict[str, int]:
-    """Return the options that a queue pair of this type has."""
+    """Return the options that apply to a queue pair of this type."""
     climb = QPAttrMask(0)
     for start, end in itertools.pairwise(_CLIMB):
         climb |= REQUIRED[qp_type][start, end]

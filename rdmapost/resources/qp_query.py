@@ -48,24 +48,24 @@ class QPAttr:
         dest_qp_num: number of the peer's queue pair (RC, UC).
         qp_access_flags: what a peer may do through it.
         ah_attr: the path to the peer (RC, UC); its dgid is None until it has been set.
-        pkey_index: entry of the port's P_Key table.
+        pkey_index: index into the port's P_Key table.
         en_sqd_async_notify: whether an event reports the end of draining.
         sq_draining: whether the send queue is draining (SQD).
         max_rd_atomic: RDMA reads and atomics that it may have outstanding.
         max_dest_rd_atomic: RDMA reads and atomics that the peer may have outstanding.
-        min_rnr_timer: how long the peer waits after RNR, encoded as in ibv_modify_qp(3); 12 is
-            0.64 ms.
+        min_rnr_timer: how long the peer waits after an RNR NAK, encoded as in ibv_modify_qp(3); 12
+            is 0.64 ms.
         port_num: the local port, from 1.
         timeout: how long it waits for an acknowledgement, 4.096 us * 2^timeout; 0: forever.
         retry_cnt: retries after a timeout or a NAK that reports a missing packet, 0..7.
-        rnr_retry: retries after RNR, 0..7; 7 retries forever.
-        max_send_wr: work requests that the send queue holds.
-        max_recv_wr: work requests that the receive queue holds.
-        max_send_sge: SGEs of one work request on the send queue.
-        max_recv_sge: SGEs of one receive.
+        rnr_retry: retries after an RNR NAK, 0..7; 7 to retry forever.
+        max_send_wr: work requests that the send queue can hold.
+        max_recv_wr: work requests that the receive queue can hold.
+        max_send_sge: SGEs in one work request on the send queue.
+        max_recv_sge: SGEs in one receive.
         max_inline_data: the most bytes in one inline work request.
         alt_ah_attr: the alternate path; its dgid is None if none has been set.
-        alt_pkey_index: its entry of the port's P_Key table.
+        alt_pkey_index: its index into the port's P_Key table.
         alt_port_num: its local port, from 1.
         alt_timeout: its timeout, encoded like timeout.
         rate_limit: the limit on its sends in kbit/s (RAW_PACKET); 0 if there is none, or if the

@@ -4,8 +4,8 @@ A resource holds references to its parents. Closing a parent with open children 
 names them. The garbage collector may finalize a tree in any order; a parent finalized early stays
 open until its last child closes it.
 
-C implements this (``_c/handles/``): no interrupt, thread or finalizer can come between a
-device's answer and the record of it.
+This is implemented in C (``_c/handles/``), so no interrupt, thread or finalizer can come between
+a device's answer and the record of it.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class Resource(native.Handle, ClosesOnExit):
     closing included, relies on them.
 
     A constructor calls ``self._make(create, args, destroy, parents)``: the
-    struct is what ``create(*args)`` returned, ``destroy`` destroys it, and it
-    closes before its parents do.  Resources among the arguments are passed as
+    struct is what ``create(*args)`` returned, ``destroy`` destroys it, and the
+    resource is closed before its parents.  Resources among the arguments are passed as
     their structs.  ``self._verb(function, *args)`` calls a function with the
     struct, which cannot be destroyed during the call.
 
     Closing calls these methods of a subclass, if it has them:
 
     - ``_wake``, once no new verb can begin: it ends the waits in progress;
-    - ``_release``, once no verb is in progress either: it does what the device needs first, or
+    - ``_release``, once no verb is in progress either: it does what the device needs done first, or
       raises InUseError;
     - then ``destroy``;
     - ``_forget``, once the struct is gone; called again if an interrupt ended
@@ -140,7 +140,7 @@ class Resource(native.Handle, ClosesOnExit):
 
     def __repr__(self) -> str:
         name = type(self).__name__
-        # "<rdmapost.QP RC 0x11>": most handles' names contain their type's.
+        # "<rdmapost.QP RC 0x11>": most handles' texts contain the type's name.
         words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
@@ -172,14 +172,14 @@ class Resource(native.Handle, ClosesOnExit):
         )
 
     def _failure_text(self, failure: RdmaError) -> str:
-        # An InUseError names the resource itself.
+        # An InUseError already names the resource.
         text = str(failure)
         refused = isinstance(failure, InUseError)
         return text if refused else f"{self} could not be {self._undone}: {text}"
 
 
 is_closed: Callable[[Any], bool] = native.Handle.__dict__["closed"].__get__
-"""Whether a resource is closed, whatever attribute of that name a subclass has."""
+"""Whether a resource is closed, even if a subclass has its own attribute ``closed``."""
 
 _structs: dict[type, Any] = {}
 """The cffi type of each class's struct."""
@@ -194,7 +194,7 @@ def _once(init: Callable[..., None]) -> Callable[..., None]:
         try:
             self._construct(init, (self, *args), options)
         except BaseException:
-            # An interrupt may come between the end of that call and here.
+            # An interrupt may come between the end of that call and this point.
             self._undo_making(number)
             raise
 
@@ -265,7 +265,7 @@ def open_children(resource: Resource) -> list[Any]:
 def close_with_all_below(resource: Resource) -> list[tuple[Any, RdmaError]]:
     """Close all descendants of a resource, then the resource, in an order that devices accept.
 
-    Tools that use them from threads of their own are stopped first. Windows are closed before queue
+    Tools that use them from their own threads are stopped first. Windows are closed before queue
     pairs and regions, and children before their parents.
 
     Returns:
@@ -340,7 +340,7 @@ def _may_wait(handle: Any, error: RdmaError, refused: set[int]) -> bool:
     Args:
         handle: what could not be closed.
         error: why.
-        refused: the IDs of all that could not be closed.
+        refused: the IDs of all the resources that could not be closed.
     """
     children = open_children(handle) if isinstance(error, InUseError) else [handle]
     return not children or any([id(child) not in refused for child in children])
@@ -364,7 +364,7 @@ def _close_each(handles: list[Any], interrupts: list[Exception]) -> list[tuple[A
 
 
 def _close_one(handle: Any, interrupts: list[Exception]) -> None:
-    """Close a resource; append exceptions that did not stop this, such as a signal handler's.
+    """Close a resource; append exceptions that did not prevent it, such as a signal handler's.
 
     Raises:
         RdmaError: it could not be closed, or its class's close() raised twice.
@@ -407,7 +407,7 @@ def _hangs_on(handle: Any, resource: Resource) -> bool:
 def open_handles() -> list[Any]:
     """Return the resources that this process has opened and not closed, newest first.
 
-    Resources under construction are not included: only their constructors know of them.
+    Resources under construction are not included: only their constructors refer to them.
     """
     return [handle for handle in _all_open() if not handle._unfinished]
 

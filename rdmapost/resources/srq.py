@@ -1,4 +1,4 @@
-"""Shared receive queues: basic ones, XRC, and tag matching."""
+"""Shared receive queues: basic, XRC and tag-matching."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         xrcd: the XRC domain (XRC).
         cq: where receives (XRC, TM) and operations (TM) complete; a TM SRQ's CQ must have
             been created with WCExFlags.WITH_TM_INFO.
-        max_num_tags: entries of the matching list (TM).
-        max_ops: operations on the list that are outstanding at once (TM).
+        max_num_tags: entries in the matching list (TM).
+        max_ops: operations on the list that may be outstanding at once (TM).
         checked: check work requests before they are posted.
 
     Attributes:
@@ -63,12 +63,12 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         srq_type: its type.
         xrcd: the XRC domain (XRC), or None.
         cq: where receives and operations complete (XRC, TM), or None.
-        max_num_tags: entries of the matching list (TM), or 0.
-        max_ops: operations outstanding at once (TM), or 0.
+        max_num_tags: entries in the matching list (TM), or 0.
+        max_ops: operations that may be outstanding at once (TM), or 0.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an integer does not fit 32 bits, max_num_tags or max_ops exceeds the
+        ValueError: an integer does not fit in 32 bits, max_num_tags or max_ops exceeds the
             device's limit, or an argument that the type needs is missing.
         ClosedError: the PD, the XRCD or the CQ is closed.
         UnsupportedError: the device does not support the type.
@@ -371,7 +371,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         self.modify(srq_limit=within("srq_limit", srq_limit, 0, (1 << 32) - 1))
 
     def post_srq_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
-        """Post receives that any queue pair of this SRQ may use.
+        """Post receives that any queue pair with this SRQ may use.
 
         Args:
             wrs: a RecvWR or an iterable of them, read and posted as by QP.post_send.

@@ -21,7 +21,7 @@ class Waitable(Resource):
     __slots__ = ("_poller",)
 
     _poller: native.Poller
-    """Knows the waiters, and which of them sleeps on the descriptor (``_c/polling/poller.h``)."""
+    """Records the waiters, and which one sleeps on the descriptor (``_c/polling/poller.h``)."""
 
     def _event_fd(self) -> int:
         """Return the descriptor that reports its events."""
@@ -83,7 +83,7 @@ def wait_for_descriptor(
         timeout: seconds; None for no limit.
 
     Returns:
-        The attempt's result, or None if none came in time.
+        The attempt's result, or None if there was none in time.
 
     Raises:
         ClosedError: the owner is closed, or is closed during the wait.
@@ -110,6 +110,6 @@ def wait_for_event(
         result = source._poller.until(source, source._event_fd(), source._take_event, left, False)
         if result is NotImplemented:
             raise RdmaError(refused)
-        # Another thread may get it instead.
+        # Another thread may get the event instead.
         if (event := next_event(source)) is not None or result is None:
             return event

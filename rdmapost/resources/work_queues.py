@@ -1,4 +1,4 @@
-"""Base classes of QP and SRQ (which have work queues) and of MR, MW and AH (which requests use).
+"""Base classes: of QP and SRQ, which have work queues; of MR, MW and AH, which work requests use.
 
 While a work request is outstanding or prepared, the resources that it uses cannot be closed.
 """
@@ -66,7 +66,7 @@ class UsedByWorkRequests(Resource):
         owners = [
             handle
             for handle in open_handles()
-            # The collector may have cleared one that the device refused to destroy.
+            # The collector may have cleared a handle that the device refused to destroy.
             if isinstance(handle, HasWorkQueues) and hasattr(handle, "_in_flight")
         ]
         if close_dropped(owners):

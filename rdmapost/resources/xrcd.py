@@ -19,7 +19,7 @@ class XRCD(Resource, struct="ibv_xrcd"):
         fd: a file descriptor; processes that open the same file share the domain.
             -1 creates a new domain that no other process shares, whatever oflags says.
         oflags: os.O_CREAT creates the domain if the file has none; with os.O_EXCL,
-            fail if it already exists.
+            the call fails if it already exists.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -1,4 +1,4 @@
-"""Which queue pair types have which opcodes (the table of ibv_post_send(3)), and message sizes."""
+"""Which queue pair types support which opcodes (ibv_post_send(3)'s table), and message sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QP_TYPES_BY_OPCODE: dict[Opcode, frozenset[QPType]] = {
 """The table of ibv_post_send(3), by rows; the last two are from ibv_wr_post(3)."""
 
 SEND_OPS = {Opcode.FLUSH: SendOps.FLUSH, Opcode.ATOMIC_WRITE: SendOps.ATOMIC_WRITE}
-"""Opcodes that only ibv_wr_post(3) has, and the flags that a queue pair needs for them."""
+"""Opcodes that only ibv_wr_post(3) supports, and the flags that a queue pair needs for them."""
 
 OPCODES_BY_QP_TYPE: dict[QPType, frozenset[Opcode]] = {
     qp_type: frozenset(op for op, types in QP_TYPES_BY_OPCODE.items() if qp_type in types)

@@ -1,7 +1,7 @@
 """The queue pair state machine as data: which attributes each transition requires and allows.
 
 From ibv_modify_qp(3).  A transition is (state, next state); a QP type has only
-those in the table.  RESET and ERR can be reached from every state.
+the transitions in the table.  RESET and ERR can be reached from any state.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ RANGES: dict[str, tuple[int, int]] = {
     "rnr_retry": (0, 7),
     "min_rnr_timer": (0, 31),
 }
-"""The values that a field can have on any device, both ends included."""
+"""The range of values that a field can have on any device, inclusive."""
 
 
 def _names(mask: int) -> str:
@@ -126,7 +126,7 @@ def _names(mask: int) -> str:
 def missing_attributes(qp_type: T, state: S, to: S, mask: M) -> str | None:
     """Say why a transition cannot be made with these attributes, or return None.
 
-    Any transition is allowed for a state that only a newer libibverbs or driver knows.
+    Any transition is allowed from a state that only a newer libibverbs or driver knows.
     """
     if not is_known(state):
         return None

@@ -28,7 +28,7 @@ def rnr_timer(min_rnr_timer: int) -> float:
     """Return how many seconds a sender waits after an RNR NAK.
 
     Args:
-        min_rnr_timer: the attribute of the receiving side, 0..31.
+        min_rnr_timer: the receiving side's attribute, 0..31.
     """
     return float(_RNR_MILLISECONDS.split()[min_rnr_timer & 31]) / 1000
 
@@ -44,7 +44,7 @@ def until_retry_exc(timeout: int, retry_cnt: int) -> float:
 
 
 def until_rnr_retry_exc(rnr_retry: int, min_rnr_timer: int) -> float:
-    """Return the number of seconds until a send without a receive fails with RNR_RETRY_EXC_ERR.
+    """Return the number of seconds until a send that finds no receive fails with RNR_RETRY_EXC_ERR.
 
     Args:
         rnr_retry: the sender's attribute, 0..7; 7: forever (math.inf).

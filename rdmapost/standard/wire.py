@@ -6,7 +6,7 @@ from enum import IntEnum
 from struct import Struct
 
 GRH_BYTES = 40
-"""Bytes at the start of a UD receive's buffers, whether there is a header or not."""
+"""Bytes before the payload in a UD receive's buffers, whether or not there is a GRH."""
 
 BTH_BYTES = 12
 """The base transport header, which every packet has."""
@@ -59,7 +59,7 @@ class TMHOpcode(IntEnum):
     RNDV = 1
     """A rendezvous request: after the TMH, an RVH and the sender's own data."""
     FIN = 2
-    """The answer to a rendezvous request: its data has been fetched."""
+    """The response to a rendezvous request: its data has been fetched."""
     EAGER = 3
     """The payload follows."""
 
@@ -69,7 +69,8 @@ def checksum_residue(data: bytes | bytearray | memoryview) -> int:
 
     It is 0 for data that includes a correct checksum.
     """
-    # 2^16 is 1 modulo 2^16 - 1, so a long number has the same remainder as the sum of its words.
+    # 2^16 is 1 modulo 2^16 - 1, so the data as one number has the same remainder as the sum of its
+    # words.
     return int.from_bytes(data if len(data) % 2 == 0 else bytes(data) + b"\0") % 0xFFFF
 
 

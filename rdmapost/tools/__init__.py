@@ -1,4 +1,4 @@
-"""Programs built on the library, which never imports them, and helpers for their public modules."""
+"""Programs built on the library (which never imports them) and helpers for their public modules."""
 
 import inspect
 import sys
@@ -12,7 +12,7 @@ def export(module: str, namespace: Mapping[str, Any]) -> None:
 
     Args:
         module: the name by which users import it.
-        namespace: its namespace; names in ``__all__`` that it loads later are left out.
+        namespace: its namespace; names in ``__all__`` that the module loads later are left out.
     """
     for name in namespace["__all__"]:
         thing = namespace.get(name)
@@ -29,8 +29,8 @@ def alias(module: str, implementation: ModuleType) -> None:
     """
     for thing in map(vars(implementation).get, implementation.__all__):
         if isinstance(thing, type) and thing.__module__.startswith(__name__):
-            # Evaluate annotations now: typing.get_type_hints would look for their names in the
-            # public module, which lacks them.
+            # Evaluate annotations now: typing.get_type_hints would look in the public module
+            # for the names that they use, and not find them.
             thing.__annotations__ = inspect.get_annotations(thing, eval_str=True)
     export(module, vars(implementation))
     sys.modules[module] = implementation

@@ -27,7 +27,7 @@ TMH_BYTES = TMH.size
 EAGER = int(TMHOpcode.EAGER)
 """A tag-matching message that carries its payload."""
 
-# Locally administered, and addresses for documentation (RFC 5737).
+# Locally administered MAC addresses, and IPv4 addresses for documentation (RFC 5737).
 _MACS = bytes.fromhex("020000000002020000000001")
 _ADDRESSES = bytes([192, 0, 2, 1]), bytes([192, 0, 2, 2])
 _EXPERIMENTAL = 0x88B5
@@ -66,7 +66,7 @@ def tagged(tag: int, payload: bytes, app_ctx: int = 0) -> bytes:
 
 
 def tcp(qp_type: QPType) -> bytes:
-    """Return the header of a TSO work request: TCP over IPv4, with the link's header in front.
+    """Return the header of a TSO work request: TCP over IPv4, preceded by the link header.
 
     Args:
         qp_type: RAW_PACKET for Ethernet, UD for IP over InfiniBand (RFC 4391).

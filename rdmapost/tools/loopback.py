@@ -57,15 +57,15 @@ class Loopback(ResourceHolder):
     Args:
         context: an open device.
         qp_type: RC, UC, UD, RAW_PACKET, or XRC_SEND, whose remote side is an XRC_RECV.
-        local_size, remote_size: bytes of memory on each side; the remote side's excludes the
-            headroom of its receives.
+        local_size, remote_size: bytes of memory on each side; remote_size excludes the headroom of
+            the remote side's receives.
         access: access to the remote memory, an Access; default: LOCAL_WRITE and all supported
             REMOTE flags (add MW_BIND to bind windows to it).
         depth: work requests that each queue must hold.
         max_inline_data: the most bytes in one inline work request.
-        max_recv_sge: SGEs of one receive.
-        max_tso_header: bytes of the header of a TSO; 0 for no TSO.
-        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, to post these.
+        max_recv_sge: SGEs that each receive can have.
+        max_tso_header: header bytes of a TSO work request; 0 for no TSO.
+        send_ops_flags: SendOps.FLUSH and SendOps.ATOMIC_WRITE, to allow these to be posted.
         srq_type: give the remote side a shared receive queue: BASIC, or TM with a matching
             list of `depth` tags.  XRC_SEND always has one.
         port_num: the port of both queue pairs, from 1.
@@ -233,7 +233,7 @@ class Loopback(ResourceHolder):
 
         Raises:
             UnsupportedError: the device has no memory windows.
-            VerbsError: the device has no more.
+            VerbsError: the device has no more windows.
         """
         return self._used.add(MW(self._pd, mw_type))
 
@@ -255,7 +255,7 @@ class Loopback(ResourceHolder):
         On XRC_SEND they include those of ``address``: pass only one of the two.
 
         Args:
-            offset: bytes from its start.
+            offset: bytes from the start of the remote memory.
             rkey: the key to use; default: the region's.
 
         Raises:
@@ -276,7 +276,7 @@ class Loopback(ResourceHolder):
         """Post receives on the remote side, with consecutive buffers in its memory.
 
         Args:
-            length: the message bytes that each can hold.
+            length: the message bytes that each receive can hold.
             count: the number of receives; wr_id starts at 1.
 
         Raises:

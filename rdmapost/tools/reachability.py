@@ -20,7 +20,7 @@ def fabric_of(context: Context) -> str:
     """
     if context.kind in _ON_A_NETWORK:
         return _VERBS
-    # The PID distinguishes a forked child, which has copies of the device and of the number.
+    # The PID distinguishes a forked child, which has copies of the device and the random number.
     return f"{context.kind}:{context.name}:{os.getpid()}-{_RANDOM}"
 
 

@@ -77,7 +77,7 @@ class ResourceStack:
             del failed  # otherwise the exception and this frame refer to each other
 
     def close_with_all_on(self, pd: PD | None) -> None:
-        """Close all that was created on a PD of the stack, even by other code, then the stack.
+        """Close everything on one of the stack's PDs, even what other code created, then the stack.
 
         If anything stays open, closing its parent raises an error that names it. Without a PD
         (None), only close the stack.
@@ -188,7 +188,7 @@ class ResourceHolder(ClosesOnExit):
         self._stack = ResourceStack()
 
     def close(self) -> None:
-        """Close everything, the latest first; do nothing if it is already closed.
+        """Close everything, the newest first; do nothing if it is already closed.
 
         If it was interrupted or failed, call it again: it closes what is still open.
 

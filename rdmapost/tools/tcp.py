@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Import this now, not at the first getaddrinfo(): Python 3.12 and 3.13 crash in an import that
-# lacks memory.
+# Import this now, not at the first getaddrinfo(): Python 3.12 and 3.13 crash if an import
+# runs out of memory.
 import encodings.idna  # noqa: F401
 import errno
 import os
@@ -83,7 +83,7 @@ def reason(error: Exception) -> str:
 
 
 def name_of(address: tuple[Any, ...]) -> str:
-    """Return a socket's address as ``HOST:PORT``, an IPv6 one in brackets.
+    """Return a socket's address as ``HOST:PORT``, an IPv6 address in brackets.
 
     Args:
         address: as ``getsockname()`` returns it.
@@ -263,7 +263,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
     """Send on a non-blocking socket, in bounded time.
 
     Raises:
-        TCPTimeout: the other side did not receive it.
+        TCPTimeout: the other side did not receive the data.
         OSError: the connection is gone.
     """
     deadline = time.monotonic() + timeout
@@ -278,7 +278,7 @@ def send_all(sock: socket.socket, data: bytes, timeout: float) -> None:
 
 
 def drain(sock: socket.socket) -> None:
-    """Shut down sending, and read on for a moment.
+    """Shut down sending, and keep reading for a moment.
 
     Closing a socket with unread bytes discards data that it has not yet delivered, such as the
     error that the peer should see.

@@ -111,7 +111,7 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 	Py_XDECREF(closed);
 	if (!unnamed)
 		return closed ? 0 : -1;
-	/* Do not wait in the middle of a close: the children's closer may be waiting for it. */
+	/* Not in the middle of a close: the children's closer may be waiting for that close. */
 	if (!rp_thread()->closing &&
 	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
 		return rp_await_others(h, pause);

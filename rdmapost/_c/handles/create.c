@@ -66,7 +66,7 @@ static int take_made(struct rp_handle *h, PyObject *create, PyObject *made)
 		rp_read_keys(h);
 		__atomic_and_fetch(&h->word, ~RP_SHUT, __ATOMIC_SEQ_CST);
 	}
-	/* Last: from here on any thread may close it. */
+	/* Last: from here on, any thread may close the handle. */
 	set_state(h, OPEN);
 	if (failed)
 		return -1;
@@ -152,9 +152,9 @@ static int refuse_ending_parent(struct rp_handle *h)
 }
 
 /*
- * The constructor has failed. If it created no struct, another constructor may begin. If it did,
- * close the handle, because a traceback may keep it alive for a long time. If the device refuses,
- * the handle is kept (deferred.c).
+ * The constructor has failed. If it created no struct, another constructor may begin. If it created
+ * one, close the handle, because a traceback may keep it alive for a long time. If the device
+ * refuses, the handle is kept (deferred.c).
  */
 static void undo_making(struct rp_handle *h)
 {
@@ -170,8 +170,8 @@ static void undo_making(struct rp_handle *h)
 }
 
 /*
- * _begin_making(): mark the constructor as begun; raise if another one has begun. Returns its number,
- * for _undo_making().
+ * _begin_making(): mark the constructor as begun, or raise if another one has begun. Returns the
+ * number of the constructor, for _undo_making().
  */
 PyObject *rp_begin_making(PyObject *self, PyObject *unused)
 {
@@ -205,8 +205,8 @@ PyObject *rp_undo_making(PyObject *self, PyObject *number)
 }
 
 /*
- * _construct(init, args, options): run a constructor. As in a verb, this thread's closes are deferred
- * until it ends; it fails if it would keep a parent from closing.
+ * _construct(init, args, options): run a constructor. As in a verb, this thread's closes are
+ * deferred until the constructor ends; it fails if it would keep a parent from closing.
  */
 PyObject *rp_construct(PyObject *self, PyObject *args)
 {
@@ -220,7 +220,7 @@ PyObject *rp_construct(PyObject *self, PyObject *args)
 	done = PyObject_Call(init, values, options);
 	if (done && refuse_ending_parent(h))
 		Py_CLEAR(done);
-	/* After a fork in the constructor, the child is in none. */
+	/* After a fork in the constructor, the child process is not in a constructor. */
 	if (process == rp_process)
 		rp_thread()->making--;
 	/* An exception that is set stays set. */

@@ -223,7 +223,7 @@ void rp_close_quietly(struct rp_handle *h)
 /*
  * A device may take minutes to destroy a queue pair through which a window is bound, and the window
  * may be in the same garbage cycle. So an unreachable queue pair waits here until its windows are
- * closed, for HELD_NS at most; the end of each verb checks. The list holds references.
+ * closed, for HELD_NS at most; each verb checks this when it ends. The list holds references.
  */
 struct rp_handle *rp_held_back;
 
@@ -315,9 +315,9 @@ static size_t count_deferred(const struct rp_thread *me)
 }
 
 /*
- * Each deferred close ends in one of three ways: it is done; its handle is in use, or is left to
- * another closer, and goes to the end of the list; or it has failed, which is reported. A whole round
- * without success ends the loop.
+ * Each deferred close ends in one of three ways: it succeeds; it goes to the end of the list,
+ * because the handle is in use or is left to another closer; or it fails, which is reported. A
+ * whole round without success ends the loop.
  */
 void rp_run_deferred(void)
 {
@@ -336,7 +336,7 @@ void rp_run_deferred(void)
 			rp_close_abandoned(h);
 		else if (!is_done(h))
 			failed = close_insistently(h);
-		/* It is left to a close in progress, which may be interrupted. */
+		/* The handle is left to a close in progress, which may be interrupted. */
 		left = who == BY_CALLER && !failed && !is_done(h);
 		if (!failed && !left) {
 			in_use = 0;

@@ -9,7 +9,7 @@
 struct rp_errors rp_errors;
 
 static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
-static PyObject *unlisted; /* one for which there was no memory in the list, or NULL */
+static PyObject *unlisted; /* one that could not be listed for lack of memory, or NULL */
 
 static int has_raised(void)
 {

@@ -5,8 +5,8 @@
 #include "base.h"
 
 /*
- * The exceptions that C itself raises, from rdmapost/errors.py; describe_handles() (handle.c)
- * stores them.
+ * The exceptions that the C code itself raises, from rdmapost/errors.py; describe_handles()
+ * (handle.c) stores them.
  */
 RP_SHARED struct rp_errors {
 	PyObject *closed; /* ClosedError */
@@ -60,14 +60,14 @@ int rp_lacks_room(PyObject *exception);
  * reference; after rp_deliver_soon(), the exception is raised once this thread has left C code.
  */
 void rp_raise_later(PyObject *exception);
-/* Pass the current exception to rp_raise_later(); clear it if it is for lack of memory or stack. */
+/* Pass the current exception to rp_raise_later(), or clear it if memory or stack ran out. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
 /* While this equals rp_process, rp_deliver_soon() does nothing; call that function afterwards. */
 RP_SHARED unsigned int rp_delivery_waits;
 /*
- * Like rp_deliver_soon(), for a caller that can raise: in the main thread, also removes and returns
- * the first saved exception. Returns NULL if there is none, or in another thread.
+ * Like rp_deliver_soon(), but for a caller that can raise: in the main thread, also removes and
+ * returns the first saved exception. Returns NULL if there is none, or in another thread.
  */
 PyObject *rp_deliver(void);
 

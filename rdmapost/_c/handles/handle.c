@@ -290,8 +290,8 @@ static PyObject *importing(PyObject *self, PyObject *unused)
 	(void)self;
 	(void)unused;
 	/*
-	 * Handles are per process, hence one interpreter. The module's own init cannot check
-	 * which interpreter imports it: newer Pythons run init in the main one.
+	 * Handles belong to the process, so only one interpreter may use them. The module's own
+	 * init cannot check which interpreter imports it: newer Pythons run init in the main one.
 	 */
 	if (PyInterpreterState_GetID(PyInterpreterState_Get())) {
 		PyErr_SetString(PyExc_ImportError,
@@ -351,8 +351,8 @@ static PyObject *exiting(PyObject *self, PyObject *closed_all)
 
 /*
  * admit_children(handles, whether): set whether the handles of a list admit new children. They must
- * admit none while all of them are being closed, or a thread that keeps creating children would
- * keep them open; nor must a handle whose close is deferred. Runs no Python code.
+ * not while all of them are being closed, or a thread that keeps creating children would keep them
+ * open; nor may a handle whose close is deferred. Runs no Python code.
  */
 static PyObject *admit_children(PyObject *self, PyObject *args)
 {

@@ -46,7 +46,7 @@ struct rp_handle {
 	unsigned int windows; /* number of windows bound to it */
 	unsigned int process; /* generation of the process that created it */
 	int pid; /* of that process */
-	unsigned int access; /* a memory region's flags */
+	unsigned int access; /* a memory region's access flags */
 	uint64_t start; /* a memory region's first address, as SGEs give it */
 	uint32_t lkey, rkey; /* a memory region's */
 	PyObject *form; /* a memory region's memory, access and PD (a _Form); or NULL */

@@ -1,8 +1,8 @@
 /*
- * What the files about handles share. handle.c has the type; users.c counts the users, lists the
- * open handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a
+ * What the files in handles/ share. handle.c has the type; users.c counts the users, lists the open
+ * handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a
  * handle's life; deferred.c has deferred closes and finalization; windows.c has the regions that
- * windows are bound to; finalizer.c has the finalizers written in Python.
+ * windows are bound to; finalizer.c runs the finalizers written in Python.
  */
 #ifndef RDMAPOST_HANDLES_INTERNAL_H
 #define RDMAPOST_HANDLES_INTERNAL_H
@@ -17,7 +17,7 @@
 #define VERBS(word) ((word) & UINT32_MAX)
 #define CHILDREN(word) (((word) & ~RP_SHUT) >> 32)
 
-/* The most arguments that a provider's function has. */
+/* The maximum number of arguments of a provider's function. */
 enum { MAX_ARGS = 8 };
 
 /* Who deferred a close. */
@@ -64,13 +64,13 @@ static inline int is_done(const struct rp_handle *h)
 	return h->process != rp_process || !(state == OPEN || state == DESTROYED);
 }
 
-/* Off the hot path these are always atomic, which costs nothing there. */
+/* Off the hot path, where it costs nothing, words are always loaded atomically. */
 static inline uint64_t load(const uint64_t *word)
 {
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);
 }
 
-/* Whether this thread is in the middle of closing a handle. */
+/* Whether this thread is in the middle of closing the handle. */
 static inline int is_closer(const struct rp_handle *h)
 {
 	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
@@ -142,8 +142,8 @@ struct rp_pause {
  */
 int rp_await_others(const struct rp_handle *h, struct rp_pause *pause);
 /*
- * Become the handle's closer and admit no new users. Returns 0; 1 if it is closed, already being
- * closed by this thread, or left to another closer, or if time is up; -1 with an exception.
+ * Become the handle's closer and admit no new users. Returns 0; 1 if the handle is closed, already
+ * being closed by this thread, or left to another closer, or if time is up; -1 with an exception.
  */
 int rp_shut(struct rp_handle *h, struct rp_pause *pause);
 /* Leave the handle open after all. */
@@ -183,8 +183,8 @@ void rp_close_abandoned(struct rp_handle *h);
  */
 void rp_close_quietly(struct rp_handle *h);
 /*
- * Have the main thread close the handles that are left to it. If it cannot be asked now, the next
- * call of this function, by any constructor or close, asks it.
+ * Have the main thread close the handles that are left to it. If that thread cannot be asked now,
+ * the next call of this function, by any constructor or close, asks it.
  */
 void rp_ask_main(void);
 void rp_finalize_handle(PyObject *self);

@@ -10,8 +10,8 @@
 
 /*
  * In CPython 3.11, a traced function repeats its first instruction while there is a pending signal
- * that the main thread has not seen. The main thread sees signals when it takes the GIL, so while
- * it waits for a traced owner, it must take the GIL now and then.
+ * that the main thread has not seen. The main thread sees signals when it acquires the GIL, so
+ * while it waits for a traced owner, it must acquire the GIL now and then.
  */
 enum { LONGEST_WAIT_US = 5000 };
 

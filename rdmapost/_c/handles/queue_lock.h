@@ -14,7 +14,7 @@ struct rp_lock {
 	uint64_t owner; /* the owning thread's mark, or 0 */
 	int waiting; /* number of waiting threads */
 	unsigned int woken; /* the process in which a woken waiter is about to retry, or 0 */
-	int starved; /* a woken waiter found that another thread had taken the lock */
+	int starved; /* a woken waiter found that another thread had acquired the lock */
 	PyThread_type_lock given; /* waiters block on it */
 };
 

@@ -8,7 +8,7 @@ struct registration {
 	unsigned long long start;
 	int unreadable;
 	PyObject *form;
-	PyObject *attributes; /* to set: a tuple of (member descriptor, object, value) */
+	PyObject *attributes; /* to set: tuples (member descriptor, object, value) */
 };
 
 enum { UNCHANGED, CHANGED, SPOILED };
@@ -16,7 +16,7 @@ enum { UNCHANGED, CHANGED, SPOILED };
 /*
  * The state in which ibv_rereg_mr has left a region; `code` is the errno, or 0 if CHANGED or if an
  * exception is set. A failed call has spoiled the region unless its result says otherwise, or the
- * device does not have the verb.
+ * device lacks the verb.
  */
 static int outcome(PyObject *result, long *code)
 {

@@ -28,7 +28,7 @@ struct rp_thread {
 	int draining;
 	int making; /* how many constructors it is in */
 	int calls; /* see rp_enter_call() */
-	int lacks_stack; /* its last verb left work for that reason: it cannot wait for the work */
+	int lacks_stack; /* its last verb lacked stack for work: it cannot wait for that work */
 };
 
 /* glibc reserves some static TLS for libraries loaded by dlopen(); musl does not. */

@@ -193,8 +193,8 @@ PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *arg
 
 		if (h && rp_begin_use(h, &uses[*used])) {
 			/*
-			 * May run any Python code, which could find an incomplete tuple through the
-			 * collector; that is why the arguments are put in an array first.
+			 * This may run any Python code, which could find an incomplete tuple
+			 * through the collector; so the arguments are put in an array first.
 			 */
 			rp_raise_closed(h);
 			break;

@@ -17,7 +17,7 @@ uint64_t rp_bind_clock(void)
  * value of a key's low byte; a window of type 1 has none.
  */
 struct key_counts {
-	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more */
+	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
 	const void *binder; /* the last bind's, or SEVERAL */
 };
 
@@ -58,7 +58,7 @@ void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 {
 	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
 
-	/* If another bind was posted since, the window counts as bound for longer than it is. */
+	/* If another bind was posted later, the window counts as bound for longer than it is. */
 	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
 	       !rp_swap_word(word, &old, old - (1ull << 32)))
 		;
@@ -119,7 +119,7 @@ void rp_unbind(struct rp_bound *bound)
 	}
 }
 
-/* Whether a region was certainly bound before a bind. */
+/* Whether a region was certainly bound before a given bind. */
 static int precedes(const struct rp_bound *bound, const struct rp_bind *bind)
 {
 	return bound->done < bind->serial ||

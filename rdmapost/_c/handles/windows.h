@@ -26,7 +26,7 @@ void rp_drop_binder(struct rp_binder *binder);
 struct rp_bind {
 	struct rp_binder *binder; /* of its send queue */
 	uint64_t serial; /* when it was posted, by rp_bind_clock() */
-	uint32_t number; /* how many binds under this key there had been, including this one */
+	uint32_t number; /* number of binds under this key so far, including this one */
 	unsigned char key; /* the low byte of the window's new key */
 };
 

@@ -89,7 +89,7 @@ int rp_get_async_event(struct ibv_context *context,
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr, uint32_t *active_speed_ex)
 {
-	/* The struct as of release 50; older headers do not have its last field. */
+	/* The struct as of rdma-core 49; older headers do not have its last field. */
 	union {
 		struct ibv_port_attr attr;
 		struct {

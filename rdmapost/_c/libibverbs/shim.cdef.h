@@ -34,13 +34,13 @@ struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
 /* ibv_query_rt_values_ex, for the raw clock. Returns 0 or an errno. */
 int rp_query_rt_values(struct ibv_context *context, uint64_t *raw_clock);
 
-/* ibv_get_async_event and ibv_ack_async_event in one call: no signal handler between them. */
+/* ibv_get_async_event and ibv_ack_async_event in one call: no signal handler runs between them. */
 int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event);
 
 /*
- * ibv_query_port, which the header hides behind a macro: fills the full struct, and gives the field
- * added in release 50.
+ * ibv_query_port, which the header hides behind a macro: fills the full struct, and stores the
+ * field added in rdma-core 49.
  */
 int rp_query_port(struct ibv_context *context, uint8_t port_num,
 		  struct ibv_port_attr *attr, uint32_t *active_speed_ex);

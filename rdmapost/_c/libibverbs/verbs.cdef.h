@@ -6,9 +6,8 @@
  * the named fields or grows from release to release. Only enumerators that the
  * oldest supported header (rdma-core 44) has are listed; they are verified too.
  *
- * It is one file because it is a list, read next to the one header it describes,
- * and because the structs refer to each other: if it were split, the parts would
- * have to be read in a fixed order.
+ * This is one file because it is a list, read next to the one header it describes, and because the
+ * structs refer to each other: if it were split, the parts would have to be read in a fixed order.
  */
 
 /* ---- addresses ---------------------------------------------------------- */
@@ -251,7 +250,7 @@ struct ibv_port_attr {
 	uint8_t link_layer;
 	uint8_t flags;
 	uint16_t port_cap_flags2;
-	...;	/* active_speed_ex, since rdma-core 58 */
+	...;	/* active_speed_ex, since rdma-core 49 */
 };
 
 struct ibv_device **ibv_get_device_list(int *num_devices);

@@ -9,11 +9,10 @@
 #include "parts.h"
 
 /*
- * get_cq_event(channel, cqs): take an event off a non-blocking completion
- * channel, acknowledge it, and add the address of the event's CQ struct to the
- * dict as a key. Returns True, or None if there was no event. One call does it
- * all, because ibv_destroy_cq(3) would wait forever for an event that an
- * interrupt left unacknowledged.
+ * get_cq_event(channel, cqs): take an event off a non-blocking completion channel, acknowledge it,
+ * and add the address of the event's CQ struct to the dict as a key. Returns True, or None if there
+ * was no event. One call does all of this, because ibv_destroy_cq(3) would wait forever for an
+ * event that an interrupt left unacknowledged.
  */
 static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {

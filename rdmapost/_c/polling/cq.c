@@ -4,7 +4,7 @@
  * Polled completions are matched with their work requests at once (posting/inflight.c restores the
  * caller's wr_id), without running Python, and appended to the backlog. They become WCs only after
  * the lock is released, because creating them may run finalizers and raise any exception.
- * Undelivered completions return to the front.
+ * Undelivered completions go back to the front of the backlog.
  */
 #include "polling/poller.h"
 
@@ -23,7 +23,7 @@ enum { SMALL_NUMBERS = 256 };
 /* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
 enum { RECHECK_NS = 20000000 };
 
-/* How long a wait lets the waits that began before it take completions first. */
+/* How long a wait lets earlier waits take completions first. */
 enum { YIELD_NS = 10000000 };
 
 struct rp_slot rp_poller_slot;
@@ -39,7 +39,7 @@ static int64_t within(int64_t ns, int64_t deadline)
 
 /*
  * Begin a verb that polls the CQ; 0, or -1 with an exception. The handle must be the CQ's, because
- * the device takes any handle's struct for a CQ's.
+ * the device would take any handle's struct for a CQ's.
  */
 static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize_t nargs,
 			 Py_ssize_t wanted, struct rp_use *use)
@@ -286,11 +286,11 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
  */
 struct order {
 	uint64_t count, promised;
-	const struct waiter *after; /* waits that began before it come first; NULL: no waits do */
+	const struct waiter *after; /* waits that began before this come first; NULL: no waits do */
 	int fewer;
 	int64_t spin_ns;
 	int error; /* from polling */
-	int deferred; /* there are enough; so if none were taken, earlier waits come first */
+	int deferred; /* enough are available; if none were taken, earlier waits come first */
 	char *rows; /* the next row in the caller's buffer, or NULL for WCs */
 };
 
@@ -308,7 +308,7 @@ static uint64_t ahead_of(const struct poller *p, const struct waiter *me)
 /*
  * Poll until the backlog has enough or the CQ is empty; then, unless `taken` is NULL, take the
  * completions that the order asks for. 0, or -1 with an exception: one from a signal handler, or
- * one raised because a handler has forked or this thread has the lock.
+ * one raised because a handler has forked or this thread already holds the lock.
  */
 static int gather(struct poller *p, struct rp_handle *handle, struct order *order,
 		  struct rp_completion **taken)
@@ -349,7 +349,10 @@ static int gather(struct poller *p, struct rp_handle *handle, struct order *orde
 			rp_drop_done(batch.queue[i]);
 			Py_DECREF((PyObject *)batch.queue[i]);
 		}
-		/* Rows that are written are delivered, so do not poll another batch: that could fail. */
+		/*
+		 * Rows count as delivered once written: do not poll another batch, which could
+		 * fail.
+		 */
 	} while (polled == BATCH && !batch.rows);
 	return 0;
 }
@@ -476,7 +479,7 @@ static Py_ssize_t deliver(struct poller *p, struct rp_handle *handle, struct ord
 	return list ? -1 : n;
 }
 
-/* Read the argument that says how many completions; 0, or -1 with an exception if it is wrong. */
+/* Read an argument that is a number of completions; 0, or -1 with an exception if it is wrong. */
 static int read_count(PyObject *arg, const char *name, uint64_t *count)
 {
 	Py_ssize_t value = PyNumber_AsSsize_t(arg, NULL);
@@ -540,7 +543,7 @@ static PyObject *reserve_number(void)
 
 /*
  * Return n as a Python int, or NULL if n is -1. Steals the reference to `reserve`, an int allocated
- * in advance, and frees it first: then the result can be allocated even when memory has run out.
+ * in advance: freeing it makes room for the result if memory has run out.
  */
 static PyObject *number_of_rows(Py_ssize_t n, PyObject *reserve)
 {
@@ -565,7 +568,7 @@ PyObject *rp_poll_into(PyObject *self, PyObject *buffer)
 	Py_buffer view;
 
 	if (!p && PyErr_ExceptionMatches(PyExc_AttributeError)) {
-		/* Its constructor has not run. */
+		/* The CQ's constructor has not run. */
 		PyErr_Clear();
 		rp_raise_closed((struct rp_handle *)self);
 	}
@@ -664,7 +667,7 @@ static RP_POLLER_METHOD(wait_for)
 {
 	struct poller *p = POLLER(self);
 	struct waiter me = { .fd = -1 };
-	/* The outer verb may be a leading wait, which cannot continue before this returns. */
+	/* The outer verb may be a leading wait, which cannot continue until this one returns. */
 	int nested = rp_in_verb(), joined = 0;
 	struct order order = { .count = 0 };
 	PyObject *result = NULL, *reserve = NULL;
@@ -697,7 +700,10 @@ static RP_POLLER_METHOD(wait_for)
 	while (rp_may_wait(use.handle)) {
 		Py_ssize_t n;
 
-		/* First: a cancelled wait takes nothing, even if completions have arrived since. */
+		/*
+		 * Check first: a cancelled wait takes nothing, even if completions have arrived
+		 * since.
+		 */
 		if (RP_LOAD(&p->cancels) != cancels) {
 			PyErr_Format(rp_errors.wait_cancelled,
 				     "cancel_waits() on this %S has ended the wait",
@@ -756,8 +762,9 @@ out:
 }
 
 /*
- * fill(handle, count, arm): poll until the backlog has `count` or the CQ is empty; return its size.
- * First request an event if `arm` is True, or take one off the CQ's own channel if it is False.
+ * fill(handle, count, arm): poll until the backlog has `count` or the CQ is empty; return the
+ * backlog's size. First request an event if `arm` is True, or take one off the CQ's own channel if
+ * it is False.
  */
 static RP_POLLER_METHOD(fill)
 {

@@ -1,7 +1,7 @@
 /*
  * A poller polls a CQ, and keeps track of the threads and tasks that wait for its completions or
- * for a channel's events. waiters.c has the list of waiters, their sleep, and an event loop's lead;
- * cq.c polls, waits for completions, and has the type.
+ * for a channel's events. waiters.c keeps the list of waiters, puts them to sleep, and lets an
+ * event loop lead; cq.c polls, waits for completions, and defines the type.
  */
 #ifndef RDMAPOST_POLLER_H
 #define RDMAPOST_POLLER_H
@@ -28,7 +28,7 @@ struct poller {
 	unsigned int process; /* generation of those threads' process */
 	unsigned int cancels; /* number of cancel() calls */
 	unsigned int refuses; /* 1 after cancel(True): later waits are cancelled too */
-	unsigned int claims;  /* successful claim() calls: unclaim() ends no newer claim */
+	unsigned int claims;  /* claim() calls that succeeded: unclaim() ends no newer claim */
 	PyObject *tasks; /* the leading event loop's wait list (aio.py), called to poll; or NULL */
 	PyObject *queues; /* dict: queues by number */
 	PyObject *invalidated; /* see rp_note_invalidated() */
@@ -45,8 +45,8 @@ struct poller {
 };
 
 /*
- * Take the lock; 0, or -1 with an exception if this thread has it. Threads that waited before a fork
- * are gone, and so are their stacks.
+ * Acquire the lock; 0, or -1 with an exception if this thread already holds it. Threads that waited
+ * before a fork are gone, and so are their stacks.
  */
 static inline int lock_poller(struct poller *p)
 {
@@ -69,8 +69,8 @@ static inline void unlock_poller(struct poller *p)
 }
 
 /*
- * Take the lock unless this thread has it, for work that must not fail. Return whether it was taken,
- * for unlock_if(). A pending exception stays set.
+ * Acquire the lock unless this thread holds it, for work that must not fail. Return whether it was
+ * acquired, for unlock_if(). A pending exception stays set.
  */
 static inline int lock_if_free(struct poller *p)
 {
@@ -84,8 +84,8 @@ static inline void unlock_if(struct poller *p, int locked)
 }
 
 /*
- * Take the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if Python
- * code has forked in the meantime and this is the child.
+ * Acquire the lock in the middle of a verb; 0, or -1 with an exception and without the lock, if
+ * Python code has forked in the meantime and this is the child.
  */
 static inline int lock_in_verb(struct poller *p, struct rp_handle *handle)
 {
@@ -124,8 +124,8 @@ static inline int call_optional(PyObject *function)
 /* ---- waiters.c ------------------------------------------------------------ */
 
 /*
- * Convert a timeout in seconds to a deadline; None has the deadline INT64_MAX. Returns 0, or -1 with
- * an exception.
+ * Convert a timeout in seconds to a deadline; None becomes INT64_MAX. Returns 0, or -1 with an
+ * exception.
  */
 int rp_read_deadline(PyObject *timeout, int64_t *deadline);
 /*
@@ -136,25 +136,25 @@ void rp_wake_waiters(struct poller *p);
 /* Put a thread at the end of the list. The lock is held. */
 void rp_join_waiters(struct poller *p, struct waiter *me);
 /*
- * Remove a thread from the list, close its eventfd, end its lead, and wake those that are next. Takes
- * the lock.
+ * Remove a thread from the list, close its eventfd, end its lead, and wake those that are next.
+ * Acquires the lock.
  */
 void rp_leave_waiters(struct poller *p, struct waiter *me);
 /*
  * Sleep, without the lock, until woken, until the deadline, or until `fd` is readable (-1: no fd).
- * 1 if `fd` is readable; else 0, or -1 with an exception.
+ * Returns 1 if `fd` is readable; else 0, or -1 with an exception.
  */
 int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadline);
 /* Have the leading event loop poll, or give up the lead if the loop is closed; 0, or -1. */
 int rp_notify_tasks(struct poller *p);
 /*
- * After completions were put back, have the tasks poll again: they may have polled while the
- * completions were taken. A pending exception stays set.
+ * After completions have been put back, have the tasks poll again: they may have polled while the
+ * completions were missing. A pending exception stays set.
  */
 void rp_notify_tasks_surely(struct poller *p);
 /*
- * Whether a wait on the handle may go on: not if it is closed, or its close is deferred. If not, an
- * exception is set; at exit, SystemExit.
+ * Whether a wait on the handle may go on: not if the handle is closed or its close is deferred. If
+ * not, an exception is set (at exit, SystemExit).
  */
 int rp_may_wait(struct rp_handle *handle);
 

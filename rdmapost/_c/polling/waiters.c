@@ -101,7 +101,7 @@ int rp_sleep_on_event(struct poller *p, struct waiter *me, int fd, int64_t deadl
 	fds[1].fd = me->fd;
 	/* Round up, so that a short wait does not become a busy loop. */
 	left = left > 0 ? (left + 999999) / 1000000 : 0;
-	/* A device that lacks memory to receive stays readable: look again soon instead. */
+	/* A device that lacks memory to receive leaves its descriptor readable: look again soon. */
 	if (skip && left > 1)
 		left = 1;
 	RP_ADD(&rp_sleeping, 1);

@@ -4,7 +4,7 @@
 
 #include "base.h"
 
-/* A completion whose work request is retired; it owns its references. */
+/* A completion whose work request has been retired. It owns its references. */
 struct rp_completion {
 	struct rp_completion *next;
 	struct ibv_wc wc;

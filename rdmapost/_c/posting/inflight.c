@@ -59,7 +59,7 @@ static struct rp_entry *at(const struct rp_in_flight *q, uint64_t index)
 	return &q->entries[index & (q->size - 1)];
 }
 
-/* The most slots in a queue that completes in any order: a cookie has no room for more. */
+/* Maximum slots of a queue that completes in any order: a cookie has no room for more. */
 enum { MAX_SLOTS = 0xFFFFFF };
 
 static int grow_once(struct rp_in_flight *q)
@@ -394,8 +394,8 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 }
 
 /*
- * Forget a queue's first `posted` work requests after it was destroyed or reset. A queue that
- * completes in any order is never reset, so it forgets everything.
+ * Drop the records of a queue's first `posted` work requests after the queue has been destroyed or
+ * reset. A queue that completes in any order is never reset, so all its records are dropped.
  */
 static void clear(struct rp_in_flight *q, uint64_t posted)
 {

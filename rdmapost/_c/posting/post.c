@@ -1,9 +1,9 @@
 /*
  * Posting to a queue: check, record, call the verb, take back (post.h says how).
  *
- * A post holds the queue's lock from the check until the device returns, and no Python
- * code runs in between: a device written in Python only accepts the work requests, and
- * runs once the lock is released.
+ * A post holds the queue's lock from the check until the verb returns, and no Python code runs in
+ * between: a device written in Python only accepts the work requests, and runs once the lock is
+ * released.
  */
 #include "posting/post.h"
 
@@ -673,8 +673,8 @@ static void queue_dealloc(PyObject *self)
 }
 
 /*
- * set_ready(ready, resets={}): set whether the queue's state accepts work requests. It accepts none
- * while there is a reset in the dict, because the reset would drop them.
+ * set_ready(ready, resets={}): set whether the queue's state accepts work requests. The queue
+ * accepts none while the dict contains a reset, because the reset would drop them.
  */
 static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 {

@@ -41,7 +41,7 @@ PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObje
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
 PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post);
 
-/* Begin to use the queue's owner, and take the queue's lock; 0, or -1 with an exception. */
+/* Begin to use the queue's owner, and acquire the queue's lock; 0, or -1 with an exception. */
 struct rp_posting {
 	struct rp_thread *me;
 	struct rp_use use;
@@ -61,7 +61,7 @@ static inline int rp_begin_post(struct work_queue *q, struct rp_handle *owner,
 }
 
 /*
- * Release a queue's lock and, if `taken`, let the device carry out the work requests that it
+ * Release a queue's lock and, if `taken`, let the device execute the work requests that it
  * accepted. Returns a signal handler's exception, or NULL.
  */
 static inline PyObject *rp_unlock_and_run(struct work_queue *q, int taken)

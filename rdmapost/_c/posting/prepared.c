@@ -15,15 +15,15 @@
 #include "posting/sge.h"
 
 /*
- * Any code can find a list through the garbage collector, even before it is complete or after it
- * was refused.
+ * Any code can find a list through the garbage collector, even before the list is complete or after
+ * it has been refused.
  */
 enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
  * In a WHOLE list, `sent`, `sg_lists`, and each request's `refs` and `wr_id` can change. They
- * change with the queue's lock held, so that a post sees all of a change or none of it, and
- * inside RP_BEGIN of the list. References to them are also taken inside RP_BEGIN.
+ * change with the queue's lock held, so that a post sees all of a change or none of it, and inside
+ * RP_BEGIN(list). References to them are also taken inside RP_BEGIN(list).
  */
 struct prepared {
 	PyObject_HEAD
@@ -222,7 +222,9 @@ static int prepare(struct prepared *p, PyObject *wrs)
 	struct rp_posting posting;
 	int failed;
 
-	/* The list outlives this call, so it keeps a single work request in a tuple of its own. */
+	/*
+	 * The list outlives this call, so pack a single work request into a tuple, which it keeps.
+	 */
 	wrs = rp_wr_type_of(p->queue, Py_TYPE(wrs)) ? PyTuple_Pack(1, wrs) : Py_NewRef(wrs);
 	if (!wrs)
 		return -1;
@@ -247,7 +249,7 @@ static int prepare(struct prepared *p, PyObject *wrs)
 		rp_unpin_requests(&p->post);
 	else
 		RP_STORE(&p->state, WHOLE);
-	/* A close deferred until now either closes the list, too, or finds nothing pinned by it. */
+	/* A close deferred until now either closes the list, too, or finds that it pins nothing. */
 	rp_end_use_by(posting.me, &posting.use);
 	if (refused >= 0)
 		rp_raise_refusal(p->queue, p->owner, Py_NewRef(p->post.wrs), &p->post.refusal,
@@ -377,7 +379,8 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 
 	(void)unused;
 	/*
-	 * Not prepared yet. If the owner is closed in the meantime, QP._prepared() closes the list.
+	 * The list has not been prepared yet. If the owner is closed in the meantime,
+	 * QP._prepared() closes the list.
 	 */
 	if (RP_LOAD(&p->state) != WHOLE)
 		Py_RETURN_NONE;
@@ -614,7 +617,7 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	return wr_id;
 }
 
-/* Replace a wr_id if the list still has `from`. Returns whether it did, or -1 with an exception. */
+/* Replace a wr_id if the list still has `from`. Returns whether it has, or -1 with an exception. */
 static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
 {
 	PyObject *sent = change_sent(from, index, *wr_id, NULL);

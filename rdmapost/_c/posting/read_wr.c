@@ -18,7 +18,9 @@ static PyObject *sge_names[3];
 
 enum { SEARCHED = 32 };
 
-/* Whether an object's class has __iter__; runs no code of the caller, and keeps any exception. */
+/*
+ * Whether an object's class has __iter__. Runs none of the caller's code; an exception stays set.
+ */
 static int has_iter(PyObject *object)
 {
 	return PyType_GetSlot(Py_TYPE(object), Py_tp_iter) != NULL;
@@ -178,9 +180,9 @@ static inline struct request *room_for_request(struct post *post)
 /* ---- what a work request holds ------------------------------------------- */
 
 /*
- * Hold an object while the work request is in flight: 1, or -1 with an exception. Only the
- * latest objects are searched for duplicates, so that the time for an SGE does not grow with the
- * number of SGEs; holding an object twice does no harm.
+ * Hold an object while the work request is in flight: 1, or -1 with an exception. Only the latest
+ * objects are searched for duplicates, so that the time per SGE does not grow with the number of
+ * SGEs; holding an object twice does no harm.
  */
 static int hold(struct post *post, PyObject *object)
 {

@@ -51,7 +51,7 @@ struct post {
 	int binds; /* it binds windows */
 	int invalidates; /* a prepared list with LOCAL_INVs */
 	struct refusal refusal; /* of the last request */
-	/* Enough for usual posts; uninitialised. */
+	/* Enough for typical posts; uninitialised. */
 	struct request few[2];
 	PyObject *few_owners[8], *few_holds[8];
 	_Alignas(8) char small[512];

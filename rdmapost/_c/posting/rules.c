@@ -3,8 +3,8 @@
  * ibv_post_srq_ops(3) require of a work request and its queue.
  *
  * Each rule has a name; its message is in rdmapost/posting/rules.py. Everything here works on
- * numbers already read and structs held open, and runs no Python code. If the
- * caller turned checks off, only what could harm the process is refused.
+ * numbers already read and structs held open, and runs no Python code. If the caller has turned
+ * checks off, only what could harm the process is refused.
  */
 #include "posting/rules.h"
 
@@ -136,7 +136,7 @@ static int check_writable(struct post *post, const struct request *r)
 
 #define MISALIGNED(number) ((number) % 8)
 #define NO_FLUSH_TYPE(number) (!(number) || (number) > 3) /* IBV_FLUSH_GLOBAL, _PERSISTENT */
-#define EXCEEDS_24_BITS(number) ((number) >> 24) /* the numbers of QPs and SRQs have 24 */
+#define EXCEEDS_24_BITS(number) ((number) >> 24) /* QP and SRQ numbers have 24 */
 
 const char *rp_rule_of_number(const struct work_queue *q, const struct wr_type *type,
 			      const struct field *field, uint64_t number)
@@ -326,7 +326,7 @@ static int check_unsafe(const struct work_queue *q, struct rp_handle *owner, str
 		if (in != Py_None && !check_place(post, in, sge + i))
 			return 0;
 	}
-	/* Drivers sum in 32 bits, and copy everything if the sum seems to fit. */
+	/* Drivers compute the sum in 32 bits, and copy everything if it seems to fit. */
 	return total <= UINT32_MAX ? 1 : rp_refuse(post, "inline_32_bits", total);
 }
 

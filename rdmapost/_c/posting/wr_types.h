@@ -1,4 +1,6 @@
-/* Work request classes and the classes to which they refer, as Python describes them; queues. */
+/*
+ * Work request classes and the classes to which they refer, as Python describes them; and queues.
+ */
 #ifndef RDMAPOST_WR_TYPES_H
 #define RDMAPOST_WR_TYPES_H
 
@@ -57,7 +59,7 @@ struct work_queue {
 	struct rp_in_flight *in_flight; /* NULL before __init__ */
 	int verb, checked, datagram;
 	int xrc; /* its work requests name an SRQ of the peer */
-	int binds; /* the queue pair's type has BIND_MW */
+	int binds; /* the queue pair's type supports BIND_MW */
 	int builds; /* it takes FLUSH or ATOMIC_WRITE (send_ops_flags) */
 	int ready; /* the state accepts work requests */
 	uint64_t room; /* work requests that may be outstanding */
@@ -79,7 +81,7 @@ RP_SHARED struct rp_known {
 	PyObject *sge, *mr, *mw, *ah, *buffer, *tag_handle, *blocks, *ranges, *recv_wr;
 } rp_known;
 
-/* The slots of an MR for its address and length, from which its SGEs are created. */
+/* An MR's slots for its address and length, from which its SGEs are created. */
 RP_SHARED struct rp_mr_slots {
 	struct rp_slot addr, length;
 } rp_mr_slots;

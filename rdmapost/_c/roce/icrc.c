@@ -104,9 +104,9 @@ uint32_t rp_icrc(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size, P
 }
 
 /*
- * A UDP socket does not show the IP identification, but CRCs are linear: if two packets differ only
- * in their identifications, their CRCs differ by (id1 xor id2) times a power of x that depends on
- * the size. Divide by that power; if the result has more than 16 bits, the packet is damaged.
+ * A UDP socket does not report the IP identification, but CRCs are linear: if two packets differ
+ * only in their identifications, their CRCs differ by (id1 xor id2) times a power of x that depends
+ * on the size. Divide by that power; if the result has more than 16 bits, the packet is corrupted.
  */
 Py_ssize_t rp_identify(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size,
 		       Py_ssize_t guess)

@@ -23,7 +23,7 @@ uint32_t rp_icrc(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size, P
 
 /*
  * Return the IPv4 identification with which the packet's ICRC is correct, or 0 for an intact IPv6
- * packet; -1 for a damaged packet, IPv4 or IPv6.
+ * packet; -1 for a corrupted packet, IPv4 or IPv6.
  */
 Py_ssize_t rp_identify(struct rp_flow *flow, const uint8_t *packet, Py_ssize_t size,
 		       Py_ssize_t guess);

@@ -1,9 +1,9 @@
 /*
  * The soft device's data verbs: a context with our own operations.
  *
- * ibv_post_send() and the like (libibverbs/shim.c) call through qp->context->ops, so a context created
- * here receives exactly what a NIC's driver would. It must never be passed to exported
- * libibverbs functions: they access private data that it does not have.
+ * ibv_post_send() and the like (libibverbs/shim.c) call through qp->context->ops, so a context
+ * created here receives exactly what a NIC's driver would. Such a context must never be passed to
+ * exported libibverbs functions: they access private data that it lacks.
  *
  * Work requests are copied in full here, and executed in Python.
  */
@@ -87,7 +87,7 @@ struct device_queue {
 	unsigned int armed; /* which entries raise an event: 0 (none), or ARMED_... */
 	unsigned int depth, max_sge, max_inline, max_tso_header;
 	unsigned int used; /* occupied slots */
-	unsigned int silent; /* WQEs done without a completion; the next one frees their slots */
+	unsigned int silent; /* WQEs without a completion; the next completion frees their slots */
 	unsigned int last_handle; /* given to a matching-list entry */
 	unsigned int refuses; /* the errno with which every post fails, or 0 */
 	unsigned int prompt; /* posts are executed at once, rather than waiting for a message */
@@ -494,7 +494,8 @@ static int accept_wr(enum posts what, enum ibv_qp_type type, struct device_queue
  * A post is accepted without the device's lock, even in the middle of a verb. No Python code may
  * run while a post is being accepted, so that the device gets the posts in the order in which they
  * were recorded. The collector is therefore disabled, and re-enabled before any other code runs.
- * (Without a GIL it does not run in the middle of C, and the data lock keeps other threads out.)
+ * (Without a GIL, the collector does not run in the middle of C code, and the data lock keeps other
+ * threads out.)
  */
 struct quiet {
 	PyGILState_STATE gil;
@@ -639,7 +640,7 @@ static int is_entry(PyObject *object)
 /* Count the completions that no verb in progress may still roll back. */
 static Py_ssize_t count_entries(const struct device_queue *cq)
 {
-	/* This must be read first: without the lock, the count may be too high, but never too low. */
+	/* Read `hidden` first: without the lock, the count may be too high, but never too low. */
 	Py_ssize_t hidden = RP_LOAD(&cq->hidden);
 
 	return PyObject_Size(cq->pending) - hidden;

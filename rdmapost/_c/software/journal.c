@@ -2,10 +2,10 @@
  * The soft device's journal: a verb's changes, until they are committed.
  *
  * It consists of five lists of calls; a call is a tuple of a callable and its tuple of arguments.
- * `undo` reverts changes; `first` and then `once` write to memory that may not be there; `later`
+ * `undo` reverts changes; `first` and then `once` write to memory that may be unmapped; `later`
  * does things that cannot be undone (copy bytes, write to a descriptor); `last` makes the new
  * completions visible to polls. All calls are to C functions, so that no signal handler runs in the
- * middle. With no journal active, undo calls are not recorded, and the others are made at once.
+ * middle. While no journal is active, undo calls are not recorded, and the others are made at once.
  *
  * A call in `first` or `once` may fail. As these come before `later` and `last`, the changes can
  * still be undone, and the verb repeated: no completion has said that the bytes arrived. Writes
@@ -13,8 +13,8 @@
  * writes that may be.
  *
  * The complete call that undoes a change is recorded before the change is made, because a rollback
- * is often due to a lack of memory. There is a reserve of memory for the calls of a commit or a
- * rollback, because they cannot be abandoned half-way.
+ * is often due to a lack of memory. Memory is reserved for the calls of a commit or a rollback,
+ * because these cannot be abandoned halfway.
  */
 #include "software/internal.h"
 

@@ -7,8 +7,8 @@
  * therefore has the kernel copy such memory; where it is not mapped, the copy fails with EFAULT.
  *
  * A check before a write proves little: the memory may change in between, and in a sandbox the copy
- * needs two new descriptors. So a write may fail when it is made; then the transaction is undone,
- * and repeated with that memory refused (software/transaction.c).
+ * needs two new descriptors. So a write may fail even after its check has passed; then the
+ * transaction is undone, and repeated with that memory refused (software/transaction.c).
  */
 #include "software/internal.h"
 
@@ -152,7 +152,7 @@ static void refuse_range(uint64_t start, uint64_t length)
 	refused[refusals++].end = start + length;
 }
 
-/* Fault the pages in, as a device does; return whether an access is worth a try. */
+/* Fault the pages in, as a device does; return whether an access is worth trying. */
 static int is_reachable(uint64_t addr, uint64_t length, int writes)
 {
 	if (addr + length < addr || (writes && is_refused(addr, addr + length)))

@@ -3,23 +3,23 @@
  *
  * A control verb is one transaction: if its Python function raises, the exception propagates and
  * nothing has changed. The work that data verbs start also runs as transactions, one for each work
- * request; there an exception is either a signal handler's, and the transaction is retried, or a
- * bug in the device. A retry on another thread tells which, because handlers run only in the main
- * thread.
+ * request; there, an exception comes either from a signal handler, and the transaction is retried,
+ * or from a bug in the device. A retry on another thread shows which, because handlers run only in
+ * the main thread.
  */
 #include "software/internal.h"
 
 #include <time.h>
 
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
-static int64_t again = -1; /* when work that lacked memory is tried again, as `due` */
+static int64_t again = -1; /* when work that lacked memory is tried again; see `due` */
 static int broken; /* a bug in the device, or a lack of memory, must be reported */
 static int forked; /* the state is still the parent process's */
 static int doomed; /* the running verb began in another process */
 static int64_t late; /* when the verb in progress begins to leave work to later verbs, or 0 */
 static int64_t wasted; /* how many ns this verb has spent on work that lacked memory */
 static int lacked_memory; /* something is left to a later verb, which must be started */
-static Py_ssize_t aside; /* how many READY objects, the first ones, wait for memory until `again` */
+static Py_ssize_t aside; /* how many objects at the head of READY wait for memory until `again` */
 static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
 static PyObject *at_work; /* that object */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
@@ -27,7 +27,9 @@ static PyObject *start_new_thread; /* _thread's, or NULL if that has been replac
 static PyObject *is_finalizing; /* sys's; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
 
-/* The longest time until work that lacks memory, or has a bug, is tried again. */
+/*
+ * The longest time until work that failed for lack of memory, or because of a bug, is tried again.
+ */
 enum { LONGEST_PAUSE_NS = 200000000 };
 
 /* ---- transactions -------------------------------------------------------- */
@@ -35,8 +37,8 @@ enum { LONGEST_PAUSE_NS = 200000000 };
 struct errand {
 	PyObject *call;
 	PyObject *result; /* NULL: the work is left to a later verb */
-	PyObject *error; /* the exception in the first attempt, or NULL if even that lacked memory */
-	PyObject *bug; /* the type of the exception that GIVE_UP received; if set, `result` is its */
+	PyObject *error; /* the first attempt's exception, or NULL if there was no memory for one */
+	PyObject *bug; /* type of the exception passed to GIVE_UP; if set, `result` is GIVE_UP's */
 	int ran; /* on the separate thread */
 	PyThread_type_lock done;
 	struct rp_thread *sender;
@@ -92,13 +94,13 @@ static int lacks_stack(PyObject *error)
 	return PyErr_GivenExceptionMatches(error, PyExc_RecursionError);
 }
 
-/* Whether an attempt failed because memory lacked, perhaps even for an exception. */
+/* Whether an attempt failed for lack of memory, perhaps even for an exception. */
 static int lacks_memory(PyObject *error)
 {
 	return !error || (rp_lacks_room(error) && !lacks_stack(error));
 }
 
-/* The object whose work it is, or None. */
+/* The object whose work the errand does, or None. */
 static PyObject *object_of_errand(const struct errand *errand)
 {
 	return PyTuple_Size(errand->call) > 1 ? PyTuple_GetItem(errand->call, 1) : Py_None;
@@ -112,7 +114,7 @@ static int is_bug(PyObject *first, PyObject *second)
 }
 
 /*
- * Retry, and give up if that fails, too. `here` is whether signal handlers may run; if not, any
+ * Retry, and give up if that fails, too. `here` says whether signal handlers may run; if not, any
  * exception other than MemoryError is a bug in the device.
  */
 static void attempt_again(struct errand *errand, int here)
@@ -124,7 +126,7 @@ static void attempt_again(struct errand *errand, int here)
 		return;
 	error = rp_take_exception();
 	if (lacks_memory(error) && !lacks_memory(errand->error)) {
-		/* Memory lacked only once. */
+		/* Only one of the two attempts lacked memory. */
 		Py_XDECREF(error);
 		errand->result = attempt(errand->call);
 		if (errand->result)
@@ -136,7 +138,7 @@ static void attempt_again(struct errand *errand, int here)
 		errand->result = give_up(object_of_errand(errand), error);
 		second = rp_take_exception();
 		if (second && (here ? is_bug(error, second) : !rp_lacks_room(second))) {
-			/* The device has a bug in this, too: report it, and try again, but rarely. */
+			/* GIVE_UP has hit a bug, too: report it, and try again, but rarely. */
 			Py_XDECREF(give_up(Py_None, second));
 			wasted += LONGEST_PAUSE_NS;
 			Py_DECREF(second);
@@ -170,9 +172,9 @@ static void resume_gc(void)
 }
 
 /*
- * Take the errand out of its capsule, the separate thread's argument; NULL if it is already taken.
- * Only one of these takes it: the thread, to run it; or the sender or the capsule's destructor, to
- * cancel it.
+ * Take the errand out of its capsule, the separate thread's argument; NULL if it has already been
+ * taken. Only one of these takes it: the thread, to run it; or the sender or the capsule's
+ * destructor, to cancel it.
  */
 static struct errand *take_errand(PyObject *capsule)
 {
@@ -297,7 +299,7 @@ long rp_soft_transact(PyObject *call)
 	    ((PyObject *)Py_TYPE(errand.error) == errand.bug || rp_lacks_room(errand.error)))
 		Py_CLEAR(errand.error);
 	rp_raise_later(errand.error);
-	/* Only what has been done or has failed is not done again. */
+	/* Work is done again unless it has been done or has failed. */
 	result_code = errand.result ? PyLong_AsLong(errand.result) : -1;
 	if (doomed)
 		result_code = 0;
@@ -336,7 +338,7 @@ static long work(PyObject *object, int may_be_late)
 	if (more == -1) {
 		spent = rp_now_ns() - begin;
 		wasted += spent;
-		/* This takes nothing from the share of the work that does not lack memory. */
+		/* Do not charge this to the share of the work that does not lack memory. */
 		if (late)
 			late += spent;
 	}
@@ -368,7 +370,7 @@ void rp_soft_set_timer(int fd, int64_t ns)
 
 /*
  * How long after running out of memory the device's timer starts a verb that tries again: longer if
- * that has taken long, so that other work gets most of the time.
+ * such attempts have taken long, so that other work gets most of the time.
  */
 enum { TRY_AGAIN_NS = 2000000 };
 
@@ -378,15 +380,15 @@ static int64_t pause_ns(void)
 }
 
 /*
- * Have a verb try again soon whatever lacked memory: a thread that waits for a device sleeps until
- * its timer fires. Needs no memory. run_due() in Python restores the timers.
+ * Have a verb soon retry whatever lacked memory: a thread that waits for a device sleeps until the
+ * device's timer fires. Needs no memory. run_due() in Python restores the timers.
  */
 static void try_again_soon(void)
 {
 	PyObject *devices = rp_soft_given(DEVICES), *name, *device, *fd;
 	Py_ssize_t at = 0;
 
-	/* Do not put it off: verbs may follow each other faster than that. */
+	/* Do not postpone `again`: verbs may follow each other at shorter intervals. */
 	if (RP_LOAD(&again) < 0)
 		RP_STORE(&again, rp_now_ns() + pause_ns());
 	RP_BEGIN(devices);
@@ -412,7 +414,7 @@ static int is_due(void)
 	return is_past(RP_LOAD(&due)) || is_past(RP_LOAD(&again));
 }
 
-/* Return a new reference to an item of a list of the device's, or NULL if there are no more. */
+/* Return a new reference to an item of one of the device's lists, or NULL past the end. */
 static PyObject *item_at(enum rp_part which, Py_ssize_t at)
 {
 	PyObject *list = rp_soft_given(which), *object = NULL;
@@ -424,7 +426,7 @@ static PyObject *item_at(enum rp_part which, Py_ssize_t at)
 	return object;
 }
 
-/* Remove an object with pending work, of which the caller has a reference; 0, or 1 if it stays. */
+/* Remove a READY object, to which the caller holds a reference; 0, or 1 if it stays. */
 static int take_ready(Py_ssize_t at)
 {
 	int failed;
@@ -436,7 +438,7 @@ static int take_ready(Py_ssize_t at)
 	return failed != 0;
 }
 
-/* Count an object among the READY ones before an index. The caller holds the data lock. */
+/* Count how often an object is in READY before an index. The caller holds the data lock. */
 static int listed_before(Py_ssize_t end, PyObject *object)
 {
 	PyObject *ready = rp_soft_given(READY);
@@ -462,7 +464,7 @@ static void swap(Py_ssize_t at, Py_ssize_t other)
 
 /*
  * Have an object that lacks memory wait until `again`, so that other work need not wait for it.
- * Needs no memory. Return whether it stays listed where it was.
+ * Needs no memory. Return 0 if it was a duplicate and has been removed from READY, else 1.
  */
 static int set_aside(Py_ssize_t at)
 {
@@ -492,7 +494,10 @@ static long work_on(PyObject *object, int may_be_late)
 	return more;
 }
 
-/* Do the pending work. Return whether objects stay listed, because a later verb does theirs. */
+/*
+ * Do the pending work. Return whether any objects stay listed because their work is left to a later
+ * verb.
+ */
 static int carry_on(void)
 {
 	PyObject *object;
@@ -505,7 +510,7 @@ static int carry_on(void)
 		more = work_on(object, 1);
 		if (more == -1)
 			lacked_memory = 1;
-		/* Without stack, a verb of another caller may do it at once. */
+		/* If this thread lacked stack, another caller's verb may do the work at once. */
 		if (more == -1 && !rp_thread()->lacks_stack)
 			stays = set_aside(at);
 		else
@@ -522,7 +527,7 @@ static int carry_on(void)
 	return at > begin;
 }
 
-/* Try again what has been set aside, in turn. */
+/* Retry, in turn, what has been set aside. */
 static void try_aside(void)
 {
 	static Py_ssize_t turn;
@@ -590,7 +595,7 @@ static void enter(struct rp_use *use)
 		forked = !call || rp_soft_transact(call) <= 0;
 		Py_XDECREF(call);
 	}
-	/* Run work that is due only once per verb: a retry may be due again immediately. */
+	/* Run due work only once per verb: a retry may be due again immediately. */
 	if (is_due()) {
 		when = RP_LOAD(&due);
 		has_waited = is_past(RP_LOAD(&again));
@@ -599,11 +604,11 @@ static void enter(struct rp_use *use)
 		RP_STORE(&due, -1);
 		if (has_waited)
 			RP_STORE(&again, -1);
-		/* If this fails, it is retried at `again`, and rarely if it has a bug. */
+		/* If this fails, it is retried at `again`; if the cause is a bug, rarely. */
 		more = work(Py_None, 0);
 		if (more < 0 || broken)
 			lacked_memory = 1;
-		/* Without stack, a verb of another caller may do it at once. */
+		/* If this thread lacked stack, another caller's verb may do the work at once. */
 		if (more < 0 && rp_thread()->lacks_stack)
 			RP_STORE(&due, when);
 		if (more >= 0 && broken)
@@ -627,7 +632,7 @@ static void pause_thread(long ns)
 
 /*
  * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
- * pause, this thread would have retaken both by then, for the work that is left or for its next
+ * pause, this thread would have reacquired both by then, for the work that is left or for its next
  * verb. If this thread released the GIL only while it held the lock, the other would never find the
  * lock free.
  */
@@ -744,7 +749,7 @@ int rp_soft_start(uint32_t handle)
 	int failed;
 
 	rp_data_lock();
-	/* It may be listed already: to look would cost each post more than the second turn does. */
+	/* The object may already be listed: looking costs a post more than a second turn does. */
 	failed = !object || PyList_Append(rp_soft_given(READY), object);
 	rp_data_unlock();
 	PyErr_Clear();
@@ -763,9 +768,9 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	if (rp_soft_busy())
 		return PyObject_CallObject(rp_soft_given(REFUSE), call);
 	enter(&use);
-	/* If the device has not been reset after a fork, memory for that is lacking. */
+	/* If the device has not been reset after a fork, memory for the reset is lacking. */
 	result = forked ? PyErr_NoMemory() : attempt(call);
-	/* In a forked child, the device's errors would mislead us: its descriptors are closed. */
+	/* In a forked child, the device's errors would mislead: its descriptors are closed. */
 	if (doomed && (result || PyErr_ExceptionMatches(PyExc_OSError) ||
 		       PyErr_ExceptionMatches(PyExc_ValueError) ||
 		       PyErr_ExceptionMatches(PyExc_MemoryError) ||
@@ -796,7 +801,7 @@ static PyObject *run_device(PyObject *self, PyObject *unused)
 
 	(void)self;
 	(void)unused;
-	/* The device's thread would be woken again at once. */
+	/* Otherwise, the device's thread would be woken again at once. */
 	if (RP_LOAD(&rp_deaf))
 		pause_thread(1000000);
 	if (raised_now)
@@ -812,7 +817,9 @@ static PyObject *sleeping(PyObject *self, PyObject *unused)
 	return PyLong_FromUnsignedLong(RP_LOAD(&rp_sleeping));
 }
 
-/* after_fork(): resume the collector if a thread not in the child paused it; needs the GIL. */
+/*
+ * after_fork(): resume the collector if a thread that the child lacks had paused it; needs the GIL.
+ */
 static PyObject *resume_in_child(PyObject *self, PyObject *unused)
 {
 	(void)self;
@@ -840,7 +847,7 @@ static PyObject *start(PyObject *self, PyObject *object)
 
 	(void)self;
 	rp_data_lock();
-	/* The object at work will be removed. */
+	/* The object at work will be removed from the list. */
 	if (listed_before(PyList_Size(ready), object) <= (object == at_work))
 		failed = PyList_Append(ready, object);
 	rp_data_unlock();

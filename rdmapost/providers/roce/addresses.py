@@ -80,7 +80,7 @@ def candidates(place: str) -> list[LocalAddress]:
         try:
             raw = socket.inet_pton(family, host)
         except OSError as error:
-            # inet_pton() raises OSError itself; what a signal handler raises is a subclass.
+            # inet_pton() raises a plain OSError; what a signal handler raises is a subclass.
             if type(error) is not OSError:
                 raise
             continue
@@ -99,7 +99,7 @@ def candidates(place: str) -> list[LocalAddress]:
 
 def _addresses() -> list[LocalAddress]:
     """List the addresses of the network devices, IPv4 before IPv6."""
-    # Not a generator: one dropped when memory runs out reports that it cannot be closed.
+    # Not a generator: a generator dropped when memory runs out reports that it cannot be closed.
     found = []
     for label, sockaddr_in in _IFREQ.iter_unpack(_ipv4_table()):
         # A second address has a label such as "eth0:1".
@@ -143,7 +143,7 @@ def mtu_of(netdev: str) -> int:
 def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
     """Return the IP and UDP headers of packets to port 4791 as the ICRC covers them.
 
-    The fields that routers change are all ones; the lengths and the identification are left 0.
+    The fields that routers change are all ones; the lengths and the identification are 0.
 
     Args:
         source, target: GIDs.

@@ -1,8 +1,8 @@
 """Captures: the packets that a device sends and receives, in a file.
 
 Each step of the device creates the blocks for its packets, and queues them when the step is
-committed. A thread writes them (recording.py), so that a slow file does not delay a step; if it
-falls too far behind, packets are dropped and counted.
+committed. A thread writes them (recording.py), so that a slow file does not delay a step; if the
+thread falls too far behind, packets are dropped and counted.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RoceCapture(Capture):
 
 
 def in_progress(device: Any) -> list[Recording]:
-    """Return a device's captures, and forget those that have ended."""
+    """Return a device's captures in progress, and remove those that have ended."""
     going_on = [each for each in device.recordings if not each.has_ended()]
     if len(going_on) < len(device.recordings):
         device.recordings = tuple(going_on)

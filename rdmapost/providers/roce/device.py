@@ -30,7 +30,7 @@ from .sender import Sender
 
 _LONGEST_LOOK = 0.1
 """The longest, in seconds, that an expired timer waits while packets that have arrived are
-processed. By then the socket's usual buffer has been read once, whatever arrives in the
+processed. By then, a socket buffer of the usual size has been read once, whatever arrives in the
 meantime."""
 
 
@@ -67,8 +67,8 @@ class RoceDevice(Device):
         self.address: LocalAddress | None = None
         self.socket: Any = None
         self._stop: Any = None
-        """A socket that ends the thread. The thread has the other end, so no descriptor is
-        shared."""
+        """A socket whose shutdown ends the thread. The thread has the other end, so no descriptor
+        is shared."""
         self.now = 0.0
         self._looked = 0.0
         """The time of the last look for packets; timers that had expired by then may run."""
@@ -117,7 +117,7 @@ class RoceDevice(Device):
         self.socket = self._stop = None
 
     def start_over(self) -> None:
-        # Here too, because a fork by C code does not run the functions of os.register_at_fork.
+        # Here too, because a fork by C code does not run what os.register_at_fork registers.
         device_thread.forget_all()
         udp_socket.close_all()
         super().start_over()
@@ -138,7 +138,7 @@ class RoceDevice(Device):
         Args:
             qp: the queue pair that sends them.
             path: the path to the peer.
-            headers: the headers of each packet, except those of IP and UDP. All packets but the
+            headers: the headers of each packet, except the IP and UDP headers. All packets but the
                 last are the same size.
             payload: the payloads of all packets, in order.
             mtu: payload bytes in each packet but the last.
@@ -201,7 +201,7 @@ class RoceDevice(Device):
             self.timers.pop(qp, None)
             return
         self.timers[qp] = when
-        # An early timer finds nothing to do, which costs less than setting the timer often.
+        # A timer that expires early finds nothing to do; this costs less than setting it often.
         if self.due < 0 or when < self.due:
             self.set_due(when)
 
@@ -212,13 +212,13 @@ class RoceDevice(Device):
     # ---- progress -----------------------------------------------------------
 
     def run_due(self, now: float) -> None:
-        # First, this verb processes the packets that have arrived: the answer may be among them.
+        # First, this verb processes the packets that have arrived: the response may be among them.
         self._expired_at = min(self._expired_at, now)
         left = min([when for when in self.timers.values() if when > now], default=math.inf)
         self.set_due(left if left < math.inf else -1.0)
 
     def _run_expired(self) -> None:
-        """Run the timers that have expired, if there are any and packets do not come first."""
+        """Run the timers that have expired, if any, unless packets come first."""
         is_late = self.now > self._expired_at + _LONGEST_LOOK
         if not (self.receiver.is_drained or is_late):
             # The socket may be empty by now, and then nothing else would wake a thread.
@@ -272,5 +272,6 @@ class RoceDevice(Device):
         elif self._expired_at < math.inf:
             # Not at once: the next look may fail, too.
             self.set_due(self.now + _LONGEST_LOOK)
-        # Without the packet the next look may succeed; otherwise it would fail again at once.
+        # Once a packet has been dropped, the next look may succeed; if there was none to drop, it
+        # would fail again at once.
         return more if lost else -1

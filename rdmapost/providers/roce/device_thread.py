@@ -37,7 +37,7 @@ _SHORTEST, _LONGEST = 0.0002, 0.002
 _CONTENDED = 0.001
 """Seconds; getting the GIL back takes longer only if another thread runs Python code."""
 _ROUNDS_ALONE = 15
-"""The number of rounds without a sleep after getting the GIL back has taken that long."""
+"""The number of rounds without a sleep after it has taken that long to get the GIL back."""
 _AFTER_ERROR = 0.1
 """Seconds before the thread tries again."""
 _AT_EXIT = 1.0
@@ -51,17 +51,17 @@ def _end_threads() -> None:
     """End the threads: the interpreter would kill them without releasing what they hold."""
     ending = list(_threads.items())
     for stopped, _ in ending:
-        # It may have ended by itself.
+        # The thread may have ended on its own.
         with contextlib.suppress(OSError):
             stopped.shutdown(socket.SHUT_RDWR)
     end = time.monotonic() + _AT_EXIT
     for _, running in ending:
-        # With a timeout: the thread waits for the device's lock if another one stays in a verb.
+        # With a timeout: the thread waits for the device's lock while another thread is in a verb.
         running.acquire(timeout=max(0.0, end - time.monotonic()))
 
 
 def forget_all() -> None:
-    """In the child of a fork, forget the threads, which are the parent's."""
+    """In the child of a fork, empty the table of threads, which are the parent's."""
     _threads.clear()
 
 
@@ -107,7 +107,7 @@ def _watch(epoll: select.epoll, counters: Counted, stopped: Any, running: Any) -
     try:
         goes_on = True
         while goes_on:
-            # Only the end of the device ends the thread; a lack of memory does not.
+            # Only closing the device ends the thread; a lack of memory does not.
             try:
                 if error is not None:
                     _recover(error)
@@ -163,7 +163,7 @@ class _Turns:
         self._pause, self._received = 0.0, self._received_so_far()
 
     def _received_so_far(self) -> tuple[int, int] | None:
-        # It is missing if the device could not be opened and a rollback has removed it.
+        # The attribute is missing if opening the device failed and a rollback has removed it.
         return getattr(self._counters, "received", None)
 
 

@@ -2,7 +2,7 @@
 
 It has no sockets and no clock. Packets, posts and times go in; completions come out, and so do
 packets, through the device's ``send``. Each call is one step and one transaction, so that a request
-sees in memory what earlier ones have written.
+sees what earlier ones have written to memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
 
 
 def execute_next(qp: RoceQueuePair) -> bool:
-    """Send posted work requests, and continue pending work; return whether to call again."""
+    """Execute posted work requests, and continue pending work; return whether to call again."""
     if qp.state >= _SQE:
         qp.flush_posted()
         return False
@@ -56,7 +56,7 @@ def on_timer(qp: RoceQueuePair) -> None:
 def give_up(qp: RoceQueuePair, *, expired: bool) -> bool:
     """Fail the work that could not be done; return whether to call again.
 
-    The oldest work request fails, or the queue pair if no work request is left.
+    The oldest work request fails or, if none is left, the queue pair does.
 
     Args:
         qp: the queue pair.

@@ -53,7 +53,7 @@ def fate_of(plan: PacketFaults, direction: int, number: int) -> Fate:
     Args:
         plan: the plan.
         direction: the direction's number; the directions' random choices are independent.
-        number: how many packets went in that direction before.
+        number: how many packets went in that direction before this one.
     """
     seed = _draw(plan.seed, direction)
     draws = [_draw(seed, number * _DRAWS + n) for n in range(1, 7)]
@@ -65,7 +65,7 @@ def fate_of(plan: PacketFaults, direction: int, number: int) -> Fate:
 
 
 class Held(NamedTuple):
-    """A packet that waits.
+    """A packet that is held back.
 
     Attributes:
         when: the time at which it may go.
@@ -79,7 +79,7 @@ class Held(NamedTuple):
     item: Any
 
     def may_go(self, now: float, number: int) -> bool:
-        """Whether its time has come or packet number `until` has passed; `number` is the latest."""
+        """Whether its time has come or packet `until` has passed; the latest packet is `number`."""
         return self.when <= now or 0 <= self.until <= number
 
 
@@ -167,8 +167,8 @@ class Direction(native.Record):
 def damage(packet: bytes, covered: bytes, number: int) -> bytes:
     """Return a packet with one bit flipped, so that its ICRC is wrong.
 
-    Some bits are never flipped: those of a field that the ICRC does not cover, and those whose flip
-    would leave an ICRC that is right for a different IPv4 identification.
+    Some bits are never flipped: those of a field that the ICRC does not cover, and those whose
+    flipping would leave an ICRC that is correct for a different IPv4 identification.
 
     Args:
         packet: the packet, from its BTH to its ICRC.

@@ -257,8 +257,8 @@ class Packet(Request):
         source: the sender's GID.
         length: bytes of payload; for a request without a payload, the length that it names.
         data: the payload. Prefer `copy_to`: the payload of a run is assembled only when needed.
-        run: where a run's packets are, as the arguments of native.roce_gather after the target;
-            None for a single packet.
+        run: where a run's packets are, as the arguments that native.roce_gather takes after the
+            target; None for a single packet.
     """
 
     row: PacketRow

@@ -39,7 +39,7 @@ class RoceProvider(SoftwareProvider):
     )
     caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     vendor_part_id = 2
-    # 0.5 s: the peer is a process, which answers late while it or its machine is busy.
+    # 0.5 s: the peer is a process, which responds late while it or its machine is busy.
     default_timeout = 17
 
     def list_devices(self) -> list[DeviceInfo]:
@@ -68,7 +68,7 @@ class RoceProvider(SoftwareProvider):
         return self.info(name, guid_of(name))
 
     def survey(self) -> list[RoceInterface]:
-        """List the devices that could be opened, and what prevents opening the others."""
+        """List the devices that can be opened and those that cannot, with the reason."""
         return survey(ROCE)
 
     @verb

@@ -1,7 +1,7 @@
 """A queue pair's protocol state, both as requester and as responder.
 
 The requester's PSNs grow without wrapping, so that it is clear which of two is earlier; they are
-cut to 24 bits only in packets. The responder compares PSNs as the specification does.
+truncated to 24 bits only in packets. The responder compares PSNs as the specification does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
             bytes of payload. The first `again` of them have been sent before."""
 
         def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Have on_timer called at this time instead of any set before; None cancels it."""
+            """Set the time of the on_timer call, replacing any other; None cancels the call."""
 
         def again(self, qp: RoceQueuePair) -> None:
             """Have execute_next called after this step."""
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 HELD = 64
 """The most packets held on each side until those before them arrive."""
 HOLD_SECONDS = 0.02
-"""How long packets are held before the missing ones are asked for."""
+"""How long packets are held before the missing ones are requested."""
 
 _AH_ATTR = Struct("=16sIxBB").unpack_from
 """The start of struct ibv_ah_attr: dgid, flow_label, sgid_index, hop_limit, traffic_class."""
@@ -65,9 +65,9 @@ _RTR, _SQD, _ERR, _FLUSHED = QPState.RTR, QPState.SQD, QPState.ERR, WCStatus.WR_
 
 
 class SendRequest:
-    """A request on its way: a work request's message, or a part of a long READ.
+    """A request in progress: a work request's message, or a part of a long READ.
 
-    It does not change.
+    It is immutable.
 
     Attributes:
         wqe: the work request.
@@ -160,7 +160,7 @@ class RoceQueuePair(QueuePair):
         self.una = 0
         """The oldest unacknowledged PSN."""
         self.psn = 0
-        """The PSN of the next packet to send; less than `top` while packets are resent."""
+        """The PSN of the next packet to send; less than `top` during retransmission."""
         self.top = 0
         """The first PSN that has never been sent."""
         self.tail = 0
@@ -182,14 +182,14 @@ class RoceQueuePair(QueuePair):
         self.started = 0
         """The number of work requests in the send queue whose last request is in `requests`."""
         self.read_offset = 0
-        """How many bytes of the next work request, a READ, already have requests."""
+        """How many bytes of the next work request, a READ, are already covered by requests."""
         self.reads = 0
         """Outstanding READ requests and atomics."""
         self.una = self.psn = self.tail = self.top
         self.deadline = 0.0
         """When the oldest packet must be acknowledged; 0 if none is outstanding."""
         self.rnr_until = 0.0
-        """When to go on after an RNR NAK, or 0."""
+        """When to resume after an RNR NAK, or 0."""
         self.nak_psn = -1
         """The PSN of the last sequence error NAK; a repeated NAK says nothing new."""
         self.missing_until = 0.0
@@ -200,8 +200,8 @@ class RoceQueuePair(QueuePair):
         self.acked = 0
         """An ACK has acknowledged everything before this PSN, although responses are missing."""
         self.refused: tuple[int, WCStatus] | None = None
-        """The PSN that an error NAK has refused, and the status; its request fails when it is the
-        oldest."""
+        """The PSN that an error NAK has refused, and the status; the request with that PSN fails
+        when it is the oldest."""
         self.early: dict[int, Packet] = JournaledDict()
         """Responses that came too early, by PSN."""
 
@@ -209,7 +209,7 @@ class RoceQueuePair(QueuePair):
         self.incoming: Incoming | None = None
         self.reading: Reading | None = None
         self.repeats: deque[Reading] = deque()
-        """Repeated READ requests that wait for the end of `reading`."""
+        """Duplicate READ requests that wait for the end of `reading`."""
         self.ack_due = False
         """Whether an acknowledgement waits for the end of `reading`."""
         self.held: dict[int, Packet] = JournaledDict()
@@ -274,7 +274,7 @@ class RoceQueuePair(QueuePair):
         self.device.set_timer(self, None)
 
     def _give_up_incoming(self) -> Receive | None:
-        """Forget a partly received message; return the receive that it would have filled."""
+        """Drop a partly received message; return the receive that it would have filled."""
         taken = self.spare
         if self.incoming is not None and self.incoming.taken is not None:
             taken = self.incoming.taken
@@ -301,7 +301,7 @@ class RoceQueuePair(QueuePair):
     # ---- time -------------------------------------------------------------------
 
     def wake_at(self, when: float) -> None:
-        """Schedule on_timer for this time, unless it is already scheduled earlier."""
+        """Schedule on_timer for this time, unless it is already scheduled for an earlier one."""
         if when < self.timer:
             self.timer = when
             self.device.set_timer(self, when)
@@ -319,7 +319,7 @@ def hold(held: dict[int, Packet], packet: Packet, mtu: int) -> None:
 
 
 def next_held(held: dict[int, Packet], psn: int) -> Packet | None:
-    """Remove and return the packet with this PSN, or None; forget those before it."""
+    """Remove and return the packet with this PSN, or None; drop those before it."""
     for key in list(held):
         packet = held[key]
         ahead = distance(key, psn)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .device import RoceDevice
 
 _BUFFER = 1 << 16
-"""Longer than any datagram, even if the kernel has joined several."""
+"""Longer than any datagram, even one that the kernel has joined from several."""
 _AT_ONCE = 64
 """The most datagrams processed at once, so that other threads get their turn during a flood."""
 
@@ -77,14 +77,14 @@ class Receiver(native.Record):
         if covered is None:
             return True
         if device.recordings:
-            # Before roce_check(), which marks damaged packets.
+            # Before roce_check(), which marks corrupted packets.
             trace.received(device, gid, port, covered, tos, ttl, size, segment)
         if device.incoming.is_straight:
             self._begin(device, size, segment, gid, covered, tos, ttl)
             return True
 
         damaged = functools.partial(_damaged, covered)
-        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
+        # If memory runs out while a bytearray is sliced, Python's error is about exported buffers.
         whole = memoryview(self.buffer)
         for at in range(0, size, segment or 1):
             item = bytes(whole[at : min(at + segment, size)]), gid, covered, tos, ttl

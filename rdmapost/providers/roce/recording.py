@@ -30,12 +30,12 @@ from . import pcapng
 _log = logging.getLogger("rdmapost.roce.capture")
 
 _GATHER = 0.01
-"""How long the thread lets packets gather, to write them together, in seconds."""
+"""How long the thread lets packets accumulate, so that it writes them together, in seconds."""
 _LOOK = 0.05
-"""Seconds between checks that the thread still exists, during a wait for it."""
+"""Seconds between checks, while waiting for the thread, that it still exists."""
 _FOR_ANOTHER = 1.0
-"""The longest that a capture waits for another one to the same file that is about to end, in
-seconds."""
+"""The longest that a capture waits, in seconds, for another capture to the same file that is about
+to end."""
 _AT_EXIT = 2.0
 """The longest that the process waits for the files when it exits, in seconds."""
 
@@ -44,7 +44,7 @@ class RecordingState(enum.IntEnum):
     """How far a capture has got."""
 
     OPENING = 0
-    """The file is not open, or its first blocks are not written."""
+    """The file is not open yet, or its first blocks are not written yet."""
     OPEN = 1
     FAILED = 2
     ENDED = 3
@@ -74,7 +74,7 @@ class Recording:
         taken: bytes that the thread has taken from the queue, in all.
         state: how far the capture has got; the thread sets it.
         error: why the capture ended early, or the exception raised if it never began.
-        is_stopping: whether the device must queue nothing more.
+        is_stopping: whether the device must not queue anything more.
         is_awaited: whether a thread is waiting for the end and will report the error.
         user: a weak reference to the user's object. When the object is dropped, the reference puts
             itself into the queue; no signal handler can interrupt this.
@@ -131,7 +131,7 @@ class Recording:
 
         Raises:
             OSError: there are too many threads.
-            ClosedError: this is the child of a fork now.
+            ClosedError: this process is now the child of a fork.
             BaseException: whatever the thread raised.
         """
         # Do this before the thread starts. The reference removes itself when the recording is gone.
@@ -164,10 +164,10 @@ class Recording:
 
     def has_ended(self) -> bool:
         """Whether the thread has ended."""
-        # In this order: the thread records how it ended before it is gone.
+        # The order matters: the thread records how it ended before it is gone.
         is_gone = self._thread is not None and self._thread() is None
         if is_gone and self.state < RecordingState.FAILED:
-            # The thread had no memory even to set its state.
+            # The thread did not even have enough memory to set its state.
             self._become(RecordingState.FAILED, _out_of_memory())
         return self.state >= RecordingState.FAILED
 
@@ -312,9 +312,9 @@ class Recording:
         return [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _write(self, data: bytes, count: int) -> None:
-        """Write packets' blocks.
+        """Write the blocks of packets.
 
-        If that fails, truncate the file, if possible, so that none are left.
+        If that fails, truncate the file, if possible, so that none of these blocks are left in it.
         """
         assert self.file is not None
         left = memoryview(data)

@@ -1,8 +1,9 @@
 """The requester: sends the requests of the send queue, and processes what comes back.
 
-When the responder reports a missing packet or stays silent for too long, a reliable service resends
-its packets, starting with the oldest unacknowledged one (go-back-N). A READ resumes where its
-responses stopped. On an unreliable service, a request is complete when it has been sent.
+On a reliable service, when the responder reports a missing packet or stays silent for too long, the
+requester retransmits its packets, starting with the oldest unacknowledged one (go-back-N). A READ
+resumes where its responses stopped. On an unreliable service, a request is complete when it has
+been sent.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ READ_PACKETS = 32
 """The most response packets that one READ request asks for: a longer READ is split into several
 requests, so that its responses come no faster than they are processed."""
 BURST_PACKETS, BURST_BYTES = 32, 60_000
-"""The most that is sent at once, by one system call."""
+"""The most packets and bytes that one system call sends."""
 _ASK_AFTER = 8
 """The number of packets after which the last packet of a burst requests an acknowledgement."""
 _SHORTEST_TIMEOUT = 0.004
@@ -259,8 +260,8 @@ def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
 def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int, limit: int) -> int:
     """Add a request's packets to the outgoing bursts; return the next PSN.
 
-    Nothing is added if an acknowledgement on its way will make room for a longer burst: the cost of
-    a burst hardly depends on its length.
+    Nothing is added if an acknowledgement that is still to come will make room for a longer burst:
+    the cost of a burst hardly depends on its length.
     """
     form, wqe = request.form, request.wqe
     if form.middle is form.only or request.end - request.psn == 1:
@@ -380,7 +381,7 @@ _EXTENSIONS: dict[str, Callable[[RoceQueuePair, SendRequest, int], tuple[Any, ..
 
 
 def receive(qp: RoceQueuePair, packet: Packet) -> bool:
-    """Process an acknowledgement or a response; return False if it answers no packet sent."""
+    """Process an acknowledgement or a response; return False if it responds to no packet sent."""
     if qp.state is not _RTS and qp.state is not _SQD:
         return False
     psn = qp.una + distance(packet.psn, qp.una & PSN_MASK)
@@ -395,7 +396,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
         _response(qp, packet, psn)
         _fail_refused(qp)
         if may_send(qp):
-            # The data that has arrived is in memory only after this step; the next may send it.
+            # The data that has arrived is in memory only after this step; the next one may send it.
             qp.device.again(qp)
     return True
 
@@ -413,12 +414,12 @@ def _acknowledgement(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
         qp.device.counters.rnr_naks_received += 1
     _acknowledge(qp, psn)
     if syndrome == packets.NAK and (status := _NAK_STATUS.get(value)) is not None:
-        # A responder in ERR does not repeat it.
+        # A responder in ERR does not send the NAK again.
         if psn >= qp.una:
             qp.refused = psn, status
             _fail_refused(qp)
     elif psn != qp.una or not qp.requests or qp.rnr_until:
-        # Responses before it are missing, or it repeats a known NAK.
+        # Responses before the NAK are missing, or it repeats an earlier NAK.
         return
     elif syndrome == packets.RNR_NAK:
         _wait_for_receive(qp, value)
@@ -455,7 +456,7 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
     """Complete the requests before a PSN."""
     qp.una = psn
     if psn > qp.psn:
-        # The packets had arrived, and need not be sent again.
+        # The packets have arrived, and need not be retransmitted.
         qp.psn = psn
     if qp.retries or qp.rnr_retries:
         qp.begin_attempts()
@@ -470,7 +471,7 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
             has_response = request.wqe.opcode in _RESPONDED
             byte_len = request.offset + request.size if has_response else 0
             qp.end_first_send(WCStatus.SUCCESS, byte_len)
-            # The completion may overrun its queue, which flushes the send queue.
+            # The completion may overrun its queue; an overrun flushes the send queue.
             requests = qp.requests
     if qp.reliable:
         if qp.una < qp.psn:
@@ -481,7 +482,7 @@ def _advance(qp: RoceQueuePair, psn: int) -> None:
 
 def _response(qp: RoceQueuePair, packet: Packet, psn: int) -> None:
     """Process the response to a READ, an atomic, a FLUSH or an ATOMIC_WRITE."""
-    # It implies that every packet before it has arrived.
+    # A response implies that every earlier packet has arrived.
     _acknowledge(qp, psn)
     if psn > qp.una:
         hold(qp.early, packet, qp.mtu)
@@ -522,7 +523,7 @@ def _accept(qp: RoceQueuePair, packet: Packet) -> None:
         size = 0
         fits = wqe.opcode in (_FLUSH, _ATOMIC_WRITE) and row is packets.READ_RESPONSE_ONLY
     if not fits:
-        # It does not answer this request.
+        # It is not a response to this request.
         return
     if size:
         sges = part(wqe.sges, request.offset + done, size)
@@ -602,7 +603,7 @@ def _try_again(qp: RoceQueuePair, counts: bool) -> None:
 
 
 def _wait_for_receive(qp: RoceQueuePair, timer: int) -> None:
-    """Pause after an RNR NAK, which also shows that the peer is there."""
+    """Pause after an RNR NAK, which also shows that the peer is reachable."""
     qp.retries = 0
     if qp.rnr_retries >= qp.attr["rnr_retry"] != RNR_FOREVER:
         fail(qp, WCStatus.RNR_RETRY_EXC_ERR)

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from .qp import RoceQueuePair
 
 _AT_ONCE = 32
-"""READ responses sent in one step."""
+"""The most READ responses sent in one step."""
 
 _REMOTE_WRITE, _REMOTE_READ = int(Access.REMOTE_WRITE), int(Access.REMOTE_READ)
 _READ = int(Opcode.RDMA_READ)
 _ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
-"""The operations that are answered by a READ response without data."""
+"""The operations whose response is a READ response without data."""
 _WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
 _ACK, _RNR_NAK = AckType.ACK, AckType.RNR_NAK
 _SUCCESS = WCStatus.SUCCESS
@@ -230,7 +230,7 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
         # An ACK would say that the responses have been sent.
         qp.ack_due = True
     elif opcode in _ATOMICS:
-        # PSNs wrap: the latest one counts.
+        # PSNs wrap, so the latest atomic with this PSN counts.
         for psn, value in reversed(qp.atomics):
             if psn == packet.psn:
                 _send(qp, packets.ATOMIC_ACKNOWLEDGE, psn, _aeth(qp), value)
@@ -244,7 +244,7 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
 
 
 def _read_again(qp: RoceQueuePair, packet: Packet) -> None:
-    """Resend the responses to a READ, after the responses to the READ in progress."""
+    """Retransmit the responses to a READ, after the responses to the READ in progress."""
     if qp.reading is None:
         qp.reading = Reading(packet, True)
         _send_responses(qp, None)
@@ -255,7 +255,7 @@ def _read_again(qp: RoceQueuePair, packet: Packet) -> None:
 
 
 def _refuse_duplicate(qp: RoceQueuePair, code: int, psn: int) -> None:
-    """Send a NAK for a READ that can no longer be repeated.
+    """Send a NAK for a duplicate READ that can no longer be executed.
 
     The queue pair's state does not change, because the request may be an old copy from the network.
     In that case the requester ignores the NAK.

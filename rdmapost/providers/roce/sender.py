@@ -27,7 +27,7 @@ class Sender(native.Record):
 
     Attributes:
         may_join: whether one call may send several packets; False once a send has shown that the
-            network device cannot segment.
+            network device cannot segment them.
         errors: the sends that failed when a step was committed: the errno of each, and how many
             packets, bytes and retransmitted packets it had.
     """
@@ -66,10 +66,10 @@ class Sender(native.Record):
             counted = len(headers), size, again
             self._transmit(device, path, about, data, size, segment, counted)
             return
-        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
+        # If memory runs out while a bytearray is sliced, Python's error is about exported buffers.
         packet = bytes(memoryview(data)[:size])
         if about is not None:
-            # By the time the packet is sent, it may be damaged, and its work request gone.
+            # By the time the packet is sent, it may be corrupted, and its work request may be gone.
             about = functools.partial(trace.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)

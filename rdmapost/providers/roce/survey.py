@@ -35,7 +35,7 @@ def survey(prefix: str) -> list[RoceInterface]:
             if obstacle is None or not obstacle.startswith("UDP"):
                 break
         else:
-            # No address is free: report the one that opening the device would name.
+            # No address is free: report the one that an attempt to open the device would name.
             address = addresses[0]
         found.append(RoceInterface(prefix + netdev, address.host, address.path_mtu, obstacle))
     return found

@@ -33,7 +33,7 @@ _READ = int(Opcode.RDMA_READ)
 _NAMES = {int(each): each.name for each in Opcode}
 _UDP = struct.Struct("!HHHH")
 _DETH_QPN = BTH_BYTES + 5
-"""The offset, in a datagram's packet, of the number of the queue pair that sent it."""
+"""The offset of the source queue pair number in a datagram's packet."""
 
 
 def frame(
@@ -161,7 +161,7 @@ def _put(
         return
     count = -(-size // each) if size else 0
     try:
-        # If memory runs out while a bytearray is sliced, Python reports exported buffers instead.
+        # If memory runs out while a bytearray is sliced, Python's error is about exported buffers.
         packets = memoryview(data)
         blocks = b"".join(
             [
@@ -170,7 +170,7 @@ def _put(
             ]
         )
     except MemoryError:
-        # The capture lacks them; the step continues.
+        # The packets are missing from the capture; the step continues.
         for recording in recordings:
             recording.tally.dropped += count
         return
@@ -195,7 +195,7 @@ def about_sent(qp: RoceQueuePair, packet: bytes) -> str:
 
 
 def known_comment(comment: str, packet: bytes) -> str:
-    """Return a comment that was determined earlier, whatever the packet is now."""
+    """Return a comment that was determined earlier; the packet may have changed since."""
     return comment
 
 

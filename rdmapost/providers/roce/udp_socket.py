@@ -1,4 +1,4 @@
-"""The sockets of devices: their options, and who closes them after a fork."""
+"""The devices' sockets: their options, and which process closes them after a fork."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=close_all)
 
 
 def bind(place: str) -> tuple[LocalAddress, Any]:
-    """Open a socket on the first address that is free; return both.
+    """Open a socket on the first free address; return the address and the socket.
 
     Args:
         place: a network device or an address.

@@ -1,4 +1,4 @@
-"""Unreliable datagrams: each names its destination, arrives behind a GRH, and may be dropped."""
+"""Unreliable datagrams: each names its destination, arrives with a GRH, and may be dropped."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def _send(qp: SoftQueuePair, wqe: WQE, data: Segments, size: int) -> None:
 
 
 def _ip_header(address: AddressHandle, size: int) -> bytes:
-    """Return the IP header of the RoCE v2 packet, which precedes the payload in a receive.
+    """Return the RoCE v2 packet's IP header, which precedes the payload in a receive's buffers.
 
-    An IPv4 header takes the last 20 of the 40 bytes.
+    An IPv4 header takes up the last 20 of the GRH's 40 bytes.
     """
     sgid, dgid = address.sgid, address.dgid
     length = _HEADERS + -(-size // 4) * 4

@@ -109,11 +109,11 @@ class SoftDevice(Device):
             self.start(qp)
 
     def put_off(self) -> bool:
-        # No thread would continue the work, and a poll must show all that was posted before.
+        # No thread would continue the work, and a poll must show the results of all earlier posts.
         return False
 
     def execute_next(self, worker: SoftQueuePair | SharedReceiveQueue) -> bool:
-        """Carry out one pending work request of a worker; return whether to call again."""
+        """Execute one of a worker's pending work requests; return whether to call again."""
         if isinstance(worker, SoftQueuePair):
             return requester.execute_next(worker)
         return bool(worker.tags.execute_next())

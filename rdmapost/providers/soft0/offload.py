@@ -73,7 +73,7 @@ class _Headers(NamedTuple):
 
 
 def _headers(packet: bytes, link: Link) -> _Headers | None:
-    """Find the headers of a packet; None if it is not IP."""
+    """Find the headers of a packet; return None if it is not an IP packet."""
     at, ethertype = link(packet)
     left = len(packet) - at
     if ethertype == ETHERTYPE_IPV4 and left >= IPV4.size and packet[at] >> 4 == 4:
@@ -130,8 +130,8 @@ def _pseudo_header(packet: _Bytes, headers: _Headers, size: int) -> int:
 def fill_checksums(packet: bytes, link: Link) -> bytes:
     """Return a packet with its IPv4 header, TCP and UDP checksums filled in.
 
-    Everything else is left unchanged, as are fragments, whose transport checksum covers more than
-    one packet.
+    Everything else is left unchanged, and so is the transport checksum of a fragment, which covers
+    more than one packet.
     """
     headers = _headers(packet, link)
     if headers is None:
@@ -142,7 +142,7 @@ def fill_checksums(packet: bytes, link: Link) -> bytes:
 
 
 def _fill(out: memoryview, headers: _Headers, end: int) -> None:
-    # Not a bytearray: if memory runs out while one is sliced, Python reports exported buffers.
+    # Not a bytearray: if memory runs out while one is sliced, Python's error is misleading.
     at, transport = headers.ip, headers.transport
     if headers.version == 4:
         out[at + 10 : at + 12] = b"\0\0"
@@ -172,7 +172,7 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
         if checksum_residue(packet[at:transport]):
             return False
         if headers.protocol == IPPROTO_UDP and packet[transport + 6 : transport + 8] == b"\0\0":
-            # Optional on IPv4.
+            # On IPv4, the UDP checksum is optional.
             return True
     size = end - transport
     return (
@@ -184,10 +184,11 @@ def checksums_are_right(packet: bytes, link: Link) -> bool:
 
 
 def segments(hdr: bytes, link: Link, payload: bytes, mss: int) -> list[bytes]:
-    """Cut a payload into packets of at most mss bytes, each after the header.
+    """Cut a payload into packets, each with the header and at most mss bytes of the payload.
 
     Each packet has its own lengths, IPv4 identification, TCP sequence number and checksums; only
-    the last has FIN and PSH, and only the first CWR. UDP is cut too, into separate datagrams.
+    the last keeps FIN and PSH, and only the first keeps CWR. A UDP payload is also cut, into
+    separate datagrams.
 
     Args:
         hdr: the link header, IPv4 or IPv6, and TCP or UDP, with nothing after them.

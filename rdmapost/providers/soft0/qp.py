@@ -1,4 +1,4 @@
-"""A queue pair of soft0: when it retries, and the checksums of the messages that it receives."""
+"""A soft0 queue pair: when it retries, and the checksums of the messages that it receives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SoftQueuePair(QueuePair):
     def begin_attempts(self) -> None:
         super().begin_attempts()
         self.due = 0.0
-        """When to retry the request at the head, by the monotonic clock."""
+        """When to retry the request at the head of the send queue, by the monotonic clock."""
 
     def drop_queues(self) -> None:
         super().drop_queues()

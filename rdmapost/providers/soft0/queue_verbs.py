@@ -27,7 +27,7 @@ _SRQ_FIELDS: dict[int, int] = {
     SRQType.XRC: _SRQ_TYPE | _SRQ_PD | _SRQ_XRCD | _SRQ_CQ,
     SRQType.TM: _SRQ_TYPE | _SRQ_PD | _SRQ_CQ | _SRQ_TM,
 }
-"""The attributes of ibv_create_srq_ex, by type."""
+"""The attributes that ibv_create_srq_ex takes, by SRQ type."""
 
 
 @verb
@@ -62,7 +62,7 @@ def open_xrcd(context: Any, init: Any) -> Any:
     context_of(context, "ibv_open_xrcd")
     domain = _find_domain(init)
     domain.opened += 1
-    # Each open of a domain makes another struct.
+    # Each time a domain is opened, another struct is created.
     xrcd = ffi.new("struct rp_soft_xrcd *")
     xrcd.xrcd.context = context
     keep(xrcd, domain, "ibv_open_xrcd", whole=xrcd)
@@ -83,7 +83,7 @@ def close_xrcd(xrcd: Any) -> None:
 
 
 _domains: dict[tuple[int, int], XRCDomain] = table()
-"""XRC domains that a file names, by the file's inode."""
+"""The XRC domains that are associated with a file, by the file's inode."""
 
 
 def _domain_of(xrcd: Any, name: str) -> XRCDomain:

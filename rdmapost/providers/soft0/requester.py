@@ -1,9 +1,9 @@
 """The requester: executes the send queue, in order, one request at a time.
 
 A request goes out as a message, and its acknowledgement decides how the work request completes.
-A queue pair whose request must be retried is parked until the retry is due; any later post, poll or
-wake-up by an event descriptor makes the attempt. FENCE needs no code: a request starts when the
-previous one is done.
+A queue pair whose request must be retried is parked until the retry is due; then the next post,
+poll or wake-up by an event descriptor makes the attempt. FENCE needs no code: a request starts only
+when the previous one is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAK_STATUS = {
 
 _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM)})
-# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing an Enum member costs as much as a call.
 _RTS, _SQE = QPState.RTS, QPState.SQE
 _UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
 _SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
@@ -90,7 +90,7 @@ def _retire(qp: SoftQueuePair, wqe: WQE, status: WCStatus, byte_len: int) -> Non
 
 
 def _carry_out(qp: SoftQueuePair, wqe: WQE) -> int:
-    """Carry out one work request; return how many bytes came back.
+    """Execute one work request; return how many bytes came back.
 
     Raises:
         ErrorStatus: it ends with an error status.
@@ -168,7 +168,7 @@ def _atomic(qp: SoftQueuePair, wqe: WQE) -> int:
     request = _request(qp, wqe, [], 8)
     request.rkey, request.compare, request.swap = wqe.atomic_rkey, wqe.compare_add, wqe.swap
     old = _exchange(qp, request).value
-    # Only the SGEs that the value reaches are checked.
+    # Only the SGEs that receive the value are checked.
     target = qp.device.memory.local(qp.pd, part(wqe.sges, 0, 8), True)
     copy([old.to_bytes(8, sys.byteorder)], target)
     return 8
@@ -232,7 +232,7 @@ def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
     if ack is None:
         timeout = qp.attr["timeout"]
         if not timeout:
-            # Wait forever: retry now and then, as the peer may come up.
+            # Wait forever: retry now and then, in case the peer comes up.
             _try_again(qp, 0.1)
         qp.retries += 1
         _try_again(qp, ack_timeout(timeout))

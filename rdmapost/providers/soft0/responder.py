@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from .qp import SoftQueuePair
 
 _REMOTE_WRITE = int(Access.REMOTE_WRITE)
-# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing an Enum member costs as much as a call.
 _SUCCESS, _UD = WCStatus.SUCCESS, QPType.UD
 
 
 def receive(qp: SoftQueuePair, request: Request) -> Ack | None:
-    """Carry out a request; return the acknowledgement, or None if none is sent."""
+    """Execute a request; return the acknowledgement, or None if none is sent."""
     if qp.state not in RECEIVES or qp.peer_type is not request.qp_type:
         return None
     if qp.connected:

@@ -1,4 +1,4 @@
-"""Tag matching: a shared receive queue that finds the buffer for a message by its tag.
+"""Tag matching: a shared receive queue that finds the buffer for a message by the message's tag.
 
 A message starts with a header (TMH). Its tag is looked up in the matching list. If an entry
 matches, the payload goes into the entry's buffers; if none does, the message is unexpected and
@@ -9,8 +9,8 @@ unexpected ones, and a later message must not overtake that message. So both sid
 messages, and entries added while the counts differ are held: they match nothing until an operation
 carries a count that agrees with the device's (phase synchronisation, ibv_post_srq_ops(3)).
 
-A rendezvous request has the payload's address instead of the payload (RVH). The device itself
-fetches it with an RDMA READ, on the queue pair that received the request, and sends a FIN.
+A rendezvous request has the payload's address (RVH) instead of the payload. The device itself
+fetches the payload with an RDMA READ, on the queue pair that received the request, and sends a FIN.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_NUM_TAGS = 127
 MAX_OPS = 1024
 MAX_RNDV_HEADER = 64
-"""Bytes in a rendezvous request, including the sender's own data after TMH and RVH."""
+"""The most bytes in a rendezvous request, including the sender's own data after the TMH and RVH."""
 
 _RVH = Struct("!QII")  # va, rkey, len
 _COUNT_MASK = 0xFFFF
@@ -93,14 +93,14 @@ class MatchingList(native.Record):
         self._entries: dict[int, _Entry] = {}
         """By handle, in matching order; the dict is replaced, never changed in place."""
         self._held: frozenset[int] = frozenset()
-        """The handles of the entries that may not match yet."""
+        """The handles of the entries that must not match yet."""
         self._seen = 0
         self._handled = 0
 
     # ---- operations ---------------------------------------------------------
 
     def execute_next(self) -> bool:
-        """Carry out the first posted operation; return whether to call again."""
+        """Execute the first posted operation; return whether to call again."""
         if self.ops.pending:
             self._carry_out(self.ops.take())
         return bool(self.ops.pending)
@@ -158,7 +158,7 @@ class MatchingList(native.Record):
     # ---- messages -----------------------------------------------------------
 
     def receive(self, qp: SoftQueuePair, request: Request) -> Ack | None:
-        """Handle a message to a queue pair of this shared receive queue."""
+        """Handle a message to a queue pair that uses this shared receive queue."""
         head, payload = _split(request.data, TMH.size)
         opcode = head[0] if head else TMHOpcode.NO_TAG
         if opcode in (TMHOpcode.NO_TAG, TMHOpcode.FIN):
@@ -213,7 +213,7 @@ class MatchingList(native.Record):
         message.data, message.length = payload, request.length - TMH.size
         flags = _MATCH | _DATA_VALID
         if request.length > 128 << qp.attr["path_mtu"]:
-            # The first packet reports the match, the last the data.
+            # The completion of the first packet reports the match, that of the last the data.
             self._complete_match(qp, entry, tag_info)
             flags, tag_info = _DATA_VALID, NO_TAG
         taken = entry, self.slots, self.srq.pd, self.cq
@@ -245,7 +245,7 @@ class MatchingList(native.Record):
             return Ack(AckType.NAK_REMOTE_OPERATIONAL)
         room = size_of(segments)
         if size > room:
-            # Software fetches the data, using the headers that the buffer receives.
+            # Software fetches the data, using the headers, which go into the buffer.
             headers = message[: min(TMH.size + _RVH.size, room)]
             if headers:
                 copy_bytes([headers], segments)
@@ -259,7 +259,7 @@ class MatchingList(native.Record):
 
 
 class _Rendezvous:
-    """The device's own work requests on a send queue: fetch the data, then send a FIN."""
+    """The device's own work requests on a send queue: one fetches the data, one sends the FIN."""
 
     def __init__(self, tags: MatchingList, qp: SoftQueuePair, entry: _Entry, size: int) -> None:
         self.pd: ProtectionDomain = tags.srq.pd
@@ -278,7 +278,7 @@ class _Rendezvous:
         read.opcode, fin.opcode = Opcode.RDMA_READ, Opcode.SEND
         read.sges = _first(self._entry.sges, self._size)
         read.remote_addr, read.rkey = va, rkey
-        # The FIN repeats the request, except for the opcode.
+        # The FIN has the request's headers, except for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
         read.owner = fin.owner = self
         native.on_commit(self._qp.sq.pending.append, read)

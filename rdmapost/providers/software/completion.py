@@ -37,10 +37,10 @@ _Event = TypeVar("_Event")
 
 
 class _EventSource(native.Record, Generic[_Event]):
-    """Events behind a file descriptor, which is readable when one is pending.
+    """Events behind a file descriptor, which is readable when an event is pending.
 
-    The descriptor is an epoll of an eventfd and of Device.wake_fds, so a sleeping thread wakes up
-    when the device has work, and does the work.
+    The descriptor is an epoll instance for an eventfd and Device.wake_fds, so a sleeping thread
+    wakes up when the device has work, and does the work.
     """
 
     def __init__(self, device: Device) -> None:
@@ -100,7 +100,7 @@ class CompletionQueue(native.DeviceQueue):
     Attributes:
         pending: the entries, each with the completion's bytes, the queue whose slots it frees, and
             how many slots. The C code of a poll removes them.
-        armed: which completions raise an event: 0 none, 1 solicited ones, 2 any.
+        armed: which completions generate an event: 0 none, 1 solicited ones, 2 any.
         has_timestamps: whether completions carry the time at which they were added.
     """
 
@@ -115,7 +115,7 @@ class CompletionQueue(native.DeviceQueue):
         self.users = 0
         self.has_timestamps = False
         self.overrun = False
-        """Whether an entry found no room."""
+        """Whether there was no room for an entry."""
 
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if the queue overruns."""

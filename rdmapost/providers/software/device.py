@@ -56,7 +56,7 @@ def _unknown(cookie: int) -> None:
 
 
 class OpenDevice(native.Record):
-    """One open context of the device."""
+    """One open context of a device."""
 
     def __init__(self, device: Device, struct: Any) -> None:
         self.device = device
@@ -65,7 +65,7 @@ class OpenDevice(native.Record):
         self.events = EventQueue(device)
         self.faults = PlannedFaults()
         self.plan = FaultPlan(self.faults, device)
-        """The users' interface to the faults."""
+        """The user's interface to the faults."""
         self.wr_id_of: Callable[[int], int | None] = _unknown
         """Maps the device's wr_id to the caller's, or to None."""
 
@@ -136,7 +136,7 @@ class Device(native.Record):
         self.qkey_violations = min(self.qkey_violations + 1, 0xFFFF)
 
     def start_over(self) -> None:
-        """Forget everything, in the child of a fork."""
+        """Reset everything, in the child of a fork."""
         self.__init__(self.name)  # type: ignore[misc]
 
     def new_number(self, call: str) -> int:
@@ -152,7 +152,7 @@ class Device(native.Record):
         return number in self.qps or number in self.srqs
 
     def remove(self, qp: Any) -> None:
-        """Forget a queue pair that is being destroyed."""
+        """Remove a queue pair that is being destroyed."""
         del self.qps[qp.number]
 
     def plan_packets(self, plan: PacketFaults | None, sent: bool, received: bool) -> None:
@@ -166,7 +166,7 @@ class Device(native.Record):
     # ---- progress -----------------------------------------------------------
 
     def set_due(self, due: float) -> None:
-        """Have run_due called at a time, unless it is negative."""
+        """Have run_due called at a given time; a negative time cancels the call."""
         self.due = due
         _schedule()
         # 0 disarms the timer.

@@ -16,7 +16,8 @@ WQE = native.WQE
 ibv_recv_wr`` or ``struct ibv_ops_wr``, under the same names; those that its opcode does not use are
 garbage. ``opcode`` is a number, each of ``sges`` is (addr, length, lkey), ``inline`` is the data
 copied when it was posted, and ``ah``, ``window`` and ``region`` are the device's objects. The
-device's own work requests (tags) have an ``owner``, which is notified when they end."""
+device's own work requests (for tag matching) have an ``owner``, which is notified when they
+end."""
 
 
 class WorkQueue(native.DeviceQueue):
@@ -32,7 +33,7 @@ class WorkQueue(native.DeviceQueue):
         used: slots taken.
         silent: completed unsignaled work requests, whose slots a later completion frees.
         refuses: the errno with which every post fails, or 0.
-        prompt: whether posts are executed at once, instead of waiting for a message.
+        prompt: whether posted work requests are executed at once, without waiting for a message.
     """
 
     __slots__ = ()
@@ -49,7 +50,7 @@ class WorkQueue(native.DeviceQueue):
         return wqe
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove everything."""
         self.silent = 0
         # This includes work requests that a signal handler posts in the meantime.
         native.on_commit(native.clear, self)

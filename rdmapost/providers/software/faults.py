@@ -69,8 +69,8 @@ class PacketFaults(NamedTuple):
 class FaultPlan:
     """The faults planned for an open device: its ``faults``.
 
-    Each call of ``fail_post`` or ``complete_with`` fails one work request, so three calls fail
-    three; a call of ``not_ready`` replaces an earlier one for the same queue pair.
+    Each call to ``fail_post`` or ``complete_with`` fails one work request, so three calls fail
+    three; a call to ``not_ready`` replaces an earlier one for the same queue pair.
 
     Args:
         planned: the faults, as the device reads them.
@@ -160,7 +160,7 @@ class FaultPlan:
 
         Each rate is the probability, 0..1, with which something happens to a packet, whatever else
         happens to it.  What happens to the nth packet depends only on the seed and the rates.  The
-        plan replaces an earlier one; without rates nothing happens any more.  It covers all queue
+        plan replaces any earlier one; without rates, it affects no packets.  It covers all queue
         pairs of the device, in all its open contexts.
 
         Args:
@@ -169,8 +169,8 @@ class FaultPlan:
             delay: rate of packets that arrive ``delay_by`` later.
             reorder: rate of packets that the next packet overtakes; if none follows, they arrive
                 2 ms later.
-            corrupt: rate of packets in which a bit is flipped.  The ICRC shows it, so the receiver
-                drops them.
+            corrupt: rate of packets in which a bit is flipped.  The ICRC reveals this, so the
+                receiver drops them.
             delay_by: seconds, more than 0.
             seed: chooses the packets, 0..2^64-1.
             sent: apply the plan to packets that the device sends; if False, an earlier plan for
@@ -178,7 +178,7 @@ class FaultPlan:
             received: the same for packets that the device receives.
 
         Raises:
-            TypeError: a rate, delay_by or seed is not a number, or sent or received not a bool.
+            TypeError: a rate, delay_by or seed is not a number, or sent or received is not a bool.
             ValueError: an argument is out of range.
             UnsupportedError: the device is soft0, which has no packets.
         """

@@ -31,7 +31,7 @@ class JournaledDict(dict[Any, Any]):
         self.discard(key)
 
     def discard(self, key: Any) -> None:
-        """On commit, remove a key, if present: undoing a removal before then might need memory."""
+        """On commit, remove a key, if present: undoing a removal made earlier might need memory."""
         native.on_commit(dict.pop, self, key, None)
 
     def pop(self, key: Any, *default: Any) -> Any:

@@ -75,7 +75,7 @@ def map_dmabuf(fd: int, offset: int, length: int, iova: int, access: int) -> mem
     except (OSError, OverflowError, ValueError) as error:
         code, why = errno.EINVAL, f": {error}"
         if isinstance(error, OSError) and error.errno:
-            # The error says the rest.
+            # The errno already says why.
             code, why = error.errno, ""
         raise VerbsError(name, code, f"fd {fd} cannot be mapped{why}") from None
     return memoryview(mapped)[extra:]

@@ -201,7 +201,7 @@ class Memory(native.Record):
         self._by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
-        """Re-register a region over new memory; its keys change, and the old ones become unknown.
+        """Re-register a region over new memory; its keys change, and the old ones become invalid.
 
         Raises:
             VerbsError: ENOMEM: all keys are in use.
@@ -214,7 +214,7 @@ class Memory(native.Record):
         self._list(region)
 
     def deregister(self, region: Region) -> None:
-        """Forget a region; its keys become unknown."""
+        """Remove a region; its keys become invalid."""
         if not region.valid:
             # It was invalidated: another region may have its keys.
             return
@@ -233,7 +233,7 @@ class Memory(native.Record):
         return window
 
     def deallocate_window(self, window: Window) -> None:
-        """Forget a window."""
+        """Remove a window."""
         self._by_index.discard(window.rkey >> 8)
         window.valid = False
         window.unbind()
@@ -252,7 +252,7 @@ class Memory(native.Record):
         Args:
             pd: the queue's protection domain.
             sges: tuples (addr, length, lkey); length 0 means 2^31.
-            write: whether the device will write there.
+            write: whether the device will write to it.
             size: how many bytes are needed; SGEs after them are not checked. Default: all.
 
         Raises:
@@ -474,7 +474,10 @@ def _write(room: Any, piece: Any) -> None:
 
 
 def replace(number: bytes, target: Any) -> None:
-    """On commit, replace a number with one computed from it, only once even if the verb repeats."""
+    """On commit, replace a number with one computed from it.
+
+    This happens only once, even if the verb is repeated.
+    """
     if isinstance(target, native.Room):
         native.try_once_on_commit(target.fill, number)
     else:

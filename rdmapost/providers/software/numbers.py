@@ -30,7 +30,7 @@ class Numbers(native.Record):
 
         Args:
             call: the verb that needs it.
-            what: what the error calls the numbers, in the plural.
+            what: what the error message calls the numbers, in the plural.
             is_taken: whether a number is in use.
 
         Raises:

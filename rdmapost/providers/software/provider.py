@@ -187,7 +187,7 @@ class SoftwareProvider:
     def get_async_event(context: Any, events: dict[object, Any]) -> None:
         event = context_of(context, "ibv_get_async_event").events.take()
         if event is not None:
-            # Not on commit, when there may be no memory to add to the dict.
+            # Not on commit: by then, no memory may be left for adding to the dict.
             native.undo(events.pop, key := object(), None)
             events[key] = event
 
@@ -362,7 +362,7 @@ class SoftwareProvider:
         made = _channel_of(channel, "ibv_get_cq_event").take()
         if made is None:
             return None
-        # Not on commit, when there may be no memory to add to the dict.
+        # Not on commit: by then, no memory may be left for adding to the dict.
         if (address := address_of(made.handle)) not in events:
             native.undo(events.pop, address, None)
             events[address] = None

@@ -29,12 +29,13 @@ _COMPLETES_AS: dict[int, WCOpcode] = {
     int(Opcode.FLUSH): WCOpcode.FLUSH,
     int(Opcode.ATOMIC_WRITE): WCOpcode.ATOMIC_WRITE,
 }
-"""Any other opcode is reported as SEND: its completion has failed, so the opcode is not valid."""
+"""SENDs are reported as SEND. So is any other opcode: its completion has failed, so the opcode is
+not valid."""
 
 _SIGNALED = int(SendFlags.SIGNALED)
 _PEER_TYPE = {QPType.XRC_RECV: QPType.XRC_SEND, QPType.XRC_SEND: QPType.XRC_RECV}
 _RELIABLE = frozenset({QPType.RC, QPType.XRC_SEND, QPType.XRC_RECV})
-# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing an Enum member costs as much as a call.
 _RTS, _SQE, _ERR, _WC_SEND = QPState.RTS, QPState.SQE, QPState.ERR, WCOpcode.SEND
 
 ACCESS_FLAGS = 0x3FF003FF
@@ -92,7 +93,7 @@ class QueuePair(native.Record):
         self.forget()
 
     def forget(self) -> None:
-        """Set everything to what it is in RESET."""
+        """Set everything to its value in RESET."""
         self.attr: dict[str, Any] = {}
         """Set by modify, which requires all attributes that the new state needs."""
         self.begin_attempts()
@@ -126,7 +127,7 @@ class QueuePair(native.Record):
     def drain(self) -> None:
         """Report that the send queue has drained.
 
-        It has at once if posts are executed at once.
+        If posted work requests are executed at once, it has already drained.
         """
         self.context.events.push(EventType.SQ_DRAINED, self.handle)
 
@@ -161,7 +162,7 @@ class QueuePair(native.Record):
     # ---- attempts of the request at the head of the send queue --------------
 
     def begin_attempts(self) -> None:
-        """Reset the counts of retries for the next request."""
+        """Reset the retry counts for the next request."""
         self.retries = 0
         self.rnr_retries = 0
 

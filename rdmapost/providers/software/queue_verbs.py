@@ -159,7 +159,7 @@ def make_qp(
     if srq is not None and srq.tags is not None and init.qp_type != QPType.RC:
         raise VerbsError("ibv_create_qp", errno.EINVAL, "tag matching requires RC")
     opened = context_of(context, name)
-    # An XRC queue pair lacks one CQ or both.
+    # An XRC queue pair lacks one or both CQs.
     send_cq, recv_cq = [
         bound(cq, name) if cq else CompletionQueue(1, None, opened.events)
         for cq in (init.send_cq, init.recv_cq)

@@ -44,19 +44,19 @@ def message_size(wqe: WQE) -> int:
 def needs_rd_atomic(qp: QueuePair) -> None:
     """Raise an ErrorStatus if the queue pair's max_rd_atomic permits no read or atomic."""
     if not qp.attr["max_rd_atomic"]:
-        # It could never start.
+        # The request could never start.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
 
 
 def local_invalidate(qp: QueuePair, wqe: WQE) -> int:
-    """Carry out a LOCAL_INV."""
+    """Execute a LOCAL_INV."""
     if not qp.device.memory.invalidate(qp.pd, qp.number, wqe.imm):
         raise ErrorStatus(WCStatus.MW_BIND_ERR)
     return 0
 
 
 def bind(qp: QueuePair, wqe: WQE) -> int:
-    """Carry out a BIND_MW."""
+    """Execute a BIND_MW."""
     qp.device.memory.bind(
         wqe.window,
         wqe.region,

@@ -54,7 +54,7 @@ _FLUSH_ACCESS = {
 }
 _FLUSH_LEVELS = frozenset(FlushLevel)
 _WITH_IMM, _WITH_INV, _GRH = int(WCFlags.WITH_IMM), int(WCFlags.WITH_INV), int(WCFlags.GRH)
-# Looked up once: before Python 3.12, accessing a member of an Enum costs as much as a call.
+# Looked up once: before Python 3.12, accessing an Enum member costs as much as a call.
 _RTR, _SUCCESS = QPState.RTR, WCStatus.SUCCESS
 _UD, _RAW_PACKET, _XRC_RECV = QPType.UD, QPType.RAW_PACKET, QPType.XRC_RECV
 
@@ -139,7 +139,7 @@ def fill(
     flags: int = 0,
     tag_info: bytes = NO_TAG,
 ) -> Ack | None:
-    """Write a message into a receive's buffers and complete it."""
+    """Write a message into a receive's buffers and complete the receive."""
     wqe, _, pd, _ = taken
     status = _SUCCESS
     byte_len = request.length

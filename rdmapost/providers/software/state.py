@@ -41,7 +41,7 @@ _tables: list[dict[Any, Any]] = []
 
 
 def table() -> JournaledDict:
-    """Return a new table, which a fork empties in the child."""
+    """Return a new table, which is emptied in the child of a fork."""
     made = JournaledDict()
     _tables.append(made)
     return made
@@ -129,9 +129,9 @@ def drop(struct: Any, name: str) -> Any:
 _reports: list[tuple[str, BaseException | None]] = []
 """What to log after the verb."""
 _REPORT_PAUSE = 10.0
-"""Seconds until the same is reported again."""
+"""Seconds before the same problem is reported again."""
 _reported: dict[str, float] = {}
-"""When a device's lack of memory or bug was last reported."""
+"""When each problem (a device's lack of memory, or a bug in it) was last reported."""
 _LACK = MemoryError, RecursionError, SystemError
 """Lack of memory or stack. CPython 3.11 raises SystemError when it cannot allocate a frame."""
 
@@ -150,7 +150,7 @@ def _execute_next(worker: Any, is_late: bool) -> int:
         run_due()
         return False
     if not hasattr(worker, "device"):
-        # A signal handler posted to it while it was being made, which has been undone.
+        # A signal handler posted to it while it was being created; its creation has been undone.
         return False
     if is_late and worker.device.put_off():
         return -2
@@ -178,9 +178,9 @@ def _give_up(worker: Any, error: BaseException | None) -> int:
     if device is None:
         return -1 if lacks else 0
     if lacks and worker is not device:
-        # Without memory no work request fails: it waits until there is some.
+        # A work request does not fail for lack of memory: it waits until memory is available.
         return -1
-    # Without memory a device loses a packet, as a network may.
+    # A device that lacks memory loses a packet, as a network may.
     more: int = device.give_up(worker)
     return more
 

@@ -53,13 +53,13 @@ class AckType(IntEnum):
     ACK = 0
     """The request succeeded."""
     RNR_NAK = 1
-    """No receive is posted; try again after the timer."""
+    """No receive is posted; try again when the timer has expired."""
     NAK_INVALID_REQUEST = 2
     """The request is malformed, too long or not allowed."""
     NAK_REMOTE_ACCESS = 3
     """The key, the range or the permission is wrong."""
     NAK_REMOTE_OPERATIONAL = 4
-    """The responder could not carry it out, for an internal reason."""
+    """The responder could not execute the request, for an internal reason."""
 
 
 class Ack:

@@ -1,4 +1,4 @@
-"""Assertions of the checks, on completions, numbers and bytes."""
+"""The checks' assertions about completions, numbers and bytes."""
 
 from __future__ import annotations
 

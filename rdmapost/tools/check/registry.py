@@ -121,7 +121,7 @@ class Trial:
         return pair
 
     def make_up(self, pair: Loopback) -> None:
-        """Fill the local memory with random bytes, after an Ethernet header if QPs are RAW_PACKET.
+        """Fill the local memory with random bytes, after an Ethernet header on RAW_PACKET.
 
         Args:
             pair: the queue pairs.

@@ -90,7 +90,7 @@ def _attempt(
 
 
 def _require_type(trial: Trial) -> str:
-    """Raise Unsupported where the device has no queue pairs of the type."""
+    """Raise Unsupported if the device has no queue pairs of this type."""
     name, qp_type = trial.context.name, trial.qp_type
     if qp_type is QPType.XRC_SEND and not trial.caps & DeviceCap.XRC:
         raise Unsupported(f"{name} has no XRC queue pairs")

@@ -70,14 +70,14 @@ class _Pending:
         # Rates are limited for each source.
         self.source = _source(address[0])
         self.deadline = time.monotonic() + min(server.timeout, HELLO_S)
-        # Its hello has arrived and waits for authentication.
+        # Whether its hello has arrived and is waiting for authentication.
         self.queued = False
         # Bytes that may still be discarded after a refusal.
         self.unread = LINGER_BYTES
 
 
 def _source(host: str) -> str:
-    """Return an IPv4 address, but only the /64 of an IPv6 address: one host may use all of it."""
+    """Return an IPv4 address, or the /64 of an IPv6 address: one host may use the whole /64."""
     ip = ip_address(host.partition("%")[0])
     if isinstance(ip, IPv6Address):
         return str(ip.ipv4_mapped) if ip.ipv4_mapped else ip.exploded[:19]
@@ -259,7 +259,7 @@ class Acceptor:
                     self._refuse(peer, "busy", why or _TOO_MANY)
                 if peer not in self._pending:
                     return
-        # All hellos are queued; refuse the one that has waited least.
+        # All hellos are queued; refuse the connection that has waited least.
         self._refuse(peer, "busy", why or _TOO_FAST)
 
     # ---- hellos --------------------------------------------------------
@@ -320,7 +320,7 @@ class Acceptor:
     def _count(self, source: str, now: float) -> None:
         self._total.count(now)
         self._guesses.setdefault(source, _RateLimit(GUESSES)).count(now)
-        # Forget sources that are within the limit again, so that this stays small.
+        # Drop sources that are within the limit again, so that the dict stays small.
         self._guesses = {name: rate for name, rate in self._guesses.items() if rate.due > now}
 
     # ---- closing ----------------------------------------------------------------
@@ -342,7 +342,10 @@ class Acceptor:
                 del self._queues[peer.source]
 
     def _finish(self, peer: _Pending, answer: bytes) -> None:
-        """Send the last answer, then read briefly: closing with unread data could lose it."""
+        """Send the last answer, then read briefly.
+
+        Closing with unread data could lose the answer.
+        """
         with suppress(OSError):
             peer.sock.send(answer)
             peer.sock.shutdown(socket.SHUT_WR)

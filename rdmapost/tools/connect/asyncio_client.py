@@ -54,10 +54,11 @@ async def adial(
             servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
-        token: the one that the server requires.
+        token: the token that the server requires.
         timeout: seconds for each step.
         local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
-        local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
+        local_access: what the server may do with that memory, an Access; LOCAL_WRITE is always
+            added.
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: the most bytes in one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
@@ -361,7 +362,7 @@ class AsyncConnection(BaseConnection, AsyncClosesOnExit):
 
     def _abandon(self) -> None:
         if self._writer is not None:
-            # A closed loop has closed the connection.
+            # A closed loop has already closed the connection.
             with suppress(RuntimeError):
                 loop = self._closing.get_loop()
                 loop.call_soon_threadsafe(_close, self._writer, self._reading)

@@ -1,6 +1,6 @@
 """The server for asyncio.
 
-Like the server for threads, it has one thread for each client, because verbs may block. Only the
+Like the threaded server, it has one thread for each client, because verbs may block. Only the
 owner's on_event and on_connect run in the event loop.
 """
 
@@ -70,7 +70,7 @@ async def aserve(
             MW_BIND, access cannot restrict it.
         count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
-        receive_size: bytes of message that each receive holds; default: size, at most 64 KiB.
+        receive_size: message bytes that each receive can hold; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at
@@ -165,7 +165,7 @@ async def aserve(
 
 
 class _Question:
-    """A call of on_connect for a client; done once it returns or the server stops waiting for it.
+    """A call to on_connect for a client; done once it returns or the server stops waiting for it.
 
     Attributes:
         answer: what on_connect returned.
@@ -218,7 +218,7 @@ class _InLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._exiting = False
-        # The calls of on_connect that threads are waiting for.
+        # The calls to on_connect that threads are waiting for.
         self._pending: set[concurrent.futures.Future[None]] = set()
         self._ended = False
 
@@ -279,7 +279,7 @@ def _close(threads: ServerThreads, _: object) -> None:
 
 
 class _Opening:
-    """Opens a listener in a thread, and closes it if the caller no longer waits for it."""
+    """Opens a listener in a thread, and closes it if the caller is no longer waiting for it."""
 
     listener: socket.socket
 
@@ -305,7 +305,7 @@ class _Opening:
 class AsyncServer(BaseServer, AsyncClosesOnExit):
     """A running server; ``aserve`` creates it.
 
-    It ends when the event loop ends, at the latest.
+    It ends no later than the event loop.
 
     Attributes:
         address: where it listens, (host, port, ...).

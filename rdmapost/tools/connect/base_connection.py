@@ -1,6 +1,6 @@
 """A client's queue pair and memory, and the server's offer.
 
-It does no I/O: the clients perform the operations that ``client_session`` yields.
+This module does no I/O: the clients perform the operations that ``client_session`` yields.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class BaseConnection(native.Finalizer, NotCopied):
     def timeout(self) -> float:
         """Seconds for each step of a request; assign to it to change it.
 
-        wait has a timeout of its own, and report adds its timeout and one second.
+        wait has its own timeout; report adds its own timeout plus one second to this one.
 
         Raises:
             TypeError, ValueError: as for dial, on assignment.
@@ -204,7 +204,7 @@ class BaseConnection(native.Finalizer, NotCopied):
         """
         number = within("index", number, 1, (1 << 64) - 1)
         limit = seconds(timeout)
-        # Ask even a server without receives: if the connection is closed, that says why.
+        # Ask even a server without receives: if the connection is closed, the error says why.
         limit = limit if self.offer.receives else 0.0
         left = math.inf if limit is None else max(0.0, limit)
         deadline = time.monotonic() + left
@@ -213,7 +213,7 @@ class BaseConnection(native.Finalizer, NotCopied):
             yield Report(number, int(wait * 1000)), wait
             if left <= LONGEST_WAIT_S:
                 return
-            # Rounded because errors show it.
+            # Rounded because error messages show it.
             left = round(max(0.0, deadline - time.monotonic()), 1)
 
     def _ask_look(self, offset: int, length: int | None) -> Look:
@@ -243,7 +243,7 @@ class BaseConnection(native.Finalizer, NotCopied):
 
 
 def _name_methods() -> None:
-    """Set each method's qualified name to Connection.NAME: errors about its arguments show it."""
+    """Set each method's qualified name to Connection.NAME, for errors about its arguments."""
     for name, method in vars(BaseConnection).items():
         if isinstance(method, types.FunctionType) and not name.startswith("_"):
             method.__qualname__ = f"Connection.{name}"

@@ -64,10 +64,11 @@ def dial(
             servers in the same process.
         host, port: where the server listens.
         qp_type: RC, UC or UD.
-        token: the one that the server requires.
+        token: the token that the server requires.
         timeout: seconds for each step.
         local_size: bytes of local memory; 0 still allocates 1 byte; default: 4096.
-        local_access: what the server may do with it, an Access; LOCAL_WRITE is always added.
+        local_access: what the server may do with that memory, an Access; LOCAL_WRITE is always
+            added.
         depth: work requests that each queue must hold, with one SGE each.
         max_inline_data: the most bytes in one inline work request.
         mr: use this region instead of allocating local memory (local_size, local_access); the
@@ -234,7 +235,7 @@ class Connection(BaseConnection, ClosesOnExit):
                 self._note_failure(error, leaving)
                 raise
         finally:
-            # A traceback would keep the frame, and so the turn.
+            # A traceback would keep the frame alive, and so the turn.
             del request
             self._close_unused()
 
@@ -256,7 +257,7 @@ class Connection(BaseConnection, ClosesOnExit):
             # A weak reference must be hashed while its referent exists: set(map()) creates and
             # hashes it in one call, which no signal handler interrupts.
             (turn,) = set(map(_Turn, (request,), (self._turns.discard,)))
-            # Add the turn before it has a number: later turns wait until they know the number,
+            # Add the turn before it has a number: later turns wait until the number is assigned,
             # because it may be lower than theirs.
             turn.number, turn.thread = -math.inf if asks else math.inf, get_ident()
             self._turns.add(turn)
@@ -382,7 +383,7 @@ class Connection(BaseConnection, ClosesOnExit):
             TypeError: an argument is not a number.
             ValueError: index is not in 1..2**64-1, or timeout is NaN.
             ClosedError: another process opened the connection.
-            ConnectError: the server is gone or no longer remembers the arrival, the connection
+            ConnectError: the server is gone or no longer keeps the arrival, the connection
                 is closed, or a signal handler has interrupted another request of this thread.
             ConnectTimeout: there was no answer within timeout plus the connection's timeout plus
                 one second, or other requests took too long; the connection stays usable.
@@ -403,7 +404,8 @@ class Connection(BaseConnection, ClosesOnExit):
         Returns:
             A digest of all those bytes, and the first 1024 of them; for the rest, compare digests
             or look again.  Both are empty if the server does not reveal them: the memory also holds
-            others' data and may not be read, or it has no buffer (MR.at, MR.from_dmabuf).
+            others' data and the client may not read it, or it has no buffer (MR.at,
+            MR.from_dmabuf).
 
         Raises:
             TypeError: an argument is not an integer.
@@ -473,13 +475,15 @@ class Connection(BaseConnection, ClosesOnExit):
         as address handles (qp.ah_to), regions and windows.  The PD of an mr or srq passed to dial
         stays open, with everything on it that does not belong to the connection.
 
-        When it returns, the server has released its side, unless it is gone or has not answered
-        within the timeout given to dial; context.close_all() does not wait. Requests in progress
-        end with a ConnectError, including one of this thread that a signal handler has interrupted.
-        In the child of a fork it does nothing: the connection belongs to the parent.
+        When close() returns, the server has released its side, unless it is gone or has not
+        answered within the timeout given to dial; context.close_all() does not wait. Requests in
+        progress end with a ConnectError, including one of this thread that a signal handler has
+        interrupted. In the child of a fork, close() does nothing: the connection belongs to the
+        parent.
 
-        Called in a signal handler or finalizer that interrupts a verb or a wait of its thread, it
-        does not wait for the server; this side is released once the verb or the wait has returned.
+        If called in a signal handler or finalizer that interrupts a verb or a wait of its thread,
+        close() does not wait for the server; this side is released once the verb or the wait has
+        returned.
 
         Raises:
             InUseError: one of the caller's queue pairs, on another PD, uses the connection's CQ.
@@ -545,7 +549,7 @@ class Connection(BaseConnection, ClosesOnExit):
         If they were closed earlier, their numbers could be reused, and another thread's system call
         would reach the wrong file.
         """
-        # In this order: a request takes its turn first, and then checks _over.
+        # Check in this order: a request takes its turn first, and then checks _over.
         if not self._over or self._turns:
             return
         if (sock := self._socket) is not None:

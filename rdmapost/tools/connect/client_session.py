@@ -1,6 +1,6 @@
 """The client's side of a connection: its requests and the server's answers, without I/O.
 
-The threaded and the asyncio client drive the same generators: each yielded value is the next I/O
+The blocking and asyncio clients drive the same generators: each yielded value is the next I/O
 operation, and its outcome is sent back.
 """
 
@@ -28,7 +28,7 @@ Outcome: TypeAlias = bytes | OSError | NoData
 """The outcome of an I/O request: the bytes received (none after a send), or why it failed."""
 
 IORequests: TypeAlias = Generator[tuple[bytes, float], Outcome, Message]
-"""Yields bytes to send, or b"" to receive some, and the deadline by time.monotonic()."""
+"""Yields bytes to send, or b"" to receive some, and the deadline (a time.monotonic() value)."""
 
 
 class ClientSession:

@@ -32,7 +32,7 @@ class Exposure:
         size: bytes of the exposed memory.
         access: what a client may do with it: REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC.
         count: receives that are posted for each client.
-        receive_size: bytes of message that each receive holds.
+        receive_size: message bytes that each receive can hold.
         data: the initial contents; the rest is zeros.
         memory: the memory that all clients share, or None if each has its own.
         port_num: the local port, from 1.
@@ -71,8 +71,8 @@ class Exposure:
     def refuse_unenforced(self, context: Context) -> None:
         """Raise ValueError if serve or aserve was given less access than the region's key grants.
 
-        The clients' queue pairs must permit whatever a window may grant. This lets clients do the
-        same with the region's own key.
+        The clients' queue pairs must permit whatever a window may grant. As a result, clients
+        can do the same with the region's own key.
         """
         if not self.given or not self.has & Access.MW_BIND:
             return
@@ -127,8 +127,8 @@ def make_exposure(
 ) -> Exposure:
     """Return the exposure that the arguments of serve() describe, after checking them.
 
-    Its access is the one requested, or all that the device supports, even if mr has less: rereg may
-    change mr's access. Exposure.now() says what clients get.
+    Its access is what was requested, or all that the device supports, even if mr has less: rereg
+    may change mr's access. Exposure.now() says what clients get.
     """
     mr = given.mr
     expect("shared", shared, bool)
@@ -182,7 +182,7 @@ def make_exposure(
 
 
 def windows_access(access: Access) -> Access:
-    """Return the access that a queue pair must permit for a region's windows, given its access."""
+    """Return the access that a queue pair must permit for windows of a region with this access."""
     return EXPOSABLE if access & Access.MW_BIND else Access(0)
 
 

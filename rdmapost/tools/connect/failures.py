@@ -10,7 +10,7 @@ from ..tcp import TCPError, errno_of, reason
 
 
 class ConnectError(RdmaError, ConnectionError):
-    """The other side could not be reached, refused, or went away.
+    """The other side was unreachable, refused, or went away.
 
     Attributes:
         code: the type of error: "refused", "unreachable", "lost", or one of

@@ -54,9 +54,10 @@ class LineReader:
         if not pending:
             return None
         if pending[0] != 0x7B:
-            # Do not wait for a newline: a peer of another protocol may be waiting for an answer.
+            # Do not wait for a newline: a peer that speaks another protocol may be waiting for an
+            # answer.
             raise ProtocolError(f"this is not rdmapost's protocol: {bytes(pending)[:40]!r}")
-        # The bytes searched before hold no newline.
+        # The bytes already searched contain no newline.
         end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:
             if len(pending) >= MAX_LINE:
@@ -107,7 +108,7 @@ def token_matches(given: Any, token: str | None) -> bool:
 
 
 class ServerProtocol:
-    """The server's side; it requires the token unless that is None."""
+    """The server's side; it requires the token, unless the token is None."""
 
     def __init__(self, token: str | None = None) -> None:
         self._token = token

@@ -3,11 +3,11 @@
 A line is ASCII and has at most 4096 bytes, including its newline. Besides ``type``, each message
 has exactly the fields that its class lists; each field is checked separately. The hello carries the
 protocol version as ``rdmapost``, and a server that does not speak that version reads nothing else
-of the hello.
+in the hello.
 
-A session, C being the client and S the server::
+A session (C is the client, S the server)::
 
-    C hello     its token, what its device can reach, type of QP, endpoint
+    C hello     its token, what its device can reach, its QP type and endpoint
     S offer     its endpoint, and what it exposes and receives
     C ready     its queue pair is connected
     S ready
@@ -97,7 +97,7 @@ def _read_integer(minimum: int, maximum: int, value: Any) -> int:
 
 def _text(maximum: int) -> _Codec:
     read = partial(_read_text, maximum)
-    return _Codec(_identity, read, f"a text of at most {maximum} characters")
+    return _Codec(_identity, read, f"text of at most {maximum} characters")
 
 
 def _read_text(maximum: int, value: Any) -> str:
@@ -105,9 +105,9 @@ def _read_text(maximum: int, value: Any) -> str:
 
 
 def _printable(maximum: int) -> _Codec:
-    # It will be shown on a terminal.
+    # The text will be shown on a terminal.
     write, read = partial(_write_printable, maximum), partial(_read_printable, maximum)
-    return _Codec(write, read, f"a printable text of at most {maximum} characters")
+    return _Codec(write, read, f"printable text of at most {maximum} characters")
 
 
 def printable(text: str) -> str:
@@ -246,14 +246,14 @@ class Offer:
     """What the server offers this client.
 
     Attributes:
-        client: its number at this server, from 1.
+        client: the client's number at this server, from 1.
         device: name of the server's device.
         endpoint: the server's queue pair.
         qkey: its Q_Key on UD; otherwise 0.
         addr, rkey, size: the exposed memory.
         access: what the client may do with it.
         receives: how many receives are posted; they are reposted as they are used.
-        receive_size: bytes of message that each receive holds.
+        receive_size: message bytes that each receive can hold.
         private_data: bytes from the server's owner.
     """
 
@@ -283,7 +283,7 @@ class Report:
 
     Attributes:
         index: the receive's number, from 1.
-        timeout_ms: how long to wait for it.
+        timeout_ms: how long to wait for an arrival.
     """
 
     index: int = field(metadata=_with(_integer((1 << 64) - 1, 1)))

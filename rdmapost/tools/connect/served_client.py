@@ -43,7 +43,7 @@ _FLUSH_S = 1.0
 _CHUNK = 1 << 20
 _SENDS = 16
 _MIN_RNR_TIMER = 24
-"""41 ms: the least that a client waits to retry if it sends faster than receives are reposted."""
+"""41 ms: the least time before a client retries, if it sends faster than receives are reposted."""
 
 
 class Place:
@@ -56,7 +56,7 @@ class ServedClient:
     """A client's queue pair, memory and posted receives; the server creates it.
 
     Each client has its own protection domain: no other client can use its resources, even by
-    guessing a key.  With an MR or SRQ of the owner's, all clients share its protection domain.
+    guessing a key.  If the owner passes an MR or SRQ, all clients share its protection domain.
 
     Attributes:
         number: the client's number, from 1.
@@ -64,8 +64,8 @@ class ServedClient:
         private_data: bytes that the client sent when it connected.
         qp: the server's queue pair, connected to the client's.  You can post up to 16 sends,
             reads, writes or binds at a time (qp_options), and poll their completions in
-            ``qp.send_cq``; the server uses the receive queue, unless it takes its receives from
-            an SRQ of yours.
+            ``qp.send_cq``; the server uses the receive queue, unless the queue pair takes
+            its receives from your SRQ.
         mr: the exposed memory.
         offer: the offer to the client.
         channel: reports arrivals; None with an SRQ.
@@ -112,7 +112,7 @@ class ServedClient:
                 self.channel = stack.add(CompChannel(context))
                 # Only for the receives: the owner polls the completions of its own work requests.
                 self._cq = stack.add(CQ(context, max(1, exposure.count), channel=self.channel))
-                # Never exposed: only receives go here.
+                # Never exposed: this holds only received messages.
                 room = max(1, exposure.count * self._slot_size)
                 self._receive_mr = stack.add(MR(pd, room, Access.LOCAL_WRITE))
             memory: Any = exposure.size if exposure.memory is None else exposure.memory
@@ -284,7 +284,7 @@ class ServedClient:
         Raises:
             TypeError: index is not an integer.
             ValueError: it is less than 1.
-            RdmaError: the server no longer remembers it, because 1024 or more have arrived since.
+            RdmaError: the server no longer keeps it, because 1024 or more have arrived since.
         """
         index = within("index", index, 1)
         if index > self.arrived:
@@ -340,7 +340,8 @@ class ServedClient:
     def _piece(self, buffer: memoryview, start: int, end: int) -> bytes:
         try:
             view = buffer[start:end]
-            # The kernel reads it: if the memory is a truncated file, a copy would end the process.
+            # The kernel reads it: if the memory maps a truncated file, copying it here would kill
+            # the process.
             piece = native.Room(start_of(view), len(view), view).read()
         except ValueError:
             self._refuse_closed()

@@ -58,7 +58,7 @@ def serve(
 ) -> Server:
     """Let others connect queue pairs to this device and access its exposed memory.
 
-    It listens on TCP.  Each client that follows the protocol gets a connected queue
+    The server listens on TCP.  Each client that follows the protocol gets a connected queue
     pair, memory, and posted receives, all in a separate protection domain, until it
     leaves.
 
@@ -75,7 +75,7 @@ def serve(
             MW_BIND, access cannot restrict it.
         count: receives posted for each client, 0..16384; default: 16. A used receive is posted
             again.
-        receive_size: bytes of message that each receive holds; default: size, at most 64 KiB.
+        receive_size: message bytes that each receive can hold; default: size, at most 64 KiB.
         data: the initial contents of the memory, bytes or another buffer; zeros follow.
         shared: one memory for all clients, instead of one for each.
         mr: expose this region instead of allocating memory (size, data, shared). Clients get at

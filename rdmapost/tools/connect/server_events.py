@@ -45,7 +45,8 @@ class Arrived:
 class Changed:
     """How a client's memory differs from its initial contents.
 
-    With ``shared``, those are its contents when the server started, so other clients' writes count.
+    With ``shared``, the initial contents are those when the server started, so other clients'
+    writes count.
 
     Attributes:
         offset, length: the range from the first changed byte to the last.
@@ -59,7 +60,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A client has gone, and its resources have been released.
+    """A client has left, and its resources have been released.
 
     Attributes:
         client: its number.

@@ -74,7 +74,7 @@ class ServerSession:
 
     @property
     def deadline(self) -> float | None:
-        """When ``tick`` is due, by time.monotonic(), or None."""
+        """When ``tick`` is due (a time.monotonic() value), or None."""
         if self._look is not None or (self._client is not None and self._client.may_have_more):
             return 0.0
         if self._report is not None:
@@ -99,7 +99,7 @@ class ServerSession:
     def authenticate(self) -> bytes:
         """Check the hello, its token first, and return what to send.
 
-        It creates nothing for the client: the next ``feed`` does that.
+        This creates nothing for the client: the next ``feed`` does that.
         """
         try:
             message = self._protocol.next_message()
@@ -150,7 +150,7 @@ class ServerSession:
         return client is not None and (client._close_called or client.closed)
 
     def lost(self, error: OSError | None = None) -> None:
-        """End the session because the connection is gone, with an error or without."""
+        """End the session because the connection is gone, with or without an error."""
         if not self.over:
             self.over = True
             partial, what = self._protocol.lines.partial, "a message"
@@ -167,7 +167,7 @@ class ServerSession:
         return b"" if self.over else encode(self._fail(ProtocolError(text, code)))
 
     def close(self) -> None:
-        """Release the client's resources, and report that it has gone; a second call does nothing.
+        """Release the client's resources, and report that it has left; a second call does nothing.
 
         If memory runs out, call it again.
         """
@@ -226,8 +226,8 @@ class ServerSession:
             return [Bye()]
         assert self._client is not None, "the session lets nothing else come before the hello"
         if self._look or self._hurried:
-            # This also keeps a client that does not read its answers from creating more work. Only
-            # a Bye may come early: the client may have been interrupted in a request.
+            # This also prevents clients from creating more work without reading the answers. Only a
+            # Bye may come early: the client may have been interrupted in a request.
             raise ProtocolError("another request came before the answer to the last one")
         late: list[Message] = []
         if self._report is not None:

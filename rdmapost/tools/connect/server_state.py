@@ -154,7 +154,7 @@ class ServerState:
             client.offer = replace(client.offer, private_data=private_bytes(answer))
 
     def _came_late(self, client: ServedClient, answer: Any) -> None:
-        """Report a client as joined and gone: on_connect admitted it after it had been refused."""
+        """Report a client as joined and left: on_connect admitted it after it had been refused."""
         try:
             self._admitted(client, answer)
         except (TypeError, ValueError):
@@ -202,7 +202,7 @@ class ServerState:
 
 
 def is_coroutine_function(callback: object) -> bool:
-    """Whether calling it returns a coroutine."""
+    """Whether calling a callback returns a coroutine."""
     # An instance counts, too, if its type's __call__ is a coroutine function.
     method = getattr(type(callback), "__call__", None)  # noqa: B004
     return inspect.iscoroutinefunction(callback) or inspect.iscoroutinefunction(method)

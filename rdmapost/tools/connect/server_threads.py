@@ -162,7 +162,8 @@ class ServerThreads:
     Args:
         server: the server's settings and its clients.
         listener: a listening socket; closed at the end.
-        before_end: close() calls this first, so that no thread waits for the thread that closes.
+        before_end: close() calls this first, so that no thread waits for the thread that calls
+            close().
     """
 
     # At the interpreter's exit finalizers may find no globals.
@@ -198,11 +199,11 @@ class ServerThreads:
 
         Args:
             lifeline: a list that the Server owns. One socket of a pair is added to it, and
-                nothing else may hold a reference to that socket. The threads end when it is shut
-                down, or when the interpreter closes it because the Server is gone; so they end
-                even if a signal handler interrupts the finalizer.
+                nothing else may hold a reference to that socket. The threads end when the socket
+                is shut down, or when the interpreter closes it because the Server is gone; so they
+                end even if a signal handler interrupts the finalizer.
         """
-        # In another thread, which no signal handler interrupts.
+        # Start them in another thread, which no signal handler interrupts.
         try:
             self._starter.start(self._start_threads, lifeline)
         except (RuntimeError, MemoryError) as error:
@@ -235,7 +236,7 @@ class ServerThreads:
             if self.ended:
                 self.end()
             _running.add(self)
-            # Here, not in the thread: it fails if descriptors run out.
+            # Create this here, not in the thread: it fails if descriptors run out.
             acceptor = Acceptor(
                 self.server, self._listener, self._stop.fileno(), self._start_client
             )
@@ -268,8 +269,8 @@ class ServerThreads:
                 for thread in self._clients.copy():
                     thread.join()
         finally:
-            # No other thread releases this. The loop is not in a function, because even a call may
-            # fail for lack of memory.
+            # No other thread releases these resources. The loop is not in a function, because even
+            # a call may fail for lack of memory.
             while True:
                 try:
                     self._release()
@@ -334,16 +335,16 @@ class ServerThreads:
             acceptor.join(_THREAD_END_S)
 
     def _wait_until_finished(self, timeout: float) -> bool:
-        """Wait; if the threads have died before they released everything, release it here."""
+        """Wait; if the threads died before they released everything, release the rest here."""
         if self._finished.wait(timeout, self._exists):
             return True
         if self._exists():
             return False
         if self._start_once.acquire(blocking=False):
-            # A signal handler closes the server before its threads have been started.
+            # A signal handler is closing the server before its threads have been started.
             self._start_error = ClosedError("the server was closed before it had started")
         elif self._exists():
-            # They were started in the meantime, and release everything themselves.
+            # The threads were started in the meantime, and release everything themselves.
             return self._finished.wait(timeout, self._exists)
         self._release()
         return True
@@ -379,7 +380,7 @@ class ServerThreads:
                 try:
                     self._run_session(sock, session)
                 finally:
-                    # No other thread releases these, as in _accept.
+                    # As in _accept, no other thread releases these resources.
                     while True:
                         try:
                             session.close()

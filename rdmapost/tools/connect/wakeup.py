@@ -28,7 +28,7 @@ class Wakeup(native.Finalizer):
         (self.fd,) = map(os.eventfd, (0,), (os.EFD_CLOEXEC | os.EFD_NONBLOCK,))
 
     def ring(self) -> None:
-        """Make it readable; do nothing in the child of a fork, which shares it."""
+        """Make the descriptor readable; do nothing in the child of a fork, which shares it."""
         if self._pid == os.getpid():
             with suppress(BlockingIOError):
                 os.eventfd_write(self.fd, 1)

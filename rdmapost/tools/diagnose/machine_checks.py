@@ -52,12 +52,12 @@ def diagnose_machine(
 
     Args:
         device: the device that will be used; default: RDMAPOST_DEVICE, or the first
-            active one.  "soft0" and "roce:..." need none of this, so whatever is missing is no
-            problem for them.
+            active one.  For "soft0" and "roce:...", what only real devices need is not
+            reported as a problem.
         port_num: its port; default: the first active one.
         gid_index: its GID; default: chosen by choose_gid.
         memory: bytes that will be registered, to compare with the limit.
-        root: the directory with sys, proc, dev and lib.
+        root: the directory that contains sys, proc, dev and lib.
 
     Returns:
         findings, problems first.
@@ -385,10 +385,10 @@ def _firewall(system: System) -> Finding:
         "info",
         f"RoCE v2 uses UDP port {ROCE_V2_PORT}. "
         + (
-            f"Rules of {', '.join(loaded)}, the network or a cloud security group may drop it."
+            f"Rules of {', '.join(loaded)}, the network or a cloud security group may block it."
             if loaded
             else "No packet filter is loaded here, but the network or a cloud security group may "
-            "still drop it."
+            "still block it."
         ),
         f"nft list ruleset; allow UDP {ROCE_V2_PORT} on both sides" if loaded else "",
     )

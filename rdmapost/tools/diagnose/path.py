@@ -119,7 +119,7 @@ def _address(gid: GID) -> str:
 
 
 def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
-    # A device derives a link-local GID from its MAC, whether or not it is an address in use.
+    # A device derives a link-local GID from its MAC, whether or not the netdev has that address.
     if entry.gid.is_link_local or not system.has_netdev(entry.ndev):
         return False
     if entry.gid.is_ipv4:
@@ -131,13 +131,13 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
 def check_route(
     source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], kind: str, system: System
 ) -> Finding:
-    """Check whether a GID can be reached from another.
+    """Check whether one GID can be reached from another.
 
     Args:
         source: the local GID.
         dgid: the peer's.
         table: the GIDs of the local port.
-        kind: "soft" for soft0, which only reaches itself.
+        kind: "soft" for soft0, which reaches only itself.
         system: the machine, for its routes.
     """
     here = f"GID {source.gid_index} ({source.gid})"

@@ -13,7 +13,7 @@ from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
 _AGAIN = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
-"""A reset draws a new PSN, so resetting one side alone does not help."""
+"""A reset chooses a new PSN, so resetting one side alone does not help."""
 
 
 def check_peer(snap: Snapshot) -> Iterable[Finding]:
@@ -41,7 +41,7 @@ def check_peer(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_gone(snap: Snapshot) -> bool:
-    """Whether it is connected to a queue pair that is closed.
+    """Whether the queue pair is connected to a peer that is closed.
 
     No two processes share a software device's address, so a peer at that address is closed if it is
     not found in this process.

@@ -119,7 +119,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
         yield Finding(
             "retry-forever",
             "warning",
-            "retry_cnt=7: Soft-RoCE retries forever, and a send without an answer never fails",
+            "retry_cnt=7: Soft-RoCE retries forever, and a send without a response never fails",
             _better_timers(snap),
         )
     elif total > _LONG_S:
@@ -139,7 +139,7 @@ def check_retries(snap: Snapshot) -> Iterable[Finding]:
 
 
 def _is_short(snap: Snapshot, total: float) -> bool:
-    """Whether the time is short for a roce device, because the peer's process may be busy."""
+    """Whether the time is too short for a roce device: the peer's process may be busy."""
     return snap.qp.context.kind == "roce" and total < _SHORT_S
 
 
@@ -173,7 +173,7 @@ def check_rnr(snap: Snapshot) -> Iterable[Finding]:
             yield Finding("min-rnr-timer-0", "warning", evidence, remedy)
         else:
             yield Finding(
-                "min-rnr-timer", "ok", f"{timer}: the wait of a peer that gets an RNR NAK"
+                "min-rnr-timer", "ok", f"{timer}: how long a peer that gets an RNR NAK waits"
             )
 
 
@@ -194,11 +194,11 @@ def _rnr_retry(snap: Snapshot) -> Finding:
         evidence = "rnr_retry=0: the first send that finds no receive fails with RNR_RETRY_EXC_ERR"
         remedy = "connect with rnr_retry=6, or post receives before the peer can send"
         return Finding("rnr-retry-0", "warning", evidence, remedy)
-    whose, timer = "the peer's", snap.attr.min_rnr_timer
+    whose, condition, timer = "the peer's ", "", snap.attr.min_rnr_timer
     if local is not None:
         timer = local[1].min_rnr_timer
     elif snap.qp.qp_type is QPType.RC:
-        whose = "if the peer has the same"
+        whose, condition = "", ", if the peer has the same min_rnr_timer"
     else:
         evidence = f"rnr_retry={retry} x the peer's min_rnr_timer until RNR_RETRY_EXC_ERR"
         return Finding("rnr-retry", "ok", evidence)
@@ -206,8 +206,8 @@ def _rnr_retry(snap: Snapshot) -> Finding:
     return Finding(
         "rnr-retry",
         "ok",
-        f"rnr_retry={retry} x {whose} min_rnr_timer={timer} ({duration(rnr_timer(timer))}) = "
-        f"{duration(total)} until RNR_RETRY_EXC_ERR",
+        f"rnr_retry={retry} x {whose}min_rnr_timer={timer} ({duration(rnr_timer(timer))}) = "
+        f"{duration(total)} until RNR_RETRY_EXC_ERR{condition}",
     )
 
 
@@ -413,7 +413,7 @@ def waiting_sends(snap: Snapshot) -> int | None:
 
 
 def has_receive(qp: QP) -> bool:
-    """Whether this process has posted a receive for a message to a queue pair."""
+    """Whether this process has posted a receive that a message to a queue pair can consume."""
     if qp.qp_type in _NO_RECEIVES:
         # On XRC each message takes a receive from the SRQ that it names.
         return True

@@ -53,8 +53,8 @@ ACCESS_FLAGS: tuple[Explanation, ...] = (
     ),
     _access(
         Access.ZERO_BASED,
-        "Addresses count from the start of the region or window, which is 0, in SGEs and as "
-        "remote_addr.",
+        "The addresses in SGEs and in remote_addr are offsets from the start of the region or "
+        "window.",
         "mr.addr is 0; mr.buffer_addr is the address in this process.",
     ),
     _access(

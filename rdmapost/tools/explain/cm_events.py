@@ -74,8 +74,8 @@ CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "CONNECT_RESPONSE",
         5,
-        "The passive side accepted, and the identifier has no queue pair of the RDMA CM: move your "
-        "own to RTR and RTS, then call rdma_establish.",
+        "The passive side accepted, and the identifier has no queue pair that the RDMA CM created: "
+        "move your own to RTR and RTS, then call rdma_establish.",
     ),
     _event(
         "CONNECT_ERROR",

@@ -52,15 +52,15 @@ ERRNOS: tuple[Explanation, ...] = (
             "ibv_devinfo -v: max_qp_wr, max_sge, max_cqe, max_qp_rd_atom and the others.",
             "dmesg: many drivers log the reason.",
         ),
-        soft_roce="An atomic at an unaligned address or with less than 8 bytes is EINVAL at the "
-        "post. A send before RTS returns EINVAL without naming a work request, and stays in the "
-        "queue: it runs when the QP reaches RTS. Checked QPs refuse it first.",
+        soft_roce="Posting an atomic at an unaligned address or with fewer than 8 bytes returns "
+        "EINVAL. A send before RTS returns EINVAL without naming a work request, and stays in the "
+        "queue: it is executed when the QP reaches RTS. Checked QPs refuse it first.",
         see=(_RETURN, "ibv_modify_qp(3), NOTES", "ibv_reg_mr(3), RETURN VALUE", "ibv_rereg_mr(3)"),
     ),
     _errno(
         "ENOMEM",
         "From a post: the queue is full. From a registration or a creation: memory could not be "
-        "allocated, nearly always because of a limit and not for lack of RAM.",
+        "allocated, nearly always because of a limit, not a lack of RAM.",
         causes=(
             "A post: as many work requests are outstanding as the queue holds. A slot of the send "
             "queue is freed only when the completion of that work request, or of a later signaled "
@@ -113,8 +113,8 @@ ERRNOS: tuple[Explanation, ...] = (
         causes=(
             "An opcode that the driver does not support: TSO, BIND_MW, atomics, tag matching.",
             "A QP or SRQ type that the device does not support: XRC, RAW_PACKET, tag matching.",
-            "A verb that this driver (libibverbs then returns the error) or an older libibverbs "
-            "does not implement.",
+            "A verb that this driver does not implement (libibverbs then returns the error), or "
+            "that an older libibverbs lacks.",
             "ibv_rereg_mr of a dma-buf region, or with a driver that lacks the verb (Soft-RoCE's).",
             "ON_DEMAND or another access flag that the device lacks; memory of a file system that "
             "cannot be pinned for long (DAX).",
@@ -203,10 +203,10 @@ ERRNOS: tuple[Explanation, ...] = (
             "ibv_dealloc_pd, ibv_destroy_cq, ibv_destroy_srq while a QP, MR, AH or MW uses them.",
             "ibv_dereg_mr or ibv_rereg_mr while a memory window is bound to the region.",
             "A QP that is still attached to a multicast group or a flow.",
-            "mlx5: the firmware has the object in use.",
+            "mlx5: the firmware is still using the object.",
         ),
         look_at=(
-            "Close in the reverse order of creation, as resources used as context managers do.",
+            "Close in the reverse order of creation, as 'with' blocks do.",
             "This library's error, which names the children that are open.",
             "rdma resource show qp (mr, cq, pd): what this process holds.",
         ),
@@ -225,7 +225,7 @@ ERRNOS: tuple[Explanation, ...] = (
             "dmesg: removal, reset, PCIe errors.",
             "context.get_async_event(): DEVICE_FATAL came before.",
         ),
-        soft_roce="The rxe device goes with its network device and does not come back by "
+        soft_roce="The rxe device disappears with its network device and does not come back by "
         "itself: rdma link add rxe0 type rxe netdev IF.",
         see=("ibv_open_device(3)",),
     ),
@@ -281,7 +281,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "EHOSTUNREACH",
         "The peer's network is known, but no host answers at its address.",
         causes=(
-            "The neighbour does not resolve: host down, cable, VLAN, or its entry is FAILED.",
+            "The neighbour does not resolve (host down, cable, VLAN), or its entry is FAILED.",
             "An 'unreachable' route, or a firewall that rejects with this error.",
             "A link-local GID (fe80::) of another link: it is valid only on its own link.",
         ),
@@ -349,8 +349,7 @@ ERRNOS: tuple[Explanation, ...] = (
         causes=(
             "Something closed all file descriptors: daemonising, a subprocess helper, "
             "os.closerange, close() of a number that had been reused.",
-            "The program forked, and the child used the parent's resources after it had closed "
-            "them.",
+            "The program forked, and the child used the parent's resources after closing them.",
             "The context or channel was closed before.",
         ),
         look_at=(
@@ -455,7 +454,8 @@ ERRNOS: tuple[Explanation, ...] = (
     _errno(
         "ECONNREFUSED",
         "Nothing listens at the peer's address and TCP port, which is where two programs exchange "
-        "their endpoints. It says nothing about RDMA, unless an event of the RDMA CM carries it.",
+        "their endpoints. The errno says nothing about RDMA, unless an event of the RDMA CM has "
+        "it.",
         causes=(
             "The server is not running, has ended, or listens on another address or port.",
             "A firewall refuses the connection.",
@@ -471,7 +471,7 @@ ERRNOS: tuple[Explanation, ...] = (
         "RETRY_EXC_ERR.",
         causes=(
             "The other program has ended: its own output has the reason.",
-            "It refused this side, for example for its token or its version.",
+            "It refused this side, for example because of its token or its version.",
         ),
         look_at=("The other side's messages and exit status.",),
         see=("tcp(7)",),

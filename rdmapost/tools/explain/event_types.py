@@ -23,7 +23,7 @@ EVENTS: tuple[Explanation, ...] = (
     _event(
         EventType.QP_FATAL,
         "A queue pair failed in a way that no completion can report: the device could not write "
-        "one, or a queue entry was damaged. The queue pair is in ERR.",
+        "one, or a queue entry was corrupted. The queue pair is in ERR.",
         "dmesg, and whether CQ_ERR came with it.",
         causes=(
             "Its CQ overran or was destroyed.",
@@ -69,8 +69,8 @@ EVENTS: tuple[Explanation, ...] = (
         EventType.PATH_MIG,
         "The connection now uses its alternate path; it has no further alternate path until one "
         "is loaded.",
-        "The link of the first path.",
-        causes=("The first path failed, or software asked for it (path_mig_state).",),
+        "The link of the previous path.",
+        causes=("The primary path failed, or software asked for the migration (path_mig_state).",),
     ),
     _event(
         EventType.PATH_MIG_ERR,
@@ -142,7 +142,7 @@ EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         EventType.CLIENT_REREGISTER,
-        "The subnet manager has forgotten subscriptions and multicast joins: make them again.",
+        "The subnet manager has lost subscriptions and multicast joins: make them again.",
         causes=("The subnet manager was restarted.",),
     ),
     _event(
@@ -179,7 +179,7 @@ WC_FLAGS: tuple[Explanation, ...] = (
         WCFlags.GRH,
         "The first 40 bytes of a UD receive hold a GRH. Without the flag they are undefined, and "
         "the payload still starts at byte 40. On RoCE v2 over IPv4 the IP header is in the last 20 "
-        "of them.",
+        "of the 40.",
     ),
     _flag(
         WCFlags.WITH_IMM,

@@ -55,7 +55,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
         "ClosedError",
         "A resource was used after it had been closed, or in the child of a fork.",
         causes=(
-            "A with block has ended, or another thread has called close() or close_all().",
+            "A 'with' block has ended, or another thread has called close() or close_all().",
             "The process has forked: open the device again in the child.",
         ),
         look_at=("The message names the resource.",),
@@ -67,7 +67,7 @@ EXCEPTIONS: tuple[Explanation, ...] = (
             "Work requests in flight use the region, window or address handle: poll their "
             "completions first.",
             "Resources created on it are open: close them first, in the reverse order of creation, "
-            "as with blocks do.",
+            "as 'with' blocks do.",
         ),
         look_at=(
             "The message names what uses it.",
@@ -154,7 +154,8 @@ EXCEPTIONS: tuple[Explanation, ...] = (
     ),
     _exception(
         "PingpongError",
-        "The other side of a pingpong ended, or does not fit this one. It is a ConnectError.",
+        "The other side of a pingpong ended, or is not compatible with this one. It is a "
+        "ConnectError.",
         module="rdmapost.pingpong",
         look_at=("The message, and the other side's.",),
     ),

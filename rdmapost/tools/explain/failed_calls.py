@@ -104,7 +104,7 @@ _FAILED_TO: dict[Rank, dict[str, str]] = {
         rf"destroy {_SRQ}": "destroy_srq",
         rf"close {_XRCD}": "close_xrcd",
         rf"create {_A}(?:rc |uc |ud |xrc )?{_SIDE}qps?\b": "create_qp",
-        # ibv_*_pingpong and perftest print the latter after a failed move to RTR or RTS.
+        # ibv_*_pingpong and perftest print the last two after a failed move to RTR or RTS.
         r"(?:modify|modifying) (?:\S+ )?qp\b|connect to remote qp\b|"
         r"connect the hca's\b": "modify_qp",
         rf"query {_A}qp\b": "query_qp",

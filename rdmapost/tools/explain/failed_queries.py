@@ -22,7 +22,7 @@ QUERIES: tuple[Explanation, ...] = (
         "ibv_devinfo -v, which makes the same query; dmesg for the driver.",
         causes=(
             "The device was reset or removed after the program had opened it (EIO, ENODEV).",
-            "libibverbs and the kernel's driver do not fit each other (EINVAL, ENOSYS).",
+            "libibverbs and the kernel's driver are not compatible (EINVAL, ENOSYS).",
         ),
     ),
     failure(
@@ -67,9 +67,9 @@ QUERIES: tuple[Explanation, ...] = (
     ),
     failure(
         "query_qp_data_in_order",
-        "libibverbs could not say whether data arrive in order. The answer 0 is no failure: it "
-        "says that nothing is guaranteed.",
-        "The version of rdma-core: ibv_query_qp_data_in_order is newer than most of its verbs.",
+        "libibverbs could not say whether data arrives in order. The answer 0 is not a failure: it "
+        "means that nothing is guaranteed.",
+        "The version of rdma-core: ibv_query_qp_data_in_order is newer than most verbs.",
         causes=("libibverbs does not have the call (EOPNOTSUPP).",),
     ),
     failure(

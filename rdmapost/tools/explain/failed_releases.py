@@ -78,6 +78,6 @@ RELEASES: tuple[Explanation, ...] = (
         "detach_mcast",
         "The queue pair could not be detached from the multicast group.",
         "The GID and the LID with which ibv_attach_mcast was called.",
-        causes=("It is not attached with this GID and this LID, or no longer (EINVAL).",),
+        causes=("It is not, or no longer, attached with this GID and this LID (EINVAL).",),
     ),
 )

@@ -23,7 +23,7 @@ FAILURES: tuple[Explanation, ...] = (
             "The port number does not exist (perftest: -i), or the pkey_index is not in its table.",
             "The queue pair is not in RESET: it was moved before. The RDMA CM itself moves queue "
             "pairs created by rdma_create_qp.",
-            "The mask does not fit the type: RC and UC take qp_access_flags, UD takes qkey.",
+            "The mask does not match the QP type: RC and UC take qp_access_flags, UD takes qkey.",
             "An access flag that the device lacks, such as REMOTE_ATOMIC.",
             "EPERM: a Q_Key with its highest bit set, without CAP_NET_RAW.",
         ),
@@ -51,7 +51,7 @@ FAILURES: tuple[Explanation, ...] = (
             "dest_qp_num, the peer's LID or the port number is wrong or 0: the exchange of the "
             "endpoints went wrong.",
             "max_dest_rd_atomic is over the device's max_qp_rd_atom.",
-            "An attribute is missing in the mask, or the queue pair is not in INIT.",
+            "An attribute is missing from the mask, or the queue pair is not in INIT.",
             "The port is not active.",
         ),
         constant="modify_qp_to_rtr",
@@ -69,7 +69,7 @@ FAILURES: tuple[Explanation, ...] = (
             "max_rd_atomic is over the device's max_qp_init_rd_atom, or the peer's "
             "max_dest_rd_atomic was copied into it.",
             "timeout, retry_cnt or rnr_retry is out of range (31, 7, 7).",
-            "An attribute is missing in the mask: RC needs timeout, retry_cnt, rnr_retry, sq_psn "
+            "An attribute is missing from the mask: RC needs timeout, retry_cnt, rnr_retry, sq_psn "
             "and max_rd_atomic; UC and UD only sq_psn.",
             "The queue pair has gone to ERR in the meantime, or the device is lost.",
         ),
@@ -81,7 +81,7 @@ FAILURES: tuple[Explanation, ...] = (
         "rdmapost explain modify_qp_to_rtr, the most frequent; the errno and dmesg.",
         causes=(
             "To RTR: the path to the peer is wrong, such as RoCE without a GID index.",
-            "The transition does not exist from the present state, or an attribute is missing.",
+            "The transition does not exist from the current state, or an attribute is missing.",
         ),
     ),
     failure(
@@ -94,7 +94,7 @@ FAILURES: tuple[Explanation, ...] = (
             "and inline bytes: ask for less (perftest: -t, -r, -I).",
             "The type is not supported (UC, XRC, RAW_PACKET; EFA has only UD and SRD), or needs "
             "CAP_NET_RAW.",
-            "The limit on locked memory, or the device is out of queue pairs (ENOMEM).",
+            "The limit on locked memory is reached, or the device is out of queue pairs (ENOMEM).",
             "ibv_create_qp_ex: the driver lacks a flag or a field that the comp_mask names "
             "(send_ops_flags, TSO, XRC): EOPNOTSUPP or EINVAL.",
         ),
@@ -106,7 +106,7 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "cqe is over the device's max_cqe, or 0.",
             "comp_vector is not below num_comp_vectors.",
-            "The limit on locked memory, or the device is out of CQs (ENOMEM).",
+            "The limit on locked memory is reached, or the device is out of CQs (ENOMEM).",
             "ibv_create_cq_ex: the driver has no extended CQs, or lacks a field of wc_flags, such "
             "as timestamps (EOPNOTSUPP).",
         ),
@@ -148,9 +148,9 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "max_wr is 0 or over max_srq_wr, or max_sge is over max_srq_sge (EINVAL).",
             "The device has no SRQs: max_srq is 0 (EOPNOTSUPP).",
-            "The limit on locked memory, or the device is out of SRQs (ENOMEM).",
+            "The limit on locked memory is reached, or the device is out of SRQs (ENOMEM).",
             "ibv_create_srq_ex: an XRC SRQ needs an XRC domain and a CQ; tag matching needs a CQ "
-            "and a device that has it.",
+            "and a device that supports it.",
         ),
         see=("ibv_create_srq(3)", "ibv_create_srq_ex(3)"),
     ),
@@ -191,7 +191,7 @@ FAILURES: tuple[Explanation, ...] = (
         "reg_dmabuf_mr",
         "The dma-buf, such as GPU memory, could not be registered.",
         "The errno; dmesg. The versions of the kernel (5.12 or later) and of rdma-core (34 or "
-        "later), and the GPU driver's support of dma-buf.",
+        "later), and the GPU driver's support for dma-buf.",
         causes=(
             "The driver does not register dma-bufs (EOPNOTSUPP).",
             "fd is not a dma-buf, or has been closed (EBADF, EINVAL).",
@@ -206,7 +206,8 @@ FAILURES: tuple[Explanation, ...] = (
         "The memory region could not be changed. ibv_rereg_mr returns its own negative codes "
         "instead of an errno. After -4 or -5 the region must not be used, only deregistered; after "
         "-1 or -2 it is as before; after -3 it has changed.",
-        "The code, and with -4 the errno. Otherwise deregister the region and register it again.",
+        "The code, and with -4 the errno. Alternatively, deregister the region and register it "
+        "again.",
         causes=(
             "The driver cannot change a region, or not this part of it (EOPNOTSUPP).",
             "An argument that ibv_reg_mr refuses as well, or no flag at all (EINVAL).",
@@ -265,7 +266,7 @@ FAILURES: tuple[Explanation, ...] = (
         "rdmapost doctor. ls -l /dev/infiniband; id.",
         causes=(
             "/dev/infiniband/uverbsN is missing (container), or this user may not open it.",
-            "The user-space driver does not fit the kernel's: another version of rdma-core.",
+            "The user-space driver does not match the kernel's: another version of rdma-core.",
             "The device is being reset.",
         ),
     ),
@@ -309,8 +310,8 @@ FAILURES: tuple[Explanation, ...] = (
         causes=(
             "The queue pair is not UD (EINVAL).",
             "gid is not a multicast address (ff00::/8), or lid is not a multicast LID (EINVAL).",
-            "The device has no multicast (EOPNOTSUPP), or is out of groups or of queue pairs in "
-            "one (ENOMEM).",
+            "The device has no multicast (EOPNOTSUPP), or has no room for another group, or for "
+            "another queue pair in this one (ENOMEM).",
         ),
     ),
     failure(
@@ -394,7 +395,7 @@ FAILURES: tuple[Explanation, ...] = (
         "ss -ltnp on the server; the same options and versions on both sides.",
         constant="exchange",
         causes=(
-            "The other side has ended: it failed at its own set-up, such as a move to RTR.",
+            "The other side has ended: it failed during its own set-up, such as a move to RTR.",
             "The server is not running, or listens on another port (-p); or a firewall is in the "
             "way.",
             "The two sides have different options or versions, so their messages differ in length.",

@@ -103,7 +103,7 @@ PHRASES: dict[str, WCStatus | EventType] = {
     "WQ fatal": EventType.WQ_FATAL,
     "Device link speed change": EventType.DEVICE_SPEED_CHANGE,
 }
-"""The texts of libibverbs for statuses and events, which most programs print."""
+"""libibverbs' texts for statuses and events, which most programs print."""
 _OF_VENDOR_ERR = ("vendor err", "vendor error", "vendor code", "vendor syndrome", "syndrome")
 
 
@@ -120,7 +120,7 @@ class UnknownNameError(RdmaError, LookupError):
 
 
 def _key(name: str) -> str:
-    """Return a name without case and punctuation."""
+    """Return a name in upper case, without punctuation."""
     return re.sub(r"[^A-Z0-9]", "", name.upper())
 
 
@@ -183,8 +183,8 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
             terms (``vendor_err``, ``PSN``).
 
     Returns:
-        every explanation of this name or number; 13 is both a status and an errno; SEND is an
-        opcode of work requests and of completions.
+        every explanation of this name or number: 13 is both a status and an errno, and SEND is
+        both a send opcode and a completion opcode.
 
     Raises:
         TypeError: what is neither text, nor an integer, nor a member of an enumeration.

@@ -93,7 +93,7 @@ _VAGUE = {
         _EVENT,
     ),
 }
-"""Phrases too common to explain alone, and a pattern that the line must match, too."""
+"""Phrases too common to explain alone, each with a pattern that the line must match too."""
 
 _STATUS_NUMBER = re.compile(
     # "Failed status 12:", "status=0xc", "status number 12";

@@ -115,14 +115,16 @@ OPCODES: tuple[Explanation, ...] = (
         "Nothing: no completion, no change. Its device responds without the program, if its "
         "max_dest_rd_atomic is at least the reader's max_rd_atomic.",
         causes=(
-            "Fails with REM_ACCESS_ERR: the region lacks REMOTE_READ, or key or range are wrong.",
+            "Fails with REM_ACCESS_ERR: the region lacks REMOTE_READ, or the key or the range is "
+            "wrong.",
             "Fails with REM_INV_REQ_ERR: qp_access_flags, or max_dest_rd_atomic is exceeded.",
             "Fails with LOC_PROT_ERR: the local buffer lacks LOCAL_WRITE.",
             "A later SEND that announces the data overtakes the read: post the SEND with FENCE.",
             "It returns what a later RDMA_WRITE or atomic of the same queue wrote: the peer "
             "executed the read again, because its response was lost. Post the later one with "
             "FENCE.",
-            "Fails with REM_ACCESS_ERR likewise, after a later SEND_WITH_INV of its key.",
+            "Fails with REM_ACCESS_ERR for the same reason, if a later SEND_WITH_INV invalidates "
+            "its key.",
         ),
         look_at=("qp.query(): max_rd_atomic here, max_dest_rd_atomic there.", "rdmapost read."),
         soft_roce="With max_rd_atomic=0 it hangs. A read with FENCE that must be retransmitted "
@@ -136,9 +138,10 @@ OPCODES: tuple[Explanation, ...] = (
         "The value, changed or not, and no completion. It is atomic with respect to other atomics "
         "of that device (atomic_cap HCA), and to its CPUs only with GLOB.",
         causes=(
-            "Refused with EINVAL: remote_addr is not a multiple of 8, or not one SGE of 8 bytes.",
-            "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing in the "
-            "region's flags or in the QP's.",
+            "Refused with EINVAL: remote_addr is not a multiple of 8, or sg_list is not one SGE of "
+            "8 bytes.",
+            "Fails with REM_ACCESS_ERR or REM_INV_REQ_ERR: REMOTE_ATOMIC is missing from the "
+            "region's flags or from the QP's.",
             "It 'does not swap' though it ends with SUCCESS: compare the old value.",
         ),
         look_at=(
@@ -162,13 +165,13 @@ OPCODES: tuple[Explanation, ...] = (
     _opcode(
         Opcode.LOCAL_INV,
         "Invalidate a local key: it unbinds a type 2 memory window, or makes a region unreachable "
-        "by that key. It executes in order with the sends of its queue, in the local device; the "
-        "peer is not involved.",
+        "by that key. It is executed in order with the sends of its queue, by the local device; "
+        "the peer is not involved.",
         "Nothing at first; later requests with that rkey end with REM_ACCESS_ERR at their sender.",
         causes=(
-            "Fails with MW_BIND_ERR: the key is unknown, unbound, of a type 1 window, of a window "
-            "bound on another QP, or of a region with windows on it; or the window was closed "
-            "first.",
+            "Fails with MW_BIND_ERR: the key is unknown or unbound, or belongs to a type 1 window, "
+            "a window bound on another QP, or a region with windows on it; or the window was "
+            "closed first.",
         ),
         look_at=("rdmapost invalidate: binds, invalidates, and tries the key again.",),
         soft_roce="Only on RC, only for type 2 windows; other keys give LOC_QP_OP_ERR. Never "
@@ -178,7 +181,7 @@ OPCODES: tuple[Explanation, ...] = (
         Opcode.BIND_MW,
         "Bind a type 2 memory window to a range of a region, under a new rkey whose low byte is "
         "the caller's choice (mw.next_rkey()). The next work request can already hand out the "
-        "key: sends execute in order.",
+        "key: sends are executed in order.",
         "Nothing until it has the rkey; then it can do what mw_access_flags grant, within the "
         "range, on this QP only.",
         causes=(
@@ -238,9 +241,9 @@ OPCODES: tuple[Explanation, ...] = (
     _opcode(
         Opcode.FLUSH,
         "Make what was written before it visible (FlushType.GLOBAL) or persistent (PERSISTENT) in "
-        "the peer's memory: a range, or a whole region. ibv_post_send cannot carry it, so it is "
+        "the peer's memory: a range, or a whole region. ibv_post_send cannot post it, so it is "
         "posted by ibv_wr_flush, on a QP that is created with send_ops_flags=SendOps.FLUSH.",
-        "The written data is flushed to visibility or to persistence before the answer goes out.",
+        "The written data is made visible or persistent before the response is sent.",
         causes=(
             "The QP cannot be created (EOPNOTSUPP): libibverbs is older than 45, or the device has "
             "no FLUSH.",
@@ -252,12 +255,12 @@ OPCODES: tuple[Explanation, ...] = (
             "FLUSH_PERSISTENT is given for memory that is not persistent.",
         ),
         look_at=("context.attr.device_cap_flags_ex: DeviceCap.FLUSH_GLOBAL and FLUSH_PERSISTENT.",),
-        soft_roce="Linux 6.12 has it; 6.1 does not: there it ends with LOC_QP_OP_ERR.",
+        soft_roce="Linux 6.12 has FLUSH; on 6.1 it ends with LOC_QP_OP_ERR.",
         see=("ibv_wr_post(3)", "ibv_create_qp_ex(3): send_ops_flags"),
     ),
     _opcode(
         Opcode.ATOMIC_WRITE,
-        "Write 8 bytes at an aligned address indivisibly. ibv_post_send cannot carry it, so it is "
+        "Write 8 bytes at an aligned address indivisibly. ibv_post_send cannot post it, so it is "
         "posted by ibv_wr_atomic_write, on a QP that is created with "
         "send_ops_flags=SendOps.ATOMIC_WRITE.",
         "A reader sees all 8 old bytes or all 8 new ones.",
@@ -265,7 +268,7 @@ OPCODES: tuple[Explanation, ...] = (
             "The QP cannot be created (EOPNOTSUPP): libibverbs is older than 44, or the device has "
             "no ATOMIC_WRITE.",
             "Fails with REM_INV_REQ_ERR: remote_addr is not a multiple of 8, or REMOTE_WRITE is "
-            "missing in the peer's qp_access_flags.",
+            "missing from the peer's qp_access_flags.",
             "Fails with REM_ACCESS_ERR: no REMOTE_WRITE on the region, or the wrong key.",
         ),
         look_at=(

@@ -112,7 +112,7 @@ QP_STATES: tuple[Explanation, ...] = (
         "qp.to_rts() for sends.",
         "The event COMM_EST: a message has arrived before RTS.",
         causes=("Being connected; the connection manager's last message (RTU) has not arrived.",),
-        soft_roce="A send posted in RTR returns EINVAL, but executes later, in RTS.",
+        soft_roce="A send posted in RTR returns EINVAL, but is executed later, in RTS.",
     ),
     _state(
         QPState.RTS,
@@ -141,7 +141,8 @@ QP_STATES: tuple[Explanation, ...] = (
         "Broken. Everything outstanding, and everything posted later, completes with WR_FLUSH_ERR; "
         "messages from the peer are dropped. The only ways out are RESET and destruction.",
         "The first completion of this QP that is not a flush, on both CQs.",
-        "context.get_async_event(), if there is none: a request from the peer broke it.",
+        "context.get_async_event(), if there is no such completion: a request from the peer broke "
+        "it.",
         "To use it again: poll all completions, qp.to_reset(), reconnect both sides.",
         causes=(
             "A send failed on RC or XRC.",

@@ -47,7 +47,8 @@ STATUSES: tuple[Explanation, ...] = (
             "than you expected.",
             "On a UD receive: the buffer is too small for the 40 bytes of GRH and the payload. "
             "soft0 reports this, and the QP is in ERR. A roce device keeps the QP in RTS: it "
-            "drops the datagram and keeps the receive, or ends an SRQ's with REM_INV_REQ_ERR.",
+            "drops the datagram and keeps the receive, or, if it is an SRQ's, ends it with "
+            "REM_INV_REQ_ERR.",
             "On a UD send: more bytes than the path MTU; UD does not split messages.",
             "On any send: more than the port's max_msg_sz; or an SGE of length 0, which some "
             "hardware treats as 2^31 bytes.",
@@ -116,8 +117,9 @@ STATUSES: tuple[Explanation, ...] = (
             "works there.",
             "The region's PD is not the queue pair's (or the SRQ's).",
             "A receive, an RDMA read or an atomic writes to a region without LOCAL_WRITE.",
-            "A LOCAL_INV, or a peer's SEND_WITH_INV, has invalidated the region's keys, where the "
-            "device allows that: the lkey, too. mr.rereg(memory=...) gives the region new ones.",
+            "A LOCAL_INV, or a peer's SEND_WITH_INV, has invalidated the region's keys, including "
+            "the lkey, where the device allows that. mr.rereg(memory=...) gives the region new "
+            "ones.",
             "The buffer is not registered, and the work request lacks SendFlags.INLINE.",
         ),
         look_at=(
@@ -239,7 +241,7 @@ STATUSES: tuple[Explanation, ...] = (
             "mlx5: req_remote_invalid_request in hw_counters.",
         ),
         soft_roce="A receive that is too small gives REM_OP_ERR, not this. An unaligned atomic is "
-        "refused at the post with EINVAL.",
+        "refused with EINVAL when it is posted.",
         see=("ibv_modify_qp(3): qp_access_flags, max_dest_rd_atomic", _IBA),
     ),
     _status(
@@ -371,7 +373,7 @@ STATUSES: tuple[Explanation, ...] = (
     ),
     _status(
         WCStatus.LOC_RDD_VIOL_ERR,
-        "The reliable datagram domain of the QP and of the end-to-end context differ. Part of the "
+        "The reliable datagram domains of the QP and the end-to-end context differ. Part of the "
         "RD service, which current devices do not implement.",
         causes=("A corrupt completion, or a driver that uses the number for something else.",),
         look_at=("The raw completion in the driver's log; vendor_err.",),

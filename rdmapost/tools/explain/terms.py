@@ -61,7 +61,7 @@ TERMS: tuple[Explanation, ...] = (
         "lkey",
         "The key with which this side's work requests use a region: mr[start:stop] has it. With a "
         "wrong one they complete with LOC_PROT_ERR.",
-        "mr.lkey, and that the region is open and on the PD of the queue pair.",
+        "mr.lkey, and whether the region is open and on the PD of the queue pair.",
         see=("ibv_reg_mr(3)",),
     ),
     _term(

@@ -1,8 +1,8 @@
 """The handshake of ibv_rc_pingpong and its UC and UD versions: addresses, as text over TCP.
 
-The client sends its address, 52 bytes; the server connects its queue pair and
-answers with its own; the client connects its own and says "done", and the connection
-is closed.  If both sides are rdmapost, they compare their settings first (``settings``).
+The client sends its address, 52 bytes; the server connects its queue pair and answers
+with its own address; the client connects its queue pair and sends "done", and the
+connection is closed.  If both sides are rdmapost, they compare their settings first (``settings``).
 
 ``Address`` and ``Handshake`` are the messages and their order, without a socket;
 ``HandshakeConnection`` carries the messages over TCP, with a time limit for each.
@@ -33,7 +33,7 @@ PORT = 18515
 """The TCP port of the stock programs."""
 
 _SETTINGS_S = 1.0
-"""How long to wait for a peer's settings: one that is not rdmapost may keep the connection open."""
+"""How long to wait for settings: a peer that is not rdmapost may keep the connection open."""
 DONE = b"done\0"
 _TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
@@ -43,7 +43,7 @@ _ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _T
 
 
 class PingpongError(ConnectError):
-    """The peer could not be reached, broke the handshake, or has gone."""
+    """The peer could not be reached, broke the handshake, or went away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Address:
 
     @classmethod
     def decode(cls, message: bytes) -> Address:
-        """Read an address from a message that ``encode`` returns.
+        """Read an address from a message in ``encode``'s format.
 
         Args:
             message: its bytes.
@@ -223,7 +223,8 @@ def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConn
     """
 
     def wait_writable(sock: socket.socket, left: float) -> bool:
-        # The wait is for a readable descriptor; an epoll descriptor becomes readable.
+        # wait_for_descriptor() waits for a readable descriptor, which the epoll descriptor becomes
+        # when the socket is writable.
         with select.epoll() as ready:
             ready.register(sock, select.EPOLLOUT)
             attempt = partial(_ready_now, ready)
@@ -315,7 +316,7 @@ class HandshakeConnection(ClosesOnExit):
         return True
 
     def _say(self, settings: Settings) -> None:
-        # A stock client has gone.
+        # A stock client has already disconnected.
         with suppress(OSError):
             tcp.send_all(self._sock, settings.encode(), self._timeout)
 

@@ -20,7 +20,7 @@ def fill(buffer: memoryview, byte: int = FILL, *, marked: bool = False) -> None:
         marked: whether to mark the first byte of each page, for a peer that validates.
     """
     page = bytes((_PAGE_START if marked else byte,)) + bytes((byte,)) * (mmap.PAGESIZE - 1)
-    # In pieces, between which a signal is handled.
+    # Fill it in pieces, so that signals are handled in between.
     piece = page * (_PIECE // mmap.PAGESIZE)
     for begin in range(0, len(buffer), len(piece)):
         part = buffer[begin : begin + len(piece)]

@@ -77,10 +77,10 @@ class Result:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of messages per second, both directions added, as ibv_rc_pingpong counts."""
+        """Message bytes per second, both directions added, as ibv_rc_pingpong counts them."""
         return self.messages_per_second * self.size
 
     @property
     def usec_per_iter(self) -> float:
-        """Microseconds from one message to the next, counted as ibv_rc_pingpong counts them."""
+        """Microseconds from one message to the next, as ibv_rc_pingpong counts them."""
         return self.seconds * 1e6 / self.round_trips if self.round_trips else 0.0

@@ -1,9 +1,9 @@
 """The settings that both sides of a ping-pong must share, and the line that carries them.
 
 The stock programs do not exchange settings. So rdmapost sends its line only when a stock program
-has no more use for the connection: after "done", the server sends its line, and a client that reads
-one answers with its own. A stock client has closed the connection by then, and a stock server
-closes it without sending anything.
+has no more use for the connection: after "done", the server sends its line, and a client that
+receives it answers with its own line. A stock client has closed the connection by then, and a stock
+server closes it without sending anything.
 """
 
 from __future__ import annotations

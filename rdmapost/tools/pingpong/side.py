@@ -174,7 +174,7 @@ class Pingpong(ResourceHolder):
 
         Raises:
             PingpongError: the server cannot be reached, breaks the handshake, does
-                not answer, or has gone; or the data is not what was sent.
+                not answer, or is gone; or the data is not what was sent.
             ClosedError: the Pingpong is closed, before or during the run: by its close(), or by
                 the context's close_all().
             RdmaError: it has already run.
