@@ -46,7 +46,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _unwritable(fd: int) -> TextIO:
-    """Open a closed descriptor so that no other file gets it, and writes to it fail with EBADF."""
+    """Open a closed descriptor, so that no other file gets it and writing fails with EBADF."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), fd)
     return open(fd, "w", closefd=False)
 

@@ -86,7 +86,7 @@ def devices(out: Output, target: Target, name: str | None) -> None:
 
 
 def _over_udp(interfaces: list[RoceInterface]) -> str:
-    """Lay out the devices that can be opened on a UDP socket, and why others cannot."""
+    """Lay out the devices that can be opened on a UDP socket, and the reasons why others cannot."""
     rows = [["OVER UDP", "ADDRESS", "MTU", ""]]
     rows += [
         [one.name, one.address, str(one.path_mtu.bytes), one.obstacle or ""] for one in interfaces

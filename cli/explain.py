@@ -32,7 +32,8 @@ _SOME_FIELDS = {"ah": "UD", "remote_qpn": "UD", "remote_qkey": "UD", "remote_srq
 
 
 def _names(ctx: click.Context, name: click.Parameter, text: str) -> list[CompletionItem]:
-    """Complete a name, ignoring case: the C name if it starts with IBV_, otherwise Python's."""
+    """Complete a name, ignoring case: to the C name if it starts with IBV_, otherwise to Python's
+    name."""
     from click.shell_completion import CompletionItem
 
     from rdmapost.explain import KINDS, names

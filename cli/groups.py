@@ -48,7 +48,7 @@ class Group(click.Group):
         return name, command, rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the name of a command; click would cut its description short."""
+        """Complete the name of a command, without cutting its description short as click does."""
         items = super().shell_complete(ctx, incomplete)
         for item in items:
             command = self.commands.get(item.value)

@@ -13,7 +13,7 @@ from .results import record
 
 
 def check_depth(context: Context, what: str, depth: int, *limits: str) -> None:
-    """End the command with a usage error that names ``what`` if no queue can be that deep."""
+    """If no queue can be that deep, end the command with a usage error that names ``what``."""
     for name in limits:
         limit = getattr(context.attr, name)
         if depth > limit:

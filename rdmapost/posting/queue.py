@@ -284,7 +284,8 @@ class PostQueue(native.Queue):
         raise PostError(call, errno.EBUSY, reason, index=index, posted=0, count=count, wr=wr)
 
     def _failed(self, owner: Any, wrs: Sequence[Any], code: int, posted: int) -> NoReturn:
-        """Raise the device's refusal; ``posted`` is -1 if it did not say which work request."""
+        """Raise an error for a refusal; ``posted`` is -1 if the device did not say which work
+        request."""
         index = None if posted < 0 else posted
         wr = None if index is None else wrs[index]
         if code == errno.ENOMEM and len(wrs) > self.depth:

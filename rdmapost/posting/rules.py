@@ -113,7 +113,7 @@ def too_long_a_list(queue: QueueLimits, count: int) -> str:
 
 
 class QueueLimits(Protocol):
-    """The attributes of a queue that the messages mention."""
+    """The queue attributes that the messages mention."""
 
     verb: str
     wr_type: type

@@ -339,7 +339,7 @@ class _WaitList:
         return self.wanted() and not self.loop.is_closed()
 
     def wanted(self) -> bool:
-        """Whether a task waits here, or did when the loop was closed."""
+        """Whether a task is waiting here, or was when the loop was closed."""
         for waiter in self.waiters:
             if not waiter.gone:
                 break
@@ -562,7 +562,7 @@ class _SharedCQWaits(_CQWaits):
     Args:
         loop: the event loop.
         cq: the CQ.
-        channel: the wait list of its channel.
+        channel: the wait list for the CQ's channel.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, cq: CQ, channel: _ChannelWaits) -> None:

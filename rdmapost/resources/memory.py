@@ -191,7 +191,7 @@ class _Form:
         return at if self.unreadable else mapped if self.source.mapped else usual
 
     def changed(self, pd: PD | None, access: Access, source: Source | None) -> _Form:
-        """Return the form after a change; it shares this one's view if the memory is the same."""
+        """Return the changed form; if the memory is the same, it shares this form's view."""
         same = self if source is None else None
         return _Form(pd or self.pd, access, source or self.source, same=same)
 

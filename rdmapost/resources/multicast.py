@@ -67,7 +67,8 @@ class MulticastGroups:
         return {group for group, _ in self._calls.copy().values()}
 
     def _ended(self, group: Group) -> list[int]:
-        """Return the keys of a group's attach calls that have returned or were interrupted."""
+        """Return the keys of those of a group's attach calls that have finished or been
+        interrupted."""
         calls = self._calls.copy().items()
         return [number for number, (noted, on) in calls if on is not None and noted == group]
 

@@ -192,7 +192,8 @@ PyObject *rp_begin_making(PyObject *self, PyObject *unused)
 }
 
 /*
- * _undo_making(number): the constructor has failed, or an interrupt came just after it ended. Does
+ * _undo_making(number): called when the constructor has failed, or was interrupted just after it
+ * ended. Does
  * nothing if another constructor has begun since.
  */
 PyObject *rp_undo_making(PyObject *self, PyObject *number)

@@ -83,7 +83,7 @@ static inline int rp_is_handle(PyObject *object)
 	return PyObject_TypeCheck(object, (PyTypeObject *)rp_handle_type);
 }
 
-/* Whether a handle was created in this process, not inherited by a fork. */
+/* Whether a handle was created in this process rather than inherited through a fork. */
 static inline int rp_is_here(const struct rp_handle *handle)
 {
 	return handle->process == rp_thread()->mark >> 32;

@@ -64,7 +64,7 @@ static inline int is_done(const struct rp_handle *h)
 	return h->process != rp_process || !(state == OPEN || state == DESTROYED);
 }
 
-/* Off the hot path, where it costs nothing, words are always loaded atomically. */
+/* Off the hot path, words are always loaded atomically, since the cost does not matter there. */
 static inline uint64_t load(const uint64_t *word)
 {
 	return __atomic_load_n(word, __ATOMIC_SEQ_CST);

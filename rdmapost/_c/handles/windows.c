@@ -17,7 +17,8 @@ uint64_t rp_bind_clock(void)
  * value of a key's low byte; a window of type 1 has none.
  */
 struct key_counts {
-	uint64_t word; /* high half: binds posted; low half: invalidations seen, at most as many */
+	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more than the
+	binds */
 	const void *binder; /* the last bind's, or SEVERAL */
 };
 

@@ -23,7 +23,7 @@ enum { SMALL_NUMBERS = 256 };
 /* While tasks lead, a thread polls this often: their event loop may be stopped or blocked. */
 enum { RECHECK_NS = 20000000 };
 
-/* How long a wait lets earlier waits take completions first. */
+/* How long a wait holds back so that earlier waits can take completions first. */
 enum { YIELD_NS = 10000000 };
 
 struct rp_slot rp_poller_slot;
@@ -371,9 +371,9 @@ static struct rp_completion *free_completion(struct rp_completion *s)
 }
 
 /*
- * Turn a delivered list into spares, and free the excess. Keep enough spares to put back, without
- * allocating memory, the `lent` completions that the caller has now, and those lent before, which
- * another thread may still have.
+ * Turn a delivered list into spares, and free the excess. Keep enough spares that the `lent`
+ * completions the caller now holds, and any lent earlier that another thread may still hold, can be
+ * put back without allocating memory.
  */
 static void recycle(struct poller *p, struct rp_completion *list, size_t lent)
 {

@@ -1,6 +1,6 @@
 /*
- * Posting by columns: row i of a call is a work request. Each of its fields is a number for all
- * rows, or the i-th number of a column (a buffer).
+ * Posting by columns: row i of a call is a work request. Each of its fields is either one number
+ * for all rows or the i-th number of a column (a buffer).
  *
  * The steps are those of post.h. A column is copied once; later changes to it have no effect. The
  * first row is checked like any work request, the others only where they can differ from the first.

@@ -47,8 +47,8 @@ PyObject *rp_call(PyObject *call);
 /* Append an item to a list or a deque; 0, or -1 without an exception. */
 int rp_append(PyObject *queue, PyObject *item);
 /*
- * Remove all of a list's items, which takes no memory. This may release the last reference to any
- * object, so no transaction may be in progress.
+ * Remove all of a list's items without allocating memory. This may release the last reference to
+ * any object, so no transaction may be in progress.
  */
 void rp_clear(PyObject *list);
 

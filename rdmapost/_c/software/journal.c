@@ -43,7 +43,7 @@ PyObject *rp_call(PyObject *call)
 	return result;
 }
 
-/* Whether to repeat a call that must succeed but ran out of memory; if so, frees the reserve. */
+/* Return whether to repeat a call that must succeed but ran out of memory; if so, free a reserve. */
 static int try_again(int *tries)
 {
 	if (!PyErr_ExceptionMatches(PyExc_MemoryError) || ++*tries >= MAX_INTERRUPTS)

@@ -155,7 +155,7 @@ static void attempt_again(struct errand *errand, int here)
 		Py_XDECREF(error);
 }
 
-/* Retry in this thread, unless it lacks stack: then leave the work to a later verb. */
+/* Retry in this thread if it has enough stack left; otherwise leave the work to a later verb. */
 static void attempt_here(struct errand *errand)
 {
 	if (lacks_stack(errand->error))

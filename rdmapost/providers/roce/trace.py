@@ -145,12 +145,12 @@ def _put(
     size: int,
     each: int,
 ) -> None:
-    """Give captures the packets in a buffer, as blocks.
+    """Pass the packets in a buffer to the captures, as blocks.
 
     Args:
         device: the device.
-        block: creates a packet's block from `known`, the packet's number and the packet. It is not
-            a closure: CPython 3.12 and 3.13 crash if there is no memory for one.
+        block: creates a packet's block from `known`, the packet's number and the packet. It must
+            not be a closure: CPython 3.12 and 3.13 crash if there is no memory for one.
         known: the first arguments of `block`.
         data: holds the packets, in its first `size` bytes.
         size: their total length in bytes.

@@ -143,7 +143,8 @@ def binder(pair: Loopback) -> Side:
 
 
 def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0) -> BindMW:
-    """Make a work request that binds a window to a range of the remote memory, for writes.
+    """Make a work request that binds a window to a range of the remote memory and permits writes to
+    it.
 
     Args:
         pair: the queue pairs.

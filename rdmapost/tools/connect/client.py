@@ -444,7 +444,7 @@ class Connection(BaseConnection, ClosesOnExit):
             self._close_unused()
 
     def _has_ended(self, sock: socket.socket, fd: int) -> bool:
-        """Read what came without a request; return whether the connection has ended."""
+        """Read any unsolicited data; return whether the connection has ended."""
         # Without a request, the server sends only its last error.
         poller = select.poll()
         poller.register(fd, select.POLLIN)

@@ -47,7 +47,7 @@ _MIN_RNR_TIMER = 24
 
 
 class Place:
-    """One of a server's max_clients places: taken as long as this exists."""
+    """One of a server's max_clients places, taken for as long as this object exists."""
 
     __slots__ = ("__weakref__",)
 

@@ -223,8 +223,8 @@ def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConn
     """
 
     def wait_writable(sock: socket.socket, left: float) -> bool:
-        # wait_for_descriptor() waits for a readable descriptor, which the epoll descriptor becomes
-        # when the socket is writable.
+        # wait_for_descriptor() waits until a descriptor is readable; the epoll descriptor becomes
+        # readable when the socket is writable.
         with select.epoll() as ready:
             ready.register(sock, select.EPOLLOUT)
             attempt = partial(_ready_now, ready)
