@@ -5,8 +5,16 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from . import _verbs as native
-from ._verbs import ffi, lib
+try:
+    from . import _verbs as native
+    from ._verbs import ffi, lib
+except ImportError as error:
+    if error.name == __package__:
+        error.add_note(
+            "This is rdmapost's source folder, without its compiled module: run 'pip install -e .' "
+            "there, or start Python in another directory."
+        )
+    raise
 
 native.importing()
 

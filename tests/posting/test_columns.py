@@ -8,12 +8,13 @@ import errno
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support import ALL, Connect, Pair, needs, soft_queues
+from support import ALL, LIMIT, Connect, Pair, needs, soft_queues
 from support.posting_tap import tap
 
 import rdmapost as rp
@@ -868,6 +869,27 @@ def test_number_that_changes_after_its_row_was_refused_is_still_a_post_error(rc)
     assert caught.value.errno == errno.EBUSY
     assert (caught.value.index, caught.value.posted) == (0, 0)
     assert rc.a.outstanding.send == 0
+
+
+def test_queue_pair_can_be_closed_in_another_thread_while_a_refused_row_is_read_again(rc):
+    ended: list[bool] = []
+
+    class Closing:
+        readings = 0
+
+        def __index__(self) -> int:
+            self.readings += 1
+            if self.readings > 1:
+                thread = threading.Thread(target=rc.a.close)
+                thread.start()
+                thread.join(LIMIT)
+                ended.append(rc.a.closed)
+            return -1
+
+    with pytest.raises(rp.RdmaError):
+        write_blocks(rc, 2, remote_addr=Closing())
+    assert ended
+    assert all(ended)
 
 
 def test_posts_that_nest_without_end_are_a_recursion_error(rc):

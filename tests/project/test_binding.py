@@ -6,6 +6,7 @@ import ctypes
 import enum
 import pathlib
 import re
+import shutil
 import struct
 import sys
 from collections.abc import Iterator
@@ -325,6 +326,19 @@ def test_importing_the_package_again_after_its_modules_were_forgotten_is_refused
         "except ImportError as error: print(error)\n"
     )
     assert said.startswith("rdmapost can be imported only once in a process")
+
+
+def test_import_of_the_bare_sources_says_what_to_do(tmp_path):
+    """A user starts Python in a checkout, whose package is not the installed one."""
+    shutil.copytree(ROOT / "rdmapost", tmp_path / "rdmapost", ignore=shutil.ignore_patterns("*.so"))
+    # Without the finder of an editable installation.
+    program = (
+        "import sys\n"
+        "sys.meta_path = [each for each in sys.meta_path if 'ditable' not in repr(each)]\n"
+        "import rdmapost; rdmapost.QP"
+    )
+    done = run_python(program, PYTHONPATH=str(tmp_path))
+    assert "run 'pip install -e .' there, or start Python in another directory." in done.stderr
 
 
 def test_interpreter_ends_quietly_after_a_bare_import():

@@ -292,7 +292,7 @@ def test_both_installations_install_the_same_packages() -> None:
         if "apt-get update" in command.text
     )
     assert install.partition(".venv/bin/pip")[0] == tests.partition(".venv/bin/pip")[0]
-    assert install.endswith("pip install . && .venv/bin/rdmapost check")
+    assert install.endswith("pip install -e . && .venv/bin/rdmapost check")
     assert tests.endswith("pip install -e '.[test]' && .venv/bin/pytest")
     assert "\n<!-- test command -->\n```sh\n" in (ROOT / "README.md").read_text()
 

@@ -283,7 +283,7 @@ def test_wait_for_more_without_memory_loses_no_completion(how):
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     # asyncio reports on standard error what it cannot clean up when memory runs out.
     done = run_python(WAITS_WITHOUT_MEMORY, how, **LOSES_MEMORY)
-    assert done.stdout == "True []\n", done.stderr
+    assert (done.returncode, done.stdout) == (0, "True []\n"), done.stderr
 
 
 CLOSES = """

@@ -651,11 +651,11 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 }
 
 /*
- * Steps 2 to 5, with the queue locked; unlocks it. Returns how many rows were posted, or NULL with an
- * exception.
+ * Steps 2 to 5, with the queue locked; unlocks it, and ends the use of its owner. Returns how many
+ * rows were posted, or NULL with an exception.
  */
 static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyObject *const *given,
-			     PyObject *kwnames)
+				      PyObject *kwnames, struct rp_posting *posting)
 {
 	int in_order = c->q->in_flight->in_order;
 	PyObject *number = NULL, *raised, *answer;
@@ -680,6 +680,9 @@ static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyOb
 	if (outcome.code)
 		take_back(c, cookie, cookies, known, in);
 	raised = rp_unlock_and_run(c->q, known > 0);
+	/* The caller's code, which may run from here on, is not in the middle of a verb. */
+	rp_unpin_requests(&c->post);
+	rp_end_use_by(posting->me, &posting->use);
 	PyMem_Free(cookies);
 	if (outcome.code)
 		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, outcome);
@@ -694,14 +697,10 @@ static PyObject *post_rows(struct columns *c, struct request *r, PyObject *const
 			   PyObject *kwnames)
 {
 	struct rp_posting posting;
-	PyObject *done;
 
 	if (rp_begin_post(c->q, c->owner, &posting))
 		return NULL;
-	done = post_locked(c, r, given, kwnames);
-	rp_unpin_requests(&c->post);
-	rp_end_use_by(posting.me, &posting.use);
-	return done;
+	return post_locked(c, r, given, kwnames, &posting);
 }
 
 /* ---- the methods -------------------------------------------------------------- */

@@ -32,6 +32,10 @@ class Finding:
     remedy: str = ""
     about: str = ""
 
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.severity}: {self.name}: {self.evidence}{remedy}"
+
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings by severity, problems first; the order within a severity is kept.
