@@ -70,9 +70,10 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
     elif state is QPState.RTS and qp.qp_type is QPType.XRC_SEND:
         what = "it sends, and has no receives"
     # Types outside CONNECTED have no connection, so their peer has not failed.
-    connect, both = "qp.connect()", ""
+    connect, both, elsewhere = "qp.connect()", "", ""
     if qp.qp_type in CONNECTED:
         connect, both = "qp.connect(remote)", " on both sides"
+        elsewhere = ", or if there is none, the peer's completions do"
     if state in _FAILED and _overrun(qp):
         yield Finding(
             "qp-state",
@@ -89,7 +90,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         QPState.SQD: "qp.to_rts()",
         QPState.SQE: "poll send_cq for the first error other than WR_FLUSH_ERR; then qp.to_rts()",
         QPState.ERR: "poll the CQ: the first error other than WR_FLUSH_ERR says why "
-        f"('rdmapost explain'); then qp.to_reset() and {connect}{both}",
+        f"('rdmapost explain'){elsewhere}; then qp.to_reset() and {connect}{both}",
     }
     if qp.qp_type not in CONNECTED:
         remedy[QPState.RESET] = connect
