@@ -169,6 +169,7 @@ class Context(EventSource, struct="ibv_context"):
 
     _type_name = "device"
     _rank = 9
+    _instead = ", or call close_all()"
 
     def __init__(self, provider: Provider, info: DeviceInfo) -> None:
         self._provider = provider

@@ -94,6 +94,8 @@ class Resource(native.Handle, ClosesOnExit):
 
     _type_name = "resource"
     _undone = "closed"
+    _instead = ""
+    """What to do instead of closing what was created on it, for messages."""
     _left = "the device keeps it until the process ends"
     """The end of the warning for a resource that a finalizer cannot destroy."""
     _rank = 0
@@ -161,7 +163,9 @@ class Resource(native.Handle, ClosesOnExit):
         shown = ", ".join(names[:4])
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         them = "them" if len(names) > 1 else "it"
-        raise InUseError(f"{self} cannot be closed: {shown}{more} still open; close {them} first")
+        raise InUseError(
+            f"{self} cannot be closed: {shown}{more} still open; close {them} first{self._instead}"
+        )
 
     def _warn_kept(self, error: object) -> None:
         warnings.warn(
