@@ -3,10 +3,11 @@
 An append takes one post of four work requests, and one completion: write the record, flush it,
 write the log's new length atomically, and flush that. If the power fails in between, the length
 still covers only whole records. The log is a mapped file, which stands for persistent memory (a DAX
-mapping); on other memory, a flush can only make the data visible (GLOBAL). A client that dies
-halfway shows what recovery finds.
+mapping); on other memory, a flush can only make the data visible (GLOBAL). Software devices accept
+any memory, and do not call msync(). A client that dies halfway shows what recovery finds.
 
-FLUSH needs libibverbs 45, and a device that supports it: soft0, or Soft-RoCE from Linux 6.2 on.
+FLUSH needs a device that supports it: soft0, a roce device, or, with libibverbs 45 or later,
+Soft-RoCE from Linux 6.2 on.
 
     python examples/persistent_log.py [DEVICE]     (default: soft0)
 """

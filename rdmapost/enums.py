@@ -182,7 +182,7 @@ class FlushType(_Flags):
     GLOBAL = 1 << 0
     """Visible to every reader, including the CPU."""
     PERSISTENT = 1 << 1
-    """Persistent: it survives a loss of power."""
+    """Persistent: it survives a loss of power. (For software devices, see Flush.)"""
 
 
 class FlushLevel(_Named):

@@ -396,9 +396,12 @@ class AtomicWrite(SendWR):
 class Flush(SendWR):
     """Make earlier writes visible or persistent in remote memory (RC, XRC_SEND; ibv_wr_flush).
 
-    It completes when everything that this queue pair wrote earlier is visible or persistent. The
-    queue pair must be created with ``send_ops_flags=SendOps.FLUSH``. The peer needs FLUSH_GLOBAL or
-    FLUSH_PERSISTENT, in the access flags of both its region and its queue pair.
+    It completes when everything that this queue pair wrote earlier is visible or persistent. On
+    software devices the data is only as persistent as the memory: a write to a mapped file outlives
+    the process, but not a loss of power, because nothing calls msync().
+
+    The queue pair must be created with ``send_ops_flags=SendOps.FLUSH``. The peer needs
+    FLUSH_GLOBAL or FLUSH_PERSISTENT, in the access flags of both its region and its queue pair.
 
     Attributes:
         remote_addr, length: the range, of at most 2^32-1 bytes; ignored with FlushLevel.MR.

@@ -262,6 +262,7 @@ STATUSES: tuple[Explanation, ...] = (
             "(elsewhere that is REM_INV_REQ_ERR).",
             "The window is not bound, was invalidated, or (type 2) was bound on another QP.",
             "The region is ZERO_BASED: remote_addr counts from 0.",
+            "soft0 and roce devices: the memory is no longer mapped, or its file was truncated.",
             "XRC: remote_srqn is not the srq_num of an SRQ in the peer's XRC domain.",
         ),
         look_at=(
