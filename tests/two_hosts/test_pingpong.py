@@ -236,7 +236,8 @@ class Murder:
 
 
 GONE = (
-    r"({} does not answer|no message from {} within 4 s|a (send|receive) ended with \w+), "
+    r"({} does not answer|{} could not accept a message|no message from {} within 4 s|"
+    r"a (send|receive) ended with \w+), "
     rf"after \d+ of {ENDLESS} messages"
 )
 
