@@ -81,9 +81,10 @@ PyObject *rp_make_tuple(PyObject *type, PyObject *const *items, Py_ssize_t count
 	for (Py_ssize_t i = 0; i < count; i++)
 		whole = whole && items[i];
 	/* Nothing else runs, not even the collector, from here until the tuple is complete. */
-	if (whole)
-		tuple = type == (PyObject *)&PyTuple_Type ?
-				PyTuple_New(count) : PyType_GenericAlloc((PyTypeObject *)type, count);
+	if (whole && type == (PyObject *)&PyTuple_Type)
+		tuple = PyTuple_New(count); /* from Python's free list */
+	else if (whole)
+		tuple = PyType_GenericAlloc((PyTypeObject *)type, count);
 	if (!tuple) {
 		for (Py_ssize_t i = 0; i < count; i++)
 			Py_XDECREF(items[i]);

@@ -8,14 +8,14 @@ import errno
 import random
 import re
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from support import ALL, LIMIT, Connect, Pair, needs, soft_queues
+from support import ALL, Connect, Pair, needs, soft_queues
 from support.posting_tap import tap
+from support.watching import closed_elsewhere
 
 import rdmapost as rp
 from rdmapost import SendFlags, WCStatus
@@ -880,10 +880,7 @@ def test_queue_pair_can_be_closed_in_another_thread_while_a_refused_row_is_read_
         def __index__(self) -> int:
             self.readings += 1
             if self.readings > 1:
-                thread = threading.Thread(target=rc.a.close)
-                thread.start()
-                thread.join(LIMIT)
-                ended.append(rc.a.closed)
+                ended.append(closed_elsewhere(rc.a))
             return -1
 
     with pytest.raises(rp.RdmaError):

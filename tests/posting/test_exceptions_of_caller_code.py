@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support import watching, writes
-from support.watching import Counted, Mine, raises
+from support.watching import Counted, Mine, closed_elsewhere, raises
 
 import rdmapost as rp
 
@@ -133,6 +133,32 @@ def test_tag_handle_that_cannot_be_set_is_the_callers_error(watched):
     with pytest.raises(Mine):
         watched.srq.post_srq_ops(Stubborn(tag=1))
     assert (watched.srq.outstanding_tags, watched.srq.outstanding_ops) == (1, 1)
+
+
+def test_queue_pair_can_be_closed_in_another_thread_while_a_refusal_is_explained(watched):
+    class Closing(int):
+        def __repr__(self) -> str:
+            ended.append(closed_elsewhere(watched.qp))
+            return "odd"
+
+    ended: list[bool] = []
+    with pytest.raises(rp.PostError, match="remote_addr=odd"):
+        watched.qp.post_send(watched.write(remote_addr=Closing(-1)))
+    assert ended
+    assert all(ended)
+
+
+def test_srq_can_be_closed_in_another_thread_while_a_tag_handle_is_set(watched):
+    def close(self: Any, value: Any) -> None:
+        if value is not None:
+            ended.append(closed_elsewhere(watched.srq))
+
+    class Closing(rp.TagAdd):
+        handle = property(lambda self: None, close)
+
+    ended: list[bool] = []
+    watched.srq.post_srq_ops(Closing(tag=1))
+    assert ended == [True]
 
 
 def test_exception_in_other_sges_of_a_prepared_work_request_comes_out_unchanged(watched):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 import rdmapost as rp
 from rdmapost import QPType, SRQType
-from support import ALL
+from support import ALL, LIMIT
 from support.posting_tap import Tap, open_tap
 
 
@@ -52,6 +53,14 @@ class Watched:
 def watched(request: pytest.FixtureRequest) -> Iterator[Watched]:
     with contextlib.ExitStack() as stack:
         yield Watched(stack, checked=request.param)
+
+
+def closed_elsewhere(resource: Any) -> bool:
+    """Close a resource in another thread; return whether it is closed in time."""
+    thread = threading.Thread(target=resource.close)
+    thread.start()
+    thread.join(LIMIT)
+    return not thread.is_alive() and resource.closed
 
 
 class Counted:

@@ -63,7 +63,7 @@ void rp_raise_later(PyObject *exception);
 /* Pass the current exception to rp_raise_later(), or clear it if memory or stack ran out. */
 void rp_handler_raised(void);
 void rp_deliver_soon(void);
-/* While this equals rp_process, rp_deliver_soon() does nothing; call that function afterwards. */
+/* While this equals rp_process, rp_deliver_soon() does nothing. Call it after clearing this. */
 RP_SHARED unsigned int rp_delivery_waits;
 /*
  * Like rp_deliver_soon(), but for a caller that can raise: in the main thread, also removes and

@@ -431,12 +431,15 @@ static size_t check_ranges(const struct columns *c, const struct request *r)
 	uint64_t region, start = rp_start_and_length(c->post.owners[r->owners], &region);
 	size_t count = q->checked || is_inline ? c->bad : 0;
 
-	if (!length && (each > region || each < min || each > max))
-		return count ? 0 : c->bad;
-	for (size_t i = 0; !length && i < count; i++)
-		if (addr[i] - start > region - each)
-			return i;
-	for (size_t i = 0; length && i < count; i++) {
+	if (!length) {
+		if (count && (each > region || each < min || each > max))
+			return 0;
+		for (size_t i = 0; i < count; i++)
+			if (addr[i] - start > region - each)
+				return i;
+		return c->bad;
+	}
+	for (size_t i = 0; i < count; i++) {
 		uint64_t from = addr[i] - start, size = length[i];
 
 		if (from > region || size > region - from || size < min || size > max)
@@ -602,15 +605,10 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 	struct outcome outcome = { 0, 0 };
 	struct ibv_sge sges[CHUNK], sge = { 0 };
 	struct send send;
-	const char *first;
 	char *at = (char *)structs;
 
 	rp_link(&c->post, 0, 1);
-	first = c->post.structs + r->at;
-	if (is_send)
-		memcpy(&send, first, sizeof(send));
-	else
-		memcpy(&send, first, sizeof(struct head));
+	memcpy(&send, c->post.structs + r->at, is_send ? sizeof(send) : sizeof(struct head));
 	if (c->addr)
 		sge = *rp_sges(&c->post, r);
 	for (size_t i = 0; i < max; i++, at += step) {
@@ -650,19 +648,19 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 	return outcome;
 }
 
-/*
- * Steps 2 to 5, with the queue locked; unlocks it, and ends the use of its owner. Returns how many
- * rows were posted, or NULL with an exception.
- */
-static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyObject *const *given,
-				      PyObject *kwnames, struct rp_posting *posting)
+/* Steps 2 to 5. Returns how many rows were posted, or NULL with an exception. */
+static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObject *const *given,
+				    PyObject *kwnames)
 {
 	int in_order = c->q->in_flight->in_order;
 	PyObject *number = NULL, *raised, *answer;
 	struct outcome outcome = { 0, 0 };
 	uint64_t *cookies = NULL, cookie = 0;
+	struct rp_posting posting;
 	size_t in = 0, known = 0;
 
+	if (rp_begin_post(c->q, c->owner, &posting))
+		return NULL;
 	check_rows(c, r);
 	if (c->bad == c->count) {
 		uint64_t room = rp_room(c->q);
@@ -679,10 +677,7 @@ static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyOb
 	}
 	if (outcome.code)
 		take_back(c, cookie, cookies, known, in);
-	raised = rp_unlock_and_run(c->q, known > 0);
-	/* The caller's code, which may run from here on, is not in the middle of a verb. */
-	rp_unpin_requests(&c->post);
-	rp_end_use_by(posting->me, &posting->use);
+	raised = rp_run_and_end_post(c->q, &posting, &c->post, known > 0);
 	PyMem_Free(cookies);
 	if (outcome.code)
 		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, outcome);
@@ -691,16 +686,6 @@ static NOINLINE PyObject *post_locked(struct columns *c, struct request *r, PyOb
 	answer = rp_answer(number, raised, outcome.posted, c->count);
 	Py_XDECREF(number);
 	return answer;
-}
-
-static PyObject *post_rows(struct columns *c, struct request *r, PyObject *const *given,
-			   PyObject *kwnames)
-{
-	struct rp_posting posting;
-
-	if (rp_begin_post(c->q, c->owner, &posting))
-		return NULL;
-	return post_locked(c, r, given, kwnames, &posting);
 }
 
 /* ---- the methods -------------------------------------------------------------- */

@@ -434,8 +434,7 @@ PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct pos
 		if (outcome.code)
 			take_back_list(q, post, outcome.posted);
 	}
-	raised = rp_unlock_and_run(q, taken > 0);
-	rp_end_use_by(posting.me, &posting.use);
+	raised = rp_run_and_end_post(q, &posting, NULL, taken > 0);
 	if (taken > 0 && !outcome.code && !raised)
 		Py_RETURN_NONE;
 	if (outcome.code)
@@ -462,15 +461,18 @@ static void raise_not_taken(PyObject *exception)
 		rp_raise(refused);
 }
 
-/* Steps 2 to 5, with the queue locked; unlocks it. */
-static PyObject *post_locked(struct work_queue *q, struct rp_handle *owner, struct post *post)
+/* Steps 2 to 5. */
+static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct post *post)
 {
 	size_t readable = post->count - (post->refusal.rule != NULL);
 	struct outcome outcome = { 0, 0 };
 	const char *rule = NULL;
 	PyObject *raised, *not_taken = NULL;
+	struct rp_posting posting;
 	Py_ssize_t taken = 0;
 
+	if (rp_begin_post(q, owner, &posting))
+		return NULL;
 	if (readable)
 		taken = check_and_record(q, owner, post, NULL, readable, &rule);
 	if (taken > 0)
@@ -483,7 +485,7 @@ static PyObject *post_locked(struct work_queue *q, struct rp_handle *owner, stru
 		rp_note_binder(owner, q->in_flight->binder);
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
-	raised = rp_unlock_and_run(q, taken > 0);
+	raised = rp_run_and_end_post(q, &posting, post, taken > 0);
 	if (taken < 0)
 		return answer(raised, post, 0);
 	if (q->in_flight->tagged)
@@ -500,19 +502,6 @@ static PyObject *post_locked(struct work_queue *q, struct rp_handle *owner, stru
 	if (not_taken)
 		raise_not_taken(not_taken);
 	return answer(raised, post, outcome.posted);
-}
-
-static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct post *post)
-{
-	struct rp_posting posting;
-	PyObject *done;
-
-	if (rp_begin_post(q, owner, &posting))
-		return NULL;
-	done = post_locked(q, owner, post);
-	rp_unpin_requests(post);
-	rp_end_use_by(posting.me, &posting.use);
-	return done;
 }
 
 struct rp_slot rp_queue_slots[SRQ_OPS + 1];

@@ -61,13 +61,21 @@ static inline int rp_begin_post(struct work_queue *q, struct rp_handle *owner,
 }
 
 /*
- * Release a queue's lock and, if `taken`, let the device execute the work requests that it
- * accepted. Returns a signal handler's exception, or NULL.
+ * Release the queue's lock; if `taken`, let the device execute the work requests that it accepted;
+ * then end the use. The caller's code may run only after this. `post` has the requests to unpin, or
+ * is NULL for a prepared list, which stays pinned. Returns a signal handler's exception, or NULL.
  */
-static inline PyObject *rp_unlock_and_run(struct work_queue *q, int taken)
+static inline PyObject *rp_run_and_end_post(struct work_queue *q, struct rp_posting *posting,
+					    struct post *post, int taken)
 {
+	PyObject *raised;
+
 	rp_release(&q->lock);
-	return taken ? rp_run_device() : NULL;
+	raised = taken ? rp_run_device() : NULL;
+	if (post)
+		rp_unpin_requests(post);
+	rp_end_use_by(posting->me, &posting->use);
+	return raised;
 }
 
 /* End a post that posts nothing. */
