@@ -154,7 +154,7 @@ def names() -> Iterator[dict[str, Any]]:
         yield {"rp": rp, "context": context, "pd": pd, "cq": cq, "mr": mr, "a": a, "b": b}
 
 
-def skip_unless_possible(text: str) -> None:
+def skip_if_its_port_is_taken(text: str) -> None:
     """Skip a test whose example opens a roce device if Soft-RoCE has its port."""
     if '"roce:' in text:
         skip_unless_free("roce:lo")
@@ -163,7 +163,7 @@ def skip_unless_possible(text: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
 def test_python_example_runs(example: Block, names: dict[str, Any], tmp_path: Path) -> None:
     text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
-    skip_unless_possible(text)
+    skip_if_its_port_is_taken(text)
     if "import rdmapost as rp\n" in text:
         done = subprocess.run(
             [sys.executable, "-P", "-c", text],
@@ -193,7 +193,7 @@ def test_tutorial_runs_from_its_first_block_to_its_last(
     names: dict[str, Any] = {}
     steps = [block for block in blocks(tutorial) if block.language == "python"]
     assert steps
-    skip_unless_possible("".join(step.text for step in steps))
+    skip_if_its_port_is_taken("".join(step.text for step in steps))
     for step in steps:
         code = compile("\n" * (step.line - 1) + step.text, str(ROOT / tutorial), "exec")
         with contextlib.redirect_stdout(io.StringIO()) as out:

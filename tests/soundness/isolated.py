@@ -97,7 +97,7 @@ def run_python(arguments: list[Any], seconds: float, env: dict[str, str]) -> tup
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out = err = ""
-            # A descendant in a session of its own may still hold the pipes.
+            # A descendant in another session may still hold the pipes.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 out, err = process.communicate(timeout=10)
             err += f"\nkilled after {seconds:g} s\n"

@@ -73,7 +73,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
     connect, both, elsewhere = "qp.connect()", "", ""
     if qp.qp_type in CONNECTED:
         connect, both = "qp.connect(remote)", " on both sides"
-        elsewhere = ", or if there is none, the peer's completions do"
+        elsewhere = "; without one, poll the peer's CQ"
     if state in _FAILED and _overrun(qp):
         yield Finding(
             "qp-state",

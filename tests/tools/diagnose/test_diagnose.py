@@ -10,7 +10,7 @@ from support.findings import named, problems, wrong
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, SendFlags, WCStatus
-from rdmapost.diagnose import diagnose_machine
+from rdmapost.diagnose import Finding, diagnose_machine
 
 GRANTED = ALL & ~Access.LOCAL_WRITE
 
@@ -103,6 +103,12 @@ def test_times_until_a_send_fails_are_reported(rc):
     assert "timeout=14 (67.1 ms) x (retry_cnt=6 + 1) = 0.47 s until RETRY_EXC_ERR" in evidence
     evidence = named(findings, "rnr-retry").evidence
     assert "rnr_retry=1 x the peer's min_rnr_timer=12 (0.64 ms) = 0.64 ms" in evidence
+
+
+def test_finding_prints_as_one_line():
+    problem = Finding("odd", "problem", "it is odd", "mend it", "QP 0x11")
+    assert str(problem) == "problem: odd: it is odd; mend it"
+    assert str(dataclasses.replace(problem, severity="ok", remedy="")) == "ok: odd: it is odd"
 
 
 def test_finding_is_a_dataclass_with_named_fields(rc):
