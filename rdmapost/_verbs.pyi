@@ -376,6 +376,7 @@ def take(queue: deque[_T], /) -> _T: ...
 def set_item(dictionary: dict[Any, Any], key: Any, value: Any, /) -> None: ...
 
 # Drop a work queue's entries from a completion queue; for on_commit.
+def discard(dictionary: dict[Any, Any], key: Any, /) -> None: ...
 def forget(entries: deque[Any], queue: DeviceQueue, /) -> None: ...
 
 # _c/software/data_verbs.c.
@@ -429,6 +430,30 @@ class DeviceQueue:
     prompt: bool
     faults: PostFaults
     slots: DeviceQueue
+    fast_path: FastPath | None
+
+# _c/software/fast_path.c: how C executes a queue pair's common send work requests, until a Record
+# or a JournaledDict changes; then C resets DeviceQueue.fast_path.
+class FastPath:
+    def __init__(
+        self,
+        qp: Any,
+        statuses: dict[int, Any],
+        refusals: dict[int, int],
+        lkeys: dict[int, Any],
+        rkeys: dict[int, Any],
+        pd: Any,
+        peer_pd: Any,
+        rq: DeviceQueue | None,
+        send_cq: tuple[DeviceQueue, deque[Any] | None, int],
+        recv_cq: tuple[DeviceQueue, deque[Any] | None, int],
+        qp_num: int,
+        peer_num: int,
+        access: int,
+        reads: bool,
+        all_signaled: bool,
+        /,
+    ) -> None: ...
 
 # _c/software/faults.c: planned failures of sends: for each, the errno (1..4095), and the number of
 # sends accepted before it (below 2^63).

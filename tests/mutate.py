@@ -375,6 +375,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_wr_structs.py",
     ),
     "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
+    "rdmapost/_c/software/fast_path.c": ("providers/soft0/test_soft_fast_path.py",),
     "rdmapost/_c/software/data_verbs.c": (
         "providers/software/test_soft_unchecked_posts.py",
         "providers/software/test_soft_qp.py",

@@ -53,6 +53,7 @@ int rp_add_soft_device(PyObject *module);
 int rp_add_soft_journal(PyObject *module);
 int rp_add_soft_data_verbs(PyObject *module);
 int rp_add_soft_faults(PyObject *module);
+int rp_add_soft_fast_path(PyObject *module);
 int rp_add_soft_transaction(PyObject *module);
 int rp_add_soft_mapped_memory(PyObject *module);
 int rp_add_dlpack(PyObject *module);

@@ -92,7 +92,7 @@ def residue() -> dict[str, int]:
         "objects": len(state.objects),
         "contexts": len(state.contexts),
         "regions": len(device.memory.regions_by_lkey),
-        "keys": len(device.memory._by_index),
+        "keys": len(device.memory.by_index),
         "queue pairs": len(device.qps),
         "shared receive queues": len(device.srqs),
         "groups": len(device.groups),
@@ -111,7 +111,7 @@ def renumber() -> None:
     _, _, state, device = provider_parts()
     memory = device.memory
     if not (
-        state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory._by_index
+        state.contexts or device.qps or device.srqs or memory.regions_by_lkey or memory.by_index
     ):
         device.__init__(device.name)
 

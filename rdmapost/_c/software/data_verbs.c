@@ -7,7 +7,7 @@
  *
  * Work requests are copied in full here, and executed in Python.
  */
-#include "software/internal.h"
+#include "software/device_queues.h"
 
 #include <structmember.h>
 
@@ -15,23 +15,7 @@
 
 enum posts { SENDS, RECEIVES, SRQ_RECEIVES, OPERATIONS };
 
-/* A work request as the device holds it. */
-struct wqe {
-	PyObject_HEAD
-	union {
-		struct ibv_send_wr send;
-		struct rp_built_wr built;
-		struct ibv_recv_wr recv;
-		struct ibv_ops_wr op;
-	} wr; /* as posted; its pointers are no longer valid */
-	unsigned int opcode, flags; /* for a send or an operation */
-	PyObject *sges; /* a tuple of (addr, length, lkey) */
-	PyObject *data, *hdr; /* bytes copied when it was posted, or NULL */
-	PyObject *ah, *window, *region; /* the objects that its handles named then, or NULL */
-	PyObject *owner; /* if the device itself posted the WQE, what receives its status */
-};
-
-static PyObject *wqe_type;
+PyObject *rp_wqe_type;
 
 #define MEMBER(type, code, name, field) { #name, code, offsetof(struct type, field), 0, NULL }
 #define OBJECT(name, field) MEMBER(wqe, T_OBJECT, name, field)
@@ -39,7 +23,7 @@ static PyObject *wqe_type;
 #define U32(name, field) MEMBER(wqe, T_UINT, name, field)
 
 static PyMemberDef wqe_members[] = {
-	OBJECT(sges, sges), OBJECT(inline, data), OBJECT(hdr, hdr), OBJECT(ah, ah),
+	OBJECT(inline, data), OBJECT(hdr, hdr), OBJECT(ah, ah),
 	OBJECT(window, window), OBJECT(region, region), OBJECT(owner, owner),
 	U32(opcode, opcode), U32(flags, flags), U64(wr_id, wr.send.wr_id),
 	U32(imm, wr.send.imm_data), U64(remote_addr, wr.send.wr.rdma.remote_addr),
@@ -67,38 +51,70 @@ static void release(PyObject *self, const PyMemberDef *member)
 	rp_free(self);
 }
 
+#define WQE(self) ((struct wqe *)(self))
+
 static void wqe_dealloc(PyObject *self)
 {
+	Py_XDECREF(WQE(self)->sges);
 	release(self, wqe_members);
 }
+
+/* Return a new tuple of (addr, length, lkey). */
+static PyObject *make_sges(const struct ibv_sge *sge, unsigned int count)
+{
+	PyObject *list = PyList_New(0), *sges;
+
+	for (unsigned int i = 0; list && i < count; i++)
+		if (rp_append_new(list, Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
+						      (unsigned int)sge[i].length,
+						      (unsigned int)sge[i].lkey)))
+			Py_CLEAR(list);
+	sges = list ? PyList_AsTuple(list) : NULL;
+	Py_XDECREF(list);
+	return sges;
+}
+
+static PyObject *wqe_get_sges(PyObject *self, void *unused)
+{
+	struct wqe *wqe = WQE(self);
+
+	(void)unused;
+	return wqe->num_sge > RP_MAX_SGES ? Py_XNewRef(wqe->sges) :
+					    make_sges(wqe->sge, wqe->num_sge);
+}
+
+static int wqe_set_sges(PyObject *self, PyObject *sges, void *unused)
+{
+	PyObject *old = WQE(self)->sges;
+
+	(void)unused;
+	if (!sges) {
+		PyErr_SetString(PyExc_AttributeError, "sges cannot be deleted");
+		return -1;
+	}
+	WQE(self)->sges = Py_XNewRef(sges);
+	WQE(self)->num_sge = RP_MAX_SGES + 1;
+	Py_XDECREF(old);
+	return 0;
+}
+
+static PyGetSetDef wqe_getset[] = {
+	{ "sges", wqe_get_sges, wqe_set_sges, NULL, NULL },
+	{ NULL, NULL, NULL, NULL, NULL },
+};
 
 static PyType_Slot wqe_slots[] = {
 	{ Py_tp_dealloc, wqe_dealloc },
 	{ Py_tp_members, wqe_members },
+	{ Py_tp_getset, wqe_getset },
 	{ 0, NULL },
 };
 
 /* ---- queues -------------------------------------------------------------- */
 
-/* A work queue, or a completion queue, which uses few of these fields. */
-struct device_queue {
-	PyObject_HEAD
-	PyObject *pending; /* a deque of WQEs not yet done, or of entries not yet polled */
-	unsigned int armed; /* which entries raise an event: 0 (none), or ARMED_... */
-	unsigned int depth, max_sge, max_inline, max_tso_header;
-	unsigned int used; /* occupied slots */
-	unsigned int silent; /* WQEs without a completion; the next completion frees their slots */
-	unsigned int last_handle; /* given to a matching-list entry */
-	unsigned int refuses; /* the errno with which every post fails, or 0 */
-	unsigned int prompt; /* posts are executed at once, rather than waiting for a message */
-	PyObject *faults; /* for sends: the injected failures (software/faults.c) */
-	PyObject *slots; /* for operations: the queue whose slots matching-list entries occupy */
-	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
-};
-
 enum { ARMED_SOLICITED = 1, ARMED_NEXT };
 
-static PyObject *queue_type;
+PyObject *rp_device_queue_type;
 
 #define NUMBER(name) MEMBER(device_queue, T_UINT, name, name)
 #define REFERENCE(name) MEMBER(device_queue, T_OBJECT, name, name)
@@ -106,7 +122,7 @@ static PyObject *queue_type;
 static PyMemberDef queue_members[] = {
 	NUMBER(armed), NUMBER(depth), NUMBER(max_sge), NUMBER(max_inline), NUMBER(max_tso_header),
 	NUMBER(used), NUMBER(silent), NUMBER(refuses), NUMBER(prompt), REFERENCE(pending),
-	REFERENCE(faults), REFERENCE(slots), { NULL, 0, 0, 0, NULL },
+	REFERENCE(faults), REFERENCE(slots), REFERENCE(fast_path), { NULL, 0, 0, 0, NULL },
 };
 
 static void queue_dealloc(PyObject *self)
@@ -136,7 +152,7 @@ static struct device_queue *find_queue(uint32_t handle, enum rp_name name)
 {
 	PyObject *found = rp_soft_part(handle, name);
 
-	if (found && !PyObject_TypeCheck(found, (PyTypeObject *)queue_type))
+	if (found && !PyObject_TypeCheck(found, (PyTypeObject *)rp_device_queue_type))
 		Py_CLEAR(found);
 	return (struct device_queue *)found;
 }
@@ -146,12 +162,6 @@ static int is_full(const struct device_queue *queue)
 	return queue->used >= queue->depth;
 }
 
-/* Occupy slots in a queue, or free them if `slots` is negative. */
-static void use_slots(struct device_queue *queue, int slots)
-{
-	queue->used += (unsigned int)slots;
-}
-
 /* use_slots(queue, slots), for on_commit. */
 static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 {
@@ -159,10 +169,10 @@ static PyObject *soft_use_slots(PyObject *self, PyObject *args)
 	int slots;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!i", queue_type, &queue, &slots))
+	if (!PyArg_ParseTuple(args, "O!i", rp_device_queue_type, &queue, &slots))
 		return NULL;
 	rp_data_lock();
-	use_slots((struct device_queue *)queue, slots);
+	rp_use_slots((struct device_queue *)queue, slots);
 	rp_data_unlock();
 	Py_RETURN_NONE;
 }
@@ -173,7 +183,7 @@ static PyObject *soft_posted(PyObject *self, PyObject *args)
 	PyObject *queue, *posted;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+	if (!PyArg_ParseTuple(args, "O!", rp_device_queue_type, &queue))
 		return NULL;
 	rp_data_lock();
 	posted = PySequence_Tuple(((struct device_queue *)queue)->pending);
@@ -187,7 +197,7 @@ static PyObject *soft_clear(PyObject *self, PyObject *args)
 	PyObject *queue, *item;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!", queue_type, &queue))
+	if (!PyArg_ParseTuple(args, "O!", rp_device_queue_type, &queue))
 		return NULL;
 	do {
 		rp_data_lock();
@@ -212,7 +222,7 @@ static PyObject *soft_resize(PyObject *self, PyObject *args)
 	int fits, failed;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!", queue_type, &queue, &PyLong_Type, &depth))
+	if (!PyArg_ParseTuple(args, "O!O!", rp_device_queue_type, &queue, &PyLong_Type, &depth))
 		return NULL;
 	wanted = (unsigned int)PyLong_AsUnsignedLong(depth);
 	if (PyErr_Occurred())
@@ -249,7 +259,7 @@ static PyObject *withdraw(PyObject *self, PyObject *cq)
 
 static void show(PyObject *cq)
 {
-	RP_STORE(&((struct device_queue *)cq)->hidden, 0);
+	rp_show_entries((struct device_queue *)cq);
 }
 
 static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
@@ -262,7 +272,7 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 	struct device_queue *queue;
 
 	(void)self;
-	if (nargs != 2 || !PyObject_TypeCheck(args[0], (PyTypeObject *)queue_type))
+	if (nargs != 2 || !PyObject_TypeCheck(args[0], (PyTypeObject *)rp_device_queue_type))
 		return PyErr_Format(PyExc_TypeError, "add(cq, entry)");
 	queue = (struct device_queue *)args[0];
 	if (hides && !queue->hidden && rp_note_added(args[0]))
@@ -279,27 +289,28 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
 }
 
-/*
- * announce(cq, events, fd, solicited), for at_the_end: queue an event for an added entry, if
- * the completion queue is armed for it, and make the channel's eventfd readable.
- */
-static PyObject *soft_announce(PyObject *self, PyObject *args)
+void rp_announce(struct device_queue *cq, PyObject *events, int fd, int solicited)
 {
-	PyObject *cq, *events;
-	struct device_queue *queue;
-	int fd, solicited;
-
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!Oip", queue_type, &cq, &events, &fd, &solicited))
-		return NULL;
-	queue = (struct device_queue *)cq;
 	rp_data_lock();
 	/* If memory runs out, the CQ stays armed: a later completion announces this one, too. */
-	if ((queue->armed == ARMED_NEXT || (queue->armed && solicited)) && !rp_append(events, cq)) {
-		queue->armed = 0;
+	if ((cq->armed == ARMED_NEXT || (cq->armed && solicited)) &&
+	    !rp_append(events, (PyObject *)cq)) {
+		cq->armed = 0;
 		eventfd_write(fd, 1);
 	}
 	rp_data_unlock();
+}
+
+/* announce(cq, events, fd, solicited): rp_announce(), for at_the_end. */
+static PyObject *soft_announce(PyObject *self, PyObject *args)
+{
+	PyObject *cq, *events;
+	int fd, solicited;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!Oip", rp_device_queue_type, &cq, &events, &fd, &solicited))
+		return NULL;
+	rp_announce((struct device_queue *)cq, events, fd, solicited);
 	Py_RETURN_NONE;
 }
 
@@ -338,19 +349,17 @@ static PyObject *soft_set_timer(PyObject *self, PyObject *args)
 
 static int read_sges(struct wqe *wqe, const struct ibv_sge *sge, int count, unsigned int max)
 {
-	PyObject *sges;
-
 	/* A negative count converts to a huge one. */
 	if ((unsigned int)count > max || (count && !sge))
 		return EINVAL;
-	sges = PyList_New(0);
-	for (int i = 0; sges && i < count; i++)
-		if (rp_append_new(sges, Py_BuildValue("(KII)", (unsigned long long)sge[i].addr,
-						      (unsigned int)sge[i].length,
-						      (unsigned int)sge[i].lkey)))
-			Py_CLEAR(sges);
-	wqe->sges = sges ? PyList_AsTuple(sges) : NULL;
-	Py_XDECREF(sges);
+	wqe->num_sge = (unsigned int)count;
+	if (wqe->num_sge <= RP_MAX_SGES) {
+		for (int i = 0; i < count; i++)
+			wqe->sge[i] = sge[i];
+		return 0;
+	}
+	wqe->num_sge = RP_MAX_SGES + 1;
+	wqe->sges = make_sges(sge, (unsigned int)count);
 	return wqe->sges ? 0 : ENOMEM;
 }
 
@@ -419,7 +428,7 @@ static int read_op(struct wqe *wqe, const struct device_queue *queue, struct ibv
 
 	wqe->opcode = op->opcode;
 	wqe->flags = (unsigned int)op->flags;
-	if (!list || !PyObject_TypeCheck((PyObject *)list, (PyTypeObject *)queue_type))
+	if (!list || !PyObject_TypeCheck((PyObject *)list, (PyTypeObject *)rp_device_queue_type))
 		return EINVAL;
 	if (adds && is_full(list))
 		return ENOMEM;
@@ -439,10 +448,10 @@ static int put_in(struct device_queue *queue, struct wqe *wqe, int adds)
 {
 	if (rp_append(queue->pending, (PyObject *)wqe))
 		return ENOMEM;
-	use_slots(queue, 1);
+	rp_use_slots(queue, 1);
 	/* An operation that adds an entry also occupies a slot in the matching list. */
 	if (adds)
-		use_slots((struct device_queue *)queue->slots, 1);
+		rp_use_slots((struct device_queue *)queue->slots, 1);
 	return 0;
 }
 
@@ -458,7 +467,7 @@ static struct wqe *new_wqe(const struct device_queue *queue, int *code)
 		*code = ENOMEM;
 	if (*code)
 		return NULL;
-	wqe = (struct wqe *)PyType_GenericAlloc((PyTypeObject *)wqe_type, 0);
+	wqe = (struct wqe *)PyType_GenericAlloc((PyTypeObject *)rp_wqe_type, 0);
 	if (!wqe)
 		*code = ENOMEM;
 	PyErr_Clear();
@@ -543,7 +552,7 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	}
 	for (; code && !bad && accepted; accepted--) {
 		Py_XDECREF(PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL));
-		use_slots(queue, -1);
+		rp_use_slots(queue, -1);
 	}
 	rp_data_unlock();
 	Py_XDECREF((PyObject *)queue);
@@ -628,7 +637,7 @@ static int is_entry(PyObject *object)
 	size_t size;
 
 	if (!PyTuple_CheckExact(object) || PyTuple_Size(object) != 3 ||
-	    !PyObject_TypeCheck(PyTuple_GetItem(object, 1), (PyTypeObject *)queue_type) ||
+	    !PyObject_TypeCheck(PyTuple_GetItem(object, 1), (PyTypeObject *)rp_device_queue_type) ||
 	    !PyLong_CheckExact(PyTuple_GetItem(object, 2)))
 		return 0;
 	bytes = PyTuple_GetItem(object, 0);
@@ -664,7 +673,7 @@ static int poll(uint32_t handle, int max, struct ibv_wc *wc, struct rp_wc_ex *mo
 			taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
 		valid = taken && is_entry(taken);
 		if (valid)
-			use_slots((struct device_queue *)PyTuple_GetItem(taken, 1),
+			rp_use_slots((struct device_queue *)PyTuple_GetItem(taken, 1),
 				  -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
 		rp_data_unlock();
 		if (!taken)
@@ -906,8 +915,8 @@ int rp_add_soft_data_verbs(PyObject *module)
 	withdraws = PyCFunction_New(&withdraw_method, NULL); /* never released */
 	return !withdraws ||
 	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,
-			   &wqe_type) ||
+			   &rp_wqe_type) ||
 	       rp_add_type(module, "rdmapost._verbs.DeviceQueue", sizeof(struct device_queue),
-			   Py_TPFLAGS_BASETYPE, queue_slots, &queue_type) ||
+			   Py_TPFLAGS_BASETYPE, queue_slots, &rp_device_queue_type) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

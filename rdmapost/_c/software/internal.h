@@ -82,6 +82,12 @@ RP_SHARED void (*rp_show)(PyObject *cq);
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
 
+/*
+ * Counts the changes of Records and JournaledDicts, so that C knows whether what it has read from
+ * them is still valid.
+ */
+RP_SHARED uint64_t rp_soft_changes;
+
 /* ---- software/mapped_memory.c --------------------------------------------- */
 
 /*
@@ -103,6 +109,14 @@ void rp_soft_refuse_writes(void);
 
 /* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
 int rp_take_fault(PyObject *faults);
+
+/* ---- software/fast_path.c ------------------------------------------------- */
+
+/*
+ * Execute an object's work requests as long as they are common ones that succeed; 0 if none are
+ * left, 1 if Python must look.
+ */
+int rp_soft_run_fast(PyObject *object);
 
 /* ---- software/transaction.c: what runs under the lock --------------------- */
 

@@ -19,6 +19,7 @@
 #include "software/internal.h"
 
 PyObject *rp_names[NAMES];
+uint64_t rp_soft_changes;
 void (*rp_show)(PyObject *cq);
 
 /* `last` also contains completion queues, for rp_show() */
@@ -250,9 +251,15 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)
 	return PyObject_GenericSetAttr(self, name, value);
 }
 
+static int record_setattr(PyObject *self, PyObject *name, PyObject *value)
+{
+	RP_ADD(&rp_soft_changes, 1);
+	return rp_journaled_setattr(self, name, value);
+}
+
 /* An object whose attributes are journaled. */
 static PyType_Slot record_slots[] = {
-	{ Py_tp_setattro, rp_journaled_setattr },
+	{ Py_tp_setattro, record_setattr },
 	{ 0, NULL },
 };
 
@@ -265,6 +272,7 @@ static PyType_Slot record_slots[] = {
 static PyObject *journal_undo(PyObject *self, PyObject *call)
 {
 	(void)self;
+	RP_ADD(&rp_soft_changes, 1);
 	if (rp_is_journaled() && note_call(undo, call))
 		return NULL;
 	Py_RETURN_NONE;
@@ -369,6 +377,23 @@ static PyObject *set_item(PyObject *self, PyObject *const *args, Py_ssize_t narg
 	return PyDict_SetItem(args[0], args[1], args[2]) ? NULL : Py_NewRef(Py_None);
 }
 
+/* discard(dict, key): remove the key, if present; for on_commit. */
+static PyObject *discard(PyObject *self, PyObject *args)
+{
+	PyObject *dict, *key;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "O!O", &PyDict_Type, &dict, &key))
+		return NULL;
+	RP_ADD(&rp_soft_changes, 1);
+	if (PyDict_DelItem(dict, key)) {
+		if (!PyErr_ExceptionMatches(PyExc_KeyError))
+			return NULL;
+		PyErr_Clear();
+	}
+	Py_RETURN_NONE;
+}
+
 /* forget(entries, queue): drop a work queue's completions; for on_commit. */
 static PyObject *forget(PyObject *self, PyObject *args)
 {
@@ -399,6 +424,7 @@ static PyMethodDef functions[] = {
 	RP_METHOD(put),
 	RP_METHOD(set_item),
 	{ "take", take, METH_O, NULL },
+	{ "discard", discard, METH_VARARGS, NULL },
 	{ "forget", forget, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };

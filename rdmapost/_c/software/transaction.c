@@ -330,11 +330,16 @@ static int is_late(int64_t now)
  */
 static long work(PyObject *object, int may_be_late)
 {
-	int64_t begin = rp_now_ns(), spent;
-	PyObject *call = PyTuple_Pack(3, rp_soft_given(EXECUTE), object,
-				      may_be_late && is_late(begin) ? Py_True : Py_False);
-	long more = call ? rp_soft_transact(call) : -1;
+	int64_t begin, spent;
+	PyObject *call;
+	long more;
 
+	if (!rp_soft_run_fast(object))
+		return 0;
+	begin = rp_now_ns();
+	call = PyTuple_Pack(3, rp_soft_given(EXECUTE), object,
+			    may_be_late && is_late(begin) ? Py_True : Py_False);
+	more = call ? rp_soft_transact(call) : -1;
 	if (more == -1) {
 		spent = rp_now_ns() - begin;
 		wasted += spent;

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
+from ..._binding import native
 from ...enums import Opcode, QPState, QPType, SendFlags, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.timers import RNR_FOREVER, ack_timeout, rnr_timer
 from ..software.device_queues import WQE
 from ..software.memory import ErrorStatus, copy, part
 from ..software.requester import bind, local_invalidate, needs_rd_atomic, planned_size, room
+from ..software.responder import RECEIVES
 from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
 from . import datagram, raw
 from .qp import SoftQueuePair
@@ -33,7 +35,7 @@ _SOLICITED = int(SendFlags.SOLICITED)
 _WITH_IMM = frozenset({int(Opcode.SEND_WITH_IMM), int(Opcode.RDMA_WRITE_WITH_IMM)})
 # Looked up once: before Python 3.12, accessing an Enum member costs as much as a call.
 _RTS, _SQE = QPState.RTS, QPState.SQE
-_UD, _RAW_PACKET, _XRC_SEND = QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
+_RC, _UD, _RAW_PACKET, _XRC_SEND = QPType.RC, QPType.UD, QPType.RAW_PACKET, QPType.XRC_SEND
 _SEND, _SEND_WITH_INV = int(Opcode.SEND), int(Opcode.SEND_WITH_INV)
 _SUCCESS, _ACK_TYPE = WCStatus.SUCCESS, AckType.ACK
 
@@ -237,6 +239,8 @@ def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
         qp.retries += 1
         _try_again(qp, ack_timeout(timeout))
     if ack.type is _ACK_TYPE:
+        if qp.sq.fast_path is None and qp.type is _RC:
+            _open_fast_path(qp)
         return ack
     if ack.type is AckType.RNR_NAK:
         if qp.rnr_retries == qp.attr["rnr_retry"] != RNR_FOREVER:
@@ -244,6 +248,38 @@ def _exchange(qp: SoftQueuePair, request: Request) -> Ack:
         qp.rnr_retries += 1
         _try_again(qp, rnr_timer(ack.rnr_timer))
     raise ErrorStatus(_NAK_STATUS[ack.type])
+
+
+def _open_fast_path(qp: SoftQueuePair) -> None:
+    """Have C execute the next common work requests of a queue pair whose peer has responded."""
+    peer: SoftQueuePair = qp.device.qps[qp.attr["dest_qp_num"]]
+    cqs = qp.send_cq, peer.recv_cq
+    if qp.state is not _RTS or peer.state not in RECEIVES:
+        return
+    if any([cq.has_timestamps for cq in cqs]):
+        return
+    send_cq, recv_cq = [
+        (cq, None, -1) if cq.channel is None else (cq, cq.channel.events, cq.channel.event_fd)
+        for cq in cqs
+    ]
+    memory = qp.device.memory
+    qp.sq.fast_path = native.FastPath(
+        qp,
+        qp.context.faults.statuses,
+        peer.context.faults.refusals,
+        memory.regions_by_lkey,
+        memory.by_index,
+        qp.pd,
+        peer.pd,
+        peer.rq if peer.srq is None else None,
+        send_cq,
+        recv_cq,
+        qp.number,
+        peer.number,
+        peer.attr["qp_access_flags"],
+        bool(qp.attr["max_rd_atomic"] and peer.attr["max_dest_rd_atomic"]),
+        qp.sq_sig_all,
+    )
 
 
 def _try_again(qp: SoftQueuePair, seconds: float) -> NoReturn:

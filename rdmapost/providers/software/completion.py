@@ -105,7 +105,7 @@ class CompletionQueue(native.DeviceQueue):
     """
 
     def __init__(self, capacity: int, channel: Channel | None, events: EventQueue) -> None:
-        self.capacity = capacity
+        self.depth = capacity
         self.pending: deque[tuple[bytes, WorkQueue, int]] = deque()
         self.channel = channel
         self.events = events
@@ -120,7 +120,7 @@ class CompletionQueue(native.DeviceQueue):
     def add(self, entry: Entry) -> bool:
         """Add an entry; return False if the queue overruns."""
         entries = self.pending
-        if len(entries) >= self.capacity:
+        if len(entries) >= self.depth:
             return False
         fields, queue, frees, solicited, tag = entry
         if self.has_timestamps:

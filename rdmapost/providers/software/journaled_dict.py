@@ -32,7 +32,7 @@ class JournaledDict(dict[Any, Any]):
 
     def discard(self, key: Any) -> None:
         """On commit, remove a key, if present: undoing a removal made earlier might need memory."""
-        native.on_commit(dict.pop, self, key, None)
+        native.on_commit(native.discard, self, key)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Remove a key; return its value, or the default."""

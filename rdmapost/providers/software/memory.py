@@ -136,7 +136,7 @@ class Memory(native.Record):
 
     def __init__(self) -> None:
         self.regions_by_lkey = JournaledDict()
-        self._by_index = JournaledDict()
+        self.by_index = JournaledDict()
         """Regions and windows by the upper 24 bits of their rkeys, which do not change."""
         self.indices = Numbers(*INDICES, start=0x11)
         self._tag = 0
@@ -153,14 +153,14 @@ class Memory(native.Record):
 
     def _is_taken(self, index: int) -> bool:
         """Whether an index is in use, by a window or by a region."""
-        return index in self._by_index or index | _RKEY_INDEX in self._by_index
+        return index in self.by_index or index | _RKEY_INDEX in self.by_index
 
     def _new_tag(self) -> int:
         self._tag = (self._tag + _STALE_STEP) & 0xFF
         return self._tag
 
     def _find(self, rkey: int) -> Region | Window | None:
-        found: Region | Window | None = self._by_index.get(rkey >> 8)
+        found: Region | Window | None = self.by_index.get(rkey >> 8)
         # A region or window that this verb has removed stays listed until the verb ends.
         return found if found is not None and found.valid and found.rkey == rkey else None
 
@@ -198,7 +198,7 @@ class Memory(native.Record):
 
     def _list(self, region: Region) -> None:
         self.regions_by_lkey[region.lkey] = region
-        self._by_index[region.rkey >> 8] = region
+        self.by_index[region.rkey >> 8] = region
 
     def move(self, region: Region, addr: int, memory: memoryview, unsure: int | None) -> None:
         """Re-register a region over new memory; its keys change, and the old ones become invalid.
@@ -219,7 +219,7 @@ class Memory(native.Record):
             # It was invalidated: another region may have its keys.
             return
         self.regions_by_lkey.discard(region.lkey)
-        self._by_index.discard(region.rkey >> 8)
+        self.by_index.discard(region.rkey >> 8)
         region.valid = False
 
     def allocate_window(self, pd: ProtectionDomain, mw_type: MWType) -> Window:
@@ -229,12 +229,12 @@ class Memory(native.Record):
             VerbsError: ENOMEM: all keys are in use.
         """
         window = Window(pd, mw_type, self._new_key("ibv_alloc_mw"))
-        self._by_index[window.rkey >> 8] = window
+        self.by_index[window.rkey >> 8] = window
         return window
 
     def deallocate_window(self, window: Window) -> None:
         """Remove a window."""
-        self._by_index.discard(window.rkey >> 8)
+        self.by_index.discard(window.rkey >> 8)
         window.valid = False
         window.unbind()
 

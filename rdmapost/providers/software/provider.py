@@ -338,7 +338,7 @@ class SoftwareProvider:
         if (there := len(made.pending)) > cqe:
             reason = f"cqe={cqe} is less than the {there} completions in it; poll them first"
             raise VerbsError("ibv_resize_cq", errno.EINVAL, reason)
-        made.capacity = cqe
+        made.depth = cqe
         native.on_commit(setattr, cq, "cqe", cqe)
 
     @verb

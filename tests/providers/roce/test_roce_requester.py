@@ -561,7 +561,7 @@ def test_acknowledgement_does_not_replace_a_response():
 
 @pytest.mark.parametrize("answer", ["ack", "response"])
 def test_completion_queue_that_overruns_breaks_the_queue_pair(alone, answer):
-    alone.qp.send_cq.capacity = 1
+    alone.qp.send_cq.depth = 1
     post(alone, *[send(alone, n) for n in range(3)], send(alone, 3, 4, Opcode.RDMA_READ))
     if answer == "ack":
         alone.ack(SQ_PSN + 2)

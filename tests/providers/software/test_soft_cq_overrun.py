@@ -102,8 +102,9 @@ def test_timeout_of_a_wait_for_lost_completions_names_the_overrun():
     with small_cq(QPType.RC) as (context, cq, mr, qp):
         qp.to_init()
         qp.post_recv([rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8]), rp.RecvWR(mr[:8])])
-        with pytest.raises(rp.WaitTimeout, match=r"0 of 3 completions came within 0 s$"):
+        with pytest.raises(rp.WaitTimeout) as caught:
             cq.wait(3, timeout=0)
+        assert str(caught.value) == "0 of 3 completions came within 0 s"
         qp.to_err()
         words = r"1 of 3 completions came within 0 s; .*; the CQ has overrun"
         with pytest.raises(rp.WaitTimeout, match=words):
