@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .options import Target, device_names, device_options, not_empty
-from .output import Output, columns, echo, usage_error
+from .output import Output, columns, echo, usage_error, width, wrapped
 
 if TYPE_CHECKING:
     from rdmapost import Context, DeviceInfo, PortAttr, RoceInterface
@@ -87,11 +89,16 @@ def devices(out: Output, target: Target, name: str | None) -> None:
 
 def _over_udp(interfaces: list[RoceInterface]) -> str:
     """Lay out the devices that can be opened on a UDP socket, and the reasons why others cannot."""
-    rows = [["OVER UDP", "ADDRESS", "MTU", ""]]
-    rows += [
-        [one.name, one.address, str(one.path_mtu.bytes), one.obstacle or ""] for one in interfaces
-    ]
-    return f"\n\n{columns(rows)}" if interfaces else ""
+    rows = [["OVER UDP", "ADDRESS", "MTU"]]
+    rows += [[one.name, one.address, str(one.path_mtu.bytes)] for one in interfaces]
+    head, *lines = columns(rows).splitlines()
+    for place, one in enumerate(interfaces):
+        if one.obstacle is not None:
+            line = f"{lines[place].ljust(len(head))}  {one.obstacle}"
+            if len(line) > width():
+                line = f"{lines[place]}\n{wrapped(one.obstacle, '   ')}"
+            lines[place] = line
+    return "\n".join(["", "", head, *lines]) if interfaces else ""
 
 
 def _describe(
@@ -151,8 +158,9 @@ def _describe_port(context: Context, port: PortAttr, target: Target, out: Output
 
 def _text(found: list[dict[str, Any]]) -> str:
     """Lay out the ports in a table, with a table of GIDs below each."""
-    rows = [["DEVICE", "KIND", "PORT", "STATE", "LINK LAYER", "MTU", "MAX MTU", "LID"]]
-    below: list[str] = [""]
+    rows: list[list[str]] = []
+    below: list[str] = []
+    gids = _gids([port for device in found for port in device["ports"]])
     for device in found:
         for port in device["ports"]:
             rows.append(
@@ -167,11 +175,21 @@ def _text(found: list[dict[str, Any]]) -> str:
                     str(port["lid"]) if port["lid"] else "-",
                 ]
             )
-            below.append("\n".join([*_place(device), _gids(port), *_counters(device)]))
-    lines = columns(rows).splitlines()
-    return "\n".join(
-        line if not gids else f"{line}\n{gids}" for line, gids in zip(lines, below, strict=True)
-    )
+            below.append("\n".join([*_place(device), *next(gids), *_counters(device)]))
+    head, *lines = _table(rows)
+    return "\n".join([head, *map("\n".join, zip(lines, below, strict=True))])
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Lay out the ports within the width of the output; the heads are the first item."""
+    for link_layer, max_mtu in (("LINK LAYER", "MAX MTU"), ("LAYER", "MAX")):
+        heads = ["DEVICE", "KIND", "PORT", "STATE", link_layer, "MTU", max_mtu, "LID"]
+        lines = columns([heads, *rows]).splitlines()
+        if max(map(len, lines)) <= width():
+            return lines
+    # A long name has a line of its own.
+    rest = columns([row[1:] for row in (heads, *rows)]).splitlines()
+    return [f"{row[0]}\n   {line}" for row, line in zip((heads, *rows), rest, strict=True)]
 
 
 def _place(device: dict[str, Any]) -> list[str]:
@@ -191,8 +209,9 @@ def _counters(device: dict[str, Any]) -> list[str]:
     )
 
 
-def _gids(port: dict[str, Any]) -> str:
-    return columns(
+def _gids(ports: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Yield the lines of each port's GIDs; the columns of all ports line up."""
+    tables = [
         [
             [
                 " *" if gid["gid_index"] == port["gid_index"] else "",
@@ -203,5 +222,9 @@ def _gids(port: dict[str, Any]) -> str:
             ]
             for gid in port["gids"]
         ]
-        or [["", "no GID"]]
-    )
+        or [["", "no GID", "", "", ""]]
+        for port in ports
+    ]
+    lines = iter(columns([row for table in tables for row in table]).splitlines())
+    for table in tables:
+        yield list(islice(lines, len(table)))

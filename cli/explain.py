@@ -98,7 +98,8 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
     if found:
         out.doc["explanations"] = [asdict(one) for one in found]
         if not (unknown and out.json):
-            out.finish(_joined(_page(one, KINDS[one.kind]) for one in found))
+            pages = _joined(_page(one, KINDS[one.kind]) for one in found)
+            out.finish("\n\n".join([*_ambiguous(name, found), pages]))
     if unknown:
         out.doc["nearest"] = unknown[0].nearest
         raise click.UsageError("; ".join(map(str, unknown)), ctx)
@@ -176,6 +177,24 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
             return known
         unknown.append(error)
         return []
+
+
+def _ambiguous(words: tuple[str, ...], found: list[Explanation]) -> Iterator[str]:
+    """Say of each number among the words that it has two meanings, if it does."""
+    from rdmapost.explain import KINDS, UnknownNameError
+    from rdmapost.explain import explain as look_up
+
+    for word in dict.fromkeys(words):
+        # Only numbers begin with a digit; a negative one is always an errno.
+        if not word.strip()[:1].isdigit():
+            continue
+        try:
+            meant = look_up(word)
+        except UnknownNameError:
+            continue
+        if len(meant) > 1 and all(one in found for one in meant):
+            each = " and ".join(f"the {KINDS[one.kind]} {one.name}" for one in meant)
+            yield wrapped(f"{word.strip()} is both {each}.", "")
 
 
 def _joined(pages: Iterable[str]) -> str:

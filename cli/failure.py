@@ -60,6 +60,7 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
         NoRdmaError,
         RdmaError,
         VerbsError,
+        WaitTimeout,
         where_explained,
     )
 
@@ -81,6 +82,9 @@ def _explain(error: Exception) -> tuple[int, list[str]]:
             return FAILED, [text, "this version of rdmapost does not know this status"]
         [status] = explain(error.wc.status)
         return FAILED, [text, f"{status.summary}; {where_explained(status.name)}"]
+    if isinstance(error, WaitTimeout) and "; " not in text:
+        # What follows a semicolon says why already.
+        return FAILED, [text, "'rdmapost doctor' with the same -d may say why"]
     if isinstance(error, MemoryError):
         return FAILED, ["out of memory; try a smaller --size or --count"]
     if isinstance(error, OSError) and error.errno in _UNWRITABLE and error.filename is None:

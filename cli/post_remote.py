@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import click
+
 from rdmapost import (
     WC,
     Access,
@@ -65,7 +67,7 @@ def _connected(
     where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
     if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
-        usage_error("with HOST, --qp-type cannot be xrc or raw")
+        usage_error(f"with HOST, --qp-type can only be {_served_types()}")
     with open_target(out, target) as (context, port_num):
         check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
         with dial(
@@ -92,6 +94,15 @@ def _connected(
                     f"{counted(offer.size, 'byte')} that {where} exposes"
                 )
             yield connection
+
+
+def _served_types() -> str:
+    """Name the values of the command's --qp-type that 'rdmapost serve' has."""
+    options = click.get_current_context().command.params
+    (offered,) = (option.type for option in options if option.name == "qp_type")
+    assert isinstance(offered, click.Choice)
+    *others, last = [name for name in ("rc", "uc", "ud") if name in offered.choices]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _exposed(connection: Connection) -> str:

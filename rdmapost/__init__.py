@@ -52,7 +52,16 @@ else:
         try:
             return globals()[name]
         except KeyError:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+            text = f"module {__name__!r} has no attribute {name!r}"
+            if near := [each for each in names if _folded(each) == _folded(name)]:
+                # With its name alone, Python adds no suggestion of its own.
+                error = AttributeError(f"{text}; did you mean {' or '.join(near)}?", name=name)
+            else:
+                error = AttributeError(text)
+            raise error from None
+
+    def _folded(name):
+        return name.replace("_", "").lower()
 
     def __dir__():
         return sorted([*__getattr__("__all__"), "__version__"])

@@ -328,7 +328,7 @@ class Refusal(NamedTuple):
         return f"{self.value} does not belong to the queue's PD"
 
     def outside_region(self) -> str:
-        return f"{SGE(*self.sge)} lies outside {self.value}"
+        return f"{SGE(*self.sge)} lies outside {self.value} from {self.value.addr:#x}"
 
     def too_long(self) -> str:
         limits = self.queue.limits
@@ -395,7 +395,8 @@ class Refusal(NamedTuple):
         return f"length=0 binds {self.value} to nothing; post a LocalInv of its rkey to unbind it"
 
     def bind_outside(self) -> str:
-        return f"addr={self.a:#x} length={self.b} lies outside {self.value}"
+        mr = self.value
+        return f"addr={self.a:#x} length={self.b} lies outside {mr} from {mr.addr:#x}"
 
     def mss(self) -> str:
         return f"mss={self.a} is not in 1..65535"

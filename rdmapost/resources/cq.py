@@ -160,8 +160,8 @@ _FIELDS = (
 class _RowType(dict[str, Any]):
     """A completion as ``CQ.poll_into`` writes it: a ``struct ibv_wc`` of 48 bytes.
 
-    ``numpy.zeros(256, rp.WC_DTYPE)`` makes an array of 256 rows. All fields are plain unsigned
-    integers in native byte order:
+    ``numpy.zeros(256, numpy.dtype(rp.WC_DTYPE))`` makes an array of 256 rows. All fields are plain
+    unsigned integers in native byte order:
 
     - wr_id (8 bytes): the wr_id of the work request.
     - status (4): how it ended, a WCStatus; 0 is SUCCESS. ``rp.WCStatus(row["status"])`` gives its
@@ -465,8 +465,9 @@ class CQ(CompletionSource, struct="ibv_cq"):
     def poll_into(self, buffer: Any, /) -> int:
         """Write the available completions to a buffer, and return how many.
 
-        Each takes a row of 48 bytes, with the fields of WC_DTYPE: ``numpy.zeros(256, rp.WC_DTYPE)``
-        has room for 256. ``AH.from_wc`` and ``WC.datagram`` (UD) need WCs, which ``poll`` returns.
+        Each takes a row of 48 bytes, with the fields of WC_DTYPE:
+        ``numpy.zeros(256, numpy.dtype(rp.WC_DTYPE))`` has room for 256. ``AH.from_wc`` and
+        ``WC.datagram`` (UD) need WCs, which ``poll`` returns.
 
         Args:
             buffer: a writable, contiguous buffer of whole rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -121,7 +122,11 @@ def open_device(name: str | None = None) -> Context:
 def _instead(name: str, found: list[DeviceInfo]) -> str:
     """Say which device may have been meant, or which devices exist."""
     names = [info.name for info in found]
-    near = difflib.get_close_matches(name, [*names, *_SOFTWARE_DEVICES], n=1)
+    near = difflib.get_close_matches(name.lower(), [*names, *_SOFTWARE_DEVICES], n=1)
+    if not near:
+        with contextlib.suppress(RdmaError):
+            # The name of a network device.
+            near = [roce_provider().find(f"{ROCE}{name}").name]
     if near and near[0] not in names:
         return f"; did you mean {near[0]}?"
     return f": there is {', '.join(names)}" if names else f": {NO_DEVICES}"

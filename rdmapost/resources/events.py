@@ -99,13 +99,17 @@ def timed_out(cq: Any, available: int, count: int, timeout: float | None) -> Wai
     failed = cq._poller.first_failed()
     if failed is not None:
         text += f"; {failed._ending()}"
+    overrun = False
     # soft0 cannot be asked in the middle of another verb.
     with contextlib.suppress(RdmaError):
-        if has_overrun(cq):
-            text += f"; {OVERRUN}"
+        overrun = has_overrun(cq)
+    if overrun:
+        text += f"; {OVERRUN}"
     error = WaitTimeout(text, failed=failed)
     if failed is not None:
         note_status(error, failed.status)
+    elif not overrun:
+        error.add_note("qp.diagnose() says what a queue pair waits for")
     return error
 
 

@@ -504,7 +504,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         Row i is ``mr[index[i] * size : (index[i] + 1) * size]``.
 
         Args:
-            index: a column of integers.
+            index: a column of integers; ``post_columns`` refuses negative ones.
             size: bytes per block, checked by ``post_columns``.
         """
         raise NotImplementedError
@@ -515,7 +515,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         Row i is ``mr[offsets[i] : offsets[i] + lengths[i]]``.
 
         Args:
-            offsets: a column of integers.
+            offsets: a column of integers; ``post_columns`` refuses negative ones.
             lengths: a column of integers, or a number for all rows.
         """
         raise NotImplementedError

@@ -396,7 +396,9 @@ class Loopback(ResourceHolder):
             return side.cq.wait(count, max(0.0, self._deadline - time.monotonic()))
         except WaitTimeout:
             # Report the whole timeout, not the rest of it.
-            raise WaitTimeout(f"{otherwise} within {self.timeout:g} s") from None
+            error = WaitTimeout(f"{otherwise} within {self.timeout:g} s")
+        error.add_note("local.qp.diagnose(remote.qp) says what the two wait for")
+        raise error
 
 
 def _within(mr: MR, offset: int, length: int) -> slice:

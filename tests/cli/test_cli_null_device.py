@@ -54,4 +54,6 @@ def test_the_command_line_does_not_wait_forever(on_null, command, words):
     """The null device completes nothing unless a test asks for it."""
     said = on_null("import os, sys" + COMMAND, COMMAND=f"{command} -d null0 --timeout 0.2")
     assert words in " ".join(said.split())
+    # The others are reports of their own.
+    assert ("'rdmapost doctor' with the same -d may say why" in said) == (command == "send")
     assert said.endswith("exit 1")

@@ -319,7 +319,15 @@ def test_server_that_never_answers_is_an_error(context: rp.Context) -> None:
         (["write", "--offset", "5"], "--offset needs a HOST"),
         (["send", "--token", "x"], "--token needs a HOST"),
         (["send", "127.0.0.1", "--token", "x" * 257], "a token has 1 to 256 characters, not 257"),
-        (["send", "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], "cannot be xrc or raw"),
+        *(
+            ([*words, "-d", "soft0", "127.0.0.1", "--qp-type", "xrc"], f"can only be {types}\n")
+            for words, types in (
+                (["send"], "rc, uc or ud"),
+                (["write"], "rc or uc"),
+                (["read"], "rc"),
+                (["atomic", "cas"], "rc"),
+            )
+        ),
         (["serve", "--tcp-port", "99999"], "at most 65535"),
         (["serve", "--access", "read,everything"], "'everything' is not read, write or atomic"),
         (["serve", "--size", "2", "--data", "abc"], "too small for 3 bytes of data"),

@@ -494,7 +494,10 @@ CASES = [
             lambda s, start=start, n=n: inline(
                 (sge := rp.SGE.from_buffer(b"12345678"))._replace(addr=sge.addr + start, length=n)
             ),
-            lambda s, wr: f"{wr.sg_list[0]} lies outside buffer of 8 bytes",
+            lambda s, wr, start=start: (
+                f"{(sge := wr.sg_list[0])} lies outside buffer of 8 bytes "
+                f"from {sge.addr - start:#x}"
+            ),
             where="both",
         )
         for start, n in ((0, 9), (-1, 8), (1, 8), (8, 1))
@@ -722,7 +725,9 @@ CASES = [
             "bind_outside",
             RC,
             lambda s, at=at, n=n: s.bind(addr=s.mr.addr + at, length=n),
-            lambda s, wr, n=n: f"addr={wr.addr:#x} length={n} lies outside {s.mr}",
+            lambda s, wr, n=n: (
+                f"addr={wr.addr:#x} length={n} lies outside {s.mr} from {s.mr.addr:#x}"
+            ),
             lambda s: [
                 s.bind(addr=s.mr.addr + at, length=n) for at, n in ((0, 4096), (4095, 1), (0, 1))
             ],
@@ -1334,7 +1339,7 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
     assert solicited == "SOLICITED has no meaning on BIND_MW"
     for at, n in ((-1, 1), (0, 4097), (4096, 1)):
         said = refused_bind(soft, mw, mr, mr.addr + at, n)
-        assert said == f"addr={mr.addr + at:#x} length={n} lies outside {mr}"
+        assert said == f"addr={mr.addr + at:#x} length={n} lies outside {mr} from {mr.addr:#x}"
     for wrong in ({"mw": None}, {"mr": None}):
         said = refused_bind(soft, **{"mw": mw, "mr": mr, "addr": 0, "length": 8, **wrong})
         assert said == "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -73,6 +74,39 @@ def test_every_public_name_is_available_and_a_missing_one_is_named() -> None:
     assert set(rp.__all__) <= set(dir(rp))
     with pytest.raises(AttributeError, match="'rdmapost' has no attribute 'nonsense'"):
         rp.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("RDMAWrite", "RdmaWrite"),
+        ("RdmaWRITE", "RdmaWrite"),
+        ("Opendevice", "open_device"),
+        ("WC_STATUS", "WCStatus"),
+        ("wcdtype", "WC_DTYPE"),
+    ],
+)
+def test_name_in_other_letters_or_without_underscores_suggests_the_right_one(
+    name: str, meant: str
+) -> None:
+    """Once: Python adds its own suggestion to some of them, and none to WC_STATUS."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"import rdmapost as rp; rp.{name}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr.splitlines()[-1] == (
+        f"AttributeError: module 'rdmapost' has no attribute '{name}'; did you mean {meant}?"
+    )
+    assert not hasattr(rp, name)
+    assert getattr(rp, name, None) is None
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        exec(f"from rdmapost import {name}")
+    with pytest.raises(AttributeError) as caught:
+        getattr(rp, name)
+    assert caught.value.name == name
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_type_checkers_see_the_same_names() -> None:

@@ -41,7 +41,14 @@ def test_device_that_is_not_there_names_those_that_are(context):
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("sotf0", "soft0"), ("soft", "soft0"), ("roce", "roce:lo")]
+    ("typed", "meant"),
+    [
+        ("sotf0", "soft0"),
+        ("soft", "soft0"),
+        ("SOFT0", "soft0"),
+        ("roce", "roce:lo"),
+        ("lo", "roce:lo"),
+    ],
 )
 def test_mistyped_software_device_is_suggested(typed, meant):
     with pytest.raises(rp.NoDeviceError) as caught:

@@ -173,7 +173,7 @@ def reason(post: Callable[[Any], None], wr: Any) -> str:
 def outside(soft: Soft, addr: int, length: int) -> str:
     return (
         f"SGE(addr={addr:#x}, length={length}, lkey={soft.mr.lkey:#x}) lies outside "
-        f"MR of 4096 bytes (lkey {soft.mr.lkey:#x})"
+        f"MR of 4096 bytes (lkey {soft.mr.lkey:#x}) from {soft.mr.addr:#x}"
     )
 
 

@@ -116,6 +116,15 @@ class BaseConnection(native.Finalizer, NotCopied):
                 QP(pd, qp_type, cq, srq=srq, port_num=port_num, gid_index=gid_index, **options)
             )
 
+    def __repr__(self) -> str:
+        name = f"rdmapost.connect.{type(self).__name__}"
+        if not hasattr(self, "qp"):
+            # The constructor has failed, and a traceback shows this.
+            return f"<{name}>"
+        # Not ``closed``: that reads from the socket.
+        is_open = self._where and not self._closed_by and self._pid == os.getpid()
+        return f"<{name} {self.qp} to {self._session.where}{'' if is_open else ' (closed)'}>"
+
     @property
     def timeout(self) -> float:
         """Seconds for each step of a request; assign to it to change it.

@@ -92,7 +92,10 @@ class ClientSession:
     def _ended(self, why: str) -> ConnectError:
         half = " in the middle of a message" if self.protocol.lines.partial else ""
         how = f" ({why})" if why else half
-        return ConnectError(f"{self.where} closed the connection{how} and did not answer", "lost")
+        hint = "" if self.established else ": is it 'rdmapost serve'?"
+        return ConnectError(
+            f"{self.where} closed the connection{how} and did not answer{hint}", "lost"
+        )
 
     def _silent(self, seconds: float) -> ConnectTimeout:
         if self.established:

@@ -8,6 +8,7 @@ more.
 from __future__ import annotations
 
 import hmac
+import re
 from collections import deque
 from enum import Enum, auto
 from typing import Any
@@ -31,6 +32,18 @@ from .protocol_messages import (
     parse_line,
     read_version,
 )
+
+_PINGPONG = re.compile(rb"[0-9a-f]{4}:[0-9a-f]{6}:[0-9a-f]{6}:")
+
+
+def _what_else(data: bytes) -> str:
+    """Say what a peer speaks whose first bytes are not those of a line."""
+    if _PINGPONG.match(data):
+        return (
+            "it speaks the protocol of 'rdmapost pingpong' and ibv_rc_pingpong, which need the "
+            "same on the other side"
+        )
+    return f"this is not rdmapost's protocol: {data!r}"
 
 
 class LineReader:
@@ -56,7 +69,7 @@ class LineReader:
         if pending[0] != 0x7B:
             # Do not wait for a newline: a peer that speaks another protocol may be waiting for an
             # answer.
-            raise ProtocolError(f"this is not rdmapost's protocol: {bytes(pending)[:40]!r}")
+            raise ProtocolError(_what_else(bytes(pending[:40])))
         # The bytes already searched contain no newline.
         end = pending.find(b"\n", self._searched, MAX_LINE)
         if end < 0:

@@ -251,7 +251,9 @@ class Offer:
         endpoint: the server's queue pair.
         qkey: its Q_Key on UD; otherwise 0.
         addr, rkey, size: the exposed memory.
-        access: what the client may do with it.
+        access: what the client may do with it: REMOTE_READ, REMOTE_WRITE, REMOTE_ATOMIC. FLUSH is
+            not among them, because the protocol has no name for it; if the owner's mr permits it,
+            the owner can say so in private_data.
         receives: how many receives are posted; they are reposted as they are used.
         receive_size: message bytes that each receive can hold.
         private_data: bytes from the server's owner.

@@ -164,6 +164,13 @@ class ServedClient:
                 private_data=exposure.private_data,
             )
 
+    def __repr__(self) -> str:
+        who = f"rdmapost.connect.ServedClient {self.number} at {self.address}"
+        if not hasattr(self, "qp"):
+            # The constructor has failed, and a traceback shows this.
+            return f"<{who}>"
+        return f"<{who}: {self.qp}{' (closed)' if self.closed else ''}>"
+
     @property
     def closed(self) -> bool:
         """True once the client has left, and its queue pair is closed."""

@@ -232,7 +232,7 @@ class BaseServer(native.Finalizer, NotCopied):
 
     def __repr__(self) -> str:
         state = " (closed)" if self.closed else ""
-        return f"<rdmapost.tools.connect.{type(self).__name__} {self}{state}>"
+        return f"<rdmapost.connect.{type(self).__name__} {self}{state}>"
 
     def _warning(self) -> str | None:
         if is_loopback(self.address):

@@ -160,11 +160,11 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
             "module-missing",
             "problem" if system.devices() else "warning",
             f"the kernel module ib_uverbs is not loaded; {loaded}",
-            "modprobe ib_uverbs",
+            _load(system, "ib_uverbs"),
         )
     elif not drivers and not system.devices():
         evidence = "ib_uverbs is loaded, but no RDMA device driver is"
-        remedy = "load the NIC's driver (modprobe mlx5_ib), or modprobe rdma_rxe"
+        remedy = f"load the NIC's driver; for Soft-RoCE, {_load(system, 'rdma_rxe')}"
         yield Finding("module-missing", "warning", evidence, remedy)
     else:
         yield Finding("modules", "ok", f"ib_uverbs is loaded; {loaded}")
@@ -173,6 +173,18 @@ def _check_modules(system: System, infos: list[DeviceInfo]) -> Iterable[Finding]
         evidence = f"the kernel has {', '.join(hidden)}, but libibverbs does not list it"
         remedy = "apt install ibverbs-providers (dnf install libibverbs), for its user-space driver"
         yield Finding("provider-missing", "problem", evidence, remedy)
+
+
+def _load(system: System, module: str) -> str:
+    """Say how to load a kernel module, or what to do if the running kernel does not have it."""
+    if system.kernel_has(module):
+        return f"modprobe {module}"
+    release = os.uname().release
+    return (
+        f"install the distribution's full kernel package: kernel {release} has no module {module} "
+        f"in /lib/modules (in a container: modprobe {module} on the host); soft0 and roce:lo need "
+        "none"
+    )
 
 
 def _check_nodes(system: System) -> Iterable[Finding]:
@@ -249,13 +261,16 @@ def _check_ports(system: System, chosen: str | None) -> Iterable[Finding]:
 
 
 def _no_device(system: System) -> Finding:
-    netdev = next(iter(system.netdevs()), "eth0")
-    rxe = f"modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {netdev}"
     if system.kernel_has("rdma_rxe"):
-        remedy = f"{rxe}; or "
+        netdev = next(iter(system.netdevs()), "eth0")
+        remedy = f"modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {netdev}; or "
     else:
         release = os.uname().release
-        remedy = f"load the NIC's driver (kernel {release} has no rdma_rxe module here); or "
+        remedy = (
+            "load the NIC's driver; for Soft-RoCE, which needs the module rdma_rxe, install the "
+            f"distribution's full kernel package, because kernel {release} has no such module in "
+            "/lib/modules; or "
+        )
     return Finding(
         "no-rdma-device",
         "problem",

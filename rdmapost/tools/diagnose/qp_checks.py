@@ -90,7 +90,7 @@ def check_state(snap: Snapshot) -> Iterable[Finding]:
         QPState.SQD: "qp.to_rts()",
         QPState.SQE: "poll send_cq for the first error other than WR_FLUSH_ERR; then qp.to_rts()",
         QPState.ERR: "poll the CQ: the first error other than WR_FLUSH_ERR says why "
-        f"('rdmapost explain'){elsewhere}; then qp.to_reset() and {connect}{both}",
+        f"('rdmapost explain STATUS'){elsewhere}; then qp.to_reset() and {connect}{both}",
     }
     if qp.qp_type not in CONNECTED:
         remedy[QPState.RESET] = connect

@@ -92,7 +92,9 @@ class System:
         return self.path("sys/module", name).exists()
 
     def kernel_has(self, module: str) -> bool:
-        """Whether the running kernel has a module, loadable or built in."""
+        """Whether the running kernel has a module: loaded, loadable or built in."""
+        if self.module(module):
+            return True
         where = ("lib/modules", os.uname().release)
         file = re.compile(rf"/{module}\.ko", re.MULTILINE)
         return any(

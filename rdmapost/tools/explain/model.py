@@ -87,7 +87,8 @@ class Explanation:
         causes: its causes, the usual ones first; for an opcode, how it fails.
         look_at: what to look at next: attributes, commands, counters, logs.
         soft_roce: how Soft-RoCE (rdma_rxe) differs, or "".
-        see: man pages, and chapters of the InfiniBand specification (IBA).
+        see: man pages, and chapters of the InfiniBand specification (IBA); for a finding, what
+            reports it.
         qp_types: for an opcode: its row of the table in ibv_post_send(3).
         flags: for an opcode: the flags that apply to it.
         fields: for an opcode: the fields of its work request.

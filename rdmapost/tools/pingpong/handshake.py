@@ -26,6 +26,7 @@ from ...resources.resource import ClosesOnExit
 from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
 from ..connect.failures import ConnectError
+from ..connect.protocol_messages import Error, encode
 from ..tcp import name_of, reason
 from .settings import MAX_LINE, Settings, decode
 
@@ -38,6 +39,8 @@ DONE = b"done\0"
 _TEMPLATE = b"0000:000000:000000:" + 32 * b"0" + b"\0"
 _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32})\0", re.IGNORECASE)
 _HEX = frozenset(b"0123456789abcdefABCDEF")
+_OF_CONNECT = b'{"rdmapost":'
+"""How the first message of 'rdmapost serve' or of its client begins, in every version."""
 _ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE)
 """The bytes allowed at each position of the message."""
 
@@ -94,14 +97,16 @@ class Handshake:
 
     Attributes:
         peer: the peer's address, once received.
+        of_connect: whether the peer turned out to be 'rdmapost serve', or a client of it.
     """
 
-    __slots__ = ("_is_client", "_received", "peer")
+    __slots__ = ("_is_client", "_received", "of_connect", "peer")
 
     def __init__(self, *, is_client: bool) -> None:
         self._is_client = is_client
         self._received = bytearray()
         self.peer: Address | None = None
+        self.of_connect = False
 
     @property
     def needed(self) -> int:
@@ -127,6 +132,14 @@ class Handshake:
         """Feed bytes from the peer, in chunks of any size."""
         received, before = self._received, bytes(self._received)
         whole = len(received) + self.needed
+        if (before + data).startswith(_OF_CONNECT):
+            self.of_connect = True
+            raise PingpongError(
+                "it is 'rdmapost serve': run 'rdmapost pingpong' there, or 'rdmapost send' here"
+                if self._is_client
+                else "it is a client of 'rdmapost serve': run that here, or 'rdmapost pingpong' "
+                "there"
+            )
         for byte in data:
             place = len(received)
             if place >= whole:
@@ -352,7 +365,16 @@ class HandshakeConnection(ClosesOnExit):
             try:
                 handshake.feed(data)
             except PingpongError as error:
+                if handshake.of_connect and not self._is_client:
+                    self._refuse_client_of_connect()
                 raise PingpongError(f"{self.who}: {error}") from None
+
+    def _refuse_client_of_connect(self) -> None:
+        """Tell a client of 'rdmapost serve', in its own protocol, what it has reached."""
+        text = "it is 'rdmapost pingpong': run 'rdmapost serve' there, or 'rdmapost pingpong' here"
+        with suppress(OSError):
+            tcp.send_all(self._sock, encode(Error("format", text)), self._timeout)
+            tcp.drain(self._sock)
 
     def _receive(self, limit: int, end: float) -> bytes | None:
         """Wait for bytes; return None if none came in time, or b"" at the end of the stream."""

@@ -42,7 +42,10 @@ serve = servers
     ("sent", "expected"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "not rdmapost's protocol"),
-        (b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0", "not rdmapost's protocol"),
+        (
+            b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0",
+            "it speaks the protocol of 'rdmapost pin",
+        ),
         (b"{}\n", "does not give its protocol version"),
         (b"{nonsense}\n", "not a line with one JSON object"),
         (b'{"rdmapost":2,"type":"hello"}\n', "hello lacks its field token"),
@@ -305,10 +308,14 @@ def test_dial_times_out_where_the_server_sends_nothing(context: rp.Context) -> N
     ("sent", "expected"),
     [
         (b"SSH-2.0-x\r\n", "is not an 'rdmapost serve': this is not rdmapost's protocol"),
+        (
+            b"0000:000011:a1b2c3:00000000000000000000ffff0a000001\0",
+            "is not an 'rdmapost serve': it speaks the protocol of 'rdmapost pingpong'",
+        ),
         (b'{"type":"ready"}\n', "type offer or error, got 'ready'"),
         (b"{" + b" " * 5000, "longer than 4096 bytes"),
         (b'{"type":"off', "closed the connection in the middle of a message"),
-        (b"", "closed the connection and did not answer"),
+        (b"", r"closed the connection and did not answer: is it 'rdmapost serve'\?$"),
         (b'{"rdmapost":2,"type":"error","code":"failed","text":"no luck"}\n', "refused: no luck"),
     ],
     ids=lambda v: str(v)[:12],

@@ -93,6 +93,8 @@ def test_clients_flush_the_callers_region(serve: Callable[..., Served], pd: rp.P
     with rp.MR(pd, 64, access) as mr, serve(mr=mr).dial(qp_options=options) as peer:
         peer.qp.post_send(rp.Flush(length=64, **peer.target()))
         assert peer.wait()[0].status is rp.WCStatus.SUCCESS
+        # The protocol has no name for it.
+        assert peer.offer.access == EVERYTHING & ~Access.LOCAL_WRITE
 
 
 def test_clients_write_through_a_window_of_the_callers_region(

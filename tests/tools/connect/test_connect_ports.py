@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -328,12 +329,62 @@ def test_asyncio_servers_and_connections_cannot_be_copied_or_pickled(context: rp
     asyncio.run(main())
 
 
+# ---- how they print ------------------------------------------------------------------------
+
+
+def test_a_connection_and_a_client_print_their_queue_pair_and_the_other_side(
+    context: rp.Context,
+) -> None:
+    with (
+        connect.serve(context, port=0) as server,
+        connect.dial(context, port=server.address[1]) as a,
+    ):
+        (client,) = server.clients
+        here = f"<rdmapost.connect.Connection RC QP {a.qp.qp_num:#x} to {server}"
+        there = f"<rdmapost.connect.ServedClient 1 at {client.address}: RC QP "
+        there += f"{client.qp.qp_num:#x}"
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(repr, a).result() == f"{here}>"
+        assert (repr(a), str(a), repr(client)) == (f"{here}>", f"{here}>", f"{there}>")
+        client.close()
+        assert repr(client) == f"{there} (closed)>"
+        with pytest.raises(connect.ConnectError):
+            a.look()
+        assert repr(a) == f"{here} (closed)>"
+    assert repr(a) == f"{here} (closed)>"
+
+
+def test_asyncio_a_connection_prints_its_queue_pair_and_the_server(context: rp.Context) -> None:
+    async def main() -> None:
+        async with await connect.aserve(context, port=0) as server:
+            peer = await connect.adial(context, port=server.address[1], qp_type=rp.QPType.UD)
+            shown = f"<rdmapost.connect.AsyncConnection UD QP {peer.qp.qp_num:#x} to {server}"
+            assert repr(peer) == f"{shown}>"
+            await peer.close()
+            assert repr(peer) == f"{shown} (closed)>"
+
+    asyncio.run(main())
+
+
+def test_a_connection_whose_constructor_fails_prints_in_its_traceback(context: rp.Context) -> None:
+    """A debugger, and pytest -l, print the values of a traceback's variables."""
+    with pytest.raises(TypeError) as caught:
+        connect.dial("soft0")  # type: ignore[arg-type]
+    shown = [
+        repr(entry.frame.f_locals["self"])
+        for entry in caught.traceback
+        if "self" in entry.frame.f_locals
+    ]
+    assert shown
+    assert set(shown) == {"<rdmapost.connect.Connection>"}
+
+
 # ---- the warning ---------------------------------------------------------------------------
 
 
 def test_the_warning_of_an_unclosed_server_does_not_call_it_closed(context: rp.Context) -> None:
     server = connect.serve(context, port=0)
-    text = re.escape(f"unclosed <rdmapost.tools.connect.Server {server}>")
+    text = re.escape(f"unclosed <rdmapost.connect.Server {server}>")
     with pytest.warns(ResourceWarning, match=f"^{text}$"):
         del server
 
@@ -343,7 +394,7 @@ def test_asyncio_the_warning_of_an_unclosed_server_does_not_call_it_closed(
 ) -> None:
     async def main() -> None:
         server = await connect.aserve(context, port=0)
-        text = re.escape(f"unclosed <rdmapost.tools.connect.AsyncServer {server}>")
+        text = re.escape(f"unclosed <rdmapost.connect.AsyncServer {server}>")
         with pytest.warns(ResourceWarning, match=f"^{text}$"):
             del server
 

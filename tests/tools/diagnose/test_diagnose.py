@@ -212,7 +212,9 @@ def test_failed_queue_pair_says_what_waits_in_the_cq(rc):
     rc.b.to_err()
     findings = rc.b.diagnose()
     assert named(findings, "qp-state").severity == "problem"
-    assert named(findings, "qp-state").remedy.endswith("qp.connect(remote) on both sides")
+    remedy = named(findings, "qp-state").remedy
+    assert "says why ('rdmapost explain STATUS')" in remedy
+    assert remedy.endswith("qp.connect(remote) on both sides")
     assert named(findings, "not-polled").evidence.startswith("receives posted: 3 of")
     rc.cq.wait(3)
     assert "not-polled" not in [finding.name for finding in rc.b.diagnose()]

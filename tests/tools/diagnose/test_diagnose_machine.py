@@ -15,6 +15,9 @@ from rdmapost.diagnose import diagnose_machine
 from rdmapost.tools.diagnose.path import check_route
 from rdmapost.tools.diagnose.sysfs import System
 
+MODULES = f"lib/modules/{os.uname().release}"
+IB_UVERBS = "kernel/drivers/infiniband/core/ib_uverbs.ko.xz: kernel/core/ib_core.ko.xz\n"
+RDMA_RXE = "kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko.xz: kernel/core/ib_core.ko.xz\n"
 LIMITED = """
 import os, resource, sys
 from rdmapost.diagnose import diagnose_machine
@@ -183,10 +186,42 @@ def test_module_that_is_missing_under_a_device_is_a_problem(roce):
     (roce / "sys/module/ib_uverbs/refcnt").unlink()
     (roce / "sys/module/ib_uverbs").rmdir()
     (roce / "dev/infiniband/uverbs0").unlink()
+    write(roce, {f"{MODULES}/modules.dep": IB_UVERBS})
     findings = diagnose_machine(root=roce)
     finding = named(findings, "module-missing")
     assert (finding.severity, finding.remedy) == ("problem", "modprobe ib_uverbs")
     assert named(findings, "node-missing").severity == "problem"
+
+
+@pytest.mark.parametrize("module", ["ib_uverbs", "rdma_rxe"])
+@pytest.mark.parametrize("listing", ["modules.dep", "modules.builtin"])
+def test_module_is_to_be_loaded_only_where_the_kernel_has_it(
+    tmp_path: pathlib.Path, module: str, listing: str
+) -> None:
+    """A module of another kernel, or one whose name only begins like it, does not count."""
+    if module == "rdma_rxe":
+        write(tmp_path, {"sys/module/ib_uverbs/refcnt": "1"})
+    write(
+        tmp_path,
+        {
+            f"lib/modules/another/{listing}": IB_UVERBS + RDMA_RXE,
+            f"{MODULES}/{listing}": "kernel/ib_uverbs_2.ko:\nkernel/rdma_rxe_2.ko:\n",
+        },
+    )
+    lacking = named(diagnose_machine(root=tmp_path), "module-missing").remedy
+    assert f"kernel {os.uname().release} has no module {module} in /lib/modules" in lacking
+    assert "install the distribution's full kernel package" in lacking
+    assert "soft0 and roce:lo need none" in lacking
+    if not rp.list_devices()[1:]:
+        text = named(diagnose_machine(root=tmp_path), "no-rdma-device").remedy
+        assert "has no such module in /lib/modules" in text
+        assert "modprobe" not in text
+    write(tmp_path, {f"{MODULES}/{listing}": IB_UVERBS + RDMA_RXE})
+    remedy = named(diagnose_machine(root=tmp_path), "module-missing").remedy
+    assert remedy.endswith(f"modprobe {module}")
+    if not rp.list_devices()[1:]:
+        text = named(diagnose_machine(root=tmp_path), "no-rdma-device").remedy
+        assert text.startswith("modprobe rdma_rxe && rdma link add")
 
 
 def test_port_that_is_down_is_named_with_its_network_device(roce):

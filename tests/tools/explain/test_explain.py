@@ -437,6 +437,20 @@ def test_negative_number_is_not_an_option() -> None:
     assert (ran.code, ran.out.split()[0]) == (0, "EINVAL:")
 
 
+def test_number_with_two_meanings_says_so_first_and_explains_both() -> None:
+    ran = run("explain", "12")
+    assert ran.code == 0
+    first, blank, head, *_ = ran.out.splitlines()
+    assert first == ("12 is both the completion status RETRY_EXC_ERR and the errno ENOMEM.")
+    assert (blank, head) == ("", "RETRY_EXC_ERR: completion status 12 (IBV_WC_RETRY_EXC_ERR)")
+    assert "\nENOMEM: errno 12\n" in ran.out
+    lines = run("explain", "0x1", "EIO", "13").out.splitlines()
+    assert lines[0] == "0x1 is both the completion status LOC_LEN_ERR and the errno EPERM."
+    assert lines[2].startswith("13 is both the completion status RNR_RETRY_EXC_ERR")
+    for words in (["-12"], ["110"], ["ENOMEM"], ["SEND"]):
+        assert "is both" not in run("explain", *words).out
+
+
 def test_several_names_are_explained_in_order() -> None:
     ran = run("explain", "110", "-22", "rtr", "-22")
     assert ran.code == 0
@@ -552,6 +566,15 @@ def test_every_finding_is_explained_and_no_other() -> None:
     assert _finding_names() == set(names()["finding"])
     for name in names()["finding"]:
         assert "finding" in [one.kind for one in explain(name)]
+
+
+@pytest.mark.parametrize("name", names()["finding"])
+def test_explanation_of_a_finding_adds_to_its_remedy(name: str) -> None:
+    """Its reader has just seen the finding: do not send them back there."""
+    (found,) = [one for one in explain(name) if one.kind == "finding"]
+    assert found.look_at
+    for text in found.look_at:
+        assert not re.search(rf"diagnose|doctor|rdmapost explain|'{name}'", text)
 
 
 def test_vendor_err_is_left_to_the_driver() -> None:

@@ -37,8 +37,10 @@ def test_message_arrives_on_every_qp_type(context: rp.Context, qp_type: QPType) 
 
 def test_waits_share_a_deadline(context: rp.Context) -> None:
     with Loopback(context, timeout=0.1) as pair:
-        with pytest.raises(rp.WaitTimeout, match=r"did not complete within 0\.1 s"):
+        with pytest.raises(rp.WaitTimeout, match=r"did not complete within 0\.1 s") as caught:
             pair.sent()
+        assert str(caught.value) == "the posted work requests did not complete within 0.1 s"
+        assert caught.value.__notes__ == ["local.qp.diagnose(remote.qp) says what the two wait for"]
         with pytest.raises(rp.WaitTimeout, match=r"nothing arrived .* within 0\.1 s"):
             pair.arrived()
         assert not pair.settled(b"x")

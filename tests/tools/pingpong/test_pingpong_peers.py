@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import queue
 import re
 import socket
 import threading
@@ -18,7 +19,7 @@ from support.roce import open_roce
 from support.threads import thread
 
 import rdmapost as rp
-from rdmapost import QPType
+from rdmapost import QPType, connect
 from rdmapost.pingpong import Address, Pingpong, PingpongError, Result, listen
 from rdmapost.tools.pingpong.handshake import DONE, HandshakeConnection
 from rdmapost.tools.pingpong.payload import fill, what_is_wrong
@@ -101,6 +102,42 @@ def test_a_server_names_what_is_wrong_with_its_client(context, sent, why):
             sock.sendall(sent)
         with pytest.raises(PingpongError, match=why):
             side.run_server(listener, timeout=5)
+
+
+def test_a_client_that_reaches_a_server_of_connect_says_what_to_run(context):
+    refused = queue.Queue()
+    with (
+        connect.serve(context, HOST, 0, on_event=refused.put) as server,
+        Pingpong(context) as side,
+        pytest.raises(PingpongError) as error,
+    ):
+        side.run_client(*server.address)
+    assert str(error.value) == (
+        f"{server}: it is 'rdmapost serve': run 'rdmapost pingpong' there, or 'rdmapost send' here"
+    )
+    event = refused.get(timeout=LIMIT)
+    assert isinstance(event, connect.Refused)
+    assert event.text.startswith("it speaks the protocol of 'rdmapost pingpong' and ibv_rc_ping")
+
+
+def test_a_server_that_a_client_of_connect_reaches_tells_it_what_to_run(context):
+    """Both sides say it, each from its own point of view."""
+    with listen(HOST, 0) as listener, Pingpong(context) as side:
+        port = listener.getsockname()[1]
+        with (
+            thread(lambda: side.run_server(listener, timeout=LIMIT)) as raised,
+            pytest.raises(connect.ConnectError) as error,
+        ):
+            connect.dial(context, HOST, port)
+    assert str(error.value) == (
+        f"{HOST}:{port} refused: it is 'rdmapost pingpong': run 'rdmapost serve' there, or "
+        "'rdmapost pingpong' here"
+    )
+    (ended,) = raised
+    assert isinstance(ended, PingpongError)
+    assert str(ended).endswith(
+        ": it is a client of 'rdmapost serve': run that here, or 'rdmapost pingpong' there"
+    )
 
 
 def test_a_peer_whose_queue_pair_does_not_exist_is_reported(context):
