@@ -217,6 +217,7 @@ void rp_journal_rollback(void)
 	struct rp_error error = rp_save_error();
 
 	active = 0;
+	RP_ADD(&rp_soft_changes, 1);
 	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
 		PyObject *record = PyList_GetItem(undo, i - 1), *done;
 
