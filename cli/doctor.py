@@ -153,4 +153,4 @@ def _summary(out: Output, counts: dict[str, int]) -> str:
         f"{counts['info']} info",
         f"{counts['ok']} ok",
     ]
-    return f"{out.doc['device']} ({out.doc['kind']}): {', '.join(parts)}"
+    return wrapped(f"{out.doc['device']} ({out.doc['kind']}): {', '.join(parts)}", "")

@@ -61,10 +61,10 @@ def explain(ctx: click.Context, name: tuple[str, ...], as_json: bool) -> None:
 
     It lists the usual causes, what to look at next, and where Soft-RoCE differs.
 
-    NAME is a completion status, an errno, an opcode, a QP type or state, a flag
-    or an event, by name or number, in any form that programs print
-    (RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read).  It
-    can also be a verb that failed, one of this library's exceptions or a
+    NAME is a completion status or an errno, by name or number, or the name of an
+    opcode, a QP type or state, a flag or an event, in any form that programs
+    print (RNR_RETRY_EXC_ERR, IBV_WC_RETRY_EXC_ERR, EINVAL, -22, 13, rdma_read).
+    It can also be a verb that failed, one of this library's exceptions or a
     finding (ibv_create_srq, WaitTimeout, psn-mismatch).
     MESSAGE is a line that a program printed.  If there are several names or
     messages, they are explained in turn.

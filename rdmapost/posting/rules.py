@@ -350,6 +350,9 @@ class Refusal(NamedTuple):
     # ---- datagrams, windows, segmentation ----------------------------------------------------
 
     def no_address_handle(self) -> str:
+        if QPType.UD not in QP_TYPES_BY_OPCODE[self.wr.opcode]:
+            # Its work request has no ah.
+            return self.wrong_opcode()
         return "a UD work request needs an address handle (ah=...)"
 
     def invalid_qp_number(self) -> str:

@@ -1498,9 +1498,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         as a finding.
 
         Args:
-            peer: the peer's queue pair, or its endpoint(), which does not include its path_mtu,
-                state or receives. If this queue pair is connected to one on the same open device,
-                peer can be omitted.
+            peer: the peer's queue pair, or its endpoint(): then its state, dest_qp_num, rq_psn,
+                path_mtu and receives are not checked. If this queue pair is connected to one on
+                the same open device, peer can be omitted.
 
         Returns:
             findings, the problems first.

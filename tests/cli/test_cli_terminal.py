@@ -45,6 +45,11 @@ def test_output_takes_the_width_of_the_terminal(args: list[str], width: int) -> 
     assert width - 20 < max(map(len, lines)) <= width
 
 
+def test_summary_of_doctor_fits_a_narrow_terminal() -> None:
+    lines = shown_on_a_terminal(40, "doctor", "-d", "soft0").splitlines()
+    assert max(map(len, lines)) <= 40
+
+
 @pytest.mark.parametrize("args", [PROBLEM, ERROR], ids=["finding", "error"])
 def test_what_went_wrong_is_red_on_a_terminal(args: list[str]) -> None:
     assert RED in shown_on_a_terminal(80, *args)

@@ -609,7 +609,8 @@ CASES = [
             "no_address_handle",
             UD,
             lambda s, op=op: s.valid(op),
-            "a UD work request needs an address handle (ah=...)",
+            f"{op.name} is not supported on UD QPs, only on "
+            + ", ".join(sorted(kind.name for kind in opcodes.QP_TYPES_BY_OPCODE[op])),
             where="unchecked",
         )
         for op in sorted(WRS.keys() - {Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO})

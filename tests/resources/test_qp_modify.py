@@ -33,6 +33,19 @@ def test_step_without_an_attribute_names_it(connect):
     assert qp.state is QPState.RTR
 
 
+def test_only_the_transition_is_left_to_the_driver_without_checks(connect):
+    """docs/guides/drivers.md says how."""
+    qp = connect(checked=False).a
+    rts = {"qp_state": QPState.RTS, "cur_qp_state": QPState.RTR}
+    timers = {"timeout": 14, "retry_cnt": 1, "rnr_retry": 1, "max_rd_atomic": 1}
+    with pytest.raises(ValueError, match="RTR to RTS also needs sq_psn"):
+        qp.modify(**rts, **timers)
+    with pytest.raises(ValueError, match=r"retry_cnt=8 is not in 0\.\.7"):
+        qp.modify(**rts, **{**timers, "sq_psn": 0, "retry_cnt": 8})
+    with pytest.raises(ValueError, match="cannot go from RTS to RTR"):
+        qp.modify(qp_state=QPState.RTR)
+
+
 def test_step_that_does_not_exist_is_refused(connect):
     qp = connect(to=QPState.RESET).a
     with pytest.raises(ValueError, match=r"cannot go from RESET to RTS; .* ERR, INIT, RESET"):

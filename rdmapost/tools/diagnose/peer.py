@@ -78,7 +78,9 @@ def _check_endpoint(snap: Snapshot, peer: Endpoint) -> Iterable[Finding]:
     if not wrong and _is_gone(snap):
         yield _closed(f"its peer, QP {peer.qp_num:#x},")
     elif not wrong:
-        yield Finding("peer", "ok", f"connected to {peer}")
+        yield Finding(
+            "peer", "ok", f"connected to {peer}; its state, dest_qp_num and rq_psn were not checked"
+        )
     largest = min(snap.port.active_mtu, peer.mtu)
     if attr.path_mtu is not None and attr.path_mtu < largest:
         # An endpoint has the MTU of its port, not its queue pair's path MTU.

@@ -229,7 +229,9 @@ def check_rd_atomic(snap: Snapshot) -> Iterable[Finding]:
             "problem",
             f"max_rd_atomic={here}, but the peer's max_dest_rd_atomic={there}: it may refuse read "
             f"or atomic number {there + 1}",
-            f"connect here with max_rd_atomic={there}, or there with max_dest_rd_atomic={here}",
+            # With max_rd_atomic=0 a read fails here.
+            (f"connect here with max_rd_atomic={there}, or there" if there else "connect the peer")
+            + f" with max_dest_rd_atomic={here}",
         )
         return
     yield Finding("max-rd-atomic", "ok", f"max_rd_atomic={here}")
@@ -252,12 +254,20 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
     failed = snap.attr.qp_state in _FAILED
     if count and failed and qp.send_cq in _overrun(qp):
         yield Finding("outstanding", "info", f"{evidence}; {_LOST}")
+    elif count and failed and unsure:
+        # Those that succeeded unsignaled have no completion.
+        full = "only qp.to_reset() clears a full queue"
+        retire = "post a SIGNALED send: its flush retires the others"
+        yield Finding(
+            "outstanding",
+            "info",
+            f"{evidence}: not yet polled, or done without SIGNALED; those count until a later "
+            "send completes",
+            f"poll send_cq; if it is empty, {full if count >= qp.max_send_wr else retire}",
+        )
     elif count and failed:
         yield Finding(
-            "not-polled",
-            "warning",
-            f"{evidence}; they failed, and their completions are in the CQ",
-            "poll send_cq",
+            "not-polled", "warning", f"{evidence}; their completions are in the CQ", "poll send_cq"
         )
     elif count >= qp.max_send_wr:
         doubt = "; if none of them is SIGNALED, no slot is ever freed" if unsure else ""

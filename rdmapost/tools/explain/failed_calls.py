@@ -149,6 +149,8 @@ _OTHER_LINES: dict[Rank, dict[str, str]] = {
         r"\bdid not detect devices\b": "NoDeviceError",
         # perftest, ibv_*_pingpong
         r"\bport number \d+ state is (?:down|init|armed)": "port-down",
+        # This library: "ValueError: RESET to INIT also needs pkey_index (ibv_modify_qp(3))".
+        r"\(ibv_modify_qp\(3\)\)": "modify_qp",
         r"\bparse wc failed\b": "parse_wc",
         r"\bcompletion with error at (?:client|server)\b": "completion",
         r"^\s*accept\(\) failed(?: for client \d+)?\s*$": "exchange",

@@ -387,8 +387,8 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
         "outstanding",
         _QP,
         "How many sends are not known to be done.",
-        "If the number stays the same although you poll, the sends wait for the peer: see its "
-        "findings.",
+        "If the number stays the same although you poll, the sends wait for the peer (see its "
+        "findings), or have succeeded without SIGNALED, and count until a later send completes.",
     ),
     (
         "send-queue-full",
@@ -414,9 +414,9 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
     (
         "not-polled",
         _QP,
-        "Work requests have failed, and their completions wait in the CQ.",
-        "cq.poll(): of their statuses only the first one other than WR_FLUSH_ERR is the cause; the "
-        "rest follow from it.",
+        "The queue pair has failed, and completions of its work requests wait in the CQ.",
+        "cq.poll(): of their statuses only the first one other than SUCCESS and WR_FLUSH_ERR is "
+        "the cause; the rest follow from it.",
     ),
     (
         "cq",
@@ -441,9 +441,10 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
     (
         "peer",
         _QP,
-        "Each queue pair names the other, and the peer receives.",
-        "If sends fail all the same, the network between the two is next: the ports, GIDs and "
-        "routes on both sides.",
+        "This queue pair is connected to its peer.",
+        "The evidence says how much of the peer was checked: an endpoint has no state, dest_qp_num "
+        "or rq_psn. If sends fail all the same, check the network between the two: the ports, GIDs "
+        "and routes on both sides.",
     ),
     (
         "peer-unknown",
@@ -509,7 +510,8 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
         "rd-atomic-mismatch",
         _QP,
         "More reads and atomics may be in flight than the peer takes.",
-        "Single reads succeed; several at once may end with REM_INV_REQ_ERR.",
+        "As many at once as the peer's max_dest_rd_atomic succeed, none if it is 0; more may end "
+        "with REM_INV_REQ_ERR.",
     ),
 )
 

@@ -218,7 +218,9 @@ def explain(what: str | int | Enum) -> tuple[Explanation, ...]:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise UnknownNameError(
-        f"{shown!r} is not a status, errno, opcode, state, flag or event{hint}", near
+        f"{shown!r} is not a status, errno, opcode, state, flag, event, verb, exception or "
+        f"finding{hint}",
+        near,
     )
 
 
@@ -253,4 +255,6 @@ def _nearest(text: str) -> tuple[str, ...]:
             word for word in words if any(one.kind == "exception" for one in _BY_KEY.get(word, ()))
         ]
     near = dict.fromkeys(one.name for known in close for one in _BY_KEY[known])
+    if (hyphenated := text.replace("_", "-")) in _FINDING:
+        near = {hyphenated: None, **near}
     return tuple(near)[:3]

@@ -20,7 +20,7 @@ from .link_states import PORT_STATES
 from .lookup import PHRASES, of_member
 from .model import UNNUMBERED, Explanation
 from .statuses import STATUSES
-from .terms import VENDOR_ERR, VENDOR_ERR_NUMBER
+from .terms import AETH_SYNDROME, VENDOR_ERR, VENDOR_ERR_NUMBER, aeth_syndrome
 
 _LONGEST_LINE = 4096
 
@@ -326,6 +326,8 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
         if at and rank is Rank.ALONE and says != {"ENOMEM"}:
             failed = None
     elif not at and any(hint in lower for hint in _VENDOR_HINTS):
+        if packet := AETH_SYNDROME.search(line):
+            return (aeth_syndrome(int(packet[1], 16)),)
         at += [(vendor.start(), VENDOR_ERR) for vendor in VENDOR_ERR_NUMBER.finditer(line)]
     if not at and failed is None and "-" in lower:
         words = _HYPHENATED.finditer(lower)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ...standard.timers import rnr_timer
 from .model import Explanation
 
 VENDOR_ERR_NUMBER = re.compile(
@@ -11,6 +12,17 @@ VENDOR_ERR_NUMBER = re.compile(
     re.IGNORECASE,
 )
 """How programs print a vendor_err: perftest's "syndrom 0x81", NCCL's "vendor err 129"."""
+AETH_SYNDROME = re.compile(
+    r"(?:\bPSN \d+ .*|\bAETH\b.*)\bsyndrome[ =:]+(0x(?:[0-3]?[\da-f]|6[0-4]))\b", re.IGNORECASE
+)
+"""The syndrome of an answer, in a line that describes a packet."""
+_NAKS = (
+    "PSN sequence error: a packet is missing, and the requester resends from there",
+    "invalid request: the requester completes with REM_INV_REQ_ERR",
+    "remote access error: the requester completes with REM_ACCESS_ERR",
+    "remote operational error: the requester completes with REM_OP_ERR",
+    "invalid RD request: only on RD queue pairs",
+)
 
 
 def _term(
@@ -26,6 +38,21 @@ def _term(
         look_at=look_at,
         see=see,
     )
+
+
+def aeth_syndrome(value: int) -> Explanation:
+    """Explain the first byte of an answer's AETH, which is that of an ACK, RNR NAK or NAK."""
+    low = value & 0x1F
+    if value >= 0x60:
+        meaning = f"NAK, {_NAKS[low]}."
+    elif value >= 0x20:
+        wait = f"min_rnr_timer={low}, {rnr_timer(low) * 1000:g} ms"
+        meaning = f"RNR NAK: no receive is posted; the requester waits ({wait}) and retries."
+    else:
+        meaning = (
+            "ACK: all up to this PSN has arrived. The low 5 bits are credits; 0x1f: not in use."
+        )
+    return _term(f"AETH syndrome {value:#x}", meaning, see=("IBA vol. 1, 9.7.5 (responses)",))
 
 
 VENDOR_ERR = _term(

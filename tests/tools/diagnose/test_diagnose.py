@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from support import ALL, needs, prints
+from support import ALL, needs, prints, until
 from support.findings import named, problems, wrong
 
 import rdmapost as rp
@@ -221,6 +221,48 @@ def test_failed_queue_pair_says_what_waits_in_the_cq(rc):
     assert "is in ERR" in named(rc.a.diagnose(rc.b), "peer-state").evidence
 
 
+@pytest.mark.parametrize("fill", [False, True], ids=["room", "full"])
+def test_unsignaled_send_that_succeeded_is_not_said_to_have_failed(context, connect, fill):
+    """It has no completion, and counts until a later send completes (recovery.md)."""
+    needs(context.kind == "soft", "write that has succeeded once its data has come", context)
+    pair = connect(max_send_wr=4)
+    a, sends = pair.a, pair.a.max_send_wr if fill else 1
+    pair.mine.buffer[:8] = b"has come"
+    a.post_send([pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=SendFlags(0), wr_id=3)] * sends)
+    until(lambda: not pair.cq.poll() and bytes(pair.theirs.buffer[:8]) == b"has come")
+    a.to_err()
+    assert pair.cq.poll() == []
+    findings = a.diagnose(pair.b)
+    assert "not-polled" not in [finding.name for finding in findings]
+    finding = named(findings, "outstanding")
+    assert "wr_id 3: not yet polled, or done without SIGNALED" in finding.evidence
+    last = rp.Send(pair.mine[:8])
+    if fill:
+        assert "only qp.to_reset() clears a full queue" in finding.remedy
+        with pytest.raises(rp.PostError, match="the queue is full"):
+            a.post_send(last)
+        a.to_reset()
+    else:
+        assert "post a SIGNALED send: its flush retires the others" in finding.remedy
+        a.post_send(last)
+        assert pair.cq.wait(1, 10)[0].status is WCStatus.WR_FLUSH_ERR
+    assert a.outstanding.send == 0
+
+
+def test_failed_sends_that_all_have_completions_are_said_to_wait(connect):
+    pair = connect(sq_sig_all=True)
+    pair.a.to_err()
+    pair.a.post_send(rp.Send(pair.mine[:8]))
+    assert named(pair.a.diagnose(), "not-polled").remedy == "poll send_cq"
+
+
+def test_what_an_endpoint_does_not_tell_is_said(rc):
+    endpoint = rc.b.endpoint()
+    rc.b.to_reset()
+    evidence = named(rc.a.diagnose(endpoint), "peer").evidence
+    assert evidence.endswith("; its state, dest_qp_num and rq_psn were not checked")
+
+
 def test_closed_queue_pair_is_a_finding(rc):
     endpoint = rc.b.endpoint()
     assert wrong(rc.a, endpoint) == []
@@ -380,6 +422,13 @@ def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
     join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
     finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
     assert "max_rd_atomic=8, but the peer's max_dest_rd_atomic=2" in finding.evidence
+    assert finding.remedy.startswith("connect here with max_rd_atomic=2, or there with")
+
+
+def test_peer_that_takes_no_reads_is_what_to_change(unconnected):
+    join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 0})
+    finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
+    assert finding.remedy == "connect the peer with max_dest_rd_atomic=8"
 
 
 # ---- the path ---------------------------------------------------------------------

@@ -325,7 +325,7 @@ def test_every_status_is_found_by_number(status: WCStatus) -> None:
 
 
 def test_word_that_resembles_no_name_suggests_nothing() -> None:
-    with pytest.raises(UnknownNameError, match=r"state, flag or event$") as caught:
+    with pytest.raises(UnknownNameError, match=r"event, verb, exception or finding$") as caught:
         explain("frobnicate")
     assert caught.value.nearest == ()
 
@@ -339,6 +339,7 @@ def test_word_that_resembles_no_name_suggests_nothing() -> None:
         ("RDMA_WRIT", "RDMA_WRITE"),
         ("IBV_WC_REM_ACCES_ERR", "REM_ACCESS_ERR"),
         ("ConnectErr", "ConnectError"),
+        ("qp_state", "qp-state"),
         ("ConnectError: something that nobody knows about it", "ConnectError"),
     ],
 )
@@ -577,6 +578,12 @@ def test_explanation_of_a_finding_adds_to_its_remedy(name: str) -> None:
         assert not re.search(rf"diagnose|doctor|rdmapost explain|'{name}'", text)
 
 
+def test_finding_of_an_endpoint_does_not_claim_that_the_peer_was_checked() -> None:
+    (found,) = explain("peer")
+    assert found.meaning == "This queue pair is connected to its peer."
+    assert "of an endpoint its state, dest_qp_num and rq_psn are not known" in found.look_at[0]
+
+
 def test_vendor_err_is_left_to_the_driver() -> None:
     for what in ("vendor_err", "vendor err 129", "syndrom 0x81", "syndrome 0x88", "vendor code=5"):
         (found,) = explain(what)
@@ -591,6 +598,8 @@ def test_help_of_explain_fits_80_columns() -> None:
     ran = run("explain", "--help")
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
+    # explain("event 15") is an error: only these two are printed as bare numbers.
+    assert "a completion status or an errno, by name or number" in " ".join(ran.out.split())
     assert "explain" in run("--help").out
 
 

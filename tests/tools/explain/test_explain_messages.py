@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import re
 import subprocess
 import sys
 import time
@@ -277,6 +278,17 @@ LINES = [
     ("rdma_rxe: rxe_qp_chk_cap: invalid send wr = 128 > 64", ["create_qp"]),
     ("rdma_rxe: rxe_cq_chk_attr: cqe(100000) > max_cqe(32767)", ["create_cq"]),
     ("rdma_rxe: qp#17 non-flush error status = 10", ["REM_ACCESS_ERR"]),
+    # docs/guides/packets.md
+    ("b->a  PSN 8  ACKNOWLEDGE, syndrome 0x60", ["AETH syndrome 0x60"]),
+    ("b->a  PSN 6  ACKNOWLEDGE, syndrome 0x2c", ["AETH syndrome 0x2c"]),
+    ("b->a  PSN 0  RDMA_READ_RESPONSE_ONLY, syndrome 0x1f", ["AETH syndrome 0x1f"]),
+    ("b->a  PSN 0  ACKNOWLEDGE, syndrome 0x81", ["vendor_err"]),
+    ("mlx5: cqe at PSN: syndrome 0x13", ["vendor_err"]),
+    # This library
+    (
+        "ValueError: RESET to INIT also needs pkey_index on RC queue pairs (ibv_modify_qp(3))",
+        ["modify_qp"],
+    ),
     # ibv_devinfo, rdma link
     ("\t\t\tstate:\t\t\tPORT_DOWN (1)", ["DOWN"]),
     ("\t\t\tstate:\t\t\tPORT_ACTIVE (4)", ["ACTIVE"]),
@@ -303,6 +315,23 @@ def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None
     ran = run("explain", line)
     assert ran.code == 0
     assert f"{names[0]}: " in ran.out
+
+
+@pytest.mark.parametrize(
+    ("syndrome", "meaning"),
+    [
+        (0x1F, "ACK: "),
+        (0x2C, "RNR NAK: .*min_rnr_timer=12, 0.64 ms"),
+        (0x60, "NAK, PSN sequence error"),
+        (0x61, "NAK, .*REM_INV_REQ_ERR"),
+        (0x62, "NAK, .*REM_ACCESS_ERR"),
+        (0x63, "NAK, .*REM_OP_ERR"),
+        (0x64, "NAK, invalid RD request"),
+    ],
+)
+def test_syndrome_of_an_answer_is_named(syndrome: int, meaning: str) -> None:
+    (mention,) = explain_lines([f"b->a  PSN 1  ACKNOWLEDGE, syndrome {syndrome:#x}"])
+    assert re.match(meaning, mention.explanation.meaning)
 
 
 def test_unquoted_line_is_explained_like_a_quoted_one() -> None:
