@@ -227,10 +227,14 @@ static struct wqe *first_of(PyObject *queue)
 	return (struct wqe *)item;
 }
 
-static void drop_item(PyObject *queue, enum rp_name pop)
+/* Drop a queue's first or last item; returns 0 if this thread lacks stack even for that. */
+static int drop_item(PyObject *queue, enum rp_name pop)
 {
-	Py_XDECREF(PyObject_CallMethodObjArgs(QUEUE(queue)->pending, rp_names[pop], NULL));
+	PyObject *item = PyObject_CallMethodObjArgs(QUEUE(queue)->pending, rp_names[pop], NULL);
+
 	PyErr_Clear();
+	Py_XDECREF(item);
+	return item != NULL;
 }
 
 /* Make a CQ entry (data_verbs.c), or return NULL. */
@@ -346,8 +350,19 @@ static int make_entries(const struct fast_path *f, PyObject *sq, struct exchange
 	return (e->sent || !signaled) && (e->received || !e->recv);
 }
 
-/* Put the completions on their CQs, not yet visible to polls; all of them, or none. */
-static int append_entries(const struct fast_path *f, const struct exchange *e)
+/* Undo append_hidden(). */
+static void withdraw(PyObject *cq)
+{
+	drop_item(cq, POP_LAST);
+	RP_ADD(&QUEUE(cq)->hidden, -1u);
+}
+
+/*
+ * Put the completions on their CQs, not yet visible to polls, and take the work requests off their
+ * queues; all of this, or nothing. If the first of these calls succeeds, the others have enough
+ * stack.
+ */
+static int move_items(const struct fast_path *f, PyObject *sq, const struct exchange *e)
 {
 	int same = f->send_cq == f->recv_cq;
 
@@ -357,25 +372,26 @@ static int append_entries(const struct fast_path *f, const struct exchange *e)
 		return 0;
 	if (e->received && !append_hidden(f->recv_cq, e->received))
 		return 0;
-	if (!e->sent || append_hidden(f->send_cq, e->sent))
-		return 1;
-	if (e->received) {
-		drop_item(f->recv_cq, POP_LAST);
-		RP_ADD(&QUEUE(f->recv_cq)->hidden, -1u);
+	if (!e->sent || append_hidden(f->send_cq, e->sent)) {
+		if (drop_item(sq, POPLEFT)) {
+			QUEUE(sq)->silent = e->sent ? 0 : QUEUE(sq)->silent + 1;
+			if (e->recv)
+				drop_item(f->rq, POPLEFT);
+			return 1;
+		}
+		if (e->sent)
+			withdraw(f->send_cq);
 	}
+	if (e->received)
+		withdraw(f->recv_cq);
 	return 0;
 }
 
-/* Take the work requests off their queues, copy the bytes, and show the completions. */
-static void finish(const struct fast_path *f, PyObject *sq, const struct exchange *e)
+/* Copy the bytes, and show the completions. */
+static void finish(const struct fast_path *f, const struct exchange *e)
 {
 	int solicited = (e->wqe->flags & IBV_SEND_SOLICITED) != 0;
 
-	drop_item(sq, POPLEFT);
-	QUEUE(sq)->silent = e->sent ? 0 : QUEUE(sq)->silent + 1;
-	if (e->recv)
-		drop_item(f->rq, POPLEFT);
-	rp_data_unlock();
 	if (e->from.size < LARGE) {
 		copy(&e->to, &e->from);
 	} else {
@@ -416,12 +432,11 @@ static int execute(const struct fast_path *f, PyObject *sq, struct wqe *wqe, uin
 	done = done && rp_process == process;
 	if (done) {
 		rp_data_lock();
-		done = append_entries(f, &e);
-		if (done)
-			finish(f, sq, &e); /* unlocks */
-		else
-			rp_data_unlock();
+		done = move_items(f, sq, &e);
+		rp_data_unlock();
 	}
+	if (done)
+		finish(f, &e);
 	*size = e.from.size;
 	release_pieces(&e.from);
 	release_pieces(&e.to);

@@ -442,3 +442,48 @@ for more in range(0, 400, 40):
 print(len(written), set(written))
 """
     assert prints(code) == "10 {0}"
+
+
+def test_silent_work_requests_that_run_at_the_recursion_limit_are_executed_once():
+    """A retry is due in a poll in the deepest frame; CPython 3.11 then refuses even C calls."""
+    code = """
+import sys, time
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+pd, cq, other = rp.PD(context), rp.CQ(context), rp.CQ(context)
+mr = rp.MR(pd, 4096, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+for qp, peer in ((a, b), (b, a)):
+    qp.connect(peer.endpoint(), rnr_retry=7, min_rnr_timer=12)
+write = rp.RdmaWrite(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey)
+silent = rp.RdmaWrite([], remote_addr=0, rkey=0, send_flags=0)
+
+def deep(frames):
+    return deep(frames - 1) if frames else other.poll(1)
+
+frames = 0
+sys.setrecursionlimit(300)
+try:
+    while True:
+        deep(frames)
+        frames += 1
+except RecursionError:
+    frames -= 1
+for less in range(4):
+    sys.setrecursionlimit(1000)
+    a.post_send([rp.Send(mr[:8]), silent, silent, silent])
+    b.post_recv(rp.RecvWR(mr[16:24]))
+    time.sleep(0.02)  # until the retry is due
+    sys.setrecursionlimit(300)
+    try:
+        deep(frames - less)
+    except RecursionError:
+        pass
+    sys.setrecursionlimit(1000)
+    a.post_send(write)
+    cq.wait(3)
+    a.post_send([write] * 64)
+    print(len(cq.wait(64)), end=" ")
+"""
+    assert prints(code) == "64 64 64 64"
