@@ -276,7 +276,12 @@ def check_sends(snap: Snapshot) -> Iterable[Finding]:
             "warning",
             evidence + doubt,
             "poll send_cq: the completion of a later SIGNALED send frees the slot"
-            + (", so make every n-th send SIGNALED, with n below max_send_wr" if unsure else ""),
+            + (
+                ", so make every n-th send SIGNALED, with n below max_send_wr; if none of these "
+                "is, qp.to_reset()"
+                if unsure
+                else ""
+            ),
         )
     elif count and unsure:
         yield Finding(
