@@ -401,7 +401,8 @@ class Flush(SendWR):
     the process, but not a loss of power, because nothing calls msync().
 
     The queue pair must be created with ``send_ops_flags=SendOps.FLUSH``. The peer needs
-    FLUSH_GLOBAL or FLUSH_PERSISTENT, in the access flags of both its region and its queue pair.
+    FLUSH_GLOBAL or FLUSH_PERSISTENT, in the access flags of both its region and its queue pair;
+    a window cannot grant them.
 
     Attributes:
         remote_addr, length: the range, of at most 2^32-1 bytes; ignored with FlushLevel.MR.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...enums import Access, GIDType, QPState, QPType
+from ...enums import Access, GIDType, QPState, QPType, SendOps
 from ...resources.endpoint import Endpoint
 from ...resources.qp import QP, chosen_gid, settings
 from ...resources.qp_query import QPAttr
@@ -12,6 +12,8 @@ from .finding import Finding, Severity
 from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in
 
+_ACCESS = (Access.REMOTE_WRITE, Access.REMOTE_READ, Access.REMOTE_ATOMIC)
+_FLUSH_ACCESS = (Access.FLUSH_GLOBAL, Access.FLUSH_PERSISTENT)
 _AGAIN = "to_reset() both, then qp.connect(peer.endpoint()) and peer.connect(qp.endpoint())"
 """A reset chooses a new PSN, so resetting one side alone does not help."""
 
@@ -229,7 +231,7 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
     if qp.qp_type is not QPType.XRC_RECV:
         lacking = [
             flag.name or ""
-            for flag in (Access.REMOTE_WRITE, Access.REMOTE_READ, Access.REMOTE_ATOMIC)
+            for flag in _ACCESS + _FLUSH_ACCESS * bool(qp.send_ops_flags & SendOps.FLUSH)
             if not flag & there.qp_access_flags
             and not (qp.qp_type is QPType.UC and flag is not Access.REMOTE_WRITE)
         ]

@@ -397,7 +397,8 @@ def check_access(snap: Snapshot) -> Iterable[Finding]:
     if not snap.connected or snap.qp.qp_type is QPType.XRC_SEND:
         return
     flags = snap.attr.qp_access_flags
-    allowed = [flag.name or "" for flag in Access if flag & flags and "REMOTE" in (flag.name or "")]
+    remote = ("REMOTE", "FLUSH")
+    allowed = [str(flag) for flag in Access if flag & flags and str(flag).startswith(remote)]
     if allowed:
         evidence = f"qp_access_flags: a peer may {', '.join(allowed)}, if the region permits it"
         yield Finding("access", "ok", evidence)

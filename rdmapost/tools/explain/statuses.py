@@ -165,7 +165,8 @@ STATUSES: tuple[Explanation, ...] = (
             "The region was registered without MW_BIND.",
             "The range lies outside the region, or has length 0 (to unbind a type 2 window, use "
             "LOCAL_INV, not a bind of length 0).",
-            "The window is bound already: invalidate a type 2 window before binding it again.",
+            "The window is bound already: invalidate a type 2 window before binding it again; if "
+            "the queue pair that bound it is closed, close the window and create another.",
             "REMOTE_WRITE or REMOTE_ATOMIC is requested for the window, and the region lacks "
             "LOCAL_WRITE.",
             "Window, region and queue pair are not on the same PD, or the region is zero-based.",
@@ -254,7 +255,8 @@ STATUSES: tuple[Explanation, ...] = (
             "the handshake mixed up byte orders, or lkey and rkey.",
             "remote_addr + length reaches beyond the region or the window.",
             "The region or window lacks REMOTE_WRITE, REMOTE_READ or REMOTE_ATOMIC; for a FLUSH, "
-            "the region lacks FLUSH_GLOBAL or FLUSH_PERSISTENT.",
+            "the region lacks FLUSH_GLOBAL or FLUSH_PERSISTENT, or the rkey is a window's, which "
+            "cannot grant them.",
             "A LOCAL_INV or a SEND_WITH_INV has invalidated the key (many devices refuse that for "
             "the key of a region).",
             "The region is on another PD than the peer's QP.",

@@ -539,6 +539,18 @@ def test_access_that_the_peer_denies_is_reported(unconnected):
     assert "does not allow REMOTE_WRITE, REMOTE_ATOMIC" in finding.evidence
 
 
+def test_access_for_flush_is_said(connect, context):
+    if context.name != "soft0":
+        pytest.skip(f"{context.name} may lack FLUSH")
+    pair = connect(to=QPState.RESET, send_ops_flags=rp.SendOps.FLUSH)
+    access = Access.REMOTE_READ | Access.FLUSH_PERSISTENT
+    join(pair, near={"access": access}, far={"access": access})
+    findings = pair.a.diagnose(pair.b)
+    assert "a peer may REMOTE_READ, FLUSH_PERSISTENT," in named(findings, "access").evidence
+    lacking = "does not allow REMOTE_WRITE, REMOTE_ATOMIC, FLUSH_GLOBAL:"
+    assert lacking in named(findings, "peer-access").evidence
+
+
 def test_peer_on_another_pd_is_reported(context, stack, pd, cq):
     a = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     other = stack.enter_context(rp.PD(context))
