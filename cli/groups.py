@@ -48,7 +48,7 @@ class Group(click.Group):
         return name, command, rest
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the name of a command, without cutting its description short as click does."""
+        """Complete the name of a command; unlike click, do not cut its description short."""
         items = super().shell_complete(ctx, incomplete)
         for item in items:
             command = self.commands.get(item.value)
@@ -74,7 +74,7 @@ def group_options(function: Callable[[], None]) -> Callable[..., None]:
 
 
 def check_options(ctx: click.Context, command: click.Command) -> None:
-    """Refuse options before the name of a command that does not have them."""
+    """Refuse options that precede a command's name if the command does not have them."""
     known = {param.name for param in command.params}
     for param in ctx.command.params:
         if param.name not in known and param.name is not None and given(param.name):

@@ -55,7 +55,7 @@ def _access(value: str) -> str:
     for name in names:
         if name not in _ACCESS:
             raise click.BadParameter(
-                f"{name!r} is not read, write or atomic; separate several by commas, or say none"
+                f"{name!r} is not read, write or atomic; separate several with commas, or give none"
             )
     return ",".join(names)
 

@@ -27,7 +27,7 @@ ACCESS = (
 
 
 class Offer(NamedTuple):
-    """What a client must know; between two machines it travels over TCP, for example."""
+    """What a client must know; send it over TCP, for example, if the client is on another machine."""
 
     endpoint: str
     addr: int

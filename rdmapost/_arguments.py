@@ -158,7 +158,7 @@ def seconds(given: Any, name: str = "timeout", expected: str = "seconds or None"
     """Return an argument in seconds as a float; None means no timeout.
 
     Raises:
-        TypeError: it is not a number (but a timedelta or text, for example).
+        TypeError: it is not a number (for example, a timedelta or text).
         ValueError: it is NaN, or too large for a float.
     """
     if given is None:

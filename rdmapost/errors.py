@@ -153,7 +153,7 @@ class VerbsError(RdmaError, OSError):
 
 
 class UnsupportedError(VerbsError):
-    """The device or the library does not have this call."""
+    """The device or the library does not support this call."""
 
     def __str__(self) -> str:
         return f"{self.call} is not supported{': ' + self.hint if self.hint else ''}"

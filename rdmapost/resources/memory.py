@@ -812,7 +812,7 @@ def allocate(size: int) -> mmap.mmap:
 
 
 def _source_of(memory: Any, access: Access) -> Source:
-    """Return the memory to register for MR's or rereg()'s argument `memory`."""
+    """Return the memory to register for the `memory` argument of MR or rereg()."""
     writable = bool(access & Access.LOCAL_WRITE)
     size = _size_of(memory)
     if size is not None:

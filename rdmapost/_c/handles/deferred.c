@@ -189,7 +189,7 @@ static int close_insistently(struct rp_handle *h)
 			first = rp_take_exception();
 		failed = rp_close_now(h);
 	}
-	/* An error that recurs on every attempt is the close's own, not a signal handler's. */
+	/* An error that recurs on every attempt comes from the close, not from a signal handler. */
 	if (failed && first && (!known || PyErr_GivenExceptionMatches(first, rp_errors.error)))
 		Py_CLEAR(first);
 	rp_raise_later(first);

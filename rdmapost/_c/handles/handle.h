@@ -72,7 +72,7 @@ RP_SHARED PyObject *rp_handle_type;
 enum { RP_CLOSING_ALL = 1, RP_CLOSED_ALL };
 RP_SHARED int rp_exiting;
 
-/* A handle in use by one of a thread's verbs, innermost first. */
+/* A use of a handle by one of a thread's verbs. They form a list; the innermost comes first. */
 struct rp_use {
 	struct rp_handle *handle;
 	struct rp_use *below;

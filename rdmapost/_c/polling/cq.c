@@ -661,7 +661,7 @@ static int nap(void)
  * how many are available; raises WaitCancelled after cancel().
  *
  * If `wcs` is a buffer with room for `count` rows, write them and all others that are available.
- * Returns how many, or on timeout -1 minus how many are available.
+ * Returns the number written, or on timeout -1 - n, where n is the number available.
  */
 static RP_POLLER_METHOD(wait_for)
 {

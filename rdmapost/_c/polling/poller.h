@@ -112,7 +112,7 @@ static inline int begin(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t want
 	return -1;
 }
 
-/* Call a function, unless NULL, ignoring its result; 0, or -1. */
+/* Call a function, unless it is NULL, and ignore its result. Returns 0, or -1 with an exception. */
 static inline int call_optional(PyObject *function)
 {
 	PyObject *done = function ? PyObject_CallNoArgs(function) : Py_NewRef(Py_None);

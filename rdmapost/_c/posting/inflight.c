@@ -182,7 +182,8 @@ void rp_note_invalidated(PyObject *invalidated, uint32_t rkey)
 	PyObject *index, *counts;
 
 	/*
-	 * A closed window is not in the dict. If memory runs out, the window still counts as bound.
+	 * The dict has no closed windows. If memory runs out here, this window still counts as
+	 * bound.
 	 */
 	index = PyLong_FromUnsignedLong(rkey >> 8);
 	counts = index ? rp_dict_get(invalidated, index) : NULL;

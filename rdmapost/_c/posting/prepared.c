@@ -67,8 +67,8 @@ static int is_open(struct prepared *p)
 }
 
 /*
- * Begin to use an open list's queue, so that closes are deferred while a change to the list holds
- * the old references. 0, or -1 with an exception.
+ * Start using an open list's queue, so that closes are deferred while a change to the list still
+ * needs the old references. 0, or -1 with an exception.
  */
 static int begin_change(struct prepared *p, struct rp_use *use)
 {

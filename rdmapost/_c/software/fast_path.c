@@ -158,8 +158,7 @@ static int add_part(struct pieces *p, const struct region *r, PyObject *pd, uint
 enum { MAX_SIZE = 1 << 30, LARGE = 1 << 24 };
 
 /*
- * Find the memory behind a work request's SGEs, up to `size` bytes. Returns whether Python need not
- * look.
+ * Find the memory behind a work request's SGEs, up to `size` bytes. Returns 0 if Python must look.
  */
 static int find_local(const struct fast_path *f, PyObject *pd, const struct wqe *wqe,
 		      unsigned int access, uint64_t size, struct pieces *p)
@@ -407,8 +406,8 @@ static void finish(const struct fast_path *f, const struct exchange *e)
 }
 
 /*
- * Execute a work request completely, and set `size` to its message's size, or leave it to Python;
- * returns whether it was executed.
+ * Execute a work request completely, or leave it untouched for Python; return whether it was
+ * executed. `size` receives the size of its message.
  */
 static int execute(const struct fast_path *f, PyObject *sq, struct wqe *wqe, uint64_t *size)
 {

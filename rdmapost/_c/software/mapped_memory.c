@@ -139,8 +139,8 @@ static int is_refused(uint64_t start, uint64_t end)
 static void refuse_range(uint64_t start, uint64_t length)
 {
 	/*
-	 * The range may already have been refused: a write that failed is repeated if there was no
-	 * memory for its exception.
+	 * The range may already have been refused: if there was no memory to raise the exception, a
+	 * failed write is repeated.
 	 */
 	if (is_refused(start, start + length))
 		return;

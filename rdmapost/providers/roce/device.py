@@ -35,7 +35,7 @@ meantime."""
 
 
 def guid_of(name: str) -> int:
-    """Return the locally administered node GUID of a device of this process."""
+    """Return the locally administered node GUID for one of this process's devices."""
     return 0x0200_0000 << 32 | zlib.crc32(f"{name} {os.getpid()}".encode())
 
 
@@ -173,7 +173,7 @@ class RoceDevice(Device):
                 native.verb(direction.begin, plan)
 
     def _wait_for_held(self) -> None:
-        """Have _let_go called when a packet has waited long enough."""
+        """Arrange for _let_go to be called when a packet has waited long enough."""
         due = [
             direction.due
             for direction in (self.outgoing, self.incoming)

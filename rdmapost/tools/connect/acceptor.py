@@ -46,7 +46,7 @@ _TOO_FAST = "this server gets too many wrong tokens; try again later"
 
 
 class _RateLimit:
-    """A limit on the events per second, after a burst of one second's worth."""
+    """A limit on events per second, which allows a burst of one second's events at the start."""
 
     def __init__(self, per_second: int) -> None:
         self._interval = 1 / per_second

@@ -150,7 +150,7 @@ class ServerSession:
         return client is not None and (client._close_called or client.closed)
 
     def lost(self, error: OSError | None = None) -> None:
-        """End the session because the connection is gone, with or without an error."""
+        """End the session because the connection is gone, whether or not there was an error."""
         if not self.over:
             self.over = True
             partial, what = self._protocol.lines.partial, "a message"

@@ -77,7 +77,7 @@ class Result:
 
     @property
     def bytes_per_second(self) -> float:
-        """Message bytes per second, both directions added, as ibv_rc_pingpong counts them."""
+        """Message bytes per second, the sum of both directions, as ibv_rc_pingpong counts them."""
         return self.messages_per_second * self.size
 
     @property

@@ -47,7 +47,7 @@ class Settings:
         return f"rdmapost {fields}\n".encode()
 
     def differences(self, theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
-        """Return the fields that differ from a peer's, by name: this side's value and the peer's.
+        """Return the fields whose values differ from a peer's: by name, both sides' values.
 
         Fields that only one side has are not compared.
         """
