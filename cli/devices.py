@@ -181,7 +181,7 @@ def _text(found: list[dict[str, Any]]) -> str:
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """Lay out the ports within the width of the output; the heads are the first item."""
+    """Lay out the ports within the width of the output; the first item has the headings."""
     for link_layer, max_mtu in (("LINK LAYER", "MAX MTU"), ("LAYER", "MAX")):
         heads = ["DEVICE", "KIND", "PORT", "STATE", link_layer, "MTU", max_mtu, "LID"]
         lines = columns([heads, *rows]).splitlines()

@@ -317,7 +317,7 @@ class Provider(Protocol):
     def rereg_mr_at(
         self, mr: Any, flags: int, pd: Any, addr: Any, length: int, access: int
     ) -> int | None:
-        """Like rereg_mr, for memory that this process may be unable to access."""
+        """Like rereg_mr, but for memory that this process may be unable to access."""
         ...
 
     def rereg_mr_mmap(

@@ -7,8 +7,8 @@ No thread is used, and nothing is polled periodically. A task requests an event,
 only then sleeps; code that takes an event requests the next one and polls again before it leaves
 any task asleep. So no event is missed.
 
-Completions stay in the CQ until a task takes all that it asked for in one call, during which it
-cannot be cancelled. So cancelling a task loses no completion.
+Completions stay in the CQ until a task can take all that it asked for, in a single call, during
+which it cannot be cancelled. So cancelling a task loses no completion.
 
 Closing a CQ, a channel or a device, in any thread, raises ClosedError in the
 tasks that wait for it.
@@ -426,7 +426,7 @@ class _WaitList:
         if self._poller.tasks is None:
             raise RdmaError(
                 f"a thread {self.threads} on this {self.owner}, and takes the events that "
-                "tasks would wait for: let either threads or tasks wait"
+                "tasks would wait for: wait in threads or in tasks, not in both"
             )
         raise RdmaError("tasks of another event loop are already waiting for the same events")
 

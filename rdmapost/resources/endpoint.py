@@ -93,7 +93,7 @@ def _mtu(text: str) -> MTU:
 
 
 def _why_no_endpoint(line: str) -> str:
-    """Say which of a line's fields are wrong; return "" if it has none of an endpoint's fields."""
+    """Say which fields of a line are wrong; return "" if it has no field of an endpoint."""
     given = [part.partition("=") for part in line.split()]
     names = [name for name, _, _ in given]
     missing = [name for name in _FIELDS if name not in names]

@@ -122,7 +122,7 @@ _ALL_ADVICE_FLAGS = functools.reduce(operator.or_, AdviseMRFlags)
 
 
 def access_flags(name: str, given: Any) -> Access:
-    """Check an access argument, an Access or its number, and return it as an Access."""
+    """Check an access argument (an Access or its number), and return it as an Access."""
     return flags_of(name, given, _ALL_ACCESS, "Access flags")
 
 

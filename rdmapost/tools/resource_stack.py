@@ -151,7 +151,8 @@ def refuse_inherited(what: str, pid: int) -> None:
 
 
 class NotCopied:
-    """A base class that refuses copy and pickle: dropping a copy would close the original."""
+    """A base class whose instances cannot be copied or pickled: dropping a copy would close the
+    original."""
 
     __reduce_ex__ = Resource.__reduce_ex__
 

@@ -201,7 +201,7 @@ def listen(host: str | None, port: int, backlog: int) -> socket.socket:
     """Open a non-blocking listening socket, on all local addresses if host is None.
 
     Raises:
-        TCPError, TCPTimeout: the host cannot be found, or the address cannot be listened on.
+        TCPError, TCPTimeout: the host cannot be found, or listening on the address fails.
     """
     if host is None:
         if socket.has_dualstack_ipv6():

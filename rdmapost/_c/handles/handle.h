@@ -36,7 +36,7 @@ struct rp_handle {
 	int64_t held_since; /* when it was held back, or 0 */
 	struct rp_binder *binder; /* its send queue's binder, once a window bind has been posted */
 	struct rp_handle *outer; /* the handle its closer was already closing, or NULL */
-	uintptr_t maker; /* the thread that has begun, but not completed, its constructor; or 0 */
+	uintptr_t maker; /* the thread that is still running the constructor, or 0 */
 	uintptr_t closer; /* the thread closing it, or 0 */
 	int64_t first_try; /* when closing it first failed for lack of memory or stack, or 0 */
 	/* How many children have had their structs destroyed, and how many have finished closing. */

@@ -184,7 +184,7 @@ void rp_close_abandoned(struct rp_handle *h);
 void rp_close_quietly(struct rp_handle *h);
 /*
  * Have the main thread close the handles that are left to it. If that thread cannot be asked now,
- * the next call of this function, by any constructor or close, asks it.
+ * the next call to this function asks it, from any constructor or close.
  */
 void rp_ask_main(void);
 void rp_finalize_handle(PyObject *self);

@@ -65,8 +65,8 @@ static inline int rp_refuse(struct post *post, const char *rule, uint64_t a)
 }
 
 /*
- * What a request holds until it is done, borrowed. That excludes INLINE data, which is copied
- * before the post returns.
+ * Borrowed references to what a request holds until it is done. That excludes INLINE data, which is
+ * copied before the post returns.
  */
 static inline PyObject *rp_held_until_done(const struct work_queue *q, const struct request *r)
 {

@@ -131,8 +131,8 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
 
 /*
  * Make a call as one transaction, which completes even if a signal handler raises. Returns the
- * call's result or, if the device failed, the result of completing the work request with an error;
- * or -1, with nothing changed, if there was no memory for either.
+ * call's result or, if the device failed, the result of completing the work request with an error.
+ * If there was no memory for either, returns -1, with nothing changed.
  */
 long rp_soft_transact(PyObject *call);
 

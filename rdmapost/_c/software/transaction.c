@@ -24,7 +24,8 @@ static int executing; /* 1 while a READY object's work runs; other verbs need no
 static PyObject *at_work; /* that object */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
-static PyObject *is_finalizing; /* sys's; while it returns True, a new thread may never run */
+static PyObject *is_finalizing; /* sys.is_finalizing; while it returns True, a new thread may never
+run */
 static PyObject *elsewhere; /* run_elsewhere() */
 
 /*
@@ -138,7 +139,8 @@ static void attempt_again(struct errand *errand, int here)
 		errand->result = give_up(object_of_errand(errand), error);
 		second = rp_take_exception();
 		if (second && (here ? is_bug(error, second) : !rp_lacks_room(second))) {
-			/* GIVE_UP has hit a bug, too: report it, and try again, but rarely. */
+			/* There is a bug in GIVE_UP, too: report it, and retry only at long
+			 * intervals. */
 			Py_XDECREF(give_up(Py_None, second));
 			wasted += LONGEST_PAUSE_NS;
 			Py_DECREF(second);
@@ -223,7 +225,7 @@ static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
 
 /*
  * Start a thread for the errand; return 0, or -1 with no exception set. Let Python start it: Python
- * creates the thread's state first, while running out of memory can still be reported; in the new
+ * creates the thread's state first, where a lack of memory can still be reported; in the new
  * thread, PyGILState_Ensure() would end the process instead.
  */
 static int start_thread(struct errand *errand)

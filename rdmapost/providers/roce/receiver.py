@@ -58,7 +58,8 @@ class Receiver(native.Record):
         return False
 
     def _receive(self, device: RoceDevice) -> bool:
-        """Receive datagrams, which the kernel may have joined; return whether there were any."""
+        """Receive datagrams, some of which the kernel may have coalesced; return whether there were
+        any."""
         if self._inbox:
             got = native.take(self._inbox)
         elif self._arrived:

@@ -59,7 +59,7 @@ class SoftDevice(Device):
         return None if qp is None else responder.receive(qp, request)
 
     def attach(self, qp: SoftQueuePair, group: bytes) -> bool:
-        """Attach a queue pair to a multicast group; return whether the limits allow it."""
+        """Attach a queue pair to a multicast group; return False if a limit forbids it."""
         members = self.groups.get(group, frozenset())
         if qp in members:
             return True

@@ -235,7 +235,7 @@ def _by_number(number: int) -> tuple[Explanation, ...]:
         return (undocumented(errno.errorcode[abs(number)]),)
     raise UnknownNameError(
         f"{shown(number)} is not the number of a status or an errno"
-        + ("; if it is a vendor_err, only the device's driver knows it" if number > 0 else ""),
+        + ("; the meaning of a vendor_err is known only to the driver" if number > 0 else ""),
         (),
     )
 

@@ -590,7 +590,7 @@ def test_vendor_err_is_left_to_the_driver() -> None:
         assert found.name == "vendor_err"
     assert [one.name for one in explain("0x81")] == ["RECV_RDMA_WITH_IMM", "vendor_err"]
     assert [one.name for one in explain(0x81)] == ["RECV_RDMA_WITH_IMM"]
-    with pytest.raises(UnknownNameError, match="if it is a vendor_err, only the device's driver"):
+    with pytest.raises(UnknownNameError, match="a vendor_err is known only to the driver"):
         explain("249")
 
 
