@@ -3,8 +3,8 @@
 Run it as ``python tests/bench/columns_on_device.py -d NAME``, and in the virtual
 machine as ``tests/guest.py -- python tests/bench/columns_on_device.py -d rxe0``.
 A program in C and this one take turns.  Each round posts a list of 8-byte writes,
-of which the last is signaled, and waits for its completion; both queue pairs are on
-the same device, in one process.  The figures are nanoseconds of elapsed time per
+of which the last is signaled, and polls until its completion is there; both queue
+pairs are on the same device, in one process.  The figures are nanoseconds of elapsed time per
 row; each program's is the median of its runs.
 """
 
@@ -70,7 +70,9 @@ class OfPython:
         start = time.perf_counter_ns()
         for _ in range(rounds):
             qp.post_columns(rp.RdmaWrite, here, remote_addr=there, rkey=mr.rkey, signal_every=rows)
-            cq.wait(1)[0].check()
+            while not (found := cq.poll(1)):
+                pass
+            found[0].check()
         elapsed = time.perf_counter_ns() - start
         assert mr.buffer[half:] == b"\x5a" * half
         return elapsed / rounds / rows
