@@ -5,7 +5,7 @@
  * created here receives exactly what a NIC's driver would. Such a context must never be passed to
  * exported libibverbs functions: they access private data that it lacks.
  *
- * Work requests are copied in full here, and executed in Python.
+ * Work requests are copied in full here, and executed in Python, or in fast_path.c.
  */
 #include "software/device_queues.h"
 
@@ -246,13 +246,11 @@ static void arm(struct device_queue *queue, unsigned int how)
 /* Remove the last entry, to undo soft_add(). */
 static PyObject *withdraw(PyObject *self, PyObject *cq)
 {
-	struct device_queue *queue = (struct device_queue *)cq;
 	PyObject *entry;
 
 	(void)self;
 	rp_data_lock();
-	entry = PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL);
-	RP_ADD(&queue->hidden, -1u);
+	entry = rp_withdraw((struct device_queue *)cq);
 	rp_data_unlock();
 	return entry;
 }
@@ -280,9 +278,7 @@ static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t narg
 	if (rp_note_undo(withdraws, args[0]))
 		return NULL;
 	rp_data_lock();
-	failed = rp_append(queue->pending, args[1]);
-	if (!failed && hides)
-		RP_ADD(&queue->hidden, 1);
+	failed = hides ? rp_append_hidden(queue, args[1]) : rp_append(queue->pending, args[1]);
 	rp_data_unlock();
 	if (failed)
 		rp_note_unchanged();

@@ -54,6 +54,25 @@ static inline void rp_use_slots(struct device_queue *queue, int slots)
 	queue->used += (unsigned int)slots;
 }
 
+/* Append an entry that polls do not see yet; 0, or -1 without an exception. */
+static inline int rp_append_hidden(struct device_queue *cq, PyObject *entry)
+{
+	int failed = rp_append(cq->pending, entry);
+
+	if (!failed)
+		RP_ADD(&cq->hidden, 1);
+	return failed;
+}
+
+/* Undo rp_append_hidden(): remove and return the last entry. */
+static inline PyObject *rp_withdraw(struct device_queue *cq)
+{
+	PyObject *entry = PyObject_CallMethodObjArgs(cq->pending, rp_names[POP_LAST], NULL);
+
+	RP_ADD(&cq->hidden, -1u);
+	return entry;
+}
+
 /* Make all entries of a completion queue visible to polls. */
 static inline void rp_show_entries(struct device_queue *cq)
 {

@@ -89,7 +89,7 @@ static void read_region(struct region *r, PyObject *region, enum attribute key)
 	Py_XDECREF(memory);
 }
 
-/* Find the region with a key; NULL if there is none, or Python must look. */
+/* Return the region with this key, or NULL if Python must look. */
 static const struct region *find_region(PyObject *keys, uint32_t key, enum attribute name)
 {
 	struct region *r = &regions[(key >> 8 ^ key >> 31) % REGIONS];
@@ -226,10 +226,10 @@ static struct wqe *first_of(PyObject *queue)
 	return (struct wqe *)item;
 }
 
-/* Drop a queue's first or last item; returns 0 if this thread lacks stack even for that. */
-static int drop_item(PyObject *queue, enum rp_name pop)
+/* Drop a queue's first item; returns 0 if this thread lacks stack even for that. */
+static int drop_first(PyObject *queue)
 {
-	PyObject *item = PyObject_CallMethodObjArgs(QUEUE(queue)->pending, rp_names[pop], NULL);
+	PyObject *item = PyObject_CallMethodObjArgs(QUEUE(queue)->pending, rp_names[POPLEFT], NULL);
 
 	PyErr_Clear();
 	Py_XDECREF(item);
@@ -259,15 +259,6 @@ static int has_room(PyObject *cq, Py_ssize_t entries)
 	return PyObject_Size(QUEUE(cq)->pending) + entries <= (Py_ssize_t)QUEUE(cq)->depth;
 }
 
-/* Append an entry that polls do not see yet; returns whether there was memory. */
-static int append_hidden(PyObject *cq, PyObject *entry)
-{
-	if (rp_append(QUEUE(cq)->pending, entry))
-		return 0;
-	RP_ADD(&QUEUE(cq)->hidden, 1);
-	return 1;
-}
-
 /* Let polls see an entry, and report it to the CQ's channel, if any. */
 static void show(PyObject *cq, PyObject *events, int fd, int solicited)
 {
@@ -280,18 +271,19 @@ static void show(PyObject *cq, PyObject *events, int fd, int solicited)
 
 /* What a work request does. */
 struct operation {
-	int consumes_receive, has_imm, is_read;
+	enum ibv_wc_opcode opcode;
 	unsigned int access; /* to remote memory, or 0 */
-	enum ibv_wc_opcode opcode, recv_opcode;
+	enum ibv_wc_opcode recv_opcode; /* of the receive that it consumes, or 0 */
+	int has_imm;
 };
 
 static const struct operation operations[] = {
-	[IBV_WR_RDMA_WRITE] = { 0, 0, 0, IBV_ACCESS_REMOTE_WRITE, IBV_WC_RDMA_WRITE, 0 },
-	[IBV_WR_RDMA_WRITE_WITH_IMM] = { 1, 1, 0, IBV_ACCESS_REMOTE_WRITE, IBV_WC_RDMA_WRITE,
-					 IBV_WC_RECV_RDMA_WITH_IMM },
-	[IBV_WR_SEND] = { 1, 0, 0, 0, IBV_WC_SEND, IBV_WC_RECV },
-	[IBV_WR_SEND_WITH_IMM] = { 1, 1, 0, 0, IBV_WC_SEND, IBV_WC_RECV },
-	[IBV_WR_RDMA_READ] = { 0, 0, 1, IBV_ACCESS_REMOTE_READ, IBV_WC_RDMA_READ, 0 },
+	[IBV_WR_RDMA_WRITE] = { IBV_WC_RDMA_WRITE, IBV_ACCESS_REMOTE_WRITE, 0, 0 },
+	[IBV_WR_RDMA_WRITE_WITH_IMM] = { IBV_WC_RDMA_WRITE, IBV_ACCESS_REMOTE_WRITE,
+					 IBV_WC_RECV_RDMA_WITH_IMM, 1 },
+	[IBV_WR_SEND] = { IBV_WC_SEND, 0, IBV_WC_RECV, 0 },
+	[IBV_WR_SEND_WITH_IMM] = { IBV_WC_SEND, 0, IBV_WC_RECV, 1 },
+	[IBV_WR_RDMA_READ] = { IBV_WC_RDMA_READ, IBV_ACCESS_REMOTE_READ, 0, 0 },
 };
 
 /* A work request that is being executed. */
@@ -302,25 +294,26 @@ struct exchange {
 	PyObject *sent, *received; /* the CQ entries, or NULL */
 };
 
-/* Find the memory that a work request reads and writes; returns whether Python need not look. */
+/* Find the memory that a work request reads and writes; returns 0 if Python must look. */
 static int find_buffers(const struct fast_path *f, struct exchange *e)
 {
 	const struct wqe *wqe = e->wqe;
-	struct pieces *local = e->op->is_read ? &e->to : &e->from;
+	int is_read = e->op->opcode == IBV_WC_RDMA_READ;
+	struct pieces *local = is_read ? &e->to : &e->from;
 
-	if (wqe->data && e->op->is_read)
+	if (wqe->data && is_read)
 		return 0;
 	if (wqe->data) {
 		if (PyBytes_Size(wqe->data) &&
 		    !add_piece(local, wqe->data, 0, (uint64_t)PyBytes_Size(wqe->data)))
 			return 0;
-	} else if (!find_local(f, f->pd, wqe, e->op->is_read ? IBV_ACCESS_LOCAL_WRITE : 0,
+	} else if (!find_local(f, f->pd, wqe, is_read ? IBV_ACCESS_LOCAL_WRITE : 0,
 			       UINT64_MAX, local) || local->size > MAX_SIZE) {
 		return 0;
 	}
 	if (e->op->access)
 		return find_remote(f, &wqe->wr.send, local->size, e->op->access,
-				   e->op->is_read ? &e->from : &e->to);
+				   is_read ? &e->from : &e->to);
 	return find_local(f, f->peer_pd, e->recv, IBV_ACCESS_LOCAL_WRITE, local->size, &e->to) &&
 	       e->to.size == local->size;
 }
@@ -331,7 +324,7 @@ static int make_entries(const struct fast_path *f, PyObject *sq, struct exchange
 	const struct ibv_send_wr *wr = &e->wqe->wr.send;
 	struct ibv_wc wc = { .wr_id = wr->wr_id, .opcode = e->op->opcode, .qp_num = f->qp_num };
 
-	if (e->op->is_read)
+	if (wc.opcode == IBV_WC_RDMA_READ)
 		wc.byte_len = (uint32_t)e->to.size;
 	if (signaled)
 		e->sent = make_entry(sq, QUEUE(sq)->silent + 1, &wc);
@@ -349,11 +342,11 @@ static int make_entries(const struct fast_path *f, PyObject *sq, struct exchange
 	return (e->sent || !signaled) && (e->received || !e->recv);
 }
 
-/* Undo append_hidden(). */
+/* Undo rp_append_hidden(). */
 static void withdraw(PyObject *cq)
 {
-	drop_item(cq, POP_LAST);
-	RP_ADD(&QUEUE(cq)->hidden, -1u);
+	Py_XDECREF(rp_withdraw(QUEUE(cq)));
+	PyErr_Clear();
 }
 
 /*
@@ -369,13 +362,13 @@ static int move_items(const struct fast_path *f, PyObject *sq, const struct exch
 		return 0;
 	if (e->sent && !has_room(f->send_cq, 1))
 		return 0;
-	if (e->received && !append_hidden(f->recv_cq, e->received))
+	if (e->received && rp_append_hidden(QUEUE(f->recv_cq), e->received))
 		return 0;
-	if (!e->sent || append_hidden(f->send_cq, e->sent)) {
-		if (drop_item(sq, POPLEFT)) {
+	if (!e->sent || !rp_append_hidden(QUEUE(f->send_cq), e->sent)) {
+		if (drop_first(sq)) {
 			QUEUE(sq)->silent = e->sent ? 0 : QUEUE(sq)->silent + 1;
 			if (e->recv)
-				drop_item(f->rq, POPLEFT);
+				drop_first(f->rq);
 			return 1;
 		}
 		if (e->sent)
@@ -418,11 +411,11 @@ static int execute(const struct fast_path *f, PyObject *sq, struct wqe *wqe, uin
 	if (wqe->opcode >= sizeof(operations) / sizeof(*operations) || wqe->owner)
 		return 0;
 	e.op = &operations[wqe->opcode];
-	if ((f->access & e.op->access) != e.op->access || (e.op->is_read && !f->reads))
+	if ((f->access & e.op->access) != e.op->access || (e.op->opcode == IBV_WC_RDMA_READ && !f->reads))
 		return 0;
-	if (e.op->consumes_receive && f->rq != Py_None)
+	if (e.op->recv_opcode && f->rq != Py_None)
 		e.recv = first_of(f->rq);
-	if (!e.op->consumes_receive || e.recv)
+	if (!e.op->recv_opcode || e.recv)
 		done = find_buffers(f, &e) && make_entries(f, sq, &e, signaled);
 	/*
 	 * The collector may have run, and a finalizer may have forked: the child must not go on

@@ -24,8 +24,7 @@ static int executing; /* 1 while a READY object's work runs; other verbs need no
 static PyObject *at_work; /* that object */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
-static PyObject *is_finalizing; /* sys.is_finalizing; while it returns True, a new thread may never
-run */
+static PyObject *is_finalizing; /* of sys; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
 
 /*
@@ -139,8 +138,7 @@ static void attempt_again(struct errand *errand, int here)
 		errand->result = give_up(object_of_errand(errand), error);
 		second = rp_take_exception();
 		if (second && (here ? is_bug(error, second) : !rp_lacks_room(second))) {
-			/* There is a bug in GIVE_UP, too: report it, and retry only at long
-			 * intervals. */
+			/* GIVE_UP has a bug, too: report it, and retry only at long intervals. */
 			Py_XDECREF(give_up(Py_None, second));
 			wasted += LONGEST_PAUSE_NS;
 			Py_DECREF(second);
