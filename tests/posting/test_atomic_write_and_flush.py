@@ -8,7 +8,7 @@ from array import array
 from typing import Any
 
 import pytest
-from support import ALL, Pair, needs
+from support import ALL, SEND_OP_CAPS, Pair, needs_send_op
 
 import rdmapost as rp
 from rdmapost import Access, DeviceCap, FlushLevel, FlushType, QPType, SendOps, WCOpcode, WCStatus
@@ -19,27 +19,10 @@ FLUSHES = Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT
 VALUE = 0x1122334455667788
 
 
-CAPS = {
-    SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
-    SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
-}
-
-
-def have(context: rp.Context, op: SendOps) -> None:
-    """Skip where the kernel or libibverbs lacks an opcode."""
-    cap = CAPS[op]
-    needs(context.attr.device_cap_flags_ex & cap, op.name or "", context)
-    made = False
-    with contextlib.suppress(rp.UnsupportedError), rp.PD(context) as pd, rp.CQ(context) as cq:
-        rp.QP(pd, QPType.RC, cq, send_ops_flags=op).close()
-        made = True
-    needs(made, f"{op.name} in the installed libibverbs", context)
-
-
 @pytest.fixture
 def writes(connect: Any, context: rp.Context) -> Pair:
     """A pair that can post an ATOMIC_WRITE."""
-    have(context, SendOps.ATOMIC_WRITE)
+    needs_send_op(context, SendOps.ATOMIC_WRITE)
     pair: Pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE)
     return pair
 
@@ -67,7 +50,7 @@ class Flushed:
 
 @pytest.fixture
 def flushed(connect: Any, context: rp.Context, pd: rp.PD, stack: contextlib.ExitStack) -> Flushed:
-    have(context, SendOps.FLUSH)
+    needs_send_op(context, SendOps.FLUSH)
     mr = stack.enter_context(rp.MR(pd, 4096, ALL | Access.FLUSH_GLOBAL))
     access = ALL & ~Access.LOCAL_WRITE | FLUSHES
     return Flushed(connect(send_ops_flags=SendOps.FLUSH, access=access), mr)
@@ -86,7 +69,7 @@ def there(pair: Pair, offset: int = 0) -> dict[str, int]:
 
 def refuses_what_it_lacks(context: rp.Context, op: SendOps) -> bool:
     """Whether the device lacks an operation, and a queue pair for it is refused."""
-    lacking = [one for one in op if not context.attr.device_cap_flags_ex & CAPS[one]]
+    lacking = [one for one in op if not context.attr.device_cap_flags_ex & SEND_OP_CAPS[one]]
     if not lacking:
         return False
     refused = pytest.raises(rp.UnsupportedError)
@@ -226,7 +209,7 @@ def test_wrong_atomic_write_is_refused(writes, fields, says):
 
 
 def test_misaligned_atomic_write_unchecked_is_an_invalid_request(connect, context):
-    have(context, SendOps.ATOMIC_WRITE)
+    needs_send_op(context, SendOps.ATOMIC_WRITE)
     pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE, checked=False)
     pair.a.post_send(rp.AtomicWrite(atomic_wr=1, **there(pair, 4)))
     (done,) = pair.cq.wait(1, 10)
@@ -242,7 +225,7 @@ def test_atomic_write_needs_the_regions_remote_write(writes, pd, stack):
 
 
 def test_atomic_write_needs_the_queue_pairs_remote_write(connect, context):
-    have(context, SendOps.ATOMIC_WRITE)
+    needs_send_op(context, SendOps.ATOMIC_WRITE)
     pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE, access=Access.REMOTE_READ)
     pair.a.post_send(rp.AtomicWrite(atomic_wr=1, **there(pair)))
     assert pair.cq.wait(1, 10)[0].status is WCStatus.REM_INV_REQ_ERR
@@ -291,7 +274,7 @@ def test_flush_with_an_unknown_key_is_refused_there(flushed):
 
 
 def test_flush_needs_the_queue_pairs_access(connect, context, pd, stack):
-    have(context, SendOps.FLUSH)
+    needs_send_op(context, SendOps.FLUSH)
     mr = stack.enter_context(rp.MR(pd, 64, ALL | Access.FLUSH_GLOBAL))
     pair = connect(send_ops_flags=SendOps.FLUSH)
     wr = Flushed(pair, mr).flush()
@@ -299,7 +282,7 @@ def test_flush_needs_the_queue_pairs_access(connect, context, pd, stack):
 
 
 def test_default_access_of_a_queue_pair_allows_flushes(context, pd, cq, stack):
-    have(context, SendOps.FLUSH)
+    needs_send_op(context, SendOps.FLUSH)
     a, b = (
         stack.enter_context(rp.QP(pd, QPType.RC, cq, send_ops_flags=SendOps.FLUSH))
         for _ in range(2)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import pytest
 
 import rdmapost as rp
-from rdmapost import Access, QPState, QPType, WCStatus
+from rdmapost import Access, DeviceCap, QPState, QPType, SendOps, WCStatus
 from rdmapost.resources.resource import Resource, _all_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
@@ -69,6 +69,22 @@ def needs(condition: object, what: str, context: rp.Context) -> None:
     """Skip a test by name if the device lacks what it needs."""
     if not condition:
         pytest.skip(f"{context.name} has no {what}")
+
+
+SEND_OP_CAPS = {
+    SendOps.FLUSH: DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT,
+    SendOps.ATOMIC_WRITE: DeviceCap.ATOMIC_WRITE,
+}
+
+
+def needs_send_op(context: rp.Context, op: SendOps) -> None:
+    """Skip where the kernel or libibverbs lacks an opcode."""
+    needs(context.attr.device_cap_flags_ex & SEND_OP_CAPS[op], op.name or "", context)
+    made = False
+    with contextlib.suppress(rp.UnsupportedError), rp.PD(context) as pd, rp.CQ(context) as cq:
+        rp.QP(pd, QPType.RC, cq, send_ops_flags=op).close()
+        made = True
+    needs(made, f"{op.name} in the installed libibverbs", context)
 
 
 @pytest.fixture(scope="module")

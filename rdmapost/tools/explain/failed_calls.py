@@ -51,9 +51,11 @@ _VERBS = {
 }
 _VERBS |= {verb: _NAMED[name] for verb, name in SAME_CALL.items()}
 _VERB = (
-    # "ibv_reg_mr failed", "ibv_reg_mr(address=0x7f00, length=64) failed", "ibv_reg_mr: ENOMEM".
-    rf"\bibv_(?P<verb>{'|'.join(sorted(_VERBS))})\b(?:\([^()]*\))?"
-    rf"(?:.{{0,12}}(?:{_FAILED})|:? +(?:\[errno 12\] +)?(?:enomem|cannot allocate memory)(?![a-z]))"
+    # "ibv_reg_mr failed", "ibv_reg_mr(address=0x7f00, length=64) failed", "ibv_reg_mr: ENOMEM", and
+    # this library's "... needs LOCAL_WRITE too (ibv_reg_mr(3))".
+    rf"\bibv_(?P<verb>{'|'.join(sorted(_VERBS))})\b"
+    rf"(?:\(3\)\)|(?:\([^()]*\))?(?:.{{0,12}}(?:{_FAILED})|"
+    r":? +(?:\[errno 12\] +)?(?:enomem|cannot allocate memory)(?![a-z])))"
 )
 _A = r"(?:an? |the )?"
 _MR = rf"{_A}(?:mr|memory region)\b"
@@ -149,8 +151,6 @@ _OTHER_LINES: dict[Rank, dict[str, str]] = {
         r"\bdid not detect devices\b": "NoDeviceError",
         # perftest, ibv_*_pingpong
         r"\bport number \d+ state is (?:down|init|armed)": "port-down",
-        # This library: "ValueError: RESET to INIT also needs pkey_index (ibv_modify_qp(3))".
-        r"\(ibv_modify_qp\(3\)\)": "modify_qp",
         r"\bparse wc failed\b": "parse_wc",
         r"\bcompletion with error at (?:client|server)\b": "completion",
         r"^\s*accept\(\) failed(?: for client \d+)?\s*$": "exchange",

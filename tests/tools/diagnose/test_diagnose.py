@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from support import ALL, needs, prints, until
+from support import ALL, needs, needs_send_op, prints, until
 from support.findings import named, problems, wrong
 
 import rdmapost as rp
@@ -540,8 +540,7 @@ def test_access_that_the_peer_denies_is_reported(unconnected):
 
 
 def test_access_for_flush_is_said(connect, context):
-    if context.name != "soft0":
-        pytest.skip(f"{context.name} may lack FLUSH")
+    needs_send_op(context, rp.SendOps.FLUSH)
     pair = connect(to=QPState.RESET, send_ops_flags=rp.SendOps.FLUSH)
     access = Access.REMOTE_READ | Access.FLUSH_PERSISTENT
     join(pair, near={"access": access}, far={"access": access})

@@ -289,6 +289,7 @@ LINES = [
         "ValueError: RESET to INIT also needs pkey_index on RC queue pairs (ibv_modify_qp(3))",
         ["modify_qp"],
     ),
+    ("ValueError: REMOTE_WRITE needs LOCAL_WRITE too (ibv_reg_mr(3))", ["reg_mr"]),
     # ibv_devinfo, rdma link
     ("\t\t\tstate:\t\t\tPORT_DOWN (1)", ["DOWN"]),
     ("\t\t\tstate:\t\t\tPORT_ACTIVE (4)", ["ACTIVE"]),
