@@ -187,7 +187,7 @@ def _table(rows: list[list[str]]) -> list[str]:
         lines = columns([heads, *rows]).splitlines()
         if max(map(len, lines)) <= width():
             return lines
-    # A long name has a line of its own.
+    # Put each name on a separate line.
     rest = columns([row[1:] for row in (heads, *rows)]).splitlines()
     return [f"{row[0]}\n   {line}" for row, line in zip((heads, *rows), rest, strict=True)]
 

@@ -27,7 +27,7 @@ ACCESS = (
 
 
 class Offer(NamedTuple):
-    """What a client must know; over TCP, for example, if it is on another machine."""
+    """What a client must know; send it over TCP, for example."""
 
     endpoint: str
     addr: int

@@ -54,7 +54,7 @@ else:
         except KeyError:
             text = f"module {__name__!r} has no attribute {name!r}"
             if near := [each for each in names if _folded(each) == _folded(name)]:
-                # With its name alone, Python adds no suggestion of its own.
+                # Without ``obj``, Python does not add a second suggestion.
                 error = AttributeError(f"{text}; did you mean {' or '.join(near)}?", name=name)
             else:
                 error = AttributeError(text)

@@ -74,8 +74,8 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
         "provider-missing",
         _MACHINE,
         "The kernel has a device whose user-space driver is not installed.",
-        "Besides the kernel's driver, libibverbs loads one of its own, of the same version as "
-        "itself: a mix of distribution and vendor packages lacks some.",
+        "libibverbs needs a user-space driver besides the kernel's, of the same version as itself: "
+        "in a mix of distribution and vendor packages some are missing.",
     ),
     (
         "node-missing",
@@ -215,8 +215,8 @@ _FINDINGS: tuple[tuple[str, str, str, str], ...] = (
         "gid-link-local",
         _BOTH,
         "A link-local GID, which reaches only its own Ethernet segment.",
-        "Between two hosts on one switch it works; it is otherwise a sign that the network device "
-        "has no address of its own.",
+        "Between two hosts on one switch it works. Elsewhere, give the network device a "
+        "routable address.",
     ),
     (
         "gid-type-mismatch",
