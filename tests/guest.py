@@ -113,6 +113,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="use /dev/kvm; without it the machine is emulated, which works everywhere",
     )
     parser.add_argument(
+        "--icount",
+        action="store_true",
+        help="for benchmarks: emulate one CPU whose clock advances 1 ns per instruction",
+    )
+    parser.add_argument(
         "-v", "--verbose", action="store_true", help="show the guest's console on standard error"
     )
     parser.add_argument("command", nargs="+", help=argparse.SUPPRESS)
@@ -120,6 +125,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for value, option in ((args.timeout, "--timeout"), (args.boot_timeout, "--boot-timeout")):
         if value <= 0:
             parser.error(f"{option} must be more than 0")
+    if args.icount and (args.kvm or args.peer is not None):
+        parser.error("--icount allows neither --kvm nor --peer")
     for directory in args.writable:
         if not directory.is_dir():
             parser.error(f"--writable: no directory {directory}")

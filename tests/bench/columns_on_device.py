@@ -1,7 +1,9 @@
 """Compare columns with C on a device that executes them: lists of small RDMA writes.
 
-Run it as ``python tests/bench/columns_on_device.py -d NAME``, and in the virtual
-machine as ``tests/guest.py -- python tests/bench/columns_on_device.py -d rxe0``.
+Run it as ``python tests/bench/columns_on_device.py -d NAME``, and in the virtual machine as
+``tests/guest.py --icount -- python tests/bench/columns_on_device.py -d rxe0``: with --icount the
+figures are instructions, because an emulator's time per instruction depends on the program.
+
 A program in C and this one take turns.  Each round posts a list of 8-byte writes,
 of which the last is signaled, and polls until its completion is there; both queue
 pairs are on the same device, in one process.  The figures are nanoseconds of elapsed time per

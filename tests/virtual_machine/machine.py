@@ -124,7 +124,7 @@ class Guest:
             "--name",
             "guest",
             "--cpus",
-            str(args.cpus),
+            "1" if args.icount else str(args.cpus),
             "--memory",
             args.memory,
             "--disable-microvm",
@@ -142,6 +142,8 @@ class Guest:
         options = f"{self._streams.qemu_options()} {HOST_FILES}"
         if args.network:
             options += f" {network_options(args.network, args.host)}"
+        if args.icount:
+            options += " -icount shift=0,sleep=off"
         command += [f"--qemu-opts={options}"]
         command += ["--", f"bash {shlex.quote(str(script))}"]
         environment = dict(os.environ)
