@@ -113,6 +113,29 @@ def test_every_region_of_a_work_request_is_in_use_until_it_is_done(watched, coun
         qp.to_reset()
 
 
+@pytest.mark.parametrize("as_list", [False, True], ids=["posts", "list"])
+def test_work_requests_with_the_same_regions_each_hold_them(connect, as_list):
+    """Two hold the same regions; the third, only one of these."""
+    pair = connect(max_recv_sge=2)
+    a, b, c = (rp.MR(pair.pd, 64, ALL) for _ in range(3))
+    held = [(a, b), (a, b), (a, c)]
+    wrs = [rp.RecvWR([one[:2], other[:2]]) for one, other in held]
+    if as_list:
+        pair.b.post_recv(wrs)
+    for wr in () if as_list else wrs:
+        pair.b.post_recv(wr)
+    while held:
+        for mr in {mr for regions in held for mr in regions}:
+            count = sum(mr in regions for regions in held)
+            with pytest.raises(rp.InUseError, match=f"{count} outstanding work request"):
+                mr.close()
+        pair.a.post_send(rp.Send(pair.mine[:4]))
+        pair.wait(2)
+        done = held.pop(0)
+        for mr in set(done).difference(*held):
+            mr.close()
+
+
 def test_each_region_is_held_whatever_reading_a_number_does(watched):
     """What is held so far is a tuple, which the collector exposes to anyone; it is kept here."""
     kept: list[Any] = []

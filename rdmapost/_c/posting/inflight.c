@@ -122,6 +122,19 @@ struct rp_entry *rp_take_slot(struct rp_in_flight *q, uint64_t *cookie)
 	return entry;
 }
 
+PyObject *rp_latest_refs(struct rp_in_flight *q)
+{
+	PyObject *refs = NULL;
+
+	if (!q || !q->in_order)
+		return NULL;
+	RP_BEGIN(q);
+	if (q->end != q->dropped)
+		refs = Py_XNewRef(at(q, q->end - 1)->refs);
+	RP_END();
+	return refs;
+}
+
 static int is_there(const struct rp_entry *entry)
 {
 	return entry->state != RP_FREE && entry->state != RP_DONE;

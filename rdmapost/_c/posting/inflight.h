@@ -119,6 +119,9 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 	return cookie;
 }
 
+/* Return a new reference to what the latest entry holds if the queue completes in order, or NULL. */
+PyObject *rp_latest_refs(struct rp_in_flight *q);
+
 /*
  * Undo the record of work requests that were not posted: the one with this cookie or, in a prepared
  * list, the last `count`, the first of which has this cookie. If that leaves nothing of the entry,

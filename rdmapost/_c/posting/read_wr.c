@@ -209,16 +209,36 @@ static void drop_holds(struct post *post)
 		Py_DECREF(post->holds[--post->holding]);
 }
 
-/* A request has been read: give it the objects that it holds; 1, or -1 with an exception. */
-static int seal(struct post *post, struct request *r)
+/* Whether `refs` is a tuple of the objects that the request being read will hold. */
+static int holds_same(const struct post *post, PyObject *refs)
 {
-	size_t count = post->holding;
+	size_t i = PyTuple_CheckExact(refs) ? (size_t)Py_SIZE(refs) : 0;
 
+	if (i != post->holding)
+		return 0;
+	while (i && rp_item(refs, (Py_ssize_t)i - 1) == post->holds[i - 1])
+		i--;
+	return !i;
+}
+
+/*
+ * A request has been read: give it the objects that it holds; 1, or -1 with an exception. Takes over
+ * `shared`, a tuple that it may share, or NULL.
+ */
+static int seal(struct post *post, struct request *r, PyObject *shared)
+{
+	Py_ssize_t count = (Py_ssize_t)post->holding;
+
+	if (shared && holds_same(post, shared)) {
+		drop_holds(post);
+		r->refs = shared;
+		return 1;
+	}
+	Py_XDECREF(shared);
 	post->holding = 0;
 	if (count)
 		r->refs = count == 1 ? post->holds[0] :
-				       rp_make_tuple((PyObject *)&PyTuple_Type, post->holds,
-						     (Py_ssize_t)count);
+				       rp_make_tuple((PyObject *)&PyTuple_Type, post->holds, count);
 	return count && !r->refs ? -1 : 1;
 }
 
@@ -486,7 +506,12 @@ struct request *rp_open_request(struct work_queue *q, struct post *post, PyObjec
 
 int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 {
-	if (seal(post, r) < 0)
+	PyObject *shared = NULL;
+
+	/* Sends to one peer from one region hold the same objects: a new tuple would cost most. */
+	if (post->holding > 1)
+		shared = post->count > 1 ? Py_XNewRef(r[-1].refs) : rp_latest_refs(q->in_flight);
+	if (seal(post, r, shared) < 0)
 		return -1;
 	put_head(q->verb, post->structs + r->at, r);
 	return 1;
@@ -585,7 +610,7 @@ int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struc
 	if ((r->ah && hold(post, (PyObject *)r->ah) < 0) || (r->hdr && hold(post, r->hdr) < 0) ||
 	    rp_read_sges(post, r, sg_list) < 0)
 		return -1;
-	return seal(post, r) < 0 ? -1 : 0;
+	return seal(post, r, NULL) < 0 ? -1 : 0;
 }
 
 PyObject *rp_make_sges(const struct post *post, const struct request *r)

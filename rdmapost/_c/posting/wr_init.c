@@ -38,20 +38,23 @@ static int set_slot(PyObject *object, const struct rp_slot *slot, PyObject **val
 static int read_arguments(const struct class *class, PyObject *args,
 			  PyObject *kwargs, PyObject **values)
 {
-	Py_ssize_t positional = PyTuple_Size(args), at = 0;
+	Py_ssize_t positional = PyTuple_Size(args), at = 0, i = positional - 1;
 	PyObject *name, *value;
 
 	if (positional > class->positional)
 		return 0;
-	for (Py_ssize_t i = 0; i < positional; i++)
-		values[i] = PyTuple_GetItem(args, i);
+	for (Py_ssize_t j = 0; j < positional; j++)
+		values[j] = PyTuple_GetItem(args, j);
 	while (kwargs && PyDict_Next(kwargs, &at, &name, &value)) {
-		Py_ssize_t i = 0;
+		Py_ssize_t left = class->fields;
 
-		/* Names in source code are interned. */
-		while (i < class->fields && class->slot[i].name != name)
-			i++;
-		if (i == class->fields || values[i])
+		/* Names in source code are interned, and usually in the order of the fields. */
+		for (; left; left--) {
+			i = i + 1 < class->fields ? i + 1 : 0;
+			if (class->slot[i].name == name)
+				break;
+		}
+		if (!left || values[i])
 			return 0;
 		values[i] = value;
 	}
@@ -87,11 +90,16 @@ static int set_fields(PyObject *self, const struct class *class, PyObject **valu
 
 static int wr_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
+	static const struct class *latest = classes;
+	const struct class *class = RP_LOAD(&latest);
 	PyObject *values[FIELDS] = { NULL };
-	const struct class *class = classes;
 
-	while (class < classes + known && !rp_has_type(self, class->type))
-		class++;
+	if (!rp_has_type(self, class->type)) {
+		class = classes;
+		while (class < classes + known && !rp_has_type(self, class->type))
+			class++;
+		RP_STORE(&latest, class < classes + known ? class : classes);
+	}
 	if (class < classes + known && read_arguments(class, args, kwargs, values))
 		return set_fields(self, class, values);
 	for (class = classes; class < classes + known; class++)
