@@ -40,6 +40,7 @@ NAMED_ONLY = {
     # The parts of the soft device are passed to one another.
     ("rdmapost.providers.software.completion", "rdmapost.providers.software.device"),
     ("rdmapost.providers.software.completion", "rdmapost.providers.software.device_queues"),
+    ("rdmapost.providers.roce.qp", "rdmapost.providers.roce.device"),
     ("rdmapost.providers.roce.receiver", "rdmapost.providers.roce.device"),
     ("rdmapost.providers.roce.sender", "rdmapost.providers.roce.device"),
     ("rdmapost.providers.soft0.datagram", "rdmapost.providers.soft0.qp"),

@@ -166,19 +166,10 @@ def flow(source: bytes, target: bytes, source_port: int) -> bytes | None:
 @functools.lru_cache(maxsize=1024)
 def sockaddr(gid: bytes, scope: int) -> bytes:
     """Return a GID's address, with port 4791, as a struct sockaddr_in or sockaddr_in6."""
+    port = struct.pack("!H", ROCE_V2_PORT)
     if gid.startswith(IPV4_MAPPED):
-        return (
-            struct.pack("=H", socket.AF_INET)
-            + struct.pack("!H", ROCE_V2_PORT)
-            + gid[12:]
-            + bytes(8)
-        )
-    return (
-        struct.pack("=H", socket.AF_INET6)
-        + struct.pack("!HI", ROCE_V2_PORT, 0)
-        + gid
-        + struct.pack("=I", scope)
-    )
+        return struct.pack("=H", socket.AF_INET) + port + gid[12:] + bytes(8)
+    return struct.pack("=H", socket.AF_INET6) + port + bytes(4) + gid + struct.pack("=I", scope)
 
 
 def peer_of(address: bytes) -> tuple[bytes, int]:

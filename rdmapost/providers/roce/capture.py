@@ -16,8 +16,6 @@ from ...errors import RdmaError
 from ..base import Capture
 from .recording import Recording
 
-__all__ = ["Recording", "RoceCapture", "end_all", "in_progress", "put"]
-
 _MAX_QUEUED = 1 << 26
 """The most bytes that may be queued for the thread."""
 _AT_CLOSE = 30.0
@@ -34,11 +32,11 @@ class RoceCapture(Capture):
         self._recording = recording = Recording(os.fspath(path), device.name)
         if recording.must_not_wait():
             # This raises an exception before a file is created.
-            _attach(device, recording)
+            native.verb(capture, device, recording)
         recording.user = weakref.ref(self, recording.queue.put)
         try:
             recording.start()
-            _attach(device, recording)
+            native.verb(capture, device, recording)
         except BaseException:
             # The traceback may keep this object alive for a long time.
             recording.stop()
@@ -119,10 +117,6 @@ def end_all(recordings: tuple[Recording, ...]) -> None:
     """On commit, end the captures of a device that is being closed."""
     for each in recordings:
         native.on_commit(each.queue.put, None)
-
-
-def _attach(device: Any, recording: Recording) -> None:
-    native.verb(capture, device, recording)
 
 
 def capture(device: Any, recording: Recording) -> None:

@@ -19,13 +19,14 @@ from ..software.numbers import RandomNumbers
 from ..software.transport_messages import Segments
 from . import device_thread, engine, udp_socket
 from .addresses import LocalAddress, flow
-from .capture import Recording, end_all
+from .capture import end_all
 from .counters import Counted
 from .faults import Direction
 from .packets import Path
 from .qp import RoceQueuePair
 from .random_keys import RandomKeys
 from .receiver import Receiver
+from .recording import Recording
 from .sender import Sender
 
 _LONGEST_LOOK = 0.1
@@ -129,8 +130,8 @@ class RoceDevice(Device):
         qp: RoceQueuePair,
         path: Path,
         headers: list[bytes],
-        payload: Segments | tuple[()] = (),
-        mtu: int = 0,
+        payload: Segments,
+        mtu: int,
         again: int = 0,
     ) -> None:
         """Send packets when the step is committed.
@@ -174,13 +175,9 @@ class RoceDevice(Device):
 
     def _wait_for_held(self) -> None:
         """Arrange for _let_go to be called when a packet has waited long enough."""
-        due = [
-            direction.due
-            for direction in (self.outgoing, self.incoming)
-            if direction.due is not None
-        ]
-        if due:
-            self.set_timer(self, min(due))
+        due = min(self.outgoing.due, self.incoming.due)
+        if due < math.inf:
+            self.set_timer(self, due)
 
     def _let_go(self) -> None:
         """Let through the packets that have waited long enough."""
@@ -204,10 +201,6 @@ class RoceDevice(Device):
         # A timer that expires early finds nothing to do; this costs less than setting it often.
         if self.due < 0 or when < self.due:
             self.set_due(when)
-
-    def again(self, qp: RoceQueuePair) -> None:
-        """Have the engine's execute_next called for a queue pair after this step."""
-        self.start(qp)
 
     # ---- progress -----------------------------------------------------------
 

@@ -105,9 +105,9 @@ class Direction(native.Record):
         self.is_straight = True
 
     @property
-    def due(self) -> float | None:
-        """The time at which `release` next has something to do; None if no packet waits."""
-        return min([each.when for each in self.held], default=None)
+    def due(self) -> float:
+        """The time at which `release` next has something to do; infinity if no packet waits."""
+        return min([each.when for each in self.held], default=math.inf)
 
     def begin(self, plan: PacketFaults | None) -> None:
         """Apply a plan from the next packet on; packets that are held stay held."""

@@ -15,6 +15,7 @@ from ..._binding import native
 from ...enums import Opcode, QPType
 from ...standard.wire import BTH_BYTES, ICRC_BYTES
 from ..software.memory import copy
+from ..software.requester import ATOMICS
 from ..software.transport_messages import Request, Segments
 
 PSN_MASK = 0xFFFFFF
@@ -94,21 +95,6 @@ class PacketRow:
         has_payload: whether a payload may follow.
     """
 
-    __slots__ = (
-        "begins",
-        "bth_opcode",
-        "ends",
-        "fields",
-        "has_payload",
-        "headers",
-        "name",
-        "operation",
-        "pack",
-        "service",
-        "size",
-        "unpack",
-    )
-
     def __init__(
         self,
         service: QPType,
@@ -171,24 +157,17 @@ _UC, _UD = 0x20, 0x60
 """The high bits of the opcodes of these services."""
 
 
-def _row(
-    service: QPType, base: int, row: tuple[int, str, int, int, str], header: str, payload: bool
-) -> PacketRow:
-    number, name, operation, place, headers = row
-    return PacketRow(service, base + number, name, operation, place, f"{header} {headers}", payload)
-
-
 ROWS: dict[int, PacketRow] = {
-    row.bth_opcode: row
-    for row in (
-        *[_row(QPType.RC, 0, each, "BTH", True) for each in _MESSAGES],
-        *[_row(QPType.RC, 0, each, "BTH", True) for each in _RELIABLE_MESSAGES],
-        *[_row(QPType.RC, 0, each, "BTH", False) for each in _REQUESTS_WITHOUT_PAYLOAD],
-        *[_row(QPType.RC, 0, each, "BTH", True) for each in _READ_RESPONSES],
-        *[_row(QPType.RC, 0, each, "BTH", False) for each in _ACKS],
-        *[_row(QPType.UC, _UC, each, "BTH", True) for each in _MESSAGES],
-        *[_row(QPType.UD, _UD, each, "BTH DETH", True) for each in _MESSAGES[4:6]],
+    base + number: PacketRow(
+        service, base + number, name, operation, place, f"{header} {headers}", has_payload
     )
+    for service, base, header, has_payload, rows in (
+        (QPType.RC, 0, "BTH", True, (*_MESSAGES, *_RELIABLE_MESSAGES, *_READ_RESPONSES)),
+        (QPType.RC, 0, "BTH", False, (*_REQUESTS_WITHOUT_PAYLOAD, *_ACKS)),
+        (QPType.UC, _UC, "BTH", True, _MESSAGES),
+        (QPType.UD, _UD, "BTH DETH", True, _MESSAGES[4:6]),
+    )
+    for number, name, operation, place, headers in rows
 }
 """The table: each opcode's row."""
 
@@ -327,7 +306,6 @@ class Packet(Request):
 
 
 _SMALLEST = BTH_BYTES + ICRC_BYTES
-_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _FETCH_AND_ADD = int(Opcode.ATOMIC_FETCH_AND_ADD)
 
 
@@ -392,7 +370,7 @@ def _decode_extensions(
     if "ImmDt" in headers:
         # A work request holds immediate data in network order.
         packet.imm = int.from_bytes(packet.immediate, sys.byteorder)
-    if row.operation in _ATOMICS:
+    if row.operation in ATOMICS:
         if row.operation == _FETCH_AND_ADD:
             packet.compare = packet.swap_add
         else:

@@ -51,16 +51,15 @@ def _block(kind: int, body: bytes) -> bytes:
     return _BLOCK.pack(kind, size) + body + _TRAILER.pack(size)
 
 
-def beginning(application: str, interface: str) -> bytes:
+def beginning(interface: str) -> bytes:
     """Return the blocks that a file begins with.
 
     Args:
-        application: the program that writes it.
         interface: the name of the device that sends and receives the packets.
     """
     end = _option(_END_OF_OPTIONS, b"")
     section = _SECTION_BODY.pack(_BYTE_ORDER_MAGIC, 1, 0, _LENGTH_UNKNOWN)
-    section += _option(_APPLICATION, application.encode()) + end
+    section += _option(_APPLICATION, b"rdmapost") + end
     options = _option(_NAME, interface.encode()) + _option(_RESOLUTION, _NANOSECONDS) + end
     described = _INTERFACE_BODY.pack(_LINKTYPE_RAW, 0, 0) + options
     return _block(_SECTION, section) + _block(_INTERFACE, described)

@@ -69,7 +69,7 @@ class RoceProvider(SoftwareProvider):
 
     def survey(self) -> list[RoceInterface]:
         """List the devices that can be opened and those that cannot, with the reason."""
-        return survey(ROCE)
+        return survey()
 
     @verb
     def open_device(name: str) -> Any:

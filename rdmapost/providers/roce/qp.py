@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import dataclass
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -20,39 +21,8 @@ from ..software.qp import QueuePair
 from .packets import FORMS, Form, Packet, Path, distance
 
 if TYPE_CHECKING:
-    from ..software.device import Device
     from ..software.responder import Receive
-    from ..software.transport_messages import Segments
-
-    class WireDevice(Device):
-        """A device on a network: the members that the engine uses and other devices lack.
-
-        Attributes:
-            now: the time of the step, in seconds of the monotonic clock.
-            counters: the device's counters; the engine counts NAKs in them.
-        """
-
-        now: float
-        counters: Any
-
-        def send(
-            self,
-            qp: RoceQueuePair,
-            path: Path,
-            headers: list[bytes],
-            payload: Segments,
-            mtu: int,
-            again: int = 0,
-        ) -> None:
-            """Send a queue pair's packets: all of one size except the last, each with up to mtu
-            bytes of payload. The first `again` of them have been sent before."""
-
-        def set_timer(self, qp: RoceQueuePair, when: float | None) -> None:
-            """Set the time of the on_timer call, replacing any other; None cancels the call."""
-
-        def again(self, qp: RoceQueuePair) -> None:
-            """Have execute_next called after this step."""
-
+    from .device import RoceDevice
 
 HELD = 64
 """The most packets held on each side until those before them arrive."""
@@ -64,6 +34,7 @@ _AH_ATTR = Struct("=16sIxBB").unpack_from
 _RTR, _SQD, _ERR, _FLUSHED = QPState.RTR, QPState.SQD, QPState.ERR, WCStatus.WR_FLUSH_ERR
 
 
+@dataclass(eq=False, slots=True)
 class SendRequest:
     """A request in progress: a work request's message, or a part of a long READ.
 
@@ -79,29 +50,15 @@ class SendRequest:
         last: whether it is the last request of the work request.
     """
 
-    __slots__ = ("counts", "end", "form", "last", "offset", "path", "psn", "size", "wqe")
-
-    def __init__(
-        self,
-        wqe: WQE,
-        form: Form,
-        path: Path,
-        psn: int,
-        packets: int,
-        offset: int,
-        size: int,
-        counts: bool,
-        last: bool,
-    ) -> None:
-        self.wqe = wqe
-        self.form = form
-        self.path = path
-        self.psn = psn
-        self.end = psn + packets
-        self.offset = offset
-        self.size = size
-        self.counts = counts
-        self.last = last
+    wqe: WQE
+    form: Form
+    path: Path
+    psn: int
+    end: int
+    offset: int
+    size: int
+    counts: bool
+    last: bool
 
 
 class Incoming(native.Record):
@@ -146,7 +103,7 @@ class Reading(native.Record):
 class RoceQueuePair(QueuePair):
     """A queue pair whose peer is on the network."""
 
-    device: WireDevice
+    device: RoceDevice
 
     def forget(self) -> None:
         super().forget()

@@ -65,7 +65,7 @@ class Receiver(native.Record):
         elif self._arrived:
             packet, *rest = native.take(self._arrived)
             self.buffer[: len(packet)] = packet
-            self._begin(device, len(packet), len(packet), *rest)
+            self._begin(device, (len(packet), len(packet), *rest))
             return True
         else:
             # What was received goes to the inbox if a signal handler raises before it is processed.
@@ -81,7 +81,7 @@ class Receiver(native.Record):
             # Before roce_check(), which marks corrupted packets.
             trace.received(device, gid, port, covered, tos, ttl, size, segment)
         if device.incoming.is_straight:
-            self._begin(device, size, segment, gid, covered, tos, ttl)
+            self._begin(device, (size, segment, gid, covered, tos, ttl))
             return True
 
         damaged = functools.partial(_damaged, covered)
@@ -93,20 +93,11 @@ class Receiver(native.Record):
                 native.put(self._arrived, each)
         return True
 
-    def _begin(
-        self,
-        device: RoceDevice,
-        size: int,
-        segment: int,
-        gid: bytes,
-        covered: bytes,
-        tos: int,
-        ttl: int,
-    ) -> None:
-        """Begin to process the datagrams in the buffer."""
+    def _begin(self, device: RoceDevice, batch: tuple[int, int, bytes, bytes, int, int]) -> None:
+        size, segment, _, covered, _, _ = batch
         if bad := native.roce_check(self.buffer, size, segment, covered):
             device.counters.icrc_errors += bad
-        self._batch, self._at = (size, segment, gid, covered, tos, ttl), 0
+        self._batch, self._at = batch, 0
 
     def _process_next(self, device: RoceDevice) -> None:
         """Process the next received packet, or the next run of packets.

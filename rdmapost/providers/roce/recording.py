@@ -81,28 +81,6 @@ class Recording:
         file: the file, while it is open.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_began",
-        "_ended",
-        "_pid",
-        "_thread",
-        "_thread_id",
-        "_whole",
-        "error",
-        "file",
-        "interface",
-        "is_awaited",
-        "is_stopping",
-        "packets",
-        "path",
-        "queue",
-        "state",
-        "taken",
-        "tally",
-        "user",
-    )
-
     def __init__(self, path: str | bytes, interface: str) -> None:
         self.path = path
         self.interface = interface
@@ -219,7 +197,6 @@ class Recording:
     # ---- the thread -------------------------------------------------------------
 
     def _run(self) -> None:
-        """The thread's function."""
         error: BaseException | None = None
         try:
             self._thread_id = _thread.get_ident()
@@ -234,7 +211,7 @@ class Recording:
         with open(self.path, "wb", buffering=0, opener=_open_whole) as self.file:
             try:
                 self._claim()
-                self._write(pcapng.beginning("rdmapost", self.interface), 0)
+                self._write(pcapng.beginning(self.interface), 0)
                 self._become(RecordingState.OPEN, None)
                 self._began.release()
                 while self._write_some():

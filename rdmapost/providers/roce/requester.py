@@ -9,7 +9,7 @@ been sent.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
@@ -65,24 +65,19 @@ _NAK_STATUS = {
 # ---- what goes out ----------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class Burst:
     """Packets to one peer that are sent by one call.
 
-    All but the last have headers of one size and `unit` bytes of payload; `is_full` says whether
-    this is also true of the last.
+    All but the last have headers of one size and `unit` bytes of payload. If this is also true of
+    the last, `room` is how many more bytes may be added, else 0.
     """
 
-    __slots__ = ("headers", "is_full", "path", "payload", "size", "unit")
-
-    def __init__(
-        self, path: Path, headers: list[bytes], payload: Segments, unit: int, is_full: bool
-    ) -> None:
-        self.path = path
-        self.headers = headers
-        self.payload = payload
-        self.unit = unit
-        self.size = len(headers) * (len(headers[0]) + unit)
-        self.is_full = is_full
+    path: Path
+    headers: list[bytes]
+    payload: Segments
+    unit: int
+    room: int
 
 
 def send(qp: RoceQueuePair) -> None:
@@ -222,7 +217,9 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
     elif not counts and opcode != _FLUSH:
         size = requester.message_size(wqe)
         if qp.type is _UD:
-            path, mtu = _path_of(wqe), qp.device.port_mtu.bytes
+            to = wqe.ah
+            path = Path(to.dgid, to.traffic_class, to.hop_limit, to.flow_label)
+            mtu = qp.device.port_mtu.bytes
             if size > mtu:
                 raise ErrorStatus(WCStatus.LOC_LEN_ERR)
         count = -(-size // mtu) or 1
@@ -230,7 +227,7 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
         size = wqe.length if opcode == _FLUSH else 8
         if opcode in ATOMICS and requester.room(wqe) < 8:
             raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    request = SendRequest(wqe, form, path, psn, count, offset, size, counts, last)
+    request = SendRequest(wqe, form, path, psn, psn + count, offset, size, counts, last)
     native.put(qp.requests, request)
     qp.tail = psn + count
     if counts:
@@ -242,11 +239,6 @@ def _make(qp: RoceQueuePair, wqe: WQE, form: Form, psn: int, limit: int) -> Send
     else:
         qp.read_offset = offset + size
     return request
-
-
-def _path_of(wqe: WQE) -> Path:
-    address = wqe.ah
-    return Path(address.dgid, address.traffic_class, address.hop_limit, address.flow_label)
 
 
 def _data(qp: RoceQueuePair, wqe: WQE, offset: int, size: int) -> Segments:
@@ -281,22 +273,24 @@ def _add(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int,
         last = request.size - (end - request.psn - 1) * mtu
         if form.last.size - form.middle.size + last > mtu:
             end -= 1
-    pack, number, qpn = form.middle.pack, form.middle.bth_opcode, qp.attr["dest_qp_num"]
-    headers = [
-        pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK) for each in range(psn, end)
-    ]
+    headers = headers_of_middle(qp, form.middle, psn, end)
     if psn == request.psn:
         headers[0] = _header(qp, request, form.first, psn)
     if end == request.end:
         headers[-1] = _header(qp, request, form.last, end - 1)
     start = (psn - request.psn) * mtu
     size = min((end - psn) * mtu, request.size - start)
-    bursts.append(Burst(request.path, headers, _data(qp, wqe, start, size), mtu, False))
+    bursts.append(Burst(request.path, headers, _data(qp, wqe, start, size), mtu, 0))
     return end
 
 
+def headers_of_middle(qp: RoceQueuePair, row: PacketRow, begin: int, end: int) -> list[bytes]:
+    """Encode the headers of MIDDLE packets, with the PSNs begin..end-1."""
+    pack, number, qpn = row.pack, row.bth_opcode, qp.attr["dest_qp_num"]
+    return [pack(number, MIG_REQ, DEFAULT_PKEY, qpn, psn & PSN_MASK) for psn in range(begin, end)]
+
+
 def _add_only(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn: int) -> None:
-    """Add a request of one packet."""
     row, wqe, size, payload = request.form.only, request.wqe, 0, []
     if row.operation == _ATOMIC_WRITE:
         size, payload = 8, [wqe.atomic_wr.to_bytes(8, sys.byteorder)]
@@ -304,21 +298,21 @@ def _add_only(qp: RoceQueuePair, bursts: list[Burst], request: SendRequest, psn:
         size = request.size
         payload = _data(qp, wqe, 0, size)
     header = _header(qp, request, row, psn)
+    length = len(header) + size
     if bursts:
         burst = bursts[-1]
         if (
-            burst.is_full
+            length <= burst.room
             and burst.unit == size
             and len(burst.headers[0]) == len(header)
             and len(burst.headers) < BURST_PACKETS
-            and burst.size + len(header) + size <= BURST_BYTES
             and burst.path == request.path
         ):
             burst.headers.append(header)
             burst.payload += payload
-            burst.size += len(header) + size
+            burst.room -= length
             return
-    bursts.append(Burst(request.path, [header], payload, size, True))
+    bursts.append(Burst(request.path, [header], payload, size, BURST_BYTES - length))
 
 
 def _header(qp: RoceQueuePair, request: SendRequest, row: PacketRow, psn: int) -> bytes:
@@ -330,51 +324,33 @@ def _header(qp: RoceQueuePair, request: SendRequest, row: PacketRow, psn: int) -
     qpn = qp.attr["dest_qp_num"] if qp.connected else wqe.remote_qpn & PSN_MASK
     values = [row.bth_opcode, flags, DEFAULT_PKEY, qpn, psn & PSN_MASK]
     for name in row.headers[1:]:
-        values += _EXTENSIONS[name](qp, request, psn)
+        values += _extension(name, qp, request, psn)
     return row.pack(*values)
 
 
-def _deth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    # A Q_Key with the top bit set stands for the sender's own Q_Key.
-    qkey = request.wqe.remote_qkey
-    return (qp.attr["qkey"] if qkey & _PRIVILEGED_QKEY else qkey), qp.number
-
-
-def _reth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    done = (psn - request.psn) * qp.mtu
-    addr = request.wqe.remote_addr + request.offset + done
-    return addr & _MASK64, request.wqe.rkey, request.size - done
-
-
-def _atomic_eth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+def _extension(name: str, qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
+    """Return the fields of a packet's extension header."""
     wqe = request.wqe
-    if wqe.opcode == _FETCH_AND_ADD:
-        return wqe.remote_addr, wqe.atomic_rkey, wqe.compare_add, 0
-    return wqe.remote_addr, wqe.atomic_rkey, wqe.swap, wqe.compare_add
-
-
-def _immdt(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    # A work request holds immediate data in network order.
-    return (request.wqe.imm.to_bytes(4, sys.byteorder),)
-
-
-def _ieth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    return (request.wqe.imm,)
-
-
-def _feth(qp: RoceQueuePair, request: SendRequest, psn: int) -> tuple[Any, ...]:
-    level = request.wqe.level & packets.FLUSH_LEVEL
-    return (level << packets.FLUSH_LEVEL_SHIFT | request.wqe.type & packets.FLUSH_TYPE,)
-
-
-_EXTENSIONS: dict[str, Callable[[RoceQueuePair, SendRequest, int], tuple[Any, ...]]] = {
-    "DETH": _deth,
-    "RETH": _reth,
-    "AtomicETH": _atomic_eth,
-    "ImmDt": _immdt,
-    "IETH": _ieth,
-    "FETH": _feth,
-}
+    match name:
+        case "DETH":
+            # A Q_Key with the top bit set stands for the sender's own Q_Key.
+            qkey = wqe.remote_qkey
+            return (qp.attr["qkey"] if qkey & _PRIVILEGED_QKEY else qkey), qp.number
+        case "RETH":
+            done = (psn - request.psn) * qp.mtu
+            addr = wqe.remote_addr + request.offset + done
+            return addr & _MASK64, wqe.rkey, request.size - done
+        case "AtomicETH":
+            if wqe.opcode == _FETCH_AND_ADD:
+                return wqe.remote_addr, wqe.atomic_rkey, wqe.compare_add, 0
+            return wqe.remote_addr, wqe.atomic_rkey, wqe.swap, wqe.compare_add
+        case "ImmDt":
+            # A work request holds immediate data in network order.
+            return (wqe.imm.to_bytes(4, sys.byteorder),)
+        case "IETH":
+            return (wqe.imm,)
+    level = wqe.level & packets.FLUSH_LEVEL
+    return (level << packets.FLUSH_LEVEL_SHIFT | wqe.type & packets.FLUSH_TYPE,)
 
 
 # ---- what comes back ----------------------------------------------------------------
@@ -397,7 +373,7 @@ def receive(qp: RoceQueuePair, packet: Packet) -> bool:
         _fail_refused(qp)
         if may_send(qp):
             # The data that has arrived is in memory only after this step; the next one may send it.
-            qp.device.again(qp)
+            qp.device.start(qp)
     return True
 
 

@@ -14,11 +14,12 @@ from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
 from ..software import responder
 from ..software.memory import ErrorStatus, RemoteAccessError, part
+from ..software.requester import ATOMICS, READ
 from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
 from .packets import DEFAULT_PKEY, MIG_REQ, PSN_MASK, Packet, PacketRow, aeth, distance
 from .qp import HELD, HOLD_SECONDS, Incoming, Reading, hold, next_held
-from .requester import packets_in_burst
+from .requester import headers_of_middle, packets_in_burst
 
 if TYPE_CHECKING:
     from ..software.responder import Executor, Receive
@@ -28,8 +29,6 @@ _AT_ONCE = 32
 """The most READ responses sent in one step."""
 
 _REMOTE_WRITE, _REMOTE_READ = int(Access.REMOTE_WRITE), int(Access.REMOTE_READ)
-_READ = int(Opcode.RDMA_READ)
-_ATOMICS = frozenset({int(Opcode.ATOMIC_CMP_AND_SWP), int(Opcode.ATOMIC_FETCH_AND_ADD)})
 _EMPTY_RESPONSE = frozenset({int(Opcode.FLUSH), int(Opcode.ATOMIC_WRITE)})
 """The operations whose response is a READ response without data."""
 _WRITES = frozenset({int(Opcode.RDMA_WRITE), int(Opcode.RDMA_WRITE_WITH_IMM)})
@@ -168,7 +167,7 @@ def _receive_reliable(qp: RoceQueuePair, packet: Packet) -> None:
     else:
         _execute(qp, packet.after(-ahead) if ahead else packet)
         if qp.held and qp.reading is None:
-            qp.device.again(qp)
+            qp.device.start(qp)
 
 
 def _expect_missing(qp: RoceQueuePair) -> None:
@@ -198,13 +197,13 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
         return
     if packet.row.ends:
         qp.msn = qp.msn + 1 & PSN_MASK
-    if opcode == _READ:
+    if opcode == READ:
         qp.epsn = packet.psn + (-(-packet.length // qp.mtu) or 1) & PSN_MASK
         qp.reading = Reading(packet, False)
         _send_responses(qp, ack.data)
         return
     qp.epsn = packet.psn + packet.count & PSN_MASK
-    if opcode in _ATOMICS:
+    if opcode in ATOMICS:
         native.put(qp.atomics, (packet.psn, ack.value))
         if len(qp.atomics) > qp.attr["max_dest_rd_atomic"]:
             native.take(qp.atomics)
@@ -219,7 +218,7 @@ def _execute(qp: RoceQueuePair, packet: Packet) -> None:
 def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     """Acknowledge a request again, and execute it again only if it is a READ."""
     opcode = packet.opcode
-    if opcode == _READ:
+    if opcode == READ:
         # All of it must have been read before.
         was_read = qp.attr["max_dest_rd_atomic"] and -(-packet.length // qp.mtu) <= behind
         if was_read and not qp.grants(_REMOTE_READ):
@@ -229,7 +228,7 @@ def _answer_duplicate(qp: RoceQueuePair, packet: Packet, behind: int) -> None:
     elif qp.reading is not None:
         # An ACK would say that the responses have been sent.
         qp.ack_due = True
-    elif opcode in _ATOMICS:
+    elif opcode in ATOMICS:
         # PSNs wrap, so the latest atomic with this PSN counts.
         for psn, value in reversed(qp.atomics):
             if psn == packet.psn:
@@ -383,15 +382,12 @@ def _aeth(qp: RoceQueuePair) -> int:
     return aeth(packets.ACK, packets.UNLIMITED_CREDITS, qp.msn)
 
 
-def _header(qp: RoceQueuePair, row: PacketRow, psn: int, *extensions: int) -> bytes:
+def _send(
+    qp: RoceQueuePair, row: PacketRow, psn: int, *extensions: int, payload: Any = b""
+) -> None:
     qpn = qp.attr["dest_qp_num"]
-    number = row.bth_opcode
-    header: bytes = row.pack(number, MIG_REQ, DEFAULT_PKEY, qpn, psn & PSN_MASK, *extensions)
-    return header
-
-
-def _send(qp: RoceQueuePair, row: PacketRow, psn: int, *extensions: int) -> None:
-    qp.device.send(qp, qp.path, [_header(qp, row, psn, *extensions)], [], 0)
+    header = row.pack(row.bth_opcode, MIG_REQ, DEFAULT_PKEY, qpn, psn & PSN_MASK, *extensions)
+    qp.device.send(qp, qp.path, [header], [payload] if payload else [], len(payload))
 
 
 def _send_ack(qp: RoceQueuePair) -> None:
@@ -442,26 +438,24 @@ def _send_responses(qp: RoceQueuePair, data: Segments | None) -> None:
     begin, end = 0, count
     if not reading.has_begun:
         row = packets.READ_RESPONSE_ONLY if is_last and count == 1 else packets.READ_RESPONSE_FIRST
-        _respond(qp, row, psn, source[:mtu])
+        _send(qp, row, psn, _aeth(qp), payload=source[:mtu])
         begin = 1
     if is_last and begin < end:
         end -= 1
-    row, qpn = packets.READ_RESPONSE_MIDDLE, qp.attr["dest_qp_num"]
-    pack, number, burst = row.pack, row.bth_opcode, packets_in_burst(mtu + row.size)
+    row = packets.READ_RESPONSE_MIDDLE
+    burst = packets_in_burst(mtu + row.size)
     for n in range(begin, end, burst):
         stop = min(n + burst, end)
-        headers = [
-            pack(number, MIG_REQ, DEFAULT_PKEY, qpn, each & PSN_MASK)
-            for each in range(psn + n, psn + stop)
-        ]
+        headers = headers_of_middle(qp, row, psn + n, psn + stop)
         qp.device.send(qp, qp.path, headers, [source[n * mtu : stop * mtu]], mtu)
     if end < count:
-        _respond(qp, packets.READ_RESPONSE_LAST, psn + end, source[end * mtu :])
+        row = packets.READ_RESPONSE_LAST
+        _send(qp, row, psn + end, _aeth(qp), payload=source[end * mtu :])
     if not is_last:
         reading.psn, reading.left = psn + count & PSN_MASK, left - size
         reading.remote_addr += size
         reading.has_begun = True
-        qp.device.again(qp)
+        qp.device.start(qp)
         return
     _end_reading(qp)
 
@@ -470,16 +464,11 @@ def _end_reading(qp: RoceQueuePair) -> None:
     """End the READ in progress, and continue with the work that was waiting for that."""
     if qp.repeats:
         qp.reading = native.take(qp.repeats)
-        qp.device.again(qp)
+        qp.device.start(qp)
         return
     qp.reading = None
     if qp.ack_due:
         qp.ack_due = False
         _send_ack(qp)
     if qp.held:
-        qp.device.again(qp)
-
-
-def _respond(qp: RoceQueuePair, row: PacketRow, psn: int, payload: Any) -> None:
-    header = _header(qp, row, psn, _aeth(qp))
-    qp.device.send(qp, qp.path, [header], [payload] if payload else [], len(payload))
+        qp.device.start(qp)

@@ -9,7 +9,8 @@ import sys
 
 from ...errors import suppress_system_errors
 from ...standard.wire import ROCE_V2_PORT
-from ..base import RoceInterface
+from ..base import ROCE, RoceInterface
+from . import udp_socket
 from .addresses import LocalAddress, candidates
 
 _TABLES = {socket.AF_INET: "/proc/net/udp", socket.AF_INET6: "/proc/net/udp6"}
@@ -17,12 +18,8 @@ _LOCAL_ADDRESS, _INODE = 1, 9
 """Columns of these tables (proc_net_udp(5))."""
 
 
-def survey(prefix: str) -> list[RoceInterface]:
-    """List the network devices that have an address.
-
-    Args:
-        prefix: the prefix of the devices' names.
-    """
+def survey() -> list[RoceInterface]:
+    """List the network devices that have an address."""
     found = []
     for _, netdev in socket.if_nameindex():
         try:
@@ -37,18 +34,15 @@ def survey(prefix: str) -> list[RoceInterface]:
         else:
             # No address is free: report the one that an attempt to open the device would name.
             address = addresses[0]
-        found.append(RoceInterface(prefix + netdev, address.host, address.path_mtu, obstacle))
+        found.append(RoceInterface(ROCE + netdev, address.host, address.path_mtu, obstacle))
     return found
 
 
 def obstacle_on(address: LocalAddress) -> str | None:
     """Say why a device cannot be opened on an address, or return None."""
-    scope = (0, address.scope) if address.family is socket.AF_INET6 else ()
     with socket.socket(address.family, socket.SOCK_DGRAM) as probe:
-        if address.family is socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:
-            probe.bind((address.host, ROCE_V2_PORT, *scope))
+            udp_socket.prepare(probe, address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return f"UDP port {ROCE_V2_PORT} is taken by {holder(address)}"

@@ -29,7 +29,6 @@ from .packets import PSN_MASK, ROWS, distance
 if TYPE_CHECKING:
     from .qp import RoceQueuePair, SendRequest
 
-_READ = int(Opcode.RDMA_READ)
 _NAMES = {int(each): each.name for each in Opcode}
 _UDP = struct.Struct("!HHHH")
 _DETH_QPN = BTH_BYTES + 5
@@ -147,14 +146,8 @@ def _put(
 ) -> None:
     """Pass the packets in a buffer to the captures, as blocks.
 
-    Args:
-        device: the device.
-        block: creates a packet's block from `known`, the packet's number and the packet. It must
-            not be a closure: CPython 3.12 and 3.13 crash if there is no memory for one.
-        known: the first arguments of `block`.
-        data: holds the packets, in its first `size` bytes.
-        size: their total length in bytes.
-        each: the length of each packet except the last.
+    `block` creates a packet's block from `known`, the packet's number and the packet. It must not
+    be a closure: CPython 3.12 and 3.13 crash if there is no memory for one.
     """
     recordings = in_progress(device)
     if not recordings:
@@ -234,7 +227,7 @@ def _request_with(qp: RoceQueuePair, psn: int) -> SendRequest | None:
 def _about(qp: RoceQueuePair, request: SendRequest) -> str:
     """Describe a work request: "RDMA_WRITE wr_id 7, 4096 bytes"."""
     wqe = request.wqe
-    size = requester.room(wqe) if wqe.opcode == _READ else request.size
+    size = requester.room(wqe) if wqe.opcode == requester.READ else request.size
     name, wr_id = _NAMES[wqe.opcode], qp.context.wr_id_of(wqe.wr_id)
     known = "" if wr_id is None else f" wr_id {wr_id}"
     return f"{name}{known}, {size} byte{'' if size == 1 else 's'}"

@@ -98,15 +98,15 @@ def bind(place: str) -> tuple[LocalAddress, Any]:
         # Share it before it has the address.
         share(made)
         try:
-            _prepare(made, address)
+            prepare(made, address)
         except OSError as refused:
             error = refused
             made.close()
             _shared.remove(made)
-            if refused.errno == errno.EADDRINUSE:
-                continue
-            break
-        return address, made
+            if refused.errno != errno.EADDRINUSE:
+                break
+        else:
+            return address, made
     assert error is not None
     raise error
 
@@ -124,7 +124,7 @@ def dropped(made: Any) -> int:
     return counted
 
 
-def _prepare(made: Any, address: LocalAddress) -> None:
+def prepare(made: Any, address: LocalAddress) -> None:
     """Set a socket's options, and bind it."""
     for level, option, value in _OPTIONS[address.family]:
         made.setsockopt(level, option, value)

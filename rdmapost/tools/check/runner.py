@@ -16,7 +16,7 @@ from ...resources.qp import QP
 from ...resources.qp_create import NOT_PERMITTED
 from .memory_windows import ROWS as MEMORY_WINDOWS
 from .receives import ROWS as RECEIVES
-from .registry import QP_TYPES, Failed, Result, Row, Trial, Unsupported
+from .registry import QP_TYPES, Result, Row, Trial, Unsupported
 from .remote_memory import ROWS as REMOTE_MEMORY
 from .segmentation import ROWS as SEGMENTATION
 from .sends import ROWS as SENDS
@@ -76,8 +76,6 @@ def _attempt(
         return "pass", run(trial)
     except Unsupported as why:
         return "unsupported", str(why)
-    except Failed as why:
-        return "fail", str(why)
     except UnsupportedError as error:
         return "unsupported", error.hint or str(error)
     except VerbsError as error:

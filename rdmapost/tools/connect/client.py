@@ -196,13 +196,8 @@ class Connection(BaseConnection, ClosesOnExit):
         # Wakes threads waiting for an answer, so that close() need not wait for them.
         self._wakeup: Wakeup | None = None
         try:
-            self._wakeup = Wakeup()
-        except OSError as error:
-            with suppress(RdmaError):
-                self._stack.close()
-            raise not_reached(where, error, self.timeout) from error
-        try:
             try:
+                self._wakeup = Wakeup()
                 self._socket = dial_tcp(host, port, self.timeout)
             except OSError as error:
                 raise not_reached(where, error, self.timeout) from error

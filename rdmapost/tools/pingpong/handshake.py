@@ -41,8 +41,8 @@ _MESSAGE = re.compile(rb"([0-9a-f]{4}):([0-9a-f]{6}):([0-9a-f]{6}):([0-9a-f]{32}
 _HEX = frozenset(b"0123456789abcdefABCDEF")
 _OF_CONNECT = b'{"rdmapost":'
 """How the first message of 'rdmapost serve' or of its client begins, in every version."""
-_ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE)
-"""The bytes allowed at each position of the message."""
+_ALLOWED = tuple(_HEX if byte == ord("0") else frozenset((byte,)) for byte in _TEMPLATE + DONE)
+"""The bytes allowed at each position of the client's address and "done"."""
 
 
 class PingpongError(ConnectError):
@@ -142,13 +142,7 @@ class Handshake:
             )
         for byte in data:
             place = len(received)
-            if place >= whole:
-                right = False
-            elif place < len(_TEMPLATE):
-                right = byte in _ALLOWED[place]
-            else:
-                right = byte == DONE[place - len(_TEMPLATE)]
-            if not right:
+            if place >= whole or byte not in _ALLOWED[place]:
                 start, stage = (
                     (0, "its address") if place < len(_TEMPLATE) else (len(_TEMPLATE), '"done"')
                 )
@@ -218,7 +212,6 @@ def accept(
 
 
 def _accept_now(listener: socket.socket) -> tuple[socket.socket, tuple[Any, ...]] | None:
-    """Accept a client, if one is there."""
     with suppress(BlockingIOError, ConnectionAbortedError):
         sock, address = listener.accept()
         tcp.unshare(sock)

@@ -175,7 +175,7 @@ class Device(native.Record):
             self.timers[qp] = when
             native.on_commit(self.network.at, when, self, None)
 
-    def again(self, qp: RoceQueuePair) -> None:
+    def start(self, qp: RoceQueuePair) -> None:
         native.on_commit(self.network.ready.append, qp)
 
     def unpark(self, qp: RoceQueuePair) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import random
 import socket
@@ -103,7 +104,7 @@ def test_delayed_packet_arrives_later():
     assert delayed.release(11.9) == []
     assert delayed.release(12.0) == ["a"]
     assert delayed.release(99.0) == ["b"]
-    assert delayed.due is None
+    assert delayed.due == math.inf
 
 
 def test_next_packet_overtakes_one_that_is_reordered():
