@@ -34,15 +34,14 @@ def atomic() -> None:
     """Atomically change 64 bits of a second queue pair, or of HOST."""
 
 
-def _initial_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    return click.option(
-        "--initial",
-        type=U64,
-        metavar="N",
-        default=0,
-        show_default=True,
-        help="Initial value (only without HOST).",
-    )(function)
+_initial_option = click.option(
+    "--initial",
+    type=U64,
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Initial value (only without HOST).",
+)
 
 
 @atomic.command("cas")
@@ -79,12 +78,11 @@ def compare_and_swap(
 
     make = partial(AtomicCmpAndSwp, compare_add=compare, swap=swap)
     request = {"initial": initial, "compare": compare, "swap": swap}
-    opcode = Opcode.ATOMIC_CMP_AND_SWP
 
     def after(old: int) -> int:
         return swap if old == compare else old
 
-    _run(out, target, settings, peer, opcode, make, after, request)
+    _run(out, target, settings, peer, Opcode.ATOMIC_CMP_AND_SWP, make, after, request)
 
 
 @atomic.command("fetch-add")
@@ -109,12 +107,11 @@ def fetch_and_add(
 
     make = partial(AtomicFetchAndAdd, compare_add=add)
     request = {"initial": initial, "add": add}
-    opcode = Opcode.ATOMIC_FETCH_AND_ADD
 
     def after(old: int) -> int:
         return (old + add) % (1 << 64)
 
-    _run(out, target, settings, peer, opcode, make, after, request)
+    _run(out, target, settings, peer, Opcode.ATOMIC_FETCH_AND_ADD, make, after, request)
 
 
 def _run(

@@ -202,11 +202,7 @@ def _place(device: dict[str, Any]) -> list[str]:
 
 def _counters(device: dict[str, Any]) -> list[str]:
     counted = device.get("counters", {})
-    return (
-        columns([["  ", name, str(n)] for name, n in counted.items()]).splitlines()
-        if counted
-        else []
-    )
+    return columns([["  ", name, str(n)] for name, n in counted.items()]).splitlines()
 
 
 def _gids(ports: list[dict[str, Any]]) -> Iterator[list[str]]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rdmapost._arguments import counted
+
 from .options import Target, device_options, timeout_option
 from .output import Output, coloured, wrapped
 
@@ -146,10 +148,9 @@ def _text(found: Sequence[Finding], verbose: bool) -> str:
 
 
 def _summary(out: Output, counts: dict[str, int]) -> str:
-    problems, warnings = counts["problem"], counts["warning"]
     parts = [
-        f"{problems} problem{'' if problems == 1 else 's'}",
-        f"{warnings} warning{'' if warnings == 1 else 's'}",
+        counted(counts["problem"], "problem"),
+        counted(counts["warning"], "warning"),
         f"{counts['info']} info",
         f"{counts['ok']} ok",
     ]

@@ -198,7 +198,6 @@ def _ambiguous(words: tuple[str, ...], found: list[Explanation]) -> Iterator[str
 
 
 def _joined(pages: Iterable[str]) -> str:
-    """Join pages with a line between them."""
     return f"\n\n{'-' * width()}\n\n".join(pages)
 
 

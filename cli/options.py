@@ -244,16 +244,14 @@ pcap_option = click.option(
 """--pcap, for commands with device_options, which get the file's name in ``target``."""
 
 
-def timeout_option(function: Command) -> Command:
-    """Add --timeout."""
-    return click.option(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        default=5.0,
-        show_default=True,
-        help="Give up after this time.",
-    )(function)
+timeout_option = click.option(
+    "--timeout",
+    type=seconds,
+    metavar="SECONDS",
+    default=5.0,
+    show_default=True,
+    help="Give up after this time.",
+)
 
 
 class _TokenOption(click.Option):

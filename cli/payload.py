@@ -6,7 +6,6 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import click
@@ -107,14 +106,9 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
-            self._bar.__exit__(kind, error, traceback)
+            self._bar.__exit__(*error)
 
     def add(self, count: int) -> None:
         """Count bytes that have been touched, written or verified."""

@@ -28,8 +28,6 @@ from .output import Output, columns, echo, fields, usage_error
 if TYPE_CHECKING:
     from rdmapost.pingpong import Address, Pingpong, Result
 
-__all__ = ["pingpong"]
-
 _MTUS = ("256", "512", "1024", "2048", "4096")
 
 
@@ -107,9 +105,7 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
 @timeout_option
 @pcap_option
 @device_options
-@click.pass_context
 def pingpong(
-    ctx: click.Context,
     out: Output,
     target: Target,
     server: str | None,
@@ -141,7 +137,10 @@ def pingpong(
     host = None
     if server is not None:
         host, tcp_port = _where(server, tcp_port)
-    _check_usage(ctx, host, size, bind, wait)
+    if host is not None and (bind is not None or wait is not None):
+        usage_error("--bind and --wait are for a server, which takes no HOST")
+    if size == 0:
+        usage_error("--size 0: a message needs at least one byte")
     from rdmapost import MTU, QPType
     from rdmapost.pingpong import Pingpong, listen
     from rdmapost.tools.reachability import why_confined
@@ -202,15 +201,6 @@ def _where(server: str, tcp_port: int) -> tuple[str, int]:
     if given("tcp_port") and port != tcp_port:
         usage_error(f"'{server}' and '--tcp-port {tcp_port}' name two ports")
     return host, port
-
-
-def _check_usage(
-    ctx: click.Context, host: str | None, size: int | None, bind: str | None, wait: float | None
-) -> None:
-    if host is not None and (bind is not None or wait is not None):
-        raise click.UsageError("--bind and --wait are for a server, which takes no HOST", ctx)
-    if size == 0:
-        raise click.UsageError("--size 0: a message needs at least one byte", ctx)
 
 
 def _serve(out: Output, side: Pingpong, listener: Any, wait: float | None) -> Result:
@@ -286,7 +276,8 @@ def _text(out: Output, result: Result, times: dict[str, float]) -> str:
         ),
     ]
     if times:
-        table = columns([[_name(name) for name in times], [f"{t:.1f}" for t in times.values()]])
+        percentiles = [name.replace("_", ".") for name in times]
+        table = columns([percentiles, [f"{t:.1f}" for t in times.values()]])
         names, values = table.splitlines()
         lines += [("latency", names), ("", f"{values} us")]
     lines.append(
@@ -300,7 +291,3 @@ def _text(out: Output, result: Result, times: dict[str, float]) -> str:
         lines.append(("data", "verified"))
     title = f"pingpong on {doc['qp_type']}, {doc['device']}, {doc['role']}"
     return f"{title} of {result.peer}: SUCCESS\n{fields(lines)}"
-
-
-def _name(percentile: str) -> str:
-    return percentile.replace("_", ".")

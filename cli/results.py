@@ -96,7 +96,7 @@ def show(out: Output, results: dict[str, Any]) -> None:
         if isinstance(value, bytes):
             value = shown(value)
         if isinstance(value, Shown):
-            text, encoding = _as_text(value)
+            text, encoding = as_text(value)
             doc |= {name: text, "encoding": encoding}
             if value.length > _SHOWN:
                 doc["truncated"] = True
@@ -118,12 +118,8 @@ def show(out: Output, results: dict[str, Any]) -> None:
     out.finish("\n".join([head, fields(pairs)] if pairs else [head]))
 
 
-def as_text(data: bytes) -> tuple[str, str]:
+def as_text(data: Shown) -> tuple[str, str]:
     """Return data as text with its encoding: "utf-8" if printable, else "hex"."""
-    return _as_text(shown(data))
-
-
-def _as_text(data: Shown) -> tuple[str, str]:
     try:
         # Leave out the last character if not all of its bytes are shown.
         text, _ = codecs.utf_8_decode(data.head, "strict", data.length <= _SHOWN)

@@ -22,7 +22,7 @@ from .output import Output, usage_error
 from .payload import Payload, Progress, touch
 
 if TYPE_CHECKING:
-    from rdmapost import WC, SendWR
+    from rdmapost import SendWR
     from rdmapost.loopback import Loopback
 
 
@@ -71,6 +71,8 @@ def send(
             usage_error("--invalidate works only without HOST")
         send_to(out, target, settings, peer, payload, imm)
         return
+    from rdmapost.tools.check.memory_windows import WINDOW_REGION
+
     header = ethernet() if settings.qp_type == "RAW_PACKET" else b""
     message, count = Payload(header + bytes(payload)) if header else payload, settings.count
     length = len(message)
@@ -87,7 +89,8 @@ def send(
             local_size=length,
             remote_size=count * length,
             inlined=length,
-            **_access(invalidate),
+            # The other side's memory must permit windows to be bound to it.
+            access=WINDOW_REGION if invalidate else None,
         ) as pair,
     ):
         touch(pair.remote.mr.buffer, progress)
@@ -124,16 +127,11 @@ def send(
         results["imm_data"] = wcs[-1].imm_data
     if invalidate:
         results |= {"rkey": rkeys[-1], "invalidated_rkey": wcs[-1].invalidated_rkey}
-        if wrong := _wrong_key(wcs, rkeys):
-            raise RdmaError(wrong)
+        for wc, rkey in zip(wcs, rkeys, strict=True):
+            # Soft-RoCE's completion does not name the key.
+            if wc.invalidated_rkey not in (None, rkey):
+                raise RdmaError(f"the completion names key {wc.invalidated_rkey:#x}, not {rkey:#x}")
     show(out, results)
-
-
-def _access(invalidate: bool) -> dict[str, Any]:
-    from rdmapost.tools.check.memory_windows import WINDOW_REGION
-
-    # The other side's memory must permit windows to be bound to it.
-    return {"access": WINDOW_REGION} if invalidate else {}
 
 
 def _keys(pair: Loopback, count: int) -> list[int]:
@@ -158,11 +156,3 @@ def _keys(pair: Loopback, count: int) -> list[int]:
     except WaitTimeout:
         raise WaitTimeout("the memory window was not bound in time") from None
     return [bind.rkey for bind in binds]
-
-
-def _wrong_key(wcs: list[WC], rkeys: list[int]) -> str | None:
-    for wc, rkey in zip(wcs, rkeys, strict=True):
-        # Soft-RoCE's completion does not name the key.
-        if wc.invalidated_rkey not in (None, rkey):
-            return f"the completion names key {wc.invalidated_rkey:#x}, not {rkey:#x}"
-    return None

@@ -227,7 +227,6 @@ def serve(
 
 @contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Show the library's log on stderr."""
     loggers = [logging.getLogger(f"rdmapost.{name}") for name in ("connect", "roce.capture")]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("rdmapost: %(message)s"))
@@ -345,7 +344,7 @@ class _Printer:
     def ended(self) -> None:
         """Print that the server has ended."""
         doc: dict[str, Any] = {"clients": self._clients}
-        text = f"ended after {self._clients} client{'s' if self._clients != 1 else ''}"
+        text = f"ended after {counted(self._clients, 'client')}"
         if self._dropped:
             doc["not_shown"] = self._dropped
             text += f"; {self._dropped} events were not shown"
@@ -360,8 +359,6 @@ class _Printer:
     def _show(self, event: Event) -> None:
         from rdmapost.connect import Arrived, Joined, Left, Refused
         from rdmapost.tools.connect.protocol_messages import access_names
-
-        from .results import as_text
 
         if isinstance(event, Joined):
             self._clients += 1
@@ -394,16 +391,10 @@ class _Printer:
             }
             text = f"client {event.client} left: {event.reason}"
             if (changed := event.changed) is not None:
-                shown, encoding = as_text(changed.data)
-                end = changed.offset + changed.length
-                doc["changed"] = {
-                    "offset": changed.offset,
-                    "length": changed.length,
-                    "data": shown,
-                    "encoding": encoding,
-                }
-                where = f"memory {changed.offset}..{end}"
-                text = f"client {event.client}: {where} holds {_quoted(shown, encoding)}\n{text}"
+                data, shown = _shown(changed.data)
+                doc["changed"] = {"offset": changed.offset, "length": changed.length, **data}
+                where = f"memory {changed.offset}..{changed.offset + changed.length}"
+                text = f"client {event.client}: {where} holds {shown}\n{text}"
             self._line("left", doc, text)
         elif isinstance(event, Refused):
             self._line(
@@ -414,8 +405,6 @@ class _Printer:
 
     def _arrived(self, client: int, arrival: Arrival) -> None:
         from rdmapost import WCStatus
-
-        from .results import as_text
 
         doc: dict[str, Any] = {
             "client": client,
@@ -438,12 +427,18 @@ class _Printer:
         if arrival.imm_data is not None:
             text += f", imm_data {arrival.imm_data:#x}"
         if arrival.sha256:
-            shown, encoding = as_text(arrival.data)
-            doc |= {"sha256": arrival.sha256, "data": shown, "encoding": encoding}
-            text += f": {_quoted(shown, encoding)}"
+            data, shown = _shown(arrival.data)
+            doc |= {"sha256": arrival.sha256, **data}
+            text += f": {shown}"
         self._line("arrived", doc, text)
 
 
-def _quoted(text: str, encoding: str) -> str:
-    shown = text[:60] + ("..." if len(text) > 60 else "")
-    return quoted(shown) if encoding == "utf-8" else f"hex {shown}"
+def _shown(data: bytes) -> tuple[dict[str, str], str]:
+    """Return data for the document, and its beginning for the text."""
+    from .results import as_text, shown
+
+    text, encoding = as_text(shown(data))
+    start = text[:60] + ("..." if len(text) > 60 else "")
+    return {"data": text, "encoding": encoding}, (
+        quoted(start) if encoding == "utf-8" else f"hex {start}"
+    )

@@ -18,7 +18,6 @@ from .output import Output
 
 
 def _header(text: str) -> bytes:
-    """Parse bytes in hexadecimal."""
     try:
         return bytes.fromhex(text)
     except ValueError:

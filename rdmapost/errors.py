@@ -7,7 +7,6 @@ import errno as _errno
 import operator
 import os
 import pickle
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
@@ -41,12 +40,7 @@ class _SuppressSystemErrors:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, error_type: object, error: object, trace: object) -> bool:
         return isinstance(error, OSError) and is_from_system(error)
 
 

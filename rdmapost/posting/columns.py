@@ -16,8 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 from .._binding import native
 from .wr import SGE
 
-__all__ = ["Blocks", "Column", "LocalRows", "Ranges", "field_of_row", "row_of", "with_c_methods"]
-
 Column: TypeAlias = Any
 """A number for all rows, or a buffer of integers of 4 or 8 bytes (numpy, array, ctypes, ...)."""
 

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple, NoReturn
 
 from .._arguments import within
 from .._binding import native
-from ..enums import Opcode, QPType, SendFlags
+from ..enums import Opcode, QPType
 from ..errors import ClosedError, PostError
 from ..standard.opcodes import OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from .columns import field_of_row
 from .fields import TYPE_NUMBERS, Verb
-from .rules import WRONG_TYPES, Limits, Refusal, too_long_a_list
+from .rules import ALL_FLAGS, WRONG_TYPES, Limits, Refusal, too_long_a_list
 from .wr import AtomicWrite, Flush, OpsWR, RecvWR, SendWR
 
 _COUNT_MASK = 0xFFFF_FFFF
-_ALL_FLAGS = sum(int(flag) for flag in SendFlags)
 _UNLIMITED = (1 << 64) - 1
 _MAX_SGES = 0x7FFF_FFFF
 _ATTRIBUTES: dict[Verb, tuple[type, str, str]] = {
@@ -134,7 +133,7 @@ class PostQueue(native.Queue):
             if not issubclass(wr_type, self.wr_type):
                 continue
             if not issubclass(wr_type, SendWR) or not (self.checked or wr_type.opcode in SEND_OPS):
-                allowed.append((number, _ALL_FLAGS))
+                allowed.append((number, ALL_FLAGS))
             elif wr_type.opcode in self.limits.flags:
                 allowed.append((number, self.limits.flags[wr_type.opcode]))
         return allowed

@@ -100,7 +100,7 @@ def check_send_state(state: QPState) -> str | None:
 # ---- why a work request is refused --------------------------------------------------
 
 _FLAGS = tuple(SendFlags)
-_ALL_FLAGS = sum(map(int, _FLAGS))
+ALL_FLAGS = sum(map(int, _FLAGS))
 _RESOURCES = {ord("a"): "AH", ord("w"): "MW", ord("r"): "MR"}
 
 
@@ -272,7 +272,7 @@ class Refusal(NamedTuple):
     def wrong_flags(self) -> str:
         opcode: Opcode = self.wr.opcode
         wrong, qp_type = self.a, self.queue.limits.qp_type
-        if wrong & ~_ALL_FLAGS:
+        if wrong & ~ALL_FLAGS:
             return f"send_flags={self.b:#x} has bits that are not send flags"
         names = "|".join([flag.name or "" for flag in _FLAGS if flag & wrong])
         if wrong & FLAGS_BY_OPCODE[opcode]:

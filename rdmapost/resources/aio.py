@@ -674,6 +674,5 @@ def _queue_of(cq: CQ) -> _CQWaits:
 
 
 def _promised(cq: CQ) -> int:
-    """Return how many completions are promised to tasks."""
     queue: _CQWaits | None = cq._poller.tasks
     return queue.promised() if queue is not None and queue.waiters else 0

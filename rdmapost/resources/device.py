@@ -34,7 +34,7 @@ from ..providers import (
     soft_provider,
     verbs_provider,
 )
-from .device_attr import DeviceAttr, PortAttr, read_device_attr, read_port_attr
+from .device_attr import PortAttr, read_device_attr, read_port_attr
 from .events import AsyncEvent, next_async_event
 from .gid import GID, GIDChoice, GIDTableEntry, no_such_gid, preferred_gid
 from .resource import close_with_all_below
@@ -190,7 +190,9 @@ class Context(EventSource, struct="ibv_context"):
             self._make(provider.open_device, (device,), provider.close_device, ())
         # A thread must not block if another one reads the event first.
         os.set_blocking(self.async_fd, False)
-        self.attr = self._query_attr()
+        raw = ffi.new("struct ibv_device_attr_ex *")
+        self._verb(provider.query_device_ex, raw)
+        self.attr = read_device_attr(raw)
 
     def __str__(self) -> str:
         return f"device {self.name}" if hasattr(self, "name") else self._type_name
@@ -221,11 +223,6 @@ class Context(EventSource, struct="ibv_context"):
             more = f" (and {len(errors) - 1} more: see errors)" if len(errors) > 1 else ""
             text = resource._failure_text(error)
             raise CloseError(text + more, tuple([each for _, each in errors])) from error
-
-    def _query_attr(self) -> DeviceAttr:
-        raw = ffi.new("struct ibv_device_attr_ex *")
-        self._verb(self._provider.query_device_ex, raw)
-        return read_device_attr(raw)
 
     def query_rt_values(self) -> int:
         """Return the current value of the device's clock (raw_clock).

@@ -241,9 +241,7 @@ def read_device_attr(raw: Any) -> DeviceAttr:
     """Return the attributes in a ``struct ibv_device_attr_ex``."""
     orig, transports = raw.orig_attr, raw.odp_caps.per_transport_caps
     values: dict[str, Any] = {
-        name: getattr(orig, name)
-        for name in DeviceAttr.__dataclass_fields__
-        if name not in _EXTENDED
+        name: getattr(orig, name) for name in DeviceAttr.__dataclass_fields__ if hasattr(orig, name)
     }
     values["fw_ver"] = ffi.string(orig.fw_ver).decode(errors="replace")
     for guid in ("node_guid", "sys_image_guid"):
@@ -293,20 +291,6 @@ FLUSH_CAPS = {
 }
 """The capability that each kind of FLUSH needs."""
 
-_EXTENDED = frozenset(
-    {
-        "device_cap_flags_ex",
-        "completion_timestamp_mask",
-        "hca_core_clock",
-        "odp_caps",
-        "tso_caps",
-        "raw_packet_caps",
-        "tm_caps",
-        "phys_port_cnt_ex",
-    }
-)
-"""The attributes that ``struct ibv_device_attr`` does not have."""
-
 _LARGEST_MTU = max(MTU, key=int)
 
 
@@ -320,8 +304,9 @@ def usable_mtu(port: PortAttr) -> MTU:
 
 def read_port_attr(port_num: int, raw: Any, active_speed_ex: int) -> PortAttr:
     """Return the attributes in a ``struct ibv_port_attr``, and active_speed_ex."""
-    names = PortAttr.__dataclass_fields__.keys() - {"port_num", "active_speed_ex"}
-    values = {name: getattr(raw, name) for name in names}
+    values = {
+        name: getattr(raw, name) for name in PortAttr.__dataclass_fields__ if hasattr(raw, name)
+    }
     values["state"] = reported(PortState, raw.state)
     values["link_layer"] = reported(LinkLayer, raw.link_layer)
     values["max_mtu"] = reported(MTU, raw.max_mtu)

@@ -298,7 +298,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             create: Callable[..., Any] = provider.reg_dmabuf_mr
         else:
             source = memory if isinstance(memory, Source) else _source_of(memory, allowed)
-            form = _Form(pd, allowed, source, None)
+            form = _Form(pd, allowed, source)
             given = (ffi.cast("char *", source.start), source.length)
             create = form.one_of(provider.reg_mr, provider.reg_mr_at, provider.reg_mr_mmap)
         try:
@@ -541,12 +541,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
                 # completion shows which region a window is bound to, its MW object refers to all
                 # the regions that it may be bound to.
                 self._unbind_windows()
-                bound = self._windows()
-                if bound:
-                    raise InUseError(
-                        f"{self} cannot be closed: {', '.join(bound)} bound to it; "
-                        f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
-                    ) from error
+                if reason := self._why_not("closed"):
+                    raise InUseError(reason) from error
                 # Another thread may have closed the last window since.
                 if last:
                     raise
@@ -645,12 +641,8 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """
         if self._unbind_windows():
             return
-        windows = self._windows()
-        if windows:
-            raise InUseError(
-                f"{self} cannot be registered again: {', '.join(windows)} bound to it; "
-                f"unbind or close {'it' if len(windows) == 1 else 'them'} first"
-            )
+        if reason := self._why_not("registered again"):
+            raise InUseError(reason)
         try:
             self._refuse_posted()
         except InUseError as error:
@@ -667,11 +659,18 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         """Unbind the windows whose keys have been invalidated; return whether there were any."""
         return any([window._unbind_invalidated() for window in self._bound_windows()])
 
-    def _windows(self) -> list[str]:
-        """Return the windows that are, or may be, bound to the region."""
-        return [str(window) for window in self._bound_windows()]
+    def _why_not(self, change: str) -> str | None:
+        """Say which windows bound to the region prevent a change, or return None."""
+        bound = [str(window) for window in self._bound_windows()]
+        if not bound:
+            return None
+        return (
+            f"{self} cannot be {change}: {', '.join(bound)} bound to it; "
+            f"unbind or close {'it' if len(bound) == 1 else 'them'} first"
+        )
 
     def _bound_windows(self) -> list[MW]:
+        """Return the windows that are, or may be, bound to the region."""
         return [
             window
             for window in open_handles()

@@ -1211,8 +1211,9 @@ class QP(HasWorkQueues, struct="ibv_qp"):
             VerbsError: the device refused.
         """
         group = self._group(gid, lid)
+        verb = functools.partial(self._verb, provider_of(self.context).detach_mcast)
         try:
-            self._detach(group)
+            self._groups.detach(verb, group)
         except VerbsError:
             attached = self._groups.attached()
             if group in attached:
@@ -1222,10 +1223,6 @@ class QP(HasWorkQueues, struct="ibv_qp"):
                 f"{self} is not attached to {group[0]} (lid {lid})"
                 + (f", but to {named}" if named else "")
             ) from None
-
-    def _detach(self, group: Group) -> None:
-        verb = functools.partial(self._verb, provider_of(self.context).detach_mcast)
-        self._groups.detach(verb, group)
 
     def _group(self, gid: GIDLike, lid: int) -> Group:
         if self.qp_type is not QPType.UD:

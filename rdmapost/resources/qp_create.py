@@ -138,26 +138,19 @@ def create_call(
             init.max_tso_header = max_tso_header
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_MAX_TSO_HEADER
         if send_ops_flags:
-            if checked:
-                _refuse_incapable(context, send_ops_flags)
+            # A driver may create the queue pair anyway: Soft-RoCE in Linux 6.1 then fails every
+            # ATOMIC_WRITE with LOC_QP_OP_ERR.
+            if checked and (lacking := _lacking(context, send_ops_flags)):
+                raise _incapable(
+                    f"send_ops_flags={lacking[0]}",
+                    f"{context.name} has no {lacking[0]} (see its attr.device_cap_flags_ex)",
+                )
             init.send_ops_flags = send_ops_flags
             init.comp_mask |= lib.IBV_QP_INIT_ATTR_SEND_OPS_FLAGS
         return provider.create_qp_ex, (context, init)
     # The extended struct begins with the older one. The cast does not keep the struct alive; the
     # caller does.
     return provider.create_qp, (pd, ffi.cast("struct ibv_qp_init_attr *", init))
-
-
-def _refuse_incapable(context: Context, send_ops_flags: SendOps) -> None:
-    """Raise UnsupportedError for an operation that the device cannot carry out.
-
-    A driver may create the queue pair anyway: Soft-RoCE in Linux 6.1 then fails every ATOMIC_WRITE
-    with LOC_QP_OP_ERR.
-    """
-    for op in _lacking(context, send_ops_flags):
-        raise _incapable(
-            f"send_ops_flags={op}", f"{context.name} has no {op} (see its attr.device_cap_flags_ex)"
-        )
 
 
 def _lacking(context: Context, send_ops_flags: SendOps) -> list[SendOps]:

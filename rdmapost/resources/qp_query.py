@@ -113,16 +113,14 @@ QUERY_MASK = int(
 )
 """The attributes that a query asks for."""
 _CAP = ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline_data")
-_STRUCTS = ("ah_attr", "alt_ah_attr", "init_attr")
+_OWN = QPAttr.__dataclass_fields__.keys() - {*_CAP, "init_attr"}
+"""The attributes in ``struct ibv_qp_attr`` itself."""
 
 
 def read_qp_attr(raw: Any, init: Any) -> QPAttr:
     """Return the attributes in a ``struct ibv_qp_attr`` and a ``struct ibv_qp_init_attr``."""
-    values: dict[str, Any] = {
-        name: getattr(raw, name)
-        for name in QPAttr.__dataclass_fields__
-        if name not in _CAP and name not in _STRUCTS
-    }
+    values: dict[str, Any] = {name: getattr(raw, name) for name in _OWN}
+    values |= {name: getattr(raw.cap, name) for name in _CAP}
     values["qp_state"] = reported(QPState, raw.qp_state)
     values["cur_qp_state"] = reported(QPState, raw.cur_qp_state)
     values["path_mtu"] = reported(MTU, raw.path_mtu) if raw.path_mtu else None
@@ -131,9 +129,7 @@ def read_qp_attr(raw: Any, init: Any) -> QPAttr:
     for name in ("sq_draining", "en_sqd_async_notify"):
         values[name] = bool(values[name])
     for name in ("ah_attr", "alt_ah_attr"):
-        values[name] = read_ah_attr(getattr(raw, name))
-    for name in _CAP:
-        values[name] = getattr(raw.cap, name)
+        values[name] = read_ah_attr(values[name])
     cap = {name: getattr(init.cap, name) for name in _CAP}
     init_attr = QPInitAttr(reported(QPType, init.qp_type), bool(init.sq_sig_all), **cap)
     return QPAttr(**values, init_attr=init_attr)

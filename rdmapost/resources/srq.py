@@ -175,7 +175,8 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             raise UnsupportedError(
                 "ibv_create_srq_ex", errno.EOPNOTSUPP, f"{context.name} has no tag matching"
             )
-        if not _reports_tags(self.cq):
+        assert self.cq is not None
+        if not self.cq.wc_flags & WCExFlags.WITH_TM_INFO:
             raise ValueError(
                 "an SRQ of type TM needs a CQ that reports tags: "
                 "CQ(context, wc_flags=WCExFlags.WITH_TM_INFO)"
@@ -188,7 +189,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
                 )
         return caps.max_sge
 
-    def _create(self, init: Any) -> Any:
+    def _create(self, init: Any) -> None:
         context, pd = self.context, self.pd
         provider = provider_of(context)
         given = (pd, self.xrcd, self.cq)
@@ -197,9 +198,9 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             # Every driver supports the older call.
             init_attr = ffi.new("struct ibv_srq_init_attr *")
             init_attr.attr = init.attr
-            handle = self._make(provider.create_srq, (pd, init_attr), provider.destroy_srq, parents)
+            self._make(provider.create_srq, (pd, init_attr), provider.destroy_srq, parents)
             init.attr = init_attr.attr
-            return handle
+            return
         assert self.cq is not None
         init.srq_type, init.pd, init.cq = self.srq_type, struct_of(pd), struct_of(self.cq)
         init.comp_mask = (
@@ -210,7 +211,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_XRCD
         else:
             init.comp_mask |= lib.IBV_SRQ_INIT_ATTR_TM
-        return self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
+        self._make(provider.create_srq_ex, (context, init), provider.destroy_srq, parents)
 
     def _why_not_created(self, asked: Any, error: VerbsError) -> str:
         context = self.context
@@ -313,9 +314,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
             raise ValueError("pass max_wr, srq_limit or both")
         raw = ffi.new("struct ibv_srq_attr *")
         fill(raw, **changes)
-        mask = 0
-        for name in changes:
-            mask |= _MASKS[name]
+        mask = sum([_MASKS[name] for name in changes])
         try:
             self._verb(provider_of(self.context).modify_srq, raw, mask)
         except VerbsError as error:
@@ -416,10 +415,6 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         See ibv_post_srq_ops(3).
         """
         raise NotImplementedError
-
-
-def _reports_tags(cq: CQ | None) -> bool:
-    return cq is not None and bool(cq.wc_flags & WCExFlags.WITH_TM_INFO)
 
 
 _MASKS = {"max_wr": SRQAttrMask.MAX_WR, "srq_limit": SRQAttrMask.LIMIT}

@@ -146,27 +146,18 @@ class Loopback(ResourceHolder):
         super().__init__()
         with self._stack.closed_on_error() as stack:
             self._pd = stack.add(PD(context))
-            (cq, mr), (remote_cq, remote_mr) = [
-                (
-                    stack.add(CQ(context, cqe, wc_flags=wc_flags)),
-                    stack.add(MR(self._pd, max(1, size), allowed)),
-                )
-                for size, allowed, wc_flags in (
-                    (local_size, int(Access.LOCAL_WRITE), WCExFlags(0)),
-                    (
-                        remote_size + depth * self.headroom,
-                        access,
-                        WCExFlags.WITH_TM_INFO if tagged else WCExFlags(0),
-                    ),
-                )
-            ]
+            cq = stack.add(CQ(context, cqe))
+            mr = stack.add(MR(self._pd, max(1, local_size)))
+            wc_flags = WCExFlags.WITH_TM_INFO if tagged else WCExFlags(0)
+            remote_cq = stack.add(CQ(context, cqe, wc_flags=wc_flags))
+            room = max(1, remote_size + depth * self.headroom)
+            remote_mr = stack.add(MR(self._pd, room, access))
             # Close these after the queue pairs, whose outstanding work requests may use them.
             self._used = stack.add(ResourceStack())
-            remote_type, remote_options = qp_type, options
+            remote = {**options, "pd": self._pd, "qp_type": qp_type, "send_cq": remote_cq}
             if srq_type is SRQType.XRC:
                 xrcd = stack.add(XRCD(context))
-                remote_type = QPType.XRC_RECV
-                remote_options = {**options, "xrcd": xrcd, "max_tso_header": 0}
+                remote = {**options, "pd": None, "qp_type": QPType.XRC_RECV, "xrcd": xrcd}
                 self.srq = SRQ(
                     self._pd, depth, max_recv_sge, srq_type=srq_type, xrcd=xrcd, cq=remote_cq
                 )
@@ -175,23 +166,14 @@ class Loopback(ResourceHolder):
                 if tagged:
                     more = {"cq": remote_cq, "max_num_tags": depth, "max_ops": depth}
                 self.srq = SRQ(self._pd, depth, max_recv_sge, srq_type=srq_type, **more)
-                remote_options = {**options, "srq": self.srq}
+                remote["srq"] = self.srq
             if self.srq is not None:
                 stack.add(self.srq)
-            self.local, self.remote = [
-                Side(stack.add(self._queue_pair(side_type, side_cq, given)), side_cq, side_mr)
-                for side_type, side_cq, side_mr, given in (
-                    (qp_type, cq, mr, {**options, "send_ops_flags": send_ops_flags}),
-                    (remote_type, remote_cq, remote_mr, remote_options),
-                )
-            ]
+            qp = stack.add(QP(self._pd, qp_type, cq, send_ops_flags=send_ops_flags, **options))
+            self.local = Side(qp, cq, mr)
+            self.remote = Side(stack.add(QP(**remote)), remote_cq, remote_mr)
             self._connect(qp_type)
         self._deadline = time.monotonic() + self.timeout
-
-    def _queue_pair(self, qp_type: QPType, cq: CQ, options: dict[str, Any]) -> QP:
-        if qp_type is QPType.XRC_RECV:
-            return QP(None, qp_type, **options)
-        return QP(self._pd, qp_type, cq, **options)
 
     def _connect(self, qp_type: QPType) -> None:
         here, there = self.local.qp, self.remote.qp

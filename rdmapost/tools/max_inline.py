@@ -21,8 +21,6 @@ from ..resources.resource import close_quietly
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD
 
-__all__ = ["max_inline"]
-
 _TOO_MUCH = frozenset(
     {errno.EINVAL, errno.ENOMEM, errno.E2BIG, errno.ERANGE, errno.ENOSPC, errno.EOPNOTSUPP}
 )

@@ -102,12 +102,7 @@ class _ClosedOnError:
     def __enter__(self) -> ResourceStack:
         return self._stack
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         if error_type is not None:
             with suppress(RdmaError):
                 self._stack.close()
@@ -127,12 +122,7 @@ class CloseAfterwards:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, error: object, trace: object) -> None:
         if error_type is None:
             self._close()
         else:

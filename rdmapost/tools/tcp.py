@@ -30,10 +30,10 @@ _REMEDIES = {
 }
 """The remedies for addresses that cannot be listened on, by errno."""
 _KEEPALIVE = (
-    ("TCP_KEEPIDLE", 15),
-    ("TCP_KEEPINTVL", 5),
-    ("TCP_KEEPCNT", 3),
-    ("TCP_USER_TIMEOUT", 30_000),
+    (socket.TCP_KEEPIDLE, 15),
+    (socket.TCP_KEEPINTVL, 5),
+    (socket.TCP_KEEPCNT, 3),
+    (socket.TCP_USER_TIMEOUT, 30_000),
 )
 
 
@@ -244,9 +244,8 @@ def prepare(sock: socket.socket) -> None:
     with suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
-            if (option := getattr(socket, name, None)) is not None:
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def stop_listening(listener: socket.socket) -> None:

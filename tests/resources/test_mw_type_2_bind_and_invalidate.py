@@ -114,13 +114,13 @@ def test_region_whose_last_window_is_closed_meanwhile_is_closed(rc, window, monk
     region = rp.MR(rc.pd, 256, BINDABLE)
     bind(rc, mw, region)
     rc.wait()
-    windows = rp.MR._windows
+    why_not = rp.MR._why_not
 
-    def after_it_is_closed(mr: rp.MR) -> list[str]:
+    def after_it_is_closed(mr: rp.MR, change: str) -> str | None:
         mw.close()
-        return windows(mr)
+        return why_not(mr, change)
 
-    monkeypatch.setattr(rp.MR, "_windows", after_it_is_closed)
+    monkeypatch.setattr(rp.MR, "_why_not", after_it_is_closed)
     region.close()
     assert region.closed
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from ...resources.endpoint import Endpoint
+from ...resources.qp import QP
 from . import port_checks, qp_checks
 from .finding import Finding, attribute, worst_first
 from .peer import check_peer
-from .snapshot import FAILURES, Snapshot, is_queue_pair, take_snapshot
-
-if TYPE_CHECKING:
-    from ...resources.qp import QP
+from .snapshot import FAILURES, Snapshot, take_snapshot
 
 _CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
     qp_checks.check_state,
@@ -32,7 +29,7 @@ _CHECKS: tuple[Callable[[Snapshot], Iterable[Finding]], ...] = (
 
 def run_checklist(qp: QP, peer: QP | Endpoint | None) -> list[Finding]:
     """Do QP.diagnose's work."""
-    if not (peer is None or is_queue_pair(peer) or isinstance(peer, Endpoint)):
+    if not (peer is None or isinstance(peer, QP | Endpoint)):
         raise TypeError(f"peer: expected QP or Endpoint, got {type(peer).__name__}")
     findings = _check(qp, peer)
     return worst_first(attribute(findings, f"{qp} on {qp.context.name}"))

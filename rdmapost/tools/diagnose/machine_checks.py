@@ -88,14 +88,8 @@ def diagnose_machine(
         what, _, remedy = str(error).partition("; ")
         findings.append(Finding("libibverbs-missing", "problem", what, remedy))
     except VerbsError as error:
-        findings.append(
-            Finding(
-                "devices-not-listed",
-                "problem",
-                str(error),
-                "see 'dmesg', and check that /sys is mounted",
-            )
-        )
+        remedy = "see 'dmesg', and check that /sys is mounted"
+        findings.append(Finding("devices-not-listed", "problem", str(error), remedy))
     chosen = _choose(system, device, infos)
     checks: tuple[Callable[[], Iterable[Finding]], ...] = (
         partial(_check_modules, system, infos),
@@ -113,18 +107,16 @@ def diagnose_machine(
     if chosen is not None:
         findings += _check_device(system, chosen, port_num, gid_index)
     elif device is not None and not software and system.devices():
-        findings.append(
-            Finding(
-                "no-such-device",
-                "problem",
-                f"there is no device {device}; {_listed(infos)}",
-                "rdmapost devices",
-            )
-        )
+        evidence = f"there is no device {device}; {_listed(infos)}"
+        findings.append(Finding("no-such-device", "problem", evidence, "rdmapost devices"))
     if not infos and not system.devices():
         findings.append(_no_device(system))
     if software:
-        findings = [_harmless(finding) for finding in findings]
+        # A software device works whatever they say.
+        findings = [
+            finding if finding.severity == "ok" else dataclasses.replace(finding, severity="info")
+            for finding in findings
+        ]
         findings += _check_device(system, str(device), port_num, gid_index)
     return worst_first(attribute(findings, _MACHINE))
 
@@ -132,13 +124,6 @@ def diagnose_machine(
 def _listed(infos: list[DeviceInfo]) -> str:
     names = ", ".join(info.name for info in infos)
     return f"it lists {names}" if names else "it lists no device"
-
-
-def _harmless(finding: Finding) -> Finding:
-    """Downgrade a finding that does not matter for a software device."""
-    if finding.severity in ("ok", "info"):
-        return finding
-    return dataclasses.replace(finding, severity="info")
 
 
 def _choose(system: System, device: str | None, infos: list[DeviceInfo]) -> str | None:
@@ -366,12 +351,11 @@ def _check_open(
     ports = [context.query_port(number) for number in range(1, count + 1)]
     active = [port for port in ports if port.state.name.startswith("ACTIVE")]
     port = (active or ports)[0] if port_num is None else ports[port_num - 1]
+    about = f"{context.name} port {port.port_num}"
     yield from check_port(context, port, system)
     if context.kind == "roce":
-        about = f"{context.name} port {port.port_num}"
         yield from attribute(roce_checks.check_network(context, port, system), about)
     if uses_gids(context, port):
-        about = f"{context.name} port {port.port_num}"
         yield from attribute(_check_gid(system, context, port.port_num, gid_index), about)
 
 

@@ -80,7 +80,7 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
             again,
         )
     if entry.ndev and _address_is_gone(entry, system):
-        remedy = f"ip addr add {_address(entry.gid)}/24 dev {entry.ndev}, or {again}"
+        remedy = f"ip addr add {ip_address(entry.gid)}/24 dev {entry.ndev}, or {again}"
         return Finding(
             "gid-stale", "problem", f"{entry.ndev} does not have the address of {name}", remedy
         )
@@ -113,9 +113,10 @@ def check_gid(chosen: GIDChoice, table: list[GIDTableEntry], system: System) -> 
     return Finding("gid", "ok", evidence)
 
 
-def _address(gid: GID) -> str:
+def ip_address(gid: GID) -> IPv4Address | IPv6Address:
+    """Return the IP address that a GID holds."""
     address = IPv6Address(bytes(gid))
-    return str(address.ipv4_mapped or address)
+    return address.ipv4_mapped or address
 
 
 def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
@@ -123,7 +124,7 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
     if entry.gid.is_link_local or not system.has_netdev(entry.ndev):
         return False
     if entry.gid.is_ipv4:
-        return system.has_ipv4_address(_address(entry.gid)) is False
+        return system.has_ipv4_address(str(ip_address(entry.gid))) is False
     found = system.ipv6_addresses()
     return found is not None and (bytes(entry.gid), entry.ndev) not in found
 
@@ -162,14 +163,14 @@ def check_route(
         )
     looked_up = dgid.is_ipv4 and system.has_netdev(source.ndev)
     routes = system.ipv4_routes() if looked_up else []
-    to = _ipv4(dgid) if looked_up else None
+    to = ip_address(dgid) if looked_up else None
     network = next(
         (
             route.network
             for route in routes
             if route.netdev == source.ndev
             and not route.gateway
-            and _ipv4(source.gid) in route.network
+            and ip_address(source.gid) in route.network
         ),
         None,
     )
@@ -195,7 +196,3 @@ def check_route(
     through = "directly" if route.gateway is None else f"through {route.gateway}"
     evidence = f"from {here} to {to} over {source.ndev}, {through}"
     return Finding("route", "ok", evidence)
-
-
-def _ipv4(gid: GID) -> IPv4Address:
-    return IPv4Address(bytes(gid)[12:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...enums import Access, GIDType, QPState, QPType, SendOps
+from ...enums import Access, QPState, QPType, SendOps
 from ...resources.endpoint import Endpoint
 from ...resources.qp import QP, chosen_gid, settings
 from ...resources.qp_query import QPAttr
@@ -215,17 +215,14 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 "written",
                 _AGAIN,
             )
-    gid_types = [_gid_type(snap, here), _gid_type(snap, there)]
-    if (
-        qp.context.name == peer.context.name
-        and None not in gid_types
-        and gid_types[0] != gid_types[1]
-    ):
+    sources = (snap.source_of(here), snap.source_of(there))
+    gid_types = [source.gid_type for source in sources if source and source.gid_type is not None]
+    if qp.context.name == peer.context.name and len(set(gid_types)) > 1:
         yield Finding(
             "gid-type-mismatch",
             "problem",
-            f"its GID is {getattr(gid_types[0], 'name', '')}, but the peer's is "
-            f"{getattr(gid_types[1], 'name', '')}: they cannot reach each other",
+            f"its GID is {gid_types[0].name}, but the peer's is {gid_types[1].name}: they cannot "
+            "reach each other",
             "give both a gid_index of the same type ('rdmapost devices')",
         )
     if qp.qp_type is not QPType.XRC_RECV:
@@ -243,8 +240,3 @@ def _check_terms(snap: Snapshot, peer: QP, there: QPAttr) -> Iterable[Finding]:
                 f"{access_refused(qp.qp_type)}",
                 "connect the peer with access=...",
             )
-
-
-def _gid_type(snap: Snapshot, attr: QPAttr) -> GIDType | None:
-    index = attr.ah_attr.sgid_index
-    return next((entry.gid_type for entry in snap.table if entry.gid_index == index), None)

@@ -47,7 +47,7 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         remedy = "qp.connect(remote), with the peer's qp.endpoint()"
         yield Finding("gid-wrong", "problem", evidence, remedy)
         return
-    source = snap.source
+    source = snap.source_of(snap.attr)
     chosen = chosen_gid(qp)
     if chosen is None or chosen.gid_index != path.sgid_index:
         gid = GID(bytes(16)) if source is None else source.gid

@@ -11,7 +11,7 @@ from ...resources.cq import CQ
 from ...resources.device import provider_of
 from ...resources.events import OVERRUN, has_overrun
 from ...resources.qp import QP, oldest_send, sends_for_receive
-from ...resources.resource import Resource, creator, open_children
+from ...resources.resource import creator, open_children
 from ...resources.srq import SRQ
 from ...standard.timers import (
     RNR_FOREVER,
@@ -21,7 +21,7 @@ from ...standard.timers import (
     until_rnr_retry_exc,
 )
 from .finding import Finding, Severity, duration
-from .snapshot import CONNECTED, Snapshot, is_queue_pair
+from .snapshot import CONNECTED, Snapshot
 
 _LONG_S = 60.0
 _SHORT_S = 2.0
@@ -347,12 +347,20 @@ def _overrun(qp: QP) -> list[CQ]:
 
 def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
     outstanding = capacity = 0
-    users = open_children(cq)
     shared: dict[int, SRQ] = {}
-    for user in users:
-        sends, receives = _what_completes(user, cq, shared)
-        outstanding += sends[0] + receives[0]
-        capacity += sends[1] + receives[1]
+    for user in open_children(cq):
+        if isinstance(user, SRQ):
+            shared[id(user)] = user
+        if not isinstance(user, QP):
+            continue
+        if user.send_cq is cq:
+            outstanding += user.outstanding.send
+            capacity += user.max_send_wr
+        if user.recv_cq is cq and user.srq is not None:
+            shared[id(user.srq)] = user.srq
+        elif user.recv_cq is cq:
+            outstanding += user.outstanding.recv
+            capacity += user.max_recv_wr
     for srq in shared.values():
         outstanding += srq.outstanding + srq.outstanding_tags + srq.outstanding_ops
         capacity += srq.max_wr + srq.max_num_tags + srq.max_ops
@@ -373,23 +381,6 @@ def _check_cq(cq: CQ, snap: Snapshot) -> Finding:
     if capacity > cq.cqe:
         return Finding("cq-too-small", "info", evidence, remedy)
     return Finding("cq", "ok", evidence)
-
-
-def _what_completes(
-    user: Resource, cq: CQ, shared: dict[int, SRQ]
-) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (outstanding, depth) of the send and the receive queue that complete on the CQ."""
-    sends = receives = (0, 0)
-    if isinstance(user, SRQ):
-        shared[id(user)] = user
-    if is_queue_pair(user) and user.qp_type is not QPType.XRC_RECV:
-        if user.send_cq is cq:
-            sends = (user.outstanding.send, user.max_send_wr)
-        if user.recv_cq is cq and user.srq is not None:
-            shared[id(user.srq)] = user.srq
-        elif user.recv_cq is cq:
-            receives = (user.outstanding.recv, user.max_recv_wr)
-    return sends, receives
 
 
 def check_access(snap: Snapshot) -> Iterable[Finding]:

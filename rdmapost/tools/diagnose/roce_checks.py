@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from ipaddress import IPv6Address
 
 from ...resources.device import Context
 from ...resources.device_attr import PortAttr
 from ...resources.gid import GID
 from .finding import Finding
+from .path import ip_address
 from .sysfs import System
 
 _ENOUGH = 1 << 20
@@ -46,8 +46,7 @@ def _check_buffer(port: PortAttr, system: System) -> Iterable[Finding]:
 
 
 def _check_translation(gid: GID) -> Iterable[Finding]:
-    address = IPv6Address(bytes(gid))
-    host = address.ipv4_mapped or address
+    host = ip_address(gid)
     if host.is_link_local or not host.is_private:
         return
     yield Finding(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from ...enums import MTU, Access, QPState, QPType
 from ...errors import RdmaError
@@ -37,7 +37,6 @@ class Snapshot:
         peer: the other side: a queue pair in this process, or its endpoint.
         found: the queue pair in this process that it is connected to.
         peer_attr: the peer's attributes, if it is in this process; in ERR, as in ``attr``.
-        given: whether the caller named the peer; otherwise it was found by its number.
         system: the machine's files.
     """
 
@@ -48,7 +47,6 @@ class Snapshot:
     peer: QP | Endpoint | None
     found: QP | None
     peer_attr: QPAttr | None
-    given: bool
     system: System
 
     @property
@@ -65,7 +63,7 @@ class Snapshot:
     @property
     def local_peer(self) -> tuple[QP, QPAttr] | None:
         """The peer and its attributes, if it is in this process."""
-        if is_queue_pair(self.peer) and self.peer_attr is not None:
+        if isinstance(self.peer, QP) and self.peer_attr is not None:
             return self.peer, self.peer_attr
         return None
 
@@ -82,10 +80,9 @@ class Snapshot:
             return None
         return local if worked_in(*local) in RECEIVES else None
 
-    @property
-    def source(self) -> GIDTableEntry | None:
-        """The GID table entry for the source address of its packets, if there is one."""
-        index = self.attr.ah_attr.sgid_index
+    def source_of(self, attr: QPAttr) -> GIDTableEntry | None:
+        """Return the GID table entry for the source address of packets, if there is one."""
+        index = attr.ah_attr.sgid_index
         return next((entry for entry in self.table if entry.gid_index == index), None)
 
 
@@ -99,21 +96,15 @@ def take_snapshot(qp: QP, peer: QP | Endpoint | None) -> Snapshot:
     attr = _attributes(qp)
     port = context.query_port(qp.port_num)
     table = context.query_gid_table(qp.port_num)
-    given = peer is not None
     found = None
     if qp.qp_type in CONNECTED and worked_in(qp, attr) in RECEIVES:
         found = _find(qp, attr, port, table)
     if peer is None:
         peer = found
     peer_attr = None
-    if is_queue_pair(peer) and not peer.closed:
+    if isinstance(peer, QP) and not peer.closed:
         peer_attr = _attributes(peer)
-    return Snapshot(qp, attr, port, table, peer, found, peer_attr, given, System())
-
-
-def is_queue_pair(thing: object) -> TypeGuard[QP]:
-    """Whether it is a queue pair."""
-    return isinstance(thing, QP)
+    return Snapshot(qp, attr, port, table, peer, found, peer_attr, System())
 
 
 def worked_in(qp: QP, attr: QPAttr) -> QPState:
@@ -153,7 +144,7 @@ def _find(qp: QP, attr: QPAttr, port: PortAttr, table: list[GIDTableEntry]) -> Q
     for each in open_handles():
         # Another Context may have opened the device; queue pair numbers are the same in both.
         if (
-            is_queue_pair(each)
+            isinstance(each, QP)
             and each.qp_num == attr.dest_qp_num
             and (each.context.kind, each.context.name) == (qp.context.kind, qp.context.name)
         ):

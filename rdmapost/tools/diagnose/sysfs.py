@@ -26,7 +26,6 @@ class Port(NamedTuple):
     """A port, as sysfs shows it to any user.
 
     Attributes:
-        device: name of the RDMA device.
         port_num: the port, from 1.
         state: name of its state, such as "ACTIVE".
         phys_state: name of its physical state, such as "LinkUp".
@@ -34,7 +33,6 @@ class Port(NamedTuple):
         netdev: name of its network device, or "".
     """
 
-    device: str
     port_num: int
     state: str
     phys_state: str
@@ -120,7 +118,7 @@ class System:
             )
             link_layer = self.read(*where, "link_layer") or "unknown"
             netdev = self.netdev_of(device, int(number))
-            found.append(Port(device, int(number), state, phys_state, link_layer, netdev))
+            found.append(Port(int(number), state, phys_state, link_layer, netdev))
         return found
 
     def netdev_of(self, device: str, port_num: int) -> str:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
-from .model import Explanation
+from .model import Explanation, named
+
+_numbers = itertools.count()
 
 
-def _event(name: str, number: int, meaning: str, *look_at: str, **texts: Any) -> Explanation:
-    return Explanation(
-        kind="cm_event",
-        name=name,
-        number=number,
-        constant=f"RDMA_CM_EVENT_{name}",
-        meaning=meaning,
-        look_at=look_at,
-        **{"see": ("rdma_get_cm_event(3), EVENT TYPES",), **texts},
-    )
+def _event(name: str, meaning: str, *look_at: str, **texts: Any) -> Explanation:
+    """Explain the next event, in the order of enum rdma_cm_event_type."""
+    texts = {"see": ("rdma_get_cm_event(3), EVENT TYPES",), **texts}
+    texts |= {"number": next(_numbers), "constant": f"RDMA_CM_EVENT_{name}"}
+    return named("cm_event", name, meaning, *look_at, **texts)
 
 
 CM_EVENTS: tuple[Explanation, ...] = (
     _event(
         "ADDR_RESOLVED",
-        0,
         "rdma_resolve_addr found the device and the source address for the destination. All is "
         "well: rdma_resolve_route comes next.",
     ),
     _event(
         "ADDR_ERROR",
-        1,
         "rdma_resolve_addr failed: no RDMA device of this machine leads to the destination's IP "
         "address, or its link address does not resolve. Nothing has been sent over RDMA yet.",
         "The event's status, a negative errno: -19 (no RDMA device), -110 and -113 (neighbour), "
@@ -46,13 +42,11 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "ROUTE_RESOLVED",
-        2,
         "rdma_resolve_route found the path to the destination. All is well: rdma_connect comes "
         "next.",
     ),
     _event(
         "ROUTE_ERROR",
-        3,
         "rdma_resolve_route failed: the address is resolved, but there is no path record for it.",
         "The event's status: -110 if the subnet manager did not answer.",
         "InfiniBand: sminfo, and saquery for the path; RoCE: rdmapost devices, for the GIDs.",
@@ -67,19 +61,16 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "CONNECT_REQUEST",
-        4,
         "A peer asks the passive side for a connection. All is well: answer with rdma_accept or "
         "rdma_reject.",
     ),
     _event(
         "CONNECT_RESPONSE",
-        5,
         "The passive side accepted, and the identifier has no queue pair that the RDMA CM created: "
         "move your own to RTR and RTS, then call rdma_establish.",
     ),
     _event(
         "CONNECT_ERROR",
-        6,
         "The connection failed after the request had been sent or accepted: this side gave up, "
         "not the peer's program.",
         "The event's status, a negative errno; dmesg, and the event on the other side.",
@@ -94,7 +85,6 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "UNREACHABLE",
-        7,
         "The peer did not answer the connection request: its address resolves, but nothing came "
         "back from its connection manager.",
         "The event's status: -110, no answer within the CM's retries.",
@@ -112,7 +102,6 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "REJECTED",
-        8,
         "The peer's connection manager or its program refused the connection request. RDMA "
         "packets do get there and back.",
         "The event's status. On InfiniBand and RoCE it is the reason in the reject message: 8, no "
@@ -135,12 +124,10 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "ESTABLISHED",
-        9,
         "The connection is established: the queue pair is in RTS on this side, and may send.",
     ),
     _event(
         "DISCONNECTED",
-        10,
         "The connection has ended: one side called rdma_disconnect or ended. Call rdma_disconnect "
         "on this side too: it moves the queue pair to ERR, and posted work requests complete with "
         "WR_FLUSH_ERR.",
@@ -154,7 +141,6 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "DEVICE_REMOVAL",
-        11,
         "The device of this identifier is being removed. The removal hangs until the identifier "
         "and everything on the device are destroyed.",
         "dmesg: why the device went away.",
@@ -164,10 +150,9 @@ CM_EVENTS: tuple[Explanation, ...] = (
             "mlx5: a bond of its ports was created or removed.",
         ),
     ),
-    _event("MULTICAST_JOIN", 12, "rdma_join_multicast is done: the group can be used."),
+    _event("MULTICAST_JOIN", "rdma_join_multicast is done: the group can be used."),
     _event(
         "MULTICAST_ERROR",
-        13,
         "A multicast group could not be joined, or a joined group is lost.",
         "The event's status; saquery -g for the groups of an InfiniBand subnet.",
         causes=(
@@ -178,7 +163,6 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "ADDR_CHANGE",
-        14,
         "The network device of this connection has a new hardware address, for instance because a "
         "bond failed over. The connection may be dead.",
         "Disconnect, and connect again.",
@@ -186,7 +170,6 @@ CM_EVENTS: tuple[Explanation, ...] = (
     ),
     _event(
         "TIMEWAIT_EXIT",
-        15,
         "The queue pair of an ended connection may be used again: no old packet can reach it. All "
         "is well.",
     ),

@@ -6,7 +6,7 @@ import errno
 import os
 from typing import Any
 
-from .model import Explanation
+from .model import Explanation, named
 
 _RETURN = "ibv_post_send(3), RETURN VALUE"
 _ENOTSUPP = 524
@@ -14,10 +14,7 @@ _ENOTSUPP = 524
 
 def _errno(name: str, meaning: str, **texts: Any) -> Explanation:
     number = _ENOTSUPP if name == "ENOTSUPP" else getattr(errno, name)
-    texts = {"see": ("errno(3)",), **texts}
-    return Explanation(
-        kind="errno", name=name, number=number, constant=name, meaning=meaning, **texts
-    )
+    return named("errno", name, meaning, number=number, **{"see": ("errno(3)",), **texts})
 
 
 ERRNOS: tuple[Explanation, ...] = (

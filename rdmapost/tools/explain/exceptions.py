@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from .model import Explanation
+from .model import Explanation, named
 
 
 def _exception(name: str, meaning: str, *, module: str = "rdmapost", **texts: Any) -> Explanation:
-    return Explanation(
-        kind="exception", name=name, number=0, constant=f"{module}.{name}", meaning=meaning, **texts
-    )
+    return named("exception", name, meaning, constant=f"{module}.{name}", **texts)
 
 
 EXCEPTIONS: tuple[Explanation, ...] = (

@@ -5,20 +5,27 @@ Every verb that this library calls has one, in this module, in QUERIES or in REL
 
 from __future__ import annotations
 
+from typing import Any
+
 from .failed_queries import QUERIES
 from .failed_releases import RELEASES
 from .model import Explanation, failure
 
 _MODIFY = ("ibv_modify_qp(3)",)
 
+
+def _step(name: str, meaning: str, *look_at: str, **texts: Any) -> Explanation:
+    """Explain the failure of what is not a whole verb, or not a verb."""
+    return failure(name, meaning, *look_at, constant=name, **texts)
+
+
 FAILURES: tuple[Explanation, ...] = (
-    failure(
+    _step(
         "modify_qp_to_init",
         "ibv_modify_qp could not move the queue pair from RESET to INIT. No peer is involved yet: "
         "an argument is wrong on this side.",
         "The errno: EINVAL or EPERM. dmesg, which may have the driver's reason.",
         "ibv_devinfo -v: the ports and their P_Keys; the attributes that the program sets.",
-        constant="modify_qp_to_init",
         causes=(
             "The port number does not exist (perftest: -i), or the pkey_index is not in its table.",
             "The queue pair is not in RESET: it was moved before. The RDMA CM itself moves queue "
@@ -29,7 +36,7 @@ FAILURES: tuple[Explanation, ...] = (
         ),
         see=_MODIFY,
     ),
-    failure(
+    _step(
         "modify_qp_to_rtr",
         "ibv_modify_qp could not move the queue pair from INIT to RTR: the path to the peer, as "
         "the program describes it (ah_attr, path_mtu, dest_qp_num), does not exist or is not "
@@ -54,16 +61,14 @@ FAILURES: tuple[Explanation, ...] = (
             "An attribute is missing from the mask, or the queue pair is not in INIT.",
             "The port is not active.",
         ),
-        constant="modify_qp_to_rtr",
         see=_MODIFY,
     ),
-    failure(
+    _step(
         "modify_qp_to_rts",
         "ibv_modify_qp could not move the queue pair from RTR to RTS. The path has been accepted: "
         "an attribute of the sending side is wrong, or the queue pair is not in RTR.",
         "The line before it: a move to RTR that failed. The errno; qp.state.",
         "ibv_devinfo -v: max_qp_init_rd_atom.",
-        constant="modify_qp_to_rts",
         causes=(
             "The move to RTR failed before, and the program went on.",
             "max_rd_atomic is over the device's max_qp_init_rd_atom, or the peer's "
@@ -270,11 +275,10 @@ FAILURES: tuple[Explanation, ...] = (
             "The device is being reset.",
         ),
     ),
-    failure(
+    _step(
         "get_lid",
         "ibv_rc_pingpong and its relatives: the port has no LID, so a GID index is needed.",
         "ibv_devinfo: link_layer and port_lid.",
-        constant="get_lid",
         causes=(
             "RoCE has no LIDs: give -g INDEX on both sides.",
             "InfiniBand: no subnet manager has configured the port.",
@@ -367,33 +371,30 @@ FAILURES: tuple[Explanation, ...] = (
             "The CQ was used by several threads on a context without locks, or was destroyed.",
         ),
     ),
-    failure(
+    _step(
         "parse_wc",
         "ibv_rc_pingpong: a completion was not what the program expects. The line before it says "
         "why. The number is how many completions it had polled: not an errno, and not a status.",
         "The line before: explain that.",
-        constant="parse_wc",
         causes=(
             "A work request failed: 'Failed status ... for wr_id N'.",
             "A receive could not be posted again: 'Couldn't post receive (N)'.",
         ),
         see=("ibv_rc_pingpong(1)",),
     ),
-    failure(
+    _step(
         "completion",
         "perftest: a work request ended with an error. The line after it names the status.",
         "'Failed status N: wr_id N syndrom 0xN', the line after it: explain that.",
         "The other side's output: it may have ended first.",
-        constant="completion",
         causes=("A work request failed, here or at the peer; only the status says how.",),
         see=("ibv_poll_cq(3)",),
     ),
-    failure(
+    _step(
         "exchange",
         "The two programs could not exchange their endpoints over TCP. RDMA is not involved yet.",
         "The other side's output first: it ended, or reports the cause.",
         "ss -ltnp on the server; the same options and versions on both sides.",
-        constant="exchange",
         causes=(
             "The other side has ended: it failed during its own set-up, such as a move to RTR.",
             "The server is not running, or listens on another port (-p); or a firewall is in the "
@@ -403,7 +404,7 @@ FAILURES: tuple[Explanation, ...] = (
         ),
         see=("ibv_rc_pingpong(1)", "ib_send_bw(1)"),
     ),
-    failure(
+    _step(
         "load_driver",
         "libibverbs could not load a user-space driver that its configuration names. Only this "
         "driver's devices are missing; others work.",
@@ -411,7 +412,6 @@ FAILURES: tuple[Explanation, ...] = (
         "the like are the ABI of rdma-core.",
         "ls /etc/libibverbs.d; dpkg -S or rpm -qf on the file; ldconfig -p | grep ibverbs; "
         "LD_LIBRARY_PATH.",
-        constant="load_driver",
         causes=(
             "The driver's package is not installed: apt-get install ibverbs-providers (dnf install "
             "libibverbs).",
@@ -422,23 +422,21 @@ FAILURES: tuple[Explanation, ...] = (
         ),
         see=("rdma-core: Documentation/libibverbs.md",),
     ),
-    failure(
+    _step(
         "rdma_cm",
         "librdmacm could not start: the kernel's RDMA CM is not reachable.",
         "lsmod | grep rdma_ucm; ls -l /dev/infiniband/rdma_cm.",
-        constant="rdma_cm",
         causes=(
             "rdma_ucm is not loaded: modprobe rdma_ucm, on the host.",
             "A container without /dev/infiniband/rdma_cm, or this user may not open it.",
         ),
         see=("rdma_cm(7)",),
     ),
-    failure(
+    _step(
         "rdma_connect",
         "The connection of the RDMA CM was not established.",
         "The RDMA CM event printed before it (RDMA_CM_EVENT_...): explain that.",
         "The other side's output.",
-        constant="rdma_connect",
         causes=(
             "The peer refused, or nobody listens there: REJECTED.",
             "The peer did not answer: UNREACHABLE. This side gave up: CONNECT_ERROR.",

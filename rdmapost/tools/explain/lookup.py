@@ -26,29 +26,27 @@ from .statuses import STATUSES
 from .terms import TERMS, VENDOR_ERR, VENDOR_ERR_NUMBER
 from .wc_opcodes import WC_OPCODES
 
-_ALL = sorted(
-    (
-        *STATUSES,
-        *ERRNOS,
-        *OPCODES,
-        *WC_OPCODES,
-        *QP_TYPES,
-        *QP_STATES,
-        *PORT_STATES,
-        *MIGRATION_STATES,
-        *SEND_FLAGS,
-        *OPS_FLAGS,
-        *ACCESS_FLAGS,
-        *WC_FLAGS,
-        *EVENTS,
-        *CM_EVENTS,
-        *FAILURES,
-        *EXCEPTIONS,
-        *FINDINGS,
-        *TERMS,
-    ),
-    key=lambda found: list(KINDS).index(found.kind),
+_ALL = (
+    *STATUSES,
+    *ERRNOS,
+    *OPCODES,
+    *WC_OPCODES,
+    *QP_TYPES,
+    *QP_STATES,
+    *PORT_STATES,
+    *MIGRATION_STATES,
+    *SEND_FLAGS,
+    *OPS_FLAGS,
+    *ACCESS_FLAGS,
+    *WC_FLAGS,
+    *EVENTS,
+    *CM_EVENTS,
+    *FAILURES,
+    *EXCEPTIONS,
+    *FINDINGS,
+    *TERMS,
 )
+"""All explanations, in the order of KINDS."""
 _SHOWN = 40
 """How many characters of an unknown name an error shows."""
 _NUMBERED = ("status", "errno")
@@ -127,7 +125,7 @@ def _key(name: str) -> str:
 def of_member(member: WCStatus | EventType) -> list[Explanation]:
     """Return the explanations of a status or an event."""
     ones = STATUSES if isinstance(member, WCStatus) else EVENTS
-    return [one for one in ones if one.number == member and one.kind != "wc_flag"]
+    return [one for one in ones if one.number == member]
 
 
 def _spellings(one: Explanation) -> list[str]:

@@ -178,9 +178,8 @@ def _names() -> dict[str, Explanation]:
     """Return the explanation of each name, in its Python and its C spelling."""
     found: dict[str, Explanation] = {}
     for one in (*EVENTS, *STATUSES, *ERRNOS, *EXCEPTIONS):
-        if one.kind != "wc_flag":
-            # QP_FATAL and IBV_EVENT_QP_FATAL, for example.
-            found |= {one.name: one, one.constant: one}
+        # QP_FATAL and IBV_EVENT_QP_FATAL, for example.
+        found |= {one.name: one, one.constant: one}
     # REJECTED alone may be anything.
     return found | {one.constant: one for one in CM_EVENTS}
 

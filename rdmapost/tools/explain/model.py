@@ -115,28 +115,26 @@ class Explanation:
         return _SENTENCE_END.split(self.meaning, maxsplit=1)[0].rstrip(".")
 
 
+def named(kind: str, name: str, meaning: str, *look_at: str, **texts: Any) -> Explanation:
+    """Build a name's explanation; `texts` are its other attributes.
+
+    Unless they say otherwise, its number is 0, and its name in C is the same.
+    """
+    texts = {"number": 0, "constant": name, "look_at": look_at, **texts}
+    return Explanation(kind=kind, name=name, meaning=meaning, **texts)
+
+
 def explanation_of(
     member: IntEnum | IntFlag, meaning: str, *look_at: str, **texts: Any
 ) -> Explanation:
     """Build an enum member's explanation; `texts` are its other attributes."""
     kind, prefix = _MEMBERS[type(member)]
     name = member.name or ""
-    texts = {"look_at": look_at, **texts}
-    return Explanation(
-        kind=kind, name=name, number=member.value, constant=prefix + name, meaning=meaning, **texts
-    )
+    texts |= {"number": member.value, "constant": prefix + name}
+    return named(kind, name, meaning, *look_at, **texts)
 
 
-def failure(
-    name: str, meaning: str, *look_at: str, constant: str = "", **texts: Any
-) -> Explanation:
-    """Make the explanation of a failed call of ``constant``, by default the verb ``ibv_NAME``."""
-    texts = {"look_at": look_at, "see": (f"ibv_{name}(3)",), **texts}
-    return Explanation(
-        kind="failure",
-        name=name,
-        number=0,
-        constant=constant or f"ibv_{name}",
-        meaning=meaning,
-        **texts,
-    )
+def failure(name: str, meaning: str, *look_at: str, **texts: Any) -> Explanation:
+    """Make the explanation of a failed call, by default of the verb ``ibv_NAME``."""
+    texts = {"constant": f"ibv_{name}", "see": (f"ibv_{name}(3)",), **texts}
+    return named("failure", name, meaning, *look_at, **texts)

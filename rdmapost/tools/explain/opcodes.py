@@ -31,20 +31,16 @@ def _opcode(opcode: Opcode | OpsOpcode, meaning: str, far_side: str, **texts: An
         # On a device that can do everything.
         meant = [flags_allowed(qp_type, opcode, -1) for qp_type in has]
         flags = tuple(flag.name or "" for flag in SendFlags if any(flag & one for one in meant))
+    made = _CLASSES.get(opcode.name)
     return explanation_of(
         opcode,
         meaning,
         far_side=far_side,
         qp_types=tuple(column.name for column in COLUMNS if column in has),
         flags=flags,
-        fields=_fields(opcode),
+        fields=() if made is None else tuple(field.name for field in dataclasses.fields(made)),
         **{"see": (_POST,), **texts},
     )
-
-
-def _fields(opcode: Opcode | OpsOpcode) -> tuple[str, ...]:
-    made = _CLASSES.get(opcode.name)
-    return () if made is None else tuple(field.name for field in dataclasses.fields(made))
 
 
 OPCODES: tuple[Explanation, ...] = (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from ...standard.timers import rnr_timer
-from .model import Explanation
+from .model import Explanation, named
 
 VENDOR_ERR_NUMBER = re.compile(
     r"\b(?:vendor[_ ]?(?:err(?:or)?|code|syndrome)|syndrome?)[ =:]*(?:0x[\da-f]+|\d+)\b",
@@ -25,19 +26,7 @@ _NAKS = (
 )
 
 
-def _term(
-    name: str, meaning: str, *look_at: str, causes: tuple[str, ...] = (), see: tuple[str, ...] = ()
-) -> Explanation:
-    return Explanation(
-        kind="term",
-        name=name,
-        number=0,
-        constant=name,
-        meaning=meaning,
-        causes=causes,
-        look_at=look_at,
-        see=see,
-    )
+_term = partial(named, "term")
 
 
 def aeth_syndrome(value: int) -> Explanation:
