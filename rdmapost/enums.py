@@ -1,8 +1,8 @@
 """The constants of ``<infiniband/verbs.h>``, under the names that the man pages use.
 
 Values are written as numbers, because an older header may lack the newer
-ones; a test compares them with the header that the module was compiled
-against.  They are in one long file because they come from one header.
+ones; a test compares them with the installed header.  They are in one long
+file because they come from one header.
 """
 
 from __future__ import annotations

@@ -60,6 +60,8 @@ static PyObject *add_method(PyObject *self, PyObject *args)
 
 static PyMethodDef functions[] = {
 	{ "add_method", add_method, METH_VARARGS, NULL },
+	RP_METHOD_NAMED("get_cq_event", rp_get_cq_event),
+	{ "read_dlpack", rp_read_dlpack, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
@@ -70,8 +72,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	if (module &&
 	    (rp_find_tuple_items() || rp_add_threads() || rp_add_exceptions() ||
 	     rp_add_handle(module) || rp_add_finalizer(module) ||
-	     rp_add_in_flight(module) || rp_add_wc(module) || rp_add_rows(module) ||
-	     rp_add_poller(module) || rp_add_comp_channel(module) ||
+	     rp_add_in_flight(module) || rp_add_wc(module) || rp_add_poller(module) ||
 	     rp_add_wr_init(module) || rp_add_sge(module) ||
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
 	     rp_add_wr_types(module) || rp_add_read_wr() || rp_add_queue(module) ||
@@ -80,7 +81,7 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_soft_data_verbs(module) || rp_add_soft_fast_path(module) ||
 	     rp_add_soft_faults(module) ||
 	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
-	     rp_add_dlpack(module) || rp_add_roce_packets(module))) {
+	     rp_add_roce_packets(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

@@ -29,15 +29,18 @@ PyObject *rp_mr_ranges(PyObject *mr, PyObject *const *args, Py_ssize_t nargs);
 PyObject *rp_mr_getitem(PyObject *mr, PyObject *bounds);
 PyObject *rp_poll_into(PyObject *cq, PyObject *buffer);
 
+/* ---- functions of the module (comp_channel.c, dlpack.c) ------------------- */
+
+PyObject *rp_get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs);
+PyObject *rp_read_dlpack(PyObject *self, PyObject *capsule);
+
 /* ---- each adds a file's types and functions; 0, or -1 with an exception --- */
 
 int rp_add_threads(void);
 int rp_add_exceptions(void);
 int rp_add_in_flight(PyObject *module);
 int rp_add_wc(PyObject *module);
-int rp_add_rows(PyObject *module);
 int rp_add_poller(PyObject *module);
-int rp_add_comp_channel(PyObject *module);
 int rp_add_wr_init(PyObject *module);
 int rp_add_sge(PyObject *module);
 int rp_add_handle(PyObject *module);
@@ -56,7 +59,6 @@ int rp_add_soft_faults(PyObject *module);
 int rp_add_soft_fast_path(PyObject *module);
 int rp_add_soft_transaction(PyObject *module);
 int rp_add_soft_mapped_memory(PyObject *module);
-int rp_add_dlpack(PyObject *module);
 int rp_add_roce_packets(PyObject *module);
 
 #endif

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from .._arguments import within
 from .._binding import native
 from ..enums import Opcode, QPType
-from ..errors import ClosedError, PostError
+from ..errors import PostError
 from ..standard.opcodes import OPCODES_BY_QP_TYPE, QP_TYPES_BY_OPCODE, SEND_OPS
 from .columns import field_of_row
 from .fields import TYPE_NUMBERS, Verb
@@ -189,9 +189,6 @@ class PostQueue(native.Queue):
         elif name == "Blocks":
             hint = "; post_columns() and post_recv_columns() take Blocks"
         raise TypeError(f"{self.verb}: expected {wanted} or an iterable of them, got {name}{hint}")
-
-    def _list_closed(self, count: int) -> NoReturn:
-        raise ClosedError(f"the prepared list of {count} is closed")
 
     def _refused(
         self,

@@ -223,7 +223,7 @@ class VerbsProvider:
     dealloc_mw = lib.ibv_dealloc_mw
 
     def advise_mr(self, pd: Any, advice: int, flags: int, sges: Any, count: int) -> None:
-        _zero("ibv_advise_mr", lib.rp_advise_mr(pd, advice, flags, sges, count))
+        _zero("ibv_advise_mr", lib.ibv_advise_mr(pd, advice, flags, sges, count))
 
     # ---- completions --------------------------------------------------------
 

@@ -24,5 +24,5 @@ once(
     functools.partial(reported, WCOpcode),
     {flags: WCFlags(flags) for flags in range(128)},
     WCFlags,
+    check_rows,
 )
-once(native.describe_rows, "rows", check_rows)

@@ -32,7 +32,7 @@ class HasWorkQueues(Resource):
     def _open_queues(self, *queues: native.InFlight) -> None:
         """Register the queues with the device, so that completions find their records."""
         self._batches = OpenBatches()
-        native.own_queues(self, *queues)
+        native.own_queues(self, queues)
         for queue in queues:
             queue.enroll(in_flight_of(self.context), invalidated_of(self.context))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import itertools
+import os
 import pathlib
 import re
 import shutil
 import struct
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -198,7 +201,6 @@ def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
         "print(lib.rp_reg_mr(NULL, NULL, 1, 0) == NULL, ffi.errno == errno.EINVAL)\n"
         "print(lib.ibv_rereg_mr(NULL, 0, NULL, NULL, 0, 0) == -1)\n"
         "print(lib.ibv_reg_dmabuf_mr(NULL, 0, 1, 0, 0, 0) == NULL, ffi.errno == errno.EOPNOTSUPP)\n"
-        "print(lib.rp_advise_mr(NULL, 0, 0, NULL, 0) == errno.EINVAL)\n"
         "print(lib.rp_query_port(NULL, 1, NULL, NULL) == errno.EINVAL)\n"
         "print(lib.ibv_resize_cq(NULL, 1) == errno.EOPNOTSUPP)\n"
         "print(lib.rp_query_rt_values(NULL, NULL) == errno.EINVAL)\n"
@@ -208,7 +210,7 @@ def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
 
 def test_poll_of_no_entries_is_refused_by_the_shim():
     raw = ffi.new("struct ibv_wc[1]")
-    assert lib.rp_poll_cq(ffi.NULL, raw, 1, 0, 0) == -1
+    assert lib.rp_poll_cq(ffi.NULL, raw, ffi.NULL, 1, 0, 0) == -1
     assert ffi.errno == 22
 
 
@@ -238,6 +240,8 @@ MEMBERS = {
     "ibv_qp_attr_mask": (enums.QPAttrMask, "IBV_QP_"),
     "ibv_mig_state": (enums.MigState, "IBV_MIG_"),
     "ibv_access_flags": (enums.Access, "IBV_ACCESS_"),
+    "ib_uverbs_advise_mr_advice": (enums.AdviseMRAdvice, "IB_UVERBS_ADVISE_MR_ADVICE_"),
+    "ib_uverbs_advise_mr_flag": (enums.AdviseMRFlags, "IB_UVERBS_ADVISE_MR_FLAG_"),
     "ibv_mw_type": (enums.MWType, "IBV_MW_"),
     "ibv_srq_type": (enums.SRQType, "IBV_SRQT_"),
     "ibv_srq_attr_mask": (enums.SRQAttrMask, "IBV_SRQ_"),
@@ -259,14 +263,56 @@ MEMBERS = {
 }
 
 
+NEWER = {
+    "IBV_ACCESS_FLUSH_GLOBAL",
+    "IBV_ACCESS_FLUSH_PERSISTENT",
+    "IBV_EVENT_DEVICE_SPEED_CHANGE",
+    "IBV_ODP_SUPPORT_ATOMIC_WRITE",
+    "IBV_ODP_SUPPORT_FLUSH",
+    "IBV_WC_FLUSH",
+    "IBV_WR_FLUSH",
+}
+"""Members that the header of rdma-core 44 lacks."""
+
+
+@pytest.fixture(scope="session")
+def header(tmp_path_factory):
+    """The enumerations of the installed header, with their members' values."""
+    cc = os.environ.get("CC", "cc").split()
+    include = ["-x", "c", "-include", "infiniband/verbs.h", "-include", "stdio.h"]
+    if shutil.which(cc[0]) is None:
+        pytest.skip("there is no C compiler here")
+    text = subprocess.run(
+        [*cc, "-E", "-P", *include, "/dev/null"], capture_output=True, text=True, timeout=120
+    ).stdout
+    found = {
+        name: re.findall(r"(?:^|,)\s*(\w+)", body)
+        for name, body in re.findall(r"\benum (\w+) \{([^}]*)\}", text)
+        if name in MEMBERS
+    }
+    if not found:
+        pytest.skip("there are no headers of libibverbs here")
+    lines = [f'printf("%lld\\n", (long long){each});' for each in itertools.chain(*found.values())]
+    program = tmp_path_factory.mktemp("header") / "values"
+    subprocess.run(
+        [*cc, *include, "-o", program, "-"],
+        input=f"int main(void) {{ {' '.join(lines)} }}",
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    values = subprocess.run([program], capture_output=True, text=True, timeout=60).stdout.split()
+    numbers = map(int, values)
+    return {name: {each: next(numbers) for each in names} for name, names in found.items()}
+
+
 @pytest.mark.parametrize("name", sorted(MEMBERS))
-def test_enumeration_agrees_with_the_header(name):
-    """Every enumerator of the header that we declare is a member, with its value."""
+def test_enumeration_agrees_with_the_header(name, header):
     enumeration, prefix = MEMBERS[name]
-    header = ffi.typeof(f"enum {name}").relements
-    assert header
     ours = {prefix + member.name: member.value for member in enumeration}
-    assert {key: ours.get(key) for key in header} == dict(header)
+    both = ours.keys() & header[name].keys()
+    assert ours.keys() - both <= NEWER
+    assert {key: ours[key] for key in both} == {key: header[name][key] for key in both}
 
 
 INTERNAL = {"ibv_qp_init_attr_mask", "ibv_srq_init_attr_mask", "ibv_xrcd_init_attr_mask"}
@@ -274,7 +320,7 @@ INTERNAL = {"ibv_qp_init_attr_mask", "ibv_srq_init_attr_mask", "ibv_xrcd_init_at
 
 
 def test_every_declared_enumeration_is_compared():
-    assert set(declared("enum")) - INTERNAL == MEMBERS.keys()
+    assert set(declared("enum")) - INTERNAL <= MEMBERS.keys()
 
 
 @pytest.mark.parametrize("name", enums.__all__)

@@ -16,7 +16,7 @@ from support.threads import stopped, thread
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
-from rdmapost._binding import ffi, lib
+from rdmapost._binding import ffi
 from rdmapost.posting.rules import check_send_state
 from rdmapost.providers.software.state import objects
 from rdmapost.resources.device import provider_of
@@ -702,7 +702,7 @@ def test_queue_pair_whose_noted_state_is_stale_can_be_connected(connect, climb_f
     pair.a.post_recv(rp.RecvWR(pair.mine[:8], wr_id=1))
     attr = ffi.new("struct ibv_qp_attr *")
     attr.qp_state = QPState.RESET
-    provider_of(pair.a.context).modify_qp(struct_of(pair.a), attr, lib.IBV_QP_STATE)
+    provider_of(pair.a.context).modify_qp(struct_of(pair.a), attr, rp.QPAttrMask.STATE)
     pair.b.to_reset()
     if climb_first:
         pair.a.to_init()

@@ -64,11 +64,6 @@ PyObject *rp_raise_verbs(const char *verb, int code)
 	return NULL;
 }
 
-void rp_raise_nested(void)
-{
-	PyErr_SetString(rp_errors.error, "this thread is in the middle of a post to the same queue");
-}
-
 /* ---- signal handlers' exceptions ----------------------------------------- */
 
 /* Remove and return the first exception; NULL if none is left or the list cannot be shrunk. */

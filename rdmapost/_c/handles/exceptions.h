@@ -43,9 +43,6 @@ void rp_raise_forked(void);
 /* Raise VerbsError; returns NULL. */
 PyObject *rp_raise_verbs(const char *verb, int code);
 
-/* Raise RdmaError for a post in the middle of another post to the same queue. */
-void rp_raise_nested(void);
-
 /* Clear the current exception and return it, with its traceback; NULL if none is set. */
 PyObject *rp_take_exception(void);
 

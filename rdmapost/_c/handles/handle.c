@@ -28,35 +28,34 @@ static PyObject *handle_verb(PyObject *self, PyObject *args)
 	return result;
 }
 
-/* Return a new reference to an object that a handle holds, or NULL (no exception) if closed. */
-static PyObject *get_held(struct rp_handle *h, PyObject *const *held)
+/* Return a new reference to a handle's struct, or NULL (no exception) if closed. */
+static PyObject *struct_of(PyObject *self)
 {
-	PyObject *value;
+	struct rp_handle *h = (struct rp_handle *)self;
+	PyObject *cdata;
 
 	if (!rp_enter(h, 1))
 		return NULL;
-	value = Py_NewRef(*held);
+	cdata = Py_NewRef(h->cdata);
 	rp_leave(h, 1);
-	return value;
+	return cdata;
 }
 
 /* _open_struct(): return the struct, or raise ClosedError. */
 static PyObject *open_struct(PyObject *self, PyObject *unused)
 {
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *cdata = get_held(h, &h->cdata);
+	PyObject *cdata = struct_of(self);
 
 	(void)unused;
 	if (!cdata)
-		rp_raise_closed(h);
+		rp_raise_closed((struct rp_handle *)self);
 	return cdata;
 }
 
 /* The struct, or None if closed. */
 static PyObject *get_struct(PyObject *self, void *unused)
 {
-	struct rp_handle *h = (struct rp_handle *)self;
-	PyObject *cdata = get_held(h, &h->cdata);
+	PyObject *cdata = struct_of(self);
 
 	(void)unused;
 	return cdata ? cdata : Py_NewRef(Py_None);
@@ -136,19 +135,11 @@ static PyObject *get_key(PyObject *self, void *at)
 	return NULL;
 }
 
-static PyObject *get_form(PyObject *self, void *unused)
+/* A memory region's form, or the one that it replaced; `at` is the member's offset. */
+static PyObject *get_form(PyObject *self, void *at)
 {
-	PyObject *form = rp_get_now(self, &((struct rp_handle *)self)->form);
+	PyObject *form = rp_get_now(self, (const void *)((const char *)self + (size_t)at));
 
-	(void)unused;
-	return form ? form : Py_NewRef(Py_None);
-}
-
-static PyObject *get_replaced(PyObject *self, void *unused)
-{
-	PyObject *form = rp_get_now(self, &((struct rp_handle *)self)->replaced);
-
-	(void)unused;
 	return form ? form : Py_NewRef(Py_None);
 }
 
@@ -195,9 +186,7 @@ static int handle_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void handle_dealloc(PyObject *self)
 {
-	PyTypeObject *type = Py_TYPE(self);
 	struct rp_handle *h = (struct rp_handle *)self;
-	freefunc release_memory = (freefunc)PyType_GetSlot(type, Py_tp_free);
 
 	PyObject_GC_UnTrack(self);
 	if (state_of(h) == OPEN)
@@ -217,8 +206,7 @@ static void handle_dealloc(PyObject *self)
 		rp_unbind(h->bound);
 		rp_drop_binder(h->binder);
 	}
-	release_memory(self);
-	Py_DECREF(type);
+	rp_free(self);
 }
 
 static PyMethodDef handle_methods[] = {
@@ -252,8 +240,8 @@ static PyGetSetDef handle_getset[] = {
 	{ "_parents", get_parents, NULL, NULL, NULL },
 	{ "_lkey", get_key, NULL, NULL, (void *)offsetof(struct rp_handle, lkey) },
 	{ "_rkey", get_key, NULL, NULL, (void *)offsetof(struct rp_handle, rkey) },
-	{ "_form", get_form, NULL, NULL, NULL },
-	{ "_replaced", get_replaced, NULL, NULL, NULL },
+	{ "_form", get_form, NULL, NULL, (void *)offsetof(struct rp_handle, form) },
+	{ "_replaced", get_form, NULL, NULL, (void *)offsetof(struct rp_handle, replaced) },
 	{ "_unfinished", get_unfinished, NULL, NULL, NULL },
 	{ "_making", get_making, NULL, NULL, NULL },
 	{ "closed", get_closed, NULL, "Whether it has been closed.", NULL },
@@ -378,10 +366,6 @@ static PyObject *admit_children(PyObject *self, PyObject *args)
 static PyObject *defer_closes(PyObject *self, PyObject *handles)
 {
 	(void)self;
-	if (!PyList_Check(handles)) {
-		PyErr_SetString(PyExc_TypeError, "not a list of handles");
-		return NULL;
-	}
 	if (!rp_thread()->closing)
 		Py_RETURN_FALSE;
 	for (Py_ssize_t i = 0; i < PyList_Size(handles); i++) {

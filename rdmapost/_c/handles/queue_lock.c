@@ -25,7 +25,8 @@ int rp_acquire(struct rp_lock *lock)
 	if (rp_try_acquire(lock, rp_thread()))
 		return 0;
 	if (rp_owns(lock)) {
-		rp_raise_nested();
+		PyErr_SetString(rp_errors.error,
+				"this thread is in the middle of a post to the same queue");
 		return -1;
 	}
 	/* Any release after this sees the waiter. */
@@ -49,15 +50,9 @@ int rp_acquire(struct rp_lock *lock)
 
 void rp_wake(struct rp_lock *lock)
 {
-	unsigned int process = (unsigned int)(rp_thread()->mark >> 32), woken;
+	unsigned int process = (unsigned int)(rp_thread()->mark >> 32);
 
-#ifdef Py_GIL_DISABLED
-	woken = __atomic_exchange_n(&lock->woken, process, __ATOMIC_SEQ_CST);
-#else
-	woken = lock->woken;
-	lock->woken = process;
-#endif
-	if (woken != process)
+	if (__atomic_exchange_n(&lock->woken, process, __ATOMIC_SEQ_CST) != process)
 		PyThread_release_lock(lock->given);
 }
 

@@ -17,27 +17,20 @@ uint64_t rp_bind_clock(void)
  * value of a key's low byte; a window of type 1 has none.
  */
 struct key_counts {
-	uint64_t word; /* high half: binds posted; low half: invalidations seen, never more than the
-	binds */
+	/* High half: binds posted; low half: invalidations seen, never more than the binds. */
+	uint64_t word;
 	const void *binder; /* the last bind's, or SEVERAL */
 };
 
 enum { KEYS = 256 };
 static const char SEVERAL[1];
 
-static struct key_counts *counts_of_key(PyObject *counts, unsigned char key)
+static struct key_counts *counts_of_key(PyObject *all, unsigned char key)
 {
-	if (!counts || !PyBytes_CheckExact(counts) ||
-	    PyBytes_Size(counts) != (Py_ssize_t)(KEYS * sizeof(struct key_counts)))
+	if (!all || !PyBytes_CheckExact(all) ||
+	    PyBytes_Size(all) != (Py_ssize_t)(KEYS * sizeof(struct key_counts)))
 		return NULL;
-	return (struct key_counts *)(void *)PyBytes_AsString(counts) + key;
-}
-
-static uint64_t *word_of_key(PyObject *counts, unsigned char key)
-{
-	struct key_counts *found = counts_of_key(counts, key);
-
-	return found ? &found->word : NULL;
+	return (struct key_counts *)(void *)PyBytes_AsString(all) + key;
 }
 
 uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp_binder *binder)
@@ -57,20 +50,23 @@ uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp
 
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 {
-	uint64_t *word = word_of_key(mw->keeps, key), old = word ? RP_LOAD(word) : 0;
+	struct key_counts *counts = counts_of_key(mw->keeps, key);
+	uint64_t old = counts ? RP_LOAD(&counts->word) : 0;
 
 	/* If another bind was posted later, the window counts as bound for longer than it is. */
-	while (word && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
-	       !rp_swap_word(word, &old, old - (1ull << 32)))
+	while (counts && (uint32_t)(old >> 32) == number && (uint32_t)old != number &&
+	       !rp_swap_word(&counts->word, &old, old - (1ull << 32)))
 		;
 }
 
-void rp_count_invalidation(PyObject *counts, unsigned char key)
+void rp_count_invalidation(PyObject *all, unsigned char key)
 {
-	uint64_t *word = word_of_key(counts, key), old = word ? RP_LOAD(word) : 0;
+	struct key_counts *counts = counts_of_key(all, key);
+	uint64_t old = counts ? RP_LOAD(&counts->word) : 0;
 
-	while (word && (uint32_t)old != (uint32_t)(old >> 32) &&
-	       !rp_swap_word(word, &old, (old & ~(uint64_t)UINT32_MAX) | (uint32_t)(old + 1)))
+	while (counts && (uint32_t)old != (uint32_t)(old >> 32) &&
+	       !rp_swap_word(&counts->word, &old,
+			     (old & ~(uint64_t)UINT32_MAX) | (uint32_t)(old + 1)))
 		;
 }
 

@@ -44,8 +44,8 @@ uint32_t rp_number_bind(struct rp_handle *mw, unsigned char key, const struct rp
 /* Take back a bind that was not posted, or has failed. */
 void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number);
 
-/* Count the invalidation of a key in its window's `counts` (may be NULL). Runs no Python code. */
-void rp_count_invalidation(PyObject *counts, unsigned char key);
+/* Count the invalidation of a key in its window's counts (may be NULL). Runs no Python code. */
+void rp_count_invalidation(PyObject *all, unsigned char key);
 
 /* Record that a window bind has been posted to a handle's queue. */
 void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);

@@ -18,21 +18,9 @@ struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 	return ibv_reg_mr_iova2(pd, addr, length, (uintptr_t)addr, access);
 }
 
-int rp_advise_mr(struct ibv_pd *pd, unsigned int advice, uint32_t flags, struct ibv_sge *sg_list,
-		 uint32_t num_sge)
-{
-	if (!pd || (num_sge && !sg_list))
-		return EINVAL;
-	return ibv_advise_mr(pd, (enum ibv_advise_mr_advice)advice, flags, sg_list, num_sge);
-}
-
 struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
 			    struct ibv_comp_channel *channel, int comp_vector)
 {
-	if (!context) {
-		errno = EINVAL;
-		return NULL;
-	}
 	return ibv_create_cq(context, cqe, NULL, channel, comp_vector);
 }
 
@@ -46,13 +34,8 @@ struct ibv_cq *rp_create_cq_ex(struct ibv_context *context, int cqe,
 		.comp_vector = (uint32_t)comp_vector,
 		.wc_flags = IBV_WC_STANDARD_FLAGS | wc_flags,
 	};
-	struct ibv_cq_ex *cq;
+	struct ibv_cq_ex *cq = ibv_create_cq_ex(context, &attr);
 
-	if (!context) {
-		errno = EINVAL;
-		return NULL;
-	}
-	cq = ibv_create_cq_ex(context, &attr);
 	return cq ? ibv_cq_ex_to_cq(cq) : NULL;
 }
 
@@ -73,13 +56,8 @@ int rp_query_rt_values(struct ibv_context *context, uint64_t *raw_clock)
 int rp_get_async_event(struct ibv_context *context,
 		       struct ibv_async_event *event)
 {
-	int failed;
+	int failed = ibv_get_async_event(context, event);
 
-	if (!context || !event) {
-		errno = EINVAL;
-		return -1;
-	}
-	failed = ibv_get_async_event(context, event);
 	/* Acknowledge at once: an object with an unacknowledged event cannot be destroyed. */
 	if (!failed)
 		ibv_ack_async_event(event);

@@ -25,7 +25,6 @@
 #define E(F, name, parameters, arguments) F(int, name, parameters, arguments, EOPNOTSUPP)
 #define FUNCTIONS(F, V)                                                                           \
 	F(struct ibv_device **, ibv_get_device_list, (int *n), (n), NULL)                         \
-	F(const char *, ibv_get_device_name, (struct ibv_device *d), (d), NULL)                   \
 	F(__be64, ibv_get_device_guid, (struct ibv_device *d), (d), 0)                            \
 	F(struct ibv_context *, ibv_open_device, (struct ibv_device *d), (d), NULL)               \
 	E(F, ibv_close_device, (struct ibv_context *c), (c))                                      \

@@ -6,12 +6,6 @@ _Static_assert(sizeof(void *) == 8 && sizeof(unsigned long) == 8,
 _Static_assert(sizeof(struct ibv_wc) == 48, "struct ibv_wc has changed");
 _Static_assert(sizeof(struct ibv_wc_tm_info) == 16, "struct ibv_wc_tm_info has changed");
 
-/* An ordinary CQ or an extended one: exactly one is not NULL. */
-struct any_cq {
-	struct ibv_cq *cq;
-	struct ibv_cq_ex *cq_ex;
-};
-
 static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct rp_wc_ex *more)
 {
 	memset(wc, 0, sizeof(*wc));
@@ -44,41 +38,42 @@ static void read_completion(struct ibv_cq_ex *cq, struct ibv_wc *wc, struct rp_w
 		more->cvlan = ibv_wc_read_cvlan(cq);
 }
 
-static int poll_once(struct any_cq from, int max, struct ibv_wc *wc, struct rp_wc_ex *more)
+static int poll_once(struct ibv_cq *cq, int max, struct ibv_wc *wc, struct rp_wc_ex *more)
 {
+	struct ibv_cq_ex *extended = (struct ibv_cq_ex *)cq;
 	struct ibv_poll_cq_attr attr = {0};
 	int n;
 
-	if (from.cq)
-		return ibv_poll_cq(from.cq, max, wc);
+	if (!more)
+		return ibv_poll_cq(cq, max, wc);
 	/*
 	 * Poll each completion separately: when rxe's ibv_next_poll has found none, its
 	 * ibv_end_poll skips an entry (rdma-core pull request 1512), and in older releases also
 	 * unlocks the CQ a second time.
 	 */
 	for (n = 0; n < max; n++) {
-		int rc = ibv_start_poll(from.cq_ex, &attr);
+		int rc = ibv_start_poll(extended, &attr);
 
 		if (rc)
 			return n || rc == ENOENT ? n : -1;
-		read_completion(from.cq_ex, wc + n, more + n);
-		ibv_end_poll(from.cq_ex);
+		read_completion(extended, wc + n, more + n);
+		ibv_end_poll(extended);
 	}
 	return n;
 }
 
-static int poll_until(struct any_cq from, struct ibv_wc *wc,
-		      struct rp_wc_ex *more, int max, int min, int64_t spin_ns)
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, struct rp_wc_ex *more, int max, int min,
+	       int64_t spin_ns)
 {
 	int64_t end = 0;
 	int got = 0;
 
-	if (max < 1 || min > max) {
+	if (!cq || !wc || max < 1 || min > max) {
 		errno = EINVAL;
 		return -1;
 	}
 	for (;;) {
-		int n = poll_once(from, max - got, wc + got, more ? more + got : NULL);
+		int n = poll_once(cq, max - got, wc + got, more ? more + got : NULL);
 
 		if (n < 0 || n > max - got) {
 			/* Do not lose the completions polled before the failure. */
@@ -95,27 +90,4 @@ static int poll_until(struct any_cq from, struct ibv_wc *wc,
 		else if (rp_now_ns() >= end)
 			return got;
 	}
-}
-
-int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min, int64_t spin_ns)
-{
-	struct any_cq from = { .cq = cq };
-
-	if (!cq || !wc) {
-		errno = EINVAL;
-		return -1;
-	}
-	return poll_until(from, wc, NULL, max, min, spin_ns);
-}
-
-int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-		  struct rp_wc_ex *more, int max, int min, int64_t spin_ns)
-{
-	struct any_cq from = { .cq_ex = cq };
-
-	if (!cq || !wc || !more) {
-		errno = EINVAL;
-		return -1;
-	}
-	return poll_until(from, wc, more, max, min, spin_ns);
 }

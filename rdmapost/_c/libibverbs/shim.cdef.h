@@ -18,10 +18,6 @@ int rp_has_symbol(const char *name);
 struct ibv_mr *rp_reg_mr(struct ibv_pd *pd, void *addr, size_t length,
 			 unsigned int access);
 
-/* ibv_advise_mr, which the header defines only as an inline function. Returns 0 or an errno. */
-int rp_advise_mr(struct ibv_pd *pd, unsigned int advice, uint32_t flags, struct ibv_sge *sg_list,
-		 uint32_t num_sge);
-
 /* ibv_create_cq without a cq_context. */
 struct ibv_cq *rp_create_cq(struct ibv_context *context, int cqe,
 			    struct ibv_comp_channel *channel, int comp_vector);
@@ -73,14 +69,6 @@ struct rp_built_wr {
 /* ---- poll_cq.c: polling -------------------------------------------------- */
 
 /*
- * Poll up to `max` completions into `wc`, spinning for at most `spin_ns`
- * nanoseconds to get at least `min`. Returns the number polled, or -1
- * with errno set.
- */
-int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, int max, int min,
-	       int64_t spin_ns);
-
-/*
  * The extra fields of a completion from an extended CQ: a message's tag and sender's data; the
  * completion time; a packet's VLAN tag and the flow steering rule it matched.
  */
@@ -93,8 +81,10 @@ struct rp_wc_ex {
 };
 
 /*
- * The same for an extended CQ; `more` is as long as `wc`. Fields that the CQ does not
- * report are set to 0; pkey_index always is.
+ * Poll up to `max` completions into `wc`, spinning for at most `spin_ns` nanoseconds to get at
+ * least `min`. Returns the number polled, or -1 with errno set. For an extended CQ, `more` is as
+ * long as `wc`, and fields that the CQ does not report are set to 0, as pkey_index always is; for
+ * any other, `more` is NULL.
  */
-int rp_poll_cq_ex(struct ibv_cq_ex *cq, struct ibv_wc *wc,
-		  struct rp_wc_ex *more, int max, int min, int64_t spin_ns);
+int rp_poll_cq(struct ibv_cq *cq, struct ibv_wc *wc, struct rp_wc_ex *more, int max, int min,
+	       int64_t spin_ns);

@@ -34,19 +34,27 @@
 #undef ibv_poll_cq
 #undef ibv_req_notify_cq
 
-#define RP_EXPORT __attribute__((visibility("default")))
+/* Their names, parameters and arguments. */
+#define RP_SHIM(F)                                                                                \
+	F(ibv_post_send,                                                                          \
+	  (struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr),               \
+	  (qp, wr, bad_wr))                                                                       \
+	F(ibv_post_recv,                                                                          \
+	  (struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr),               \
+	  (qp, wr, bad_wr))                                                                       \
+	F(ibv_post_srq_recv,                                                                      \
+	  (struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr),             \
+	  (srq, wr, bad_wr))                                                                      \
+	F(ibv_post_srq_ops,                                                                       \
+	  (struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_ops_wr **bad_op),               \
+	  (srq, op, bad_op))                                                                      \
+	F(ibv_poll_cq, (struct ibv_cq *cq, int num_entries, struct ibv_wc *wc),                   \
+	  (cq, num_entries, wc))                                                                  \
+	F(ibv_req_notify_cq, (struct ibv_cq *cq, int solicited_only), (cq, solicited_only))
 
-RP_EXPORT int ibv_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr,
-			    struct ibv_send_wr **bad_wr);
-RP_EXPORT int ibv_post_recv(struct ibv_qp *qp, struct ibv_recv_wr *wr,
-			    struct ibv_recv_wr **bad_wr);
-RP_EXPORT int ibv_post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr,
-				struct ibv_recv_wr **bad_wr);
-RP_EXPORT int ibv_post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op,
-			       struct ibv_ops_wr **bad_op);
-RP_EXPORT int ibv_poll_cq(struct ibv_cq *cq, int num_entries,
-			  struct ibv_wc *wc);
-RP_EXPORT int ibv_req_notify_cq(struct ibv_cq *cq, int solicited_only);
+#define RP_DECLARE(name, parameters, arguments) \
+	__attribute__((visibility("default"))) int name parameters;
+RP_SHIM(RP_DECLARE)
 
 #include "libibverbs/shim.cdef.h"
 

@@ -1,10 +1,8 @@
 /*
  * The parts of <infiniband/verbs.h> that rdmapost uses, for cffi.
  *
- * Structs are declared in full, so that their layout is verified against the
- * header at build time; "...;" is used only where a struct is private beyond
- * the named fields or grows from release to release. Only enumerators that the
- * oldest supported header (rdma-core 44) has are listed; they are verified too.
+ * The layout of structs that are declared in full is verified against the header at build time;
+ * "...;" stands for private fields, those of newer releases, and those that rdmapost does not use.
  *
  * This is one file because it is a list, read next to the one header it describes, and because the
  * structs refer to each other: if it were split, the parts would have to be read in a fixed order.
@@ -26,12 +24,7 @@ struct ibv_gid_entry {
 };
 
 struct ibv_grh {
-	uint32_t version_tclass_flow;
-	uint16_t paylen;
-	uint8_t next_hdr;
-	uint8_t hop_limit;
-	union ibv_gid sgid;
-	union ibv_gid dgid;
+	...;
 };
 
 struct ibv_global_route {
@@ -54,115 +47,23 @@ struct ibv_ah_attr {
 
 /* ---- enumerations ------------------------------------------------------- */
 
-enum ibv_node_type { IBV_NODE_CA, IBV_NODE_RNIC, ... };
-enum ibv_transport_type {
-	IBV_TRANSPORT_UNKNOWN, IBV_TRANSPORT_IB, IBV_TRANSPORT_IWARP,
-	IBV_TRANSPORT_USNIC, IBV_TRANSPORT_USNIC_UDP,
-	IBV_TRANSPORT_UNSPECIFIED, ...
-};
-enum ibv_port_cap_flags {
-	IBV_PORT_SM, IBV_PORT_NOTICE_SUP, IBV_PORT_TRAP_SUP,
-	IBV_PORT_OPT_IPD_SUP, IBV_PORT_AUTO_MIGR_SUP, IBV_PORT_SL_MAP_SUP,
-	IBV_PORT_MKEY_NVRAM, IBV_PORT_PKEY_NVRAM, IBV_PORT_LED_INFO_SUP,
-	IBV_PORT_SYS_IMAGE_GUID_SUP, IBV_PORT_PKEY_SW_EXT_PORT_TRAP_SUP,
-	IBV_PORT_EXTENDED_SPEEDS_SUP, IBV_PORT_CAP_MASK2_SUP,
-	IBV_PORT_CM_SUP, IBV_PORT_SNMP_TUNNEL_SUP, IBV_PORT_REINIT_SUP,
-	IBV_PORT_DEVICE_MGMT_SUP, IBV_PORT_VENDOR_CLASS_SUP,
-	IBV_PORT_DR_NOTICE_SUP, IBV_PORT_CAP_MASK_NOTICE_SUP,
-	IBV_PORT_BOOT_MGMT_SUP, IBV_PORT_LINK_LATENCY_SUP,
-	IBV_PORT_CLIENT_REG_SUP, IBV_PORT_IP_BASED_GIDS, ...
-};
-enum ibv_odp_general_caps { IBV_ODP_SUPPORT, IBV_ODP_SUPPORT_IMPLICIT, ... };
-enum ibv_odp_transport_cap_bits {
-	IBV_ODP_SUPPORT_SEND, IBV_ODP_SUPPORT_RECV, IBV_ODP_SUPPORT_WRITE,
-	IBV_ODP_SUPPORT_READ, IBV_ODP_SUPPORT_ATOMIC,
-	IBV_ODP_SUPPORT_SRQ_RECV, ...
-};
-enum ibv_raw_packet_caps {
-	IBV_RAW_PACKET_CAP_CVLAN_STRIPPING, IBV_RAW_PACKET_CAP_SCATTER_FCS,
-	IBV_RAW_PACKET_CAP_IP_CSUM, IBV_RAW_PACKET_CAP_DELAY_DROP, ...
-};
-enum ibv_tm_cap_flags { IBV_TM_CAP_RC, ... };
-enum ibv_atomic_cap { IBV_ATOMIC_NONE, IBV_ATOMIC_HCA, IBV_ATOMIC_GLOB };
-enum ibv_mtu {
-	IBV_MTU_256, IBV_MTU_512, IBV_MTU_1024, IBV_MTU_2048, IBV_MTU_4096, ...
-};
-enum ibv_port_state {
-	IBV_PORT_NOP, IBV_PORT_DOWN, IBV_PORT_INIT, IBV_PORT_ARMED,
-	IBV_PORT_ACTIVE, IBV_PORT_ACTIVE_DEFER, ...
-};
-enum ibv_event_type {
-	IBV_EVENT_CQ_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR,
-	IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_COMM_EST, IBV_EVENT_SQ_DRAINED,
-	IBV_EVENT_PATH_MIG, IBV_EVENT_PATH_MIG_ERR, IBV_EVENT_DEVICE_FATAL,
-	IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR, IBV_EVENT_LID_CHANGE,
-	IBV_EVENT_PKEY_CHANGE, IBV_EVENT_SM_CHANGE, IBV_EVENT_SRQ_ERR,
-	IBV_EVENT_SRQ_LIMIT_REACHED, IBV_EVENT_QP_LAST_WQE_REACHED,
-	IBV_EVENT_CLIENT_REREGISTER, IBV_EVENT_GID_CHANGE, IBV_EVENT_WQ_FATAL,
-	...
-};
-enum ibv_wc_status {
-	IBV_WC_SUCCESS, IBV_WC_LOC_LEN_ERR, IBV_WC_LOC_QP_OP_ERR,
-	IBV_WC_LOC_EEC_OP_ERR, IBV_WC_LOC_PROT_ERR, IBV_WC_WR_FLUSH_ERR,
-	IBV_WC_MW_BIND_ERR, IBV_WC_BAD_RESP_ERR, IBV_WC_LOC_ACCESS_ERR,
-	IBV_WC_REM_INV_REQ_ERR, IBV_WC_REM_ACCESS_ERR, IBV_WC_REM_OP_ERR,
-	IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR,
-	IBV_WC_LOC_RDD_VIOL_ERR, IBV_WC_REM_INV_RD_REQ_ERR,
-	IBV_WC_REM_ABORT_ERR, IBV_WC_INV_EECN_ERR, IBV_WC_INV_EEC_STATE_ERR,
-	IBV_WC_FATAL_ERR, IBV_WC_RESP_TIMEOUT_ERR, IBV_WC_GENERAL_ERR,
-	IBV_WC_TM_ERR, IBV_WC_TM_RNDV_INCOMPLETE, ...
-};
-enum ibv_wc_opcode {
-	IBV_WC_SEND, IBV_WC_RDMA_WRITE, IBV_WC_RDMA_READ, IBV_WC_COMP_SWAP,
-	IBV_WC_FETCH_ADD, IBV_WC_BIND_MW, IBV_WC_LOCAL_INV, IBV_WC_TSO,
-	IBV_WC_RECV, IBV_WC_RECV_RDMA_WITH_IMM, IBV_WC_TM_ADD, IBV_WC_TM_DEL,
-	IBV_WC_TM_SYNC, IBV_WC_TM_RECV, IBV_WC_TM_NO_TAG, ...
-};
-enum ibv_wc_flags {
-	IBV_WC_GRH, IBV_WC_WITH_IMM, IBV_WC_IP_CSUM_OK, IBV_WC_WITH_INV,
-	IBV_WC_TM_SYNC_REQ, IBV_WC_TM_MATCH, IBV_WC_TM_DATA_VALID, ...
-};
-enum ibv_access_flags {
-	IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_WRITE,
-	IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_MW_BIND,
-	IBV_ACCESS_ZERO_BASED, IBV_ACCESS_ON_DEMAND, IBV_ACCESS_HUGETLB,
-	IBV_ACCESS_RELAXED_ORDERING, ...
-};
-enum ibv_mw_type { IBV_MW_TYPE_1, IBV_MW_TYPE_2, ... };
-enum ibv_srq_type { IBV_SRQT_BASIC, IBV_SRQT_XRC, IBV_SRQT_TM, ... };
-enum ibv_srq_attr_mask { IBV_SRQ_MAX_WR, IBV_SRQ_LIMIT, ... };
-enum ibv_qp_type {
-	IBV_QPT_RC, IBV_QPT_UC, IBV_QPT_UD, IBV_QPT_RAW_PACKET,
-	IBV_QPT_XRC_SEND, IBV_QPT_XRC_RECV, IBV_QPT_DRIVER, ...
-};
-enum ibv_qp_attr_mask {
-	IBV_QP_STATE, IBV_QP_CUR_STATE, IBV_QP_EN_SQD_ASYNC_NOTIFY,
-	IBV_QP_ACCESS_FLAGS, IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_QKEY,
-	IBV_QP_AV, IBV_QP_PATH_MTU, IBV_QP_TIMEOUT, IBV_QP_RETRY_CNT,
-	IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN, IBV_QP_MAX_QP_RD_ATOMIC,
-	IBV_QP_ALT_PATH, IBV_QP_MIN_RNR_TIMER, IBV_QP_SQ_PSN,
-	IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_PATH_MIG_STATE, IBV_QP_CAP,
-	IBV_QP_DEST_QPN, IBV_QP_RATE_LIMIT, ...
-};
-enum ibv_qp_state {
-	IBV_QPS_RESET, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPS_SQD,
-	IBV_QPS_SQE, IBV_QPS_ERR, IBV_QPS_UNKNOWN, ...
-};
-enum ibv_mig_state { IBV_MIG_MIGRATED, IBV_MIG_REARM, IBV_MIG_ARMED, ... };
-enum ibv_wr_opcode {
-	IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND,
-	IBV_WR_SEND_WITH_IMM, IBV_WR_RDMA_READ, IBV_WR_ATOMIC_CMP_AND_SWP,
-	IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_LOCAL_INV, IBV_WR_BIND_MW,
-	IBV_WR_SEND_WITH_INV, IBV_WR_TSO, IBV_WR_DRIVER1, ...
-};
-enum ibv_send_flags {
-	IBV_SEND_FENCE, IBV_SEND_SIGNALED, IBV_SEND_SOLICITED,
-	IBV_SEND_INLINE, IBV_SEND_IP_CSUM, ...
-};
-enum ibv_ops_wr_opcode {
-	IBV_WR_TAG_ADD, IBV_WR_TAG_DEL, IBV_WR_TAG_SYNC, ...
-};
-enum ibv_ops_flags { IBV_OPS_SIGNALED, IBV_OPS_TM_SYNC, ... };
+/* Their members are in rdmapost/enums.py. */
+enum ibv_node_type { ... };
+enum ibv_transport_type { ... };
+enum ibv_atomic_cap { ... };
+enum ibv_mtu { ... };
+enum ibv_port_state { ... };
+enum ibv_event_type { ... };
+enum ibv_wc_status { ... };
+enum ibv_wc_opcode { ... };
+enum ib_uverbs_advise_mr_advice { ... };
+enum ibv_mw_type { ... };
+enum ibv_srq_type { ... };
+enum ibv_qp_type { ... };
+enum ibv_qp_state { ... };
+enum ibv_mig_state { ... };
+enum ibv_wr_opcode { ... };
+enum ibv_ops_wr_opcode { ... };
 
 /* ---- devices and ports -------------------------------------------------- */
 
@@ -203,13 +104,9 @@ struct ibv_device_attr {
 	int max_mr;
 	int max_pd;
 	int max_qp_rd_atom;
-	int max_ee_rd_atom;
 	int max_res_rd_atom;
 	int max_qp_init_rd_atom;
-	int max_ee_init_rd_atom;
 	enum ibv_atomic_cap atomic_cap;
-	int max_ee;
-	int max_rdd;
 	int max_mw;
 	int max_raw_ipv6_qp;
 	int max_raw_ethy_qp;
@@ -217,14 +114,13 @@ struct ibv_device_attr {
 	int max_mcast_qp_attach;
 	int max_total_mcast_qp_attach;
 	int max_ah;
-	int max_fmr;
-	int max_map_per_fmr;
 	int max_srq;
 	int max_srq_wr;
 	int max_srq_sge;
 	uint16_t max_pkeys;
 	uint8_t local_ca_ack_delay;
 	uint8_t phys_port_cnt;
+	...;
 };
 
 struct ibv_port_attr {
@@ -258,8 +154,6 @@ void ibv_free_device_list(struct ibv_device **list);
 uint64_t ibv_get_device_guid(struct ibv_device *device);
 struct ibv_context *ibv_open_device(struct ibv_device *device);
 int ibv_close_device(struct ibv_context *context);
-int ibv_query_device(struct ibv_context *context,
-		     struct ibv_device_attr *device_attr);
 int ibv_query_gid(struct ibv_context *context, uint8_t port_num, int index,
 		  union ibv_gid *gid);
 ssize_t ibv_query_gid_table(struct ibv_context *context,
@@ -306,10 +200,6 @@ struct ibv_device_attr_ex {
 	uint32_t xrc_odp_caps;
 	uint32_t phys_port_cnt_ex;
 	...;
-};
-
-struct ibv_query_device_ex_input {
-	uint32_t comp_mask;
 };
 
 int ibv_query_device_ex(struct ibv_context *context,
@@ -372,6 +262,8 @@ int ibv_rereg_mr(struct ibv_mr *mr, int flags, struct ibv_pd *pd, void *addr, si
 		 int access);
 struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length, uint64_t iova,
 				 int fd, int access);
+int ibv_advise_mr(struct ibv_pd *pd, enum ib_uverbs_advise_mr_advice advice, uint32_t flags,
+		  struct ibv_sge *sg_list, uint32_t num_sge);
 struct ibv_mw *ibv_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type);
 int ibv_dealloc_mw(struct ibv_mw *mw);
 
@@ -405,7 +297,6 @@ struct ibv_comp_channel {
 struct ibv_cq {
 	struct ibv_context *context;
 	struct ibv_comp_channel *channel;
-	void *cq_context;
 	uint32_t handle;
 	int cqe;
 	...;
@@ -417,41 +308,11 @@ struct ibv_wc_tm_info {
 };
 
 struct ibv_cq_ex {
-	struct ibv_context *context;
-	struct ibv_comp_channel *channel;
-	void *cq_context;
-	uint32_t handle;
-	int cqe;
-	...;	/* one function for each field of a completion */
-};
-
-struct ibv_cq_init_attr_ex {
-	uint32_t cqe;
-	void *cq_context;
-	struct ibv_comp_channel *channel;
-	uint32_t comp_vector;
-	uint64_t wc_flags;
-	uint32_t comp_mask;
-	uint32_t flags;
 	...;
-};
-
-enum ibv_create_cq_wc_flags {
-	IBV_WC_EX_WITH_BYTE_LEN, IBV_WC_EX_WITH_IMM, IBV_WC_EX_WITH_QP_NUM,
-	IBV_WC_EX_WITH_SRC_QP, IBV_WC_EX_WITH_SLID, IBV_WC_EX_WITH_SL,
-	IBV_WC_EX_WITH_DLID_PATH_BITS, IBV_WC_EX_WITH_COMPLETION_TIMESTAMP,
-	IBV_WC_EX_WITH_CVLAN, IBV_WC_EX_WITH_FLOW_TAG, IBV_WC_EX_WITH_TM_INFO,
-	IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK,
-	...
 };
 
 struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context);
 int ibv_destroy_comp_channel(struct ibv_comp_channel *channel);
-struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
-			     void *cq_context,
-			     struct ibv_comp_channel *channel, int comp_vector);
-struct ibv_cq_ex *ibv_create_cq_ex(struct ibv_context *context,
-				   struct ibv_cq_init_attr_ex *cq_attr);
 int ibv_resize_cq(struct ibv_cq *cq, int cqe);
 int ibv_destroy_cq(struct ibv_cq *cq);
 int ibv_poll_cq(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
@@ -472,7 +333,6 @@ struct ibv_srq_init_attr {
 
 struct ibv_srq {
 	struct ibv_context *context;
-	void *srq_context;
 	struct ibv_pd *pd;
 	uint32_t handle;
 	...;
@@ -577,7 +437,6 @@ struct ibv_qp_attr {
 
 struct ibv_qp {
 	struct ibv_context *context;
-	void *qp_context;
 	struct ibv_pd *pd;
 	struct ibv_cq *send_cq;
 	struct ibv_cq *recv_cq;
@@ -601,7 +460,6 @@ enum ibv_qp_init_attr_mask {
 };
 
 struct ibv_qp_init_attr_ex {
-	void *qp_context;
 	struct ibv_cq *send_cq;
 	struct ibv_cq *recv_cq;
 	struct ibv_srq *srq;
@@ -611,7 +469,6 @@ struct ibv_qp_init_attr_ex {
 	uint32_t comp_mask;
 	struct ibv_pd *pd;
 	struct ibv_xrcd *xrcd;
-	uint32_t create_flags;
 	uint16_t max_tso_header;
 	uint64_t send_ops_flags;
 	...;

@@ -145,7 +145,7 @@ static const struct tensor *tensor_of(PyObject *keeper, int *read_only)
  * Creating objects may run arbitrary Python code, which could consume the capsule and free the
  * tensor, so the keeper is created first.
  */
-static PyObject *read_dlpack(PyObject *self, PyObject *capsule)
+PyObject *rp_read_dlpack(PyObject *self, PyObject *capsule)
 {
 	PyObject *keeper = consume(capsule), *shape = NULL, *strides = NULL;
 	const struct tensor *t;
@@ -166,14 +166,4 @@ static PyObject *read_dlpack(PyObject *self, PyObject *capsule)
 	Py_XDECREF(strides);
 	Py_XDECREF(keeper);
 	return NULL;
-}
-
-static PyMethodDef functions[] = {
-	{ "read_dlpack", read_dlpack, METH_O, NULL },
-	{ NULL, NULL, 0, NULL },
-};
-
-int rp_add_dlpack(PyObject *module)
-{
-	return PyModule_AddFunctions(module, functions);
 }

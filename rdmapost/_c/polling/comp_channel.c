@@ -1,10 +1,4 @@
-/*
- * The events of completion channels (ibv_get_cq_event(3)).
- */
-#include "polling/wc.h"
-
-#include <errno.h>
-
+/* The events of completion channels (ibv_get_cq_event(3)). */
 #include "handles/exceptions.h"
 #include "parts.h"
 
@@ -14,7 +8,7 @@
  * was no event. One call does all of this, because ibv_destroy_cq(3) would wait forever for an
  * event that an interrupt left unacknowledged.
  */
-static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
+PyObject *rp_get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	void *channel, *context;
 	PyObject *address;
@@ -41,14 +35,4 @@ static PyObject *get_cq_event(PyObject *self, PyObject *const *args, Py_ssize_t 
 		Py_XDECREF(address);
 	}
 	return failed ? NULL : Py_NewRef(Py_True);
-}
-
-static PyMethodDef functions[] = {
-	RP_METHOD(get_cq_event),
-	{ NULL, NULL, 0, NULL },
-};
-
-int rp_add_comp_channel(PyObject *module)
-{
-	return PyModule_AddFunctions(module, functions);
 }

@@ -44,7 +44,7 @@ static int64_t within(int64_t ns, int64_t deadline)
 static int begin_polling(const struct poller *p, PyObject *const *args, Py_ssize_t nargs,
 			 Py_ssize_t wanted, struct rp_use *use)
 {
-	if (nargs == wanted && (!rp_is_handle(args[0]) || !p->cq ||
+	if (nargs == wanted && (!rp_is_handle(args[0]) ||
 				((struct rp_handle *)args[0])->serial != p->cq)) {
 		PyErr_SetString(PyExc_TypeError, "expected a CQ");
 		return -1;
@@ -270,8 +270,7 @@ static int poll_batch(struct poller *p, const struct rp_handle *handle, int max,
 		return -ENOMEM;
 	thread = spin_ns ? PyEval_SaveThread() : NULL;
 	errno = 0;
-	n = p->wc_flags ? rp_poll_cq_ex(handle->address, wc, more, max, min, spin_ns) :
-			  rp_poll_cq(handle->address, wc, max, min, spin_ns);
+	n = rp_poll_cq(handle->address, wc, p->wc_flags ? more : NULL, max, min, spin_ns);
 	if (n < 0)
 		n = errno ? -errno : -EIO;
 	if (thread)
@@ -501,9 +500,7 @@ static RP_POLLER_METHOD(poll_now)
 
 	if (begin_polling(POLLER(self), args, nargs, 3, &use))
 		return NULL;
-	if (!PyList_Check(args[2]))
-		PyErr_SetString(PyExc_TypeError, "poll() takes a list");
-	else if (!read_count(args[1], "max_entries", &order.count))
+	if (!read_count(args[1], "max_entries", &order.count))
 		n = deliver(POLLER(self), use.handle, &order, args[2]);
 	rp_end_use(&use);
 	return n < 0 ? NULL : Py_NewRef(Py_None);
@@ -686,11 +683,10 @@ static RP_POLLER_METHOD(wait_for)
 		order.rows = view.buf;
 		reserve = reserve_number();
 	}
-	if ((order.rows && !reserve) ||
-	    read_count(args[1], "count", &order.count) ||
-	    read_count(args[2], "promised", &order.promised) ||
-	    rp_read_deadline(args[3], &deadline))
+	if ((order.rows && !reserve) || read_count(args[1], "count", &order.count))
 		goto out;
+	order.promised = (uint64_t)PyNumber_AsSsize_t(args[2], NULL);
+	deadline = rp_deadline_of(args[3]);
 	if (order.rows && order.count > (uint64_t)view.len / sizeof(struct ibv_wc)) {
 		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than count=%S rows", args[1]);
 		goto out;
@@ -775,8 +771,8 @@ static RP_POLLER_METHOD(fill)
 
 	if (begin_polling(p, args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
-	if (!read_count(args[1], "count", &order.count) &&
-	    !(arm == Py_True && ask_for_event(use.handle, 0)) &&
+	order.count = (uint64_t)PyNumber_AsSsize_t(args[1], NULL);
+	if (!(arm == Py_True && ask_for_event(use.handle, 0)) &&
 	    !(arm == Py_False && call_optional(p->drop_event)) &&
 	    !gather(p, use.handle, &order, NULL))
 		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :
@@ -805,8 +801,6 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	struct rp_completion *list = NULL;
 	int failed = 0;
 
-	if (!PyList_Check(wcs))
-		return PyErr_Format(PyExc_TypeError, "put_back() takes a list");
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
 		PyObject *wc = PyList_GetItem(wcs, i);
 		struct rp_completion *s;

@@ -123,11 +123,8 @@ static inline int call_optional(PyObject *function)
 
 /* ---- waiters.c ------------------------------------------------------------ */
 
-/*
- * Convert a timeout in seconds to a deadline; None becomes INT64_MAX. Returns 0, or -1 with an
- * exception.
- */
-int rp_read_deadline(PyObject *timeout, int64_t *deadline);
+/* Convert a timeout, a float of seconds, to a deadline; None becomes INT64_MAX. */
+int64_t rp_deadline_of(PyObject *timeout);
 /*
  * Wake each thread whose count is available and, if no thread leads, wake one to take the lead.
  * The lock is held.

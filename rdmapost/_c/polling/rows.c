@@ -3,10 +3,8 @@
 
 #include "handles/exceptions.h"
 #include "handles/thread.h"
-#include "parts.h"
 
-/* Python's check_rows(): raises TypeError if the buffer holds pointers that Python follows. */
-static PyObject *rows_checker;
+PyObject *rp_check_rows;
 
 /* The buffer format of numpy arrays of WC_DTYPE. */
 static const char WC_FORMAT[] =
@@ -66,7 +64,7 @@ static int export_checked(PyObject *buffer, Py_buffer *view)
 {
 	PyObject *memory = PyMemoryView_FromObject(buffer);
 	PyObject *checked =
-		memory ? PyObject_CallFunctionObjArgs(rows_checker, memory, NULL) : NULL;
+		memory ? PyObject_CallFunctionObjArgs(rp_check_rows, memory, NULL) : NULL;
 	int failed = !checked || export_rows(memory, view);
 
 	Py_XDECREF(checked);
@@ -103,23 +101,4 @@ int rp_get_rows(PyObject *buffer, Py_buffer *view)
 	PyBuffer_Release(view);
 	PyErr_SetString(PyExc_ValueError, "the buffer does not hold whole rows of 48 bytes");
 	return -1;
-}
-
-/* describe_rows(checker): the function that checks a buffer for rows of completions. */
-static PyObject *describe_rows(PyObject *self, PyObject *checker)
-{
-	(void)self;
-	if (!rows_checker)
-		rows_checker = Py_NewRef(checker); /* never released */
-	Py_RETURN_NONE;
-}
-
-static PyMethodDef functions[] = {
-	{ "describe_rows", describe_rows, METH_O, NULL },
-	{ NULL, NULL, 0, NULL },
-};
-
-int rp_add_rows(PyObject *module)
-{
-	return PyModule_AddFunctions(module, functions);
 }

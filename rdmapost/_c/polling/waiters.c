@@ -13,15 +13,12 @@
 /* In ms. Sleeps are limited because a signal just before a sleep does not interrupt it. */
 enum { LONGEST_SLEEP = 1000 };
 
-int rp_read_deadline(PyObject *timeout, int64_t *deadline)
+int64_t rp_deadline_of(PyObject *timeout)
 {
 	double seconds = timeout == Py_None ? INFINITY : PyFloat_AsDouble(timeout);
 
-	if (seconds == -1.0 && PyErr_Occurred())
-		return -1;
-	*deadline = seconds >= 1e9 ? INT64_MAX :
-				     rp_now_ns() + (seconds > 0 ? (int64_t)(seconds * 1e9) : 0);
-	return 0;
+	return seconds >= 1e9 ? INT64_MAX :
+				rp_now_ns() + (seconds > 0 ? (int64_t)(seconds * 1e9) : 0);
 }
 
 static void wake(struct waiter *w)
@@ -175,8 +172,7 @@ RP_POLLER_METHOD(rp_until)
 	if (begin(args, nargs, 5, &use))
 		return NULL;
 	fd = (int)PyLong_AsLong(args[1]);
-	if (PyErr_Occurred() || rp_read_deadline(args[3], &deadline))
-		goto out;
+	deadline = rp_deadline_of(args[3]);
 	/* An event loop whose tasks are gone gives up the lead. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && rp_notify_tasks(p))
 		goto out;
@@ -223,12 +219,9 @@ PyObject *rp_cancel_waits(PyObject *self, PyObject *for_good)
 {
 	struct poller *p = POLLER(self);
 
-	if (lock_poller(p))
-		return NULL;
 	if (for_good == Py_True)
 		RP_STORE(&p->refuses, 1);
 	RP_ADD(&p->cancels, 1);
-	unlock_poller(p);
 	return rp_wake_all(self, NULL);
 }
 

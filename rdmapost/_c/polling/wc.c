@@ -97,8 +97,6 @@ static int read_members(PyObject *dict, PyObject **members, long count)
 
 	while (PyDict_Next(dict, &at, &key, &value)) {
 		index = PyLong_AsLong(key);
-		if (PyErr_Occurred())
-			return -1;
 		if (index < 0 || index >= count) {
 			PyErr_SetString(PyExc_ValueError, "out of range");
 			return -1;
@@ -108,28 +106,25 @@ static int read_members(PyObject *dict, PyObject **members, long count)
 	return 0;
 }
 
-/* describe_wc(type, statuses, status_of, opcodes, opcode_of, flags, flag_type) */
+/*
+ * describe_wc(type, statuses, status_of, opcodes, opcode_of, flags, flag_type, check_rows): store
+ * these; never released
+ */
 static PyObject *describe_wc(PyObject *self, PyObject *args)
 {
-	PyObject *type, *statuses, *opcodes, *flags;
+	PyObject *statuses, *opcodes, *flags;
 
 	(void)self;
-	if (made_of.type) {
-		PyErr_SetString(PyExc_RuntimeError, "WC has already been described");
-		return NULL;
-	}
-	if (!PyArg_ParseTuple(args, "O!O!OO!OO!O", &PyType_Type, &type, &PyDict_Type, &statuses,
-			      &made_of.status_of, &PyDict_Type, &opcodes, &made_of.opcode_of,
-			      &PyDict_Type, &flags, &made_of.flag_type))
+	if (!PyArg_ParseTuple(args, "O!O!OO!OO!OO", &PyType_Type, &made_of.type, &PyDict_Type,
+			      &statuses, &made_of.status_of, &PyDict_Type, &opcodes,
+			      &made_of.opcode_of, &PyDict_Type, &flags, &made_of.flag_type,
+			      &rp_check_rows))
 		return NULL;
 	if (read_members(statuses, made_of.statuses, STATUSES) ||
 	    read_members(opcodes, made_of.opcodes, OPCODES) ||
 	    read_members(flags, made_of.flags, FLAGS))
 		return NULL;
-	made_of.type = Py_NewRef(type); /* none of these is ever released */
-	Py_INCREF(made_of.status_of);
-	Py_INCREF(made_of.opcode_of);
-	Py_INCREF(made_of.flag_type);
+	Py_INCREF(args); /* keeps them all forever */
 	Py_RETURN_NONE;
 }
 

@@ -17,6 +17,9 @@ struct rp_completion {
 /* Return a new WC, or NULL with an exception. */
 PyObject *rp_make_wc(const struct rp_completion *completion);
 
+/* Python's check_rows(): raises TypeError if the buffer holds pointers that Python follows. */
+RP_SHARED PyObject *rp_check_rows;
+
 /*
  * Export a buffer of whole rows; the caller must release it. Returns 0, or -1 with an exception.
  * The buffer's address is never NULL.

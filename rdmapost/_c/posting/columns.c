@@ -27,21 +27,12 @@
 
 enum { CHUNK = 128, COLUMNS = FIELDS + 3, SMALL = 512 };
 
-/* Every struct that is posted begins with these members. */
-struct head {
-	uint64_t wr_id;
-	void *next;
-	struct ibv_sge *sg_list;
-	int num_sge;
-};
 /* The part of struct ibv_send_wr that columns use. */
 struct send {
 	char used[offsetof(struct ibv_send_wr, bind_mw)];
 };
-_Static_assert(offsetof(struct ibv_send_wr, sg_list) == offsetof(struct head, sg_list) &&
-		       offsetof(struct ibv_recv_wr, sg_list) == offsetof(struct head, sg_list) &&
-		       sizeof(struct ibv_recv_wr) == sizeof(struct head),
-	       "work requests begin with something else");
+_Static_assert(offsetof(struct ibv_send_wr, sg_list) == offsetof(struct ibv_recv_wr, sg_list),
+	       "a struct ibv_send_wr does not begin like a struct ibv_recv_wr");
 
 /* values[i] is base + scale * the buffer's i-th number, and fits the field. */
 struct column {
@@ -60,7 +51,7 @@ struct columns {
 	PyObject *wr_id; /* as in struct rp_entry */
 	uint64_t signal_every;
 	size_t count, bad; /* number of rows; the first refused row */
-	int counted, used;
+	int used;
 	struct column *addr, *length; /* from blocks or ranges, or NULL */
 	struct post post;
 	struct column column[COLUMNS];
@@ -182,11 +173,6 @@ static void refuse_class(const char *text, PyTypeObject *class, PyObject *field)
 	Py_XDECREF(class_name);
 }
 
-static void no_field(const struct wr_type *type, PyObject *name)
-{
-	refuse_class("%V has no field %R", (PyTypeObject *)type->class, name);
-}
-
 /* Copy an exported buffer into a column. */
 static NOINLINE int read_view(struct columns *c, struct column *col, const Py_buffer *view)
 {
@@ -199,13 +185,12 @@ static NOINLINE int read_view(struct columns *c, struct column *col, const Py_bu
 		no_integers(col->name, view, format);
 		return -1;
 	}
-	if (c->counted && c->count != (size_t)view->shape[0]) {
+	if (c->used && c->count != (size_t)view->shape[0]) {
 		PyErr_Format(PyExc_ValueError, "the columns have different lengths: %U has %zd %s, %U "
 			     "has %zu", col->name, view->shape[0], view->shape[0] == 1 ? "row" : "rows",
 			     c->column[c->used - 1].name, c->count);
 		return -1;
 	}
-	c->counted = 1;
 	c->count = (size_t)view->shape[0];
 	if (make_values(c, col, c->count))
 		return -1;
@@ -347,9 +332,8 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 					  PyLong_FromUnsignedLongLong(number);
 		return c->wr_id ? 0 : -1;
 	}
-	if (name == signal_every && type->flags.name) {
+	if (name == signal_every && type->flags.name)
 		return read_one(c, name, given, 1, &c->signal_every);
-	}
 	if (name == type->flags.name)
 		return refuse_column(name, given) ? -1 : note_refusal(c, rp_read_number(&c->post, name, given, UINT32_MAX, &r->flags));
 	/* Keywords in source code are interned; others may not be. */
@@ -358,7 +342,7 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 	if (interned != name)
 		read = read_keyword(c, r, interned, given);
 	else
-		no_field(type, name);
+		refuse_class("%V has no field %R", (PyTypeObject *)type->class, name);
 	Py_DECREF(interned);
 	return read;
 }
@@ -410,11 +394,11 @@ static int read_all(struct columns *c, struct request *r, PyObject *const *given
 	}
 	if ((c->sg_list && read_local(c, r)) || rp_close_request(c->q, &c->post, r) < 0)
 		return -1;
-	if (!c->counted)
+	if (!c->used)
 		PyErr_SetString(PyExc_TypeError, "no column is given: all rows would be the same");
 	if (!c->wr_id)
 		c->wr_id = PyLong_FromLong(0);
-	return c->counted && c->wr_id ? 0 : -1;
+	return c->used && c->wr_id ? 0 : -1;
 }
 
 /* ---- checking, with the lock held -------------------------------------------- */
@@ -538,33 +522,6 @@ static uint64_t record(struct columns *c, const struct request *r, uint64_t *coo
 	return first;
 }
 
-/* A row's cookie, if the cookies are consecutive. */
-static inline uint64_t cookie_at(uint64_t first, size_t row)
-{
-	return (first & ~(uint64_t)UINT32_MAX) | ((first + row) & UINT32_MAX);
-}
-
-/*
- * Undo the records of the rows from `from` on. That frees none of their objects, because the
- * request has references to them too.
- */
-static void take_back(const struct columns *c, uint64_t first, const uint64_t *cookies,
-		      size_t from, size_t count)
-{
-	size_t each = in_one_entry(c, count - from);
-	struct rp_entry taken;
-
-	for (; count > from; count -= each) {
-		size_t row = count - each;
-
-		rp_unrecord(c->q->in_flight, cookies ? cookies[row] : cookie_at(first, row), each,
-			    &taken);
-		rp_unpin_all(taken.refs);
-		Py_XDECREF(taken.refs);
-		Py_XDECREF(taken.wr_id);
-	}
-}
-
 /* Write `count` numbers of a column, starting at row `from`, to structs or SGEs. */
 static void write_column(const struct column *col, char *to, size_t step, size_t from, size_t count)
 {
@@ -608,17 +565,17 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 	char *at = (char *)structs;
 
 	rp_link(&c->post, 0, 1);
-	memcpy(&send, c->post.structs + r->at, is_send ? sizeof(send) : sizeof(struct head));
+	memcpy(&send, c->post.structs + r->at, is_send ? sizeof(send) : sizeof(struct ibv_recv_wr));
 	if (c->addr)
 		sge = *rp_sges(&c->post, r);
 	for (size_t i = 0; i < max; i++, at += step) {
-		struct head *head = (void *)at;
+		struct ibv_recv_wr *head = (void *)at;
 
 		if (is_send)
 			*(struct send *)(void *)at = send;
 		else
 			memcpy(head, &send, sizeof(*head));
-		head->next = at + step;
+		head->next = (void *)(at + step);
 		if (c->addr) {
 			sges[i] = sge;
 			head->sg_list = &sges[i];
@@ -628,9 +585,9 @@ static NOINLINE struct outcome submit(const struct columns *c, const struct requ
 		size = count - *known < CHUNK ? count - *known : CHUNK;
 		at = (char *)structs;
 		for (size_t i = 0; i < size; i++, at += step)
-			((struct head *)(void *)at)->wr_id =
-				cookies ? cookies[*known + i] : cookie_at(cookie, *known + i);
-		((struct head *)(void *)(at - step))->next = NULL;
+			((struct ibv_recv_wr *)(void *)at)->wr_id =
+				cookies ? cookies[*known + i] : rp_cookie_at(cookie, *known + i);
+		((struct ibv_recv_wr *)(void *)(at - step))->next = NULL;
 		for (const struct column *col = c->column; col < c->column + c->used; col++)
 			if (col == c->addr || col == c->length)
 				write_column(col, (char *)sges, sizeof(*sges), *known, size);
@@ -676,7 +633,8 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 		outcome = submit(c, r, cookie, cookies, in, &known);
 	}
 	if (outcome.code)
-		take_back(c, cookie, cookies, known, in);
+		rp_unrecord_rest(c->q->in_flight, cookie, cookies, in_one_entry(c, in - known),
+				 known, in);
 	raised = rp_run_and_end_post(c->q, &posting, &c->post, known > 0);
 	PyMem_Free(cookies);
 	if (outcome.code)
@@ -730,11 +688,11 @@ static PyObject *post(PyObject *self, int verb, PyObject *const *args, Py_ssize_
 		c.wr_id = NULL;
 		c.addr = c.length = NULL;
 		c.signal_every = 1;
-		c.counted = c.used = 0;
+		c.used = 0;
 		c.count = 0;
 		c.bad = SIZE_MAX;
 		c.free = SMALL;
-		rp_begin_read(&c.post, Py_None);
+		rp_begin_read(&c.post);
 		r = rp_open_request(c.q, &c.post, NULL, c.type);
 		/* The only default that is not 0: FlushType.GLOBAL. */
 		if (r && c.type->opcode == RP_WR_FLUSH && c.q->verb == SEND)

@@ -1,8 +1,6 @@
 /* Records of posted work requests, which translate cookies into wr_ids (inflight.h). */
 #include "posting/inflight.h"
 
-#include <structmember.h>
-
 #include "handles/exceptions.h"
 #include "parts.h"
 #include "posting/wr_types.h"
@@ -407,6 +405,21 @@ void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct
 	RP_END();
 }
 
+void rp_unrecord_rest(struct rp_in_flight *q, uint64_t first, const uint64_t *cookies, size_t each,
+		      size_t from, size_t count)
+{
+	struct rp_entry taken;
+
+	for (; count > from; count -= each) {
+		size_t index = count - each;
+
+		rp_unrecord(q, cookies ? cookies[index] : rp_cookie_at(first, index), each, &taken);
+		rp_unpin_all(taken.refs);
+		Py_XDECREF(taken.refs);
+		Py_XDECREF(taken.wr_id);
+	}
+}
+
 /*
  * Drop the records of a queue's first `posted` work requests after the queue has been destroyed or
  * reset. A queue that completes in any order is never reset, so all its records are dropped.
@@ -450,15 +463,6 @@ static PyObject *value_of(struct rp_in_flight *q)
 	return Py_NewRef((PyObject *)q);
 #else
 	return PyCapsule_New(q, CAPSULE, NULL);
-#endif
-}
-
-static void invalidate(PyObject *value)
-{
-#ifdef Py_GIL_DISABLED
-	(void)value;
-#else
-	PyCapsule_SetName(value, NULL);
 #endif
 }
 
@@ -539,7 +543,7 @@ static void leave(struct rp_in_flight *q)
 		return;
 	q->queues = q->key = q->value = NULL;
 	if (capsule)
-		invalidate(capsule);
+		PyCapsule_SetName(capsule, NULL);
 	error = rp_save_error();
 	if (PyDict_DelItem(queues, key))
 		PyErr_Clear();
@@ -563,31 +567,28 @@ static void forget(PyObject *queues)
 }
 
 /*
- * own_queues(handle, *queues): closing the handle drops the queues' records, even if Python code
+ * own_queues(handle, queues): closing the handle drops the queues' records, even if Python code
  * fails.
  */
 static PyObject *own_queues(PyObject *module, PyObject *args)
 {
-	PyObject *queues = PyTuple_GetSlice(args, 1, PyTuple_Size(args));
-	struct rp_handle *h = (struct rp_handle *)PyTuple_GetItem(args, 0);
+	struct rp_handle *h;
+	PyObject *queues;
 	int good;
 
 	(void)module;
-	if (!queues || !h) {
-		Py_XDECREF(queues);
+	if (!PyArg_ParseTuple(args, "O!O!", rp_handle_type, &h, &PyTuple_Type, &queues))
 		return NULL;
-	}
-	good = rp_is_handle((PyObject *)h) && !h->queues;
+	good = !h->queues;
 	for (Py_ssize_t i = 0; good && i < PyTuple_Size(queues); i++)
 		good = PyObject_TypeCheck(PyTuple_GetItem(queues, i),
 					  (PyTypeObject *)rp_in_flight_type);
 	if (!good) {
-		Py_DECREF(queues);
 		PyErr_SetString(PyExc_TypeError, "not queues, or the handle already has some");
 		return NULL;
 	}
 	h->forget = forget;
-	h->queues = queues;
+	h->queues = Py_NewRef(queues);
 	Py_RETURN_NONE;
 }
 
@@ -723,45 +724,29 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 	return made;
 }
 
-static PyObject *peek(struct rp_in_flight *q, uint64_t cookie)
+/* peek_queues(queues, cookie): the wr_id of an outstanding work request, or None. */
+static PyObject *peek_queues(PyObject *module, PyObject *args)
 {
 	struct rp_entry *entry;
-	PyObject *wr_id = NULL;
+	struct rp_in_flight *q;
+	unsigned long long cookie;
+	PyObject *queues, *wr_id = NULL;
 	uint64_t within = 0;
 
+	(void)module;
+	if (!PyArg_ParseTuple(args, "O!K", &PyDict_Type, &queues, &cookie))
+		return NULL;
+	q = rp_find_queue(queues, cookie);
+	if (!q)
+		Py_RETURN_NONE;
 	RP_BEGIN(q);
 	entry = q->in_order ? outstanding(q, (cookie - q->done) & UINT32_MAX,
 					  &within) : find(q, cookie);
 	if (entry)
 		wr_id = wr_id_of(entry, within);
 	RP_END();
+	Py_DECREF((PyObject *)q);
 	return entry ? wr_id : Py_NewRef(Py_None);
-}
-
-/* peek(cookie): the caller's wr_id of an outstanding work request, or None. */
-static PyObject *in_flight_peek(PyObject *self, PyObject *arg)
-{
-	uint64_t cookie = PyLong_AsUnsignedLongLong(arg);
-
-	if (cookie == (uint64_t)-1 && PyErr_Occurred())
-		return NULL;
-	return peek((struct rp_in_flight *)self, cookie);
-}
-
-/* peek_queues(queues, cookie): the same, for the enrolled queue that has the cookie. */
-static PyObject *peek_queues(PyObject *module, PyObject *args)
-{
-	struct rp_in_flight *q;
-	unsigned long long cookie;
-	PyObject *queues, *wr_id;
-
-	(void)module;
-	if (!PyArg_ParseTuple(args, "O!K", &PyDict_Type, &queues, &cookie))
-		return NULL;
-	q = rp_find_queue(queues, cookie);
-	wr_id = q ? peek(q, cookie) : Py_NewRef(Py_None);
-	Py_XDECREF((PyObject *)q);
-	return wr_id;
 }
 
 static PyObject *in_flight_outstanding(PyObject *self, void *unused)
@@ -778,15 +763,8 @@ static PyObject *in_flight_posted(PyObject *self, void *unused)
 	return PyLong_FromUnsignedLongLong(((struct rp_in_flight *)self)->posted);
 }
 
-static PyObject *in_flight_number(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(((struct rp_in_flight *)self)->base >> 32);
-}
-
 static PyMethodDef in_flight_methods[] = {
 	{ "enroll", in_flight_enroll, METH_VARARGS, NULL },
-	{ "peek", in_flight_peek, METH_O, NULL },
 	{ "entry", in_flight_entry, METH_O, NULL },
 	{ "clear_until", in_flight_clear_until, METH_O,
 	  "Forget the first `posted` work requests: the queue has been reset since." },
@@ -796,7 +774,6 @@ static PyMethodDef in_flight_methods[] = {
 static PyGetSetDef in_flight_getset[] = {
 	{ "outstanding", in_flight_outstanding, NULL, NULL, NULL },
 	{ "posted", in_flight_posted, NULL, NULL, NULL },
-	{ "number", in_flight_number, NULL, NULL, NULL },
 	{ NULL, NULL, NULL, NULL, NULL },
 };
 
@@ -814,11 +791,15 @@ static PyType_Slot in_flight_slots[] = {
 
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs)
 {
-	struct rp_sent *sent = (struct rp_sent *)PyType_GenericAlloc(
-		(PyTypeObject *)rp_sent_type, 0);
+	struct rp_sent *sent = NULL;
 
-	if (!sent)
+	if (refs)
+		sent = (struct rp_sent *)PyType_GenericAlloc((PyTypeObject *)rp_sent_type, 0);
+	if (!sent) {
+		Py_XDECREF(wr_ids);
+		Py_XDECREF(refs);
 		return NULL;
+	}
 	sent->wr_ids = wr_ids;
 	sent->refs = refs;
 	rp_pin_all(refs);

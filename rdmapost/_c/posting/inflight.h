@@ -122,6 +122,12 @@ static inline uint64_t rp_record(struct rp_in_flight *q, struct rp_entry what)
 /* Return a new reference to what the latest entry holds if the queue completes in order, or NULL. */
 PyObject *rp_latest_refs(struct rp_in_flight *q);
 
+/* The cookie of the index-th of consecutive work requests, of which the first has `first`. */
+static inline uint64_t rp_cookie_at(uint64_t first, size_t index)
+{
+	return (first & ~(uint64_t)UINT32_MAX) | ((first + index) & UINT32_MAX);
+}
+
 /*
  * Undo the record of work requests that were not posted: the one with this cookie or, in a prepared
  * list, the last `count`, the first of which has this cookie. If that leaves nothing of the entry,
@@ -130,6 +136,14 @@ PyObject *rp_latest_refs(struct rp_in_flight *q);
  * is reset.
  */
 void rp_unrecord(struct rp_in_flight *q, uint64_t cookie, uint64_t count, struct rp_entry *taken);
+
+/*
+ * Undo the records of a prepared list's or a call's work requests from index `from` to `count`,
+ * `each` of which share an entry. Their cookies are in `cookies` or, if that is NULL, consecutive.
+ * That frees none of their objects: the caller has references to them too.
+ */
+void rp_unrecord_rest(struct rp_in_flight *q, uint64_t first, const uint64_t *cookies, size_t each,
+		      size_t from, size_t count);
 
 /*
  * Retire a work request that has completed with a status and, if the queue completes in order, all
@@ -187,7 +201,10 @@ struct rp_sent {
 
 RP_SHARED PyObject *rp_sent_type;
 
-/* Make a struct rp_sent, and pin the handles. Takes over the references, unless it fails. */
+/*
+ * Make a struct rp_sent, and pin the handles; NULL with an exception, also if `refs` is NULL. Takes
+ * over the references.
+ */
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs);
 
 #endif

@@ -9,7 +9,6 @@
 struct buffer {
 	PyObject_HEAD
 	Py_buffer view;
-	int exported; /* whether the view must be released */
 };
 
 PyObject *rp_make_buffer(PyObject *of)
@@ -22,7 +21,6 @@ PyObject *rp_make_buffer(PyObject *of)
 		Py_DECREF(b);
 		return NULL;
 	}
-	b->exported = 1;
 	return (PyObject *)b;
 }
 
@@ -64,11 +62,8 @@ static int buffer_traverse(PyObject *self, visitproc visit, void *arg)
 
 static void buffer_dealloc(PyObject *self)
 {
-	struct buffer *b = (struct buffer *)self;
-
 	PyObject_GC_UnTrack(self);
-	if (b->exported)
-		PyBuffer_Release(&b->view);
+	PyBuffer_Release(&((struct buffer *)self)->view);
 	rp_free(self);
 }
 

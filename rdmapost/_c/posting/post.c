@@ -163,12 +163,12 @@ static size_t in_one_entry(const struct post *post, size_t count)
 }
 
 /* Record a prepared list: its work requests have consecutive cookies. */
-static size_t record_list(struct work_queue *q, struct post *post, struct rp_sent *sent)
+static size_t record_list(struct work_queue *q, struct post *post, PyObject *sent)
 {
 	size_t each = in_one_entry(post, post->count);
 
 	for (size_t i = 0; i < post->count; i += each) {
-		struct rp_entry entry = { .wr_id = Py_NewRef((PyObject *)sent),
+		struct rp_entry entry = { .wr_id = Py_NewRef(sent),
 					  .count = (uint32_t)each, .row = (uint32_t)i,
 					  .state = RP_POSTED };
 		uint64_t cookie;
@@ -180,8 +180,7 @@ static size_t record_list(struct work_queue *q, struct post *post, struct rp_sen
 		}
 		cookie = rp_record(q->in_flight, entry);
 		for (size_t j = 0; j < each; j++)
-			struct_of(post, i + j)->wr_id = (cookie & ~(uint64_t)UINT32_MAX) |
-							((cookie + j) & UINT32_MAX);
+			struct_of(post, i + j)->wr_id = rp_cookie_at(cookie, j);
 	}
 	return post->count;
 }
@@ -235,13 +234,10 @@ static void take_back_each(struct work_queue *q, struct post *post, size_t count
 
 static void take_back_list(struct work_queue *q, const struct post *post, int64_t posted)
 {
-	size_t left = post->count, each = in_one_entry(post, left - (size_t)posted);
-	struct rp_entry taken;
-
-	for (; posted >= 0 && left > (size_t)posted; left -= each) {
-		rp_unrecord(q->in_flight, struct_of(post, left - each)->wr_id, each, &taken);
-		Py_XDECREF(taken.wr_id); /* the list holds it too */
-	}
+	if (posted >= 0)
+		rp_unrecord_rest(q->in_flight, struct_of(post, 0)->wr_id, NULL,
+				 in_one_entry(post, post->count - (size_t)posted), (size_t)posted,
+				 post->count);
 }
 
 /* Store windows' new keys in their structs, where drivers read the key that a bind replaces. */
@@ -260,7 +256,7 @@ static void put_keys(const struct post *post, size_t count)
 
 static PyObject *wrs_of(const struct post *post)
 {
-	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->one);
+	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->requests->wr);
 }
 
 static PyObject *posted_name, *notes_name;
@@ -329,10 +325,9 @@ PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObje
 		why->sge.lkey), wrs);
 }
 
-PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post)
+void rp_raise_list_closed(const struct post *post)
 {
-	return raised(PyObject_CallMethod((PyObject *)q, "_list_closed", "n",
-					  (Py_ssize_t)post->count), NULL);
+	PyErr_Format(rp_errors.closed, "the prepared list of %zu is closed", post->count);
 }
 
 /* Set each posted TAG_ADD's handle, even if one fails; returns the first exception, or NULL. */
@@ -349,12 +344,12 @@ static PyObject *give_handles(struct work_queue *q, struct post *post, int64_t i
 			continue;
 		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, r->serial,
 					 op->tm.handle);
-		if (tag && !PyObject_SetAttrString(r->wr, "handle", tag))
-			;
-		else if (first)
-			PyErr_Clear();
-		else
-			first = rp_take_exception();
+		if (!tag || PyObject_SetAttrString(r->wr, "handle", tag)) {
+			if (first)
+				PyErr_Clear();
+			else
+				first = rp_take_exception();
+		}
 		Py_XDECREF(tag);
 	}
 	return first;
@@ -374,7 +369,7 @@ static PyObject *raise_failure(struct work_queue *q, struct rp_handle *owner, Py
  * all of them, sets `*rule`.
  */
 static inline Py_ssize_t check_and_record(struct work_queue *q, struct rp_handle *owner,
-					  struct post *post, struct rp_sent *sent, size_t count,
+					  struct post *post, PyObject *sent, size_t count,
 					  const char **rule)
 {
 	if (!q->ready)
@@ -409,7 +404,7 @@ static PyObject *answer(PyObject *raised, const struct post *post, int64_t poste
 }
 
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
-		       struct rp_sent *const *sent)
+		       PyObject *const *sent)
 {
 	struct outcome outcome = { 0, 0 };
 	const char *rule = NULL;
@@ -442,7 +437,7 @@ PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct pos
 	else if (rule)
 		rp_raise_refusal(q, owner, wrs, &(struct refusal){ .rule = rule }, index, 0);
 	else if (!open)
-		rp_raise_list_closed(q, post);
+		rp_raise_list_closed(post);
 	return answer(raised, post, outcome.posted);
 }
 
@@ -531,21 +526,34 @@ struct work_queue *rp_queue_of(PyObject *owner, int verb)
 	return NULL;
 }
 
-/* Post a work request, or a sequence of them. */
+/*
+ * Post a work request, or a sequence of them. The last two are as in struct post: whether
+ * ibv_bind_mw() posts it.
+ */
+static PyObject *read_and_post(struct work_queue *q, PyObject *owner, PyObject *wrs, int type_1,
+			       int sure)
+{
+	PyObject *answer = NULL;
+	struct post post;
+
+	if (rp_enter_call())
+		return NULL;
+	if (!rp_read(q, wrs, &post)) {
+		post.type_1 = type_1;
+		post.sure = sure;
+		answer = post_read(q, (struct rp_handle *)owner, &post);
+	}
+	rp_free_post(&post);
+	rp_leave_call();
+	return answer;
+}
+
 static PyObject *post_to(PyObject *owner, int verb, PyObject *wrs)
 {
 	struct work_queue *q = rp_queue_of(owner, verb);
-	PyObject *answer;
-	struct post post;
+	PyObject *answer = q ? read_and_post(q, owner, wrs, 0, 0) : NULL;
 
-	if (!q || rp_enter_call()) {
-		Py_XDECREF((PyObject *)q);
-		return NULL;
-	}
-	answer = rp_read(q, wrs, &post) ? NULL : post_read(q, (struct rp_handle *)owner, &post);
-	rp_free_post(&post);
-	rp_leave_call();
-	Py_DECREF((PyObject *)q);
+	Py_XDECREF((PyObject *)q);
 	return answer;
 }
 
@@ -563,26 +571,16 @@ METHOD(rp_post_srq_ops, SRQ_OPS)
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct work_queue *q = (struct work_queue *)self;
-	PyObject *object, *wr, *answer = NULL;
-	struct post post;
+	PyObject *owner, *wr;
 	int sure;
 
-	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &object, &wr, &sure))
+	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &owner, &wr, &sure))
 		return NULL;
 	if (!q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
 		return NULL;
 	}
-	if (rp_enter_call())
-		return NULL;
-	if (!rp_read(q, wr, &post)) {
-		post.type_1 = 1;
-		post.sure = sure;
-		answer = post_read(q, (struct rp_handle *)object, &post);
-	}
-	rp_free_post(&post);
-	rp_leave_call();
-	return answer;
+	return read_and_post(q, owner, wr, 1, sure);
 }
 
 /* ---- the type ------------------------------------------------------------ */
@@ -614,18 +612,18 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 				 "max_tso_header", "max_num_tags", "wr_types",
 				 NULL };
 	struct work_queue *q = (struct work_queue *)self;
-	unsigned long long room, pd, max_msg_size, max_inline, max_header,
-		max_tags;
 	PyObject *in_flight, *wr_types;
+	uint64_t pd;
 
 	if (q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pKKppppiKKKKO!", names, &q->verb,
-		    rp_in_flight_type, &in_flight, &q->checked, &pd, &room, &q->datagram, &q->xrc,
-		    &q->binds, &q->builds, &q->max_sge, &max_msg_size, &max_inline, &max_header,
-		    &max_tags, &PyTuple_Type, &wr_types) ||
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pkkppppikkkkO!", names, &q->verb,
+		    rp_in_flight_type, &in_flight, &q->checked, &pd, &q->room, &q->datagram,
+		    &q->xrc, &q->binds, &q->builds, &q->max_sge, &q->max_msg_size,
+		    &q->max_inline_data, &q->max_tso_header, &q->max_num_tags, &PyTuple_Type,
+		    &wr_types) ||
 	    read_wr_types(q, wr_types))
 		return -1;
 	if (q->verb < SEND || q->verb > SRQ_OPS) {
@@ -635,11 +633,6 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	if (rp_init_lock(&q->lock))
 		return -1;
 	q->pd = (void *)(uintptr_t)pd;
-	q->room = room;
-	q->max_msg_size = max_msg_size;
-	q->max_inline_data = max_inline;
-	q->max_tso_header = max_header;
-	q->max_num_tags = max_tags;
 	q->in_flight = (struct rp_in_flight *)Py_NewRef(in_flight);
 	return 0;
 }
@@ -667,16 +660,13 @@ static void queue_dealloc(PyObject *self)
  */
 static PyObject *queue_set_ready(PyObject *self, PyObject *args)
 {
-	PyObject *ready, *resets = NULL;
-	int now;
+	PyObject *resets = NULL;
+	int ready;
 
-	if (!PyArg_ParseTuple(args, "O|O!", &ready, &PyDict_Type, &resets))
-		return NULL;
-	now = PyObject_IsTrue(ready);
-	if (now < 0)
+	if (!PyArg_ParseTuple(args, "p|O!", &ready, &PyDict_Type, &resets))
 		return NULL;
 	/* No other thread can begin a reset between reading the dict and setting `ready`. */
-	((struct work_queue *)self)->ready = now && !(resets && PyDict_Size(resets));
+	((struct work_queue *)self)->ready = ready && !(resets && PyDict_Size(resets));
 	Py_RETURN_NONE;
 }
 

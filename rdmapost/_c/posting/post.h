@@ -30,16 +30,16 @@ struct work_queue *rp_queue_of(PyObject *owner, int verb);
 void rp_link(const struct post *post, size_t index, size_t count);
 
 /*
- * Post a prepared list; `*sent` holds the wr_ids and references that the post carries, and is NULL
- * once the list is closed. Returns None, or NULL with an exception.
+ * Post a prepared list; `*sent`, a struct rp_sent, holds the wr_ids and references that the post
+ * carries, and is NULL once the list is closed. Returns None, or NULL with an exception.
  */
 PyObject *rp_post_list(struct work_queue *q, struct rp_handle *owner, struct post *post,
-		       struct rp_sent *const *sent);
+		       PyObject *const *sent);
 
 /* Have Python raise a PostError or, if `posted` is -1, a TypeError or ValueError; returns NULL. */
 PyObject *rp_raise_refusal(struct work_queue *q, struct rp_handle *owner, PyObject *wrs,
 			   const struct refusal *why, size_t index, Py_ssize_t posted);
-PyObject *rp_raise_list_closed(struct work_queue *q, const struct post *post);
+void rp_raise_list_closed(const struct post *post);
 
 /* Begin to use the queue's owner, and acquire the queue's lock; 0, or -1 with an exception. */
 struct rp_posting {

@@ -8,11 +8,9 @@
 #include "posting/post.h"
 
 #include <endian.h>
-#include <structmember.h>
 
 #include "parts.h"
 #include "posting/rules.h"
-#include "posting/sge.h"
 
 /*
  * Any code can find a list through the garbage collector, even before the list is complete or after
@@ -21,8 +19,8 @@
 enum { NEW, MAKING, REFUSED, WHOLE };
 
 /*
- * In a WHOLE list, `sent`, `sg_lists`, and each request's `refs` and `wr_id` can change. They
- * change with the queue's lock held, so that a post sees all of a change or none of it, and inside
+ * In a WHOLE list, `sent`, and each request's `refs`, `sges` and `wr_id` can change. They change
+ * with the queue's lock held, so that a post sees all of a change or none of it, and inside
  * RP_BEGIN(list). References to them are also taken inside RP_BEGIN(list).
  */
 struct prepared {
@@ -30,8 +28,7 @@ struct prepared {
 	struct work_queue *queue;
 	struct rp_handle *owner;
 	uint64_t state;
-	struct rp_sent *sent; /* NULL once the list is closed */
-	PyObject **sg_lists; /* for each work request: an SGE, a tuple of SGEs, or NULL */
+	PyObject *sent; /* the struct rp_sent of the next post; NULL once the list is closed */
 	struct post post;
 };
 
@@ -58,7 +55,7 @@ static int is_whole(struct prepared *p)
 static int is_open(struct prepared *p)
 {
 	if (!RP_LOAD(&p->sent))
-		rp_raise_list_closed(p->queue, &p->post);
+		rp_raise_list_closed(&p->post);
 	else if (!rp_is_here(p->owner))
 		rp_raise_closed(p->owner);
 	else
@@ -67,35 +64,21 @@ static int is_open(struct prepared *p)
 }
 
 /*
- * Start using an open list's queue, so that closes are deferred while a change to the list still
- * needs the old references. 0, or -1 with an exception.
- */
-static int begin_change(struct prepared *p, struct rp_use *use)
-{
-	if (!is_open(p))
-		return -1;
-	if (!rp_begin_use(p->owner, use))
-		return 0;
-	rp_raise_closed(p->owner);
-	return -1;
-}
-
-/*
- * Return a new reference to the rp_sent of the next post; NULL with an exception if the list is
+ * Return a new reference to what the next post carries; NULL with an exception if the list is
  * closed.
  */
-static struct rp_sent *get_sent(struct prepared *p)
+static PyObject *get_sent(struct prepared *p)
 {
 	PyObject *sent;
 
 	if (!is_open(p))
 		return NULL;
 	RP_BEGIN(p);
-	sent = Py_XNewRef((PyObject *)p->sent);
+	sent = Py_XNewRef(p->sent);
 	RP_END();
 	if (!sent)
-		rp_raise_list_closed(p->queue, &p->post);
-	return (struct rp_sent *)sent;
+		rp_raise_list_closed(&p->post);
+	return sent;
 }
 
 /* ---- preparing ----------------------------------------------------------- */
@@ -109,7 +92,7 @@ static Py_ssize_t check_all(struct prepared *p)
 	for (size_t i = 0; i < readable; i++) {
 		struct request *r = &post->requests[i];
 
-		if (r->type->opcode == IBV_WR_BIND_MW && p->queue->verb == SEND)
+		if (r->type->opcode == IBV_WR_BIND_MW)
 			rp_refuse(post, "bind_prepared", 0);
 		else if (rp_check(p->queue, p->owner, post, r))
 			continue;
@@ -123,18 +106,6 @@ static PyObject *held_until_done(const struct prepared *p, const struct request 
 	PyObject *refs = rp_held_until_done(p->queue, r);
 
 	return refs ? refs : Py_None;
-}
-
-/* Takes over the references, any of which may be NULL. */
-static PyObject *pack_sent(PyObject *wr_ids, PyObject *refs)
-{
-	PyObject *sent = wr_ids && refs ? rp_make_sent(wr_ids, refs) : NULL;
-
-	if (!sent) {
-		Py_XDECREF(wr_ids);
-		Py_XDECREF(refs);
-	}
-	return sent;
 }
 
 /*
@@ -152,7 +123,7 @@ static PyObject *make_sent(const struct prepared *p)
 	refs = wr_ids ? PyTuple_New(count) : NULL;
 	for (Py_ssize_t i = 0; refs && i < count; i++)
 		PyTuple_SetItem(refs, i, Py_NewRef(held_until_done(p, &p->post.requests[i])));
-	return pack_sent(wr_ids, refs);
+	return rp_make_sent(wr_ids, refs);
 }
 
 /* Return a copy of a tuple with `other` at an index, or the tuple itself if `other` is NULL. */
@@ -179,22 +150,7 @@ static PyObject *change_sent(const struct rp_sent *from, size_t index, PyObject 
 {
 	PyObject *wr_ids = with(from->wr_ids, index, wr_id);
 
-	return pack_sent(wr_ids, wr_ids ? with(from->refs, index, refs) : NULL);
-}
-
-static int keep_sg_lists(struct prepared *p)
-{
-	p->sg_lists = PyMem_Calloc(p->post.count, sizeof(PyObject *));
-	if (!p->sg_lists) {
-		PyErr_NoMemory();
-		return -1;
-	}
-	for (size_t i = 0; i < p->post.count; i++) {
-		p->sg_lists[i] = rp_make_sges(&p->post, &p->post.requests[i]);
-		if (!p->sg_lists[i])
-			return -1;
-	}
-	return 0;
+	return rp_make_sent(wr_ids, wr_ids ? with(from->refs, index, refs) : NULL);
 }
 
 /* Make the parts of a list other than its work requests; 0, or -1 with an exception. */
@@ -209,9 +165,12 @@ static int make_whole(struct prepared *p)
 		PyErr_SetString(PyExc_ValueError, "no queue holds so many work requests");
 		return -1;
 	}
-	if (keep_sg_lists(p))
-		return -1;
-	p->sent = (struct rp_sent *)make_sent(p);
+	for (size_t i = 0; i < p->post.count; i++) {
+		p->post.requests[i].sges = rp_make_sges(&p->post, &p->post.requests[i]);
+		if (!p->post.requests[i].sges)
+			return -1;
+	}
+	p->sent = make_sent(p);
 	return p->sent ? 0 : -1;
 }
 
@@ -264,12 +223,11 @@ static int prepared_traverse(PyObject *self, visitproc visit, void *arg)
 	Py_VISIT(Py_TYPE(self));
 	Py_VISIT((PyObject *)p->queue);
 	Py_VISIT((PyObject *)p->owner);
-	Py_VISIT((PyObject *)p->sent);
+	Py_VISIT(p->sent);
 	Py_VISIT(p->post.wrs);
 	for (size_t i = 0; i < p->post.count; i++) {
 		Py_VISIT(p->post.requests[i].refs);
-		if (p->sg_lists)
-			Py_VISIT(p->sg_lists[i]);
+		Py_VISIT(p->post.requests[i].sges);
 	}
 	return 0;
 }
@@ -281,20 +239,19 @@ static int release_held(PyObject *self)
 	PyObject *sent, *wrs;
 
 	RP_BEGIN(p);
-	sent = swap((PyObject **)(void *)&p->sent, NULL);
+	sent = swap(&p->sent, NULL);
 	wrs = swap(&p->post.wrs, NULL);
 	RP_END();
 	for (size_t i = 0; i < p->post.count; i++) {
 		struct request *r = &p->post.requests[i];
-		PyObject *refs, *sges = NULL;
+		PyObject *refs, *sges;
 		int pinned;
 
 		RP_BEGIN(p);
 		refs = swap(&r->refs, NULL);
+		sges = swap(&r->sges, NULL);
 		pinned = r->pinned;
 		r->pinned = 0;
-		if (p->sg_lists)
-			sges = swap(&p->sg_lists[i], NULL);
 		RP_END();
 		if (pinned)
 			rp_unpin_all(refs);
@@ -352,9 +309,7 @@ static void prepared_dealloc(PyObject *self)
 
 	PyObject_GC_UnTrack(self);
 	release_held(self);
-	PyMem_Free(p->sg_lists);
-	if (p->queue)
-		rp_free_post(&p->post);
+	rp_free_post(&p->post);
 	Py_XDECREF((PyObject *)p->queue);
 	Py_XDECREF((PyObject *)p->owner);
 	rp_free(self);
@@ -388,7 +343,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	if (rp_acquire(&p->queue->lock))
 		return NULL;
 	RP_BEGIN(p);
-	sent = swap((PyObject **)(void *)&p->sent, NULL);
+	sent = swap(&p->sent, NULL);
 	RP_END();
 	rp_release(&p->queue->lock);
 	if (sent)
@@ -412,19 +367,26 @@ static Py_ssize_t prepared_length(PyObject *self)
 	return is_whole(p) ? (Py_ssize_t)p->post.count : -1;
 }
 
+/* A whole list's work request; NULL with an exception. */
+static struct request *request_at(PyObject *list, size_t index)
+{
+	struct prepared *p = (struct prepared *)list;
+
+	if (!is_whole(p))
+		return NULL;
+	if (index < p->post.count)
+		return &p->post.requests[index];
+	PyErr_SetString(PyExc_IndexError, "no such work request");
+	return NULL;
+}
+
 /* The class of a work request in the list. */
 static PyObject *prepared_type_of(PyObject *self, PyObject *arg)
 {
-	struct prepared *p = (struct prepared *)self;
 	size_t index = PyLong_AsSize_t(arg);
+	const struct request *r = PyErr_Occurred() ? NULL : request_at(self, index);
 
-	if ((index == (size_t)-1 && PyErr_Occurred()) || !is_whole(p))
-		return NULL;
-	if (index >= p->post.count) {
-		PyErr_SetString(PyExc_IndexError, "no such work request");
-		return NULL;
-	}
-	return Py_NewRef(p->post.requests[index].type->class);
+	return r ? Py_NewRef(r->type->class) : NULL;
 }
 
 /* Whether `refs` is the object, or a tuple that contains it. */
@@ -486,7 +448,7 @@ static PyType_Slot prepared_slots[] = {
 struct item {
 	PyObject_HEAD
 	struct prepared *list;
-	size_t index;
+	struct request *request;
 };
 
 static PyObject *item_type;
@@ -494,24 +456,23 @@ static PyObject *item_type;
 static int item_init(PyObject *self, PyObject *args, PyObject *kwargs)
 {
 	struct item *item = (struct item *)self;
+	struct request *request;
 	PyObject *list;
 	Py_ssize_t index;
 
 	(void)kwargs;
-	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index) ||
-	    !is_whole((struct prepared *)list))
+	if (!PyArg_ParseTuple(args, "O!n", prepared_type, &list, &index))
+		return -1;
+	request = request_at(list, (size_t)index);
+	if (!request)
 		return -1;
 	/* Reading the index may have run code that initialised the item. */
 	if (item->list) {
 		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
-	if (index < 0 || (size_t)index >= ((struct prepared *)list)->post.count) {
-		PyErr_SetString(PyExc_IndexError, "no such work request");
-		return -1;
-	}
+	item->request = request;
 	item->list = (struct prepared *)Py_NewRef(list);
-	item->index = (size_t)index;
 	return 0;
 }
 
@@ -543,7 +504,7 @@ static PyObject *get_wr(struct prepared *p, const struct request *r, PyObject **
 		*refs = Py_XNewRef(r->refs);
 	RP_END();
 	if (!wr)
-		rp_raise_list_closed(p->queue, &p->post);
+		rp_raise_list_closed(&p->post);
 	return wr;
 }
 
@@ -587,9 +548,7 @@ static int read_value(struct prepared *p, const struct request *r, const struct 
 		PyErr_Format(PyExc_AttributeError, "%U cannot be deleted", name);
 		return -1;
 	}
-	if (!is_open(p))
-		return -1;
-	if (rp_enter_call())
+	if (!is_open(p) || rp_enter_call())
 		return -1;
 	post.refusal = (struct refusal){ .rule = NULL };
 	read = rp_read_number(&post, name, value, field ? field->max : UINT64_MAX, number);
@@ -612,23 +571,45 @@ static PyObject *item_wr_id(PyObject *self, void *unused)
 	if (!item->list)
 		Py_RETURN_NONE;
 	RP_BEGIN(item->list);
-	wr_id = Py_NewRef(item->list->post.requests[item->index].wr_id);
+	wr_id = Py_NewRef(item->request->wr_id);
 	RP_END();
 	return wr_id;
 }
 
-/* Replace a wr_id if the list still has `from`. Returns whether it has, or -1 with an exception. */
-static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct rp_sent *from)
+/* Put an SGE list into the place of one of the same length. */
+static void put_sges(struct prepared *p, struct request *r, const struct post *post)
 {
-	PyObject *sent = change_sent(from, index, *wr_id, NULL);
+	struct request *new = post->requests;
+	size_t count = (size_t)r->num_sge;
+
+	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
+	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
+	/* The handles in both are pinned. */
+	new->refs = swap(&r->refs, new->refs);
+}
+
+/*
+ * If the list still has `from`, store a wr_id or, if `post` is not NULL, check what was read into
+ * it, and store its SGEs or refuse them. `*object`, the wr_id or the SGEs, is then what was stored
+ * before. Returns 1; 0 if the list has changed; or -1 with an exception.
+ */
+static int try_change(struct prepared *p, struct request *r, PyObject **object, struct post *post,
+		      PyObject *from)
+{
+	PyObject *sent = change_sent((struct rp_sent *)from, (size_t)(r - p->post.requests),
+				     post ? NULL : *object,
+				     post ? held_until_done(p, post->requests) : NULL);
 	int same = -1;
 
 	if (sent && !rp_acquire(&p->queue->lock)) {
+		/* No Python code runs from here until all of the change is in place. */
 		RP_BEGIN(p);
 		same = p->sent == from;
-		if (same) {
-			sent = swap((PyObject **)(void *)&p->sent, sent);
-			*wr_id = swap(&p->post.requests[index].wr_id, *wr_id);
+		if (same && (!post || rp_check(p->queue, p->owner, post, post->requests))) {
+			if (post)
+				put_sges(p, r, post);
+			sent = swap(&p->sent, sent);
+			*object = swap(post ? &r->sges : &r->wr_id, *object);
 		}
 		RP_END();
 		rp_release(&p->queue->lock);
@@ -637,36 +618,48 @@ static int put_wr_id(struct prepared *p, size_t index, PyObject **wr_id, struct 
 	return same;
 }
 
-static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
+/* Change a work request, as try_change() does; 0, or -1 with an exception. */
+static int change(struct prepared *p, struct request *r, PyObject **object, struct post *post)
 {
-	struct item *item = (struct item *)self;
-	struct prepared *p = item->list;
-	const struct request *r;
-	struct rp_sent *from;
-	PyObject *wr_id;
 	struct rp_use use;
-	uint64_t number;
+	PyObject *from;
 	int done = 0;
 
-	(void)unused;
-	if (!p)
-		return refuse_change(p, "wr_id");
-	r = &p->post.requests[item->index];
-	if (read_value(p, r, NULL, value, &number))
+	if (!is_open(p))
 		return -1;
-	wr_id = PyLong_FromUnsignedLongLong(number);
-	if (!wr_id || begin_change(p, &use)) {
-		Py_XDECREF(wr_id);
+	/* Closes are deferred while the change still needs the old references. */
+	if (rp_begin_use(p->owner, &use)) {
+		rp_raise_closed(p->owner);
 		return -1;
 	}
 	while (!done) {
 		from = get_sent(p);
-		done = from ? put_wr_id(p, item->index, &wr_id, from) : -1;
-		Py_XDECREF((PyObject *)from);
+		done = from ? try_change(p, r, object, post, from) : -1;
+		Py_XDECREF(from);
 	}
-	Py_DECREF(wr_id);
+	if (post)
+		rp_unpin_requests(post);
 	rp_end_use(&use);
 	return done > 0 ? 0 : -1;
+}
+
+static int item_set_wr_id(PyObject *self, PyObject *value, void *unused)
+{
+	struct item *item = (struct item *)self;
+	struct prepared *p = item->list;
+	PyObject *wr_id;
+	uint64_t number;
+	int failed;
+
+	(void)unused;
+	if (!p)
+		return refuse_change(p, "wr_id");
+	if (read_value(p, item->request, NULL, value, &number))
+		return -1;
+	wr_id = PyLong_FromUnsignedLongLong(number);
+	failed = wr_id ? change(p, item->request, &wr_id, NULL) : -1;
+	Py_XDECREF(wr_id);
+	return failed;
 }
 
 static PyObject *item_sg_list(PyObject *self, void *unused)
@@ -678,7 +671,7 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 	if (!item->list)
 		return PyTuple_New(0);
 	RP_BEGIN(item->list);
-	sges = Py_XNewRef(item->list->sg_lists[item->index]);
+	sges = Py_XNewRef(item->request->sges);
 	RP_END();
 	if (sges && rp_has_type(sges, rp_known.sge))
 		return rp_make_tuple((PyObject *)&PyTuple_Type, &sges, 1);
@@ -686,9 +679,8 @@ static PyObject *item_sg_list(PyObject *self, void *unused)
 }
 
 /* Replace an SGE with one of the same region; returns 0 for another region or a refused SGE. */
-static int put_sge(struct prepared *p, size_t index, PyObject *value)
+static int put_sge(struct prepared *p, struct request *r, PyObject *value)
 {
-	struct request *r = &p->post.requests[index];
 	struct ibv_sge *sge = rp_sges(&p->post, r), old, new;
 	struct rp_posting posting;
 	int same;
@@ -708,7 +700,7 @@ static int put_sge(struct prepared *p, size_t index, PyObject *value)
 		same = rp_check_again(p->queue, p->owner, &p->post, r);
 	}
 	if (same)
-		value = swap(&p->sg_lists[index], Py_NewRef(value));
+		value = swap(&r->sges, Py_NewRef(value));
 	else
 		*sge = old;
 	p->post.refusal.rule = NULL;
@@ -719,77 +711,24 @@ static int put_sge(struct prepared *p, size_t index, PyObject *value)
 	return same;
 }
 
-/* Replace an SGE list with one of the same length; the queue's lock is held. */
-static void put_sges(struct prepared *p, size_t index, struct post *post, PyObject **sent,
-		     PyObject **sges)
-{
-	struct request *r = &p->post.requests[index], *new = post->requests;
-	size_t count = (size_t)r->num_sge;
-
-	RP_BEGIN(p);
-	memcpy(rp_sges(&p->post, r), rp_sges(post, new), count * sizeof(struct ibv_sge));
-	memcpy(p->post.owners + r->owners, post->owners, count * sizeof(PyObject *));
-	/* The handles in both are pinned. */
-	new->refs = swap(&r->refs, new->refs);
-	*sent = swap((PyObject **)(void *)&p->sent, *sent);
-	*sges = swap(&p->sg_lists[index], *sges);
-	RP_END();
-}
-
-/*
- * If the list still has `from`, check the new SGEs, and store or refuse them. Returns 1; 0 if the
- * list has changed; or -1 with an exception.
- */
-static int try_sges(struct prepared *p, size_t index, struct post *post, PyObject **sges,
-		    struct rp_sent *from)
-{
-	struct request *new = post->requests;
-	PyObject *sent = change_sent(from, index, NULL, held_until_done(p, new));
-	struct rp_posting posting;
-	int same = -1;
-
-	if (sent && !rp_begin_post(p->queue, p->owner, &posting)) {
-		same = p->sent == from;
-		/*
-		 * No Python code runs from here until the new SGEs and their references are in
-		 * place.
-		 */
-		if (same && rp_check(p->queue, p->owner, post, new))
-			put_sges(p, index, post, &sent, sges);
-		rp_end_post(p->queue, &posting);
-	}
-	Py_XDECREF(sent);
-	return same;
-}
-
 /* Read and check a new SGE list, and replace the old one with it; 0, or -1 with an exception. */
-static int change_sges(struct prepared *p, size_t index, PyObject *value, struct post *post)
+static int change_sges(struct prepared *p, struct request *r, PyObject *value, struct post *post)
 {
-	const struct request *r = &p->post.requests[index], *new = post->few;
-	struct rp_sent *from;
-	struct rp_use use;
+	const struct request *new = post->few;
 	PyObject *sges;
-	int done = 0;
+	int failed;
 
-	if (rp_reread_sges(&p->post, index, value, post))
+	if (rp_reread_sges(&p->post, r, value, post))
 		return -1;
 	if (!post->refusal.rule && new->num_sge != r->num_sge) {
 		rp_refuse(post, "other_num_sge", (uint64_t)new->num_sge);
 		post->refusal.b = (uint64_t)r->num_sge;
 	}
 	if (!post->refusal.rule) {
-		if (begin_change(p, &use))
-			return -1;
 		sges = rp_make_sges(post, new);
-		while (sges && !done) {
-			from = get_sent(p);
-			done = from ? try_sges(p, index, post, &sges, from) : -1;
-			Py_XDECREF((PyObject *)from);
-		}
+		failed = sges ? change(p, r, &sges, post) : -1;
 		Py_XDECREF(sges);
-		rp_unpin_requests(post);
-		rp_end_use(&use);
-		if (done < 1)
+		if (failed)
 			return -1;
 	}
 	return post->refusal.rule ? refuse_value(p, r, &post->refusal) : 0;
@@ -800,25 +739,23 @@ static int item_set_sg_list(PyObject *self, PyObject *value, void *unused)
 	struct item *item = (struct item *)self;
 	struct prepared *p = item->list;
 	PyObject *wr, *refs;
-	const struct request *r;
 	struct post post;
 	int failed;
 
 	(void)unused;
 	if (!p || !value)
 		return refuse_change(p, "sg_list");
-	if (put_sge(p, item->index, value))
+	if (put_sge(p, item->request, value))
 		return 0;
-	r = &p->post.requests[item->index];
 	/* Reading may run code that closes the list; `wr` and `refs` keep its objects alive. */
 	if (rp_enter_call())
 		return -1;
-	wr = get_wr(p, r, &refs);
+	wr = get_wr(p, item->request, &refs);
 	if (!wr) {
 		rp_leave_call();
 		return -1;
 	}
-	failed = change_sges(p, item->index, value, &post);
+	failed = change_sges(p, item->request, value, &post);
 	rp_free_post(&post);
 	Py_XDECREF(refs);
 	Py_DECREF(wr);
@@ -884,15 +821,13 @@ static const struct field *place(struct number *n, PyObject *object, void **at)
 	struct item *item = (struct item *)object;
 	const struct wr_type *type;
 	const struct field *field;
-	struct request *r;
 
 	if (PyObject_TypeCheck(object, (PyTypeObject *)item_type) && item->list) {
-		r = &item->list->post.requests[item->index];
-		type = r->type;
+		type = item->request->type;
 		field = type->class == n->class && n->index >= 0 && n->index < type->fields ?
 				&type->field[n->index] : NULL;
 		if (field && (field->what == NUMBER || field->what == NETWORK)) {
-			*at = item->list->post.structs + r->at + field->at;
+			*at = item->list->post.structs + item->request->at + field->at;
 			return field;
 		}
 	}
@@ -932,7 +867,7 @@ static int number_set(PyObject *self, PyObject *object, PyObject *value)
 	if (!field)
 		return -1;
 	p = ((struct item *)object)->list;
-	r = &p->post.requests[((struct item *)object)->index];
+	r = ((struct item *)object)->request;
 	if ((!value || !RP_LOAD(&p->sent) || !rp_is_here(p->owner) ||
 	     !rp_read_int(value, field->max, &number) ||
 	     rp_rule_of_number(p->queue, r->type, field, number)) &&

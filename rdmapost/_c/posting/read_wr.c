@@ -116,65 +116,49 @@ static inline int read_attribute(struct post *post, const struct request *r,
 /* ---- room --------------------------------------------------------------- */
 
 /*
- * Return a larger copy of `array`, and free `array` unless it is `small`; or NULL with an
- * exception.
+ * Make room for `more` elements of `each` bytes behind the first `used` of the array to which `at`
+ * points, and free the old array unless it is `small`; 1, or -1 with an exception.
  */
-static void *enlarge(void *array, void *small, size_t used, size_t *size, size_t wanted, size_t each)
+static int enlarge(void *at, const void *small, size_t used, size_t more, size_t *size, size_t each)
 {
-	size_t more = 4 * *size;
-	void *new;
+	size_t room = 4 * *size;
+	void *old, *new;
 
-	while (more < wanted)
-		more *= 4;
-	new = PyMem_Malloc(more * each);
-	if (!new)
-		return PyErr_NoMemory();
-	memcpy(new, array, used * each);
-	if (array != small)
-		PyMem_Free(array);
-	*size = more;
-	return new;
+	while (room < used + more)
+		room *= 4;
+	new = PyMem_Malloc(room * each);
+	if (!new) {
+		PyErr_NoMemory();
+		return -1;
+	}
+	memcpy(&old, at, sizeof(old));
+	memcpy(new, old, used * each);
+	memcpy(at, &new, sizeof(new));
+	if (old != small)
+		PyMem_Free(old);
+	*size = room;
+	return 1;
+}
+
+static inline int room_for(void *at, const void *small, size_t used, size_t more, size_t *size,
+			   size_t each)
+{
+	return *size - used >= more ? 1 : enlarge(at, small, used, more, size, each);
 }
 
 /* Make room for more bytes of structs; 1, or -1 with an exception. */
 static inline int room_for_bytes(struct post *post, size_t bytes)
 {
-	char *structs;
-
-	if (post->size - post->used >= bytes)
-		return 1;
-	structs = enlarge(post->structs, post->small, post->used, &post->size, post->used + bytes,
-			  1);
-	if (!structs)
-		return -1;
-	post->structs = structs;
-	return 1;
+	return room_for(&post->structs, post->small, post->used, bytes, &post->size, 1);
 }
 
 /* Make room for more SGEs; 1, or -1 with an exception. */
 static inline int room_for_sges(struct post *post, size_t count)
 {
-	PyObject **owners;
-
-	if (post->owner_room - post->owned < count) {
-		owners = enlarge(post->owners, post->few_owners, post->owned, &post->owner_room,
-				 post->owned + count, sizeof(*owners));
-		if (!owners)
-			return -1;
-		post->owners = owners;
-	}
+	if (room_for(&post->owners, post->few_owners, post->owned, count, &post->owner_room,
+		     sizeof(*post->owners)) < 0)
+		return -1;
 	return room_for_bytes(post, count * sizeof(struct ibv_sge));
-}
-
-static inline struct request *room_for_request(struct post *post)
-{
-	struct request *r = post->requests;
-
-	if (post->count == post->capacity)
-		r = enlarge(r, post->few, post->count, &post->capacity, post->count + 1, sizeof(*r));
-	if (r)
-		post->requests = r;
-	return r ? r + post->count : NULL;
 }
 
 /* ---- what a work request holds ------------------------------------------- */
@@ -191,14 +175,9 @@ static int hold(struct post *post, PyObject *object)
 	while (i > oldest)
 		if (post->holds[--i] == object)
 			return 1;
-	if (post->holding == post->hold_room) {
-		PyObject **more = enlarge(post->holds, post->few_holds, post->holding,
-					  &post->hold_room, post->holding + 1, sizeof(*more));
-
-		if (!more)
-			return -1;
-		post->holds = more;
-	}
+	if (room_for(&post->holds, post->few_holds, post->holding, 1, &post->hold_room,
+		     sizeof(*post->holds)) < 0)
+		return -1;
 	post->holds[post->holding++] = Py_NewRef(object);
 	return 1;
 }
@@ -286,8 +265,7 @@ static int read_sge(struct post *post, PyObject *from, struct ibv_sge *sge)
 	for (int i = 0; i < 3; i++) {
 		uint64_t max = i ? UINT32_MAX : UINT64_MAX;
 		PyObject *value = rp_item(from, i);
-		int read = rp_read_int(value, max, &number[i]) ? 1 :
-			   rp_read_number(post, sge_names[i], value, max, &number[i]);
+		int read = rp_read_number(post, sge_names[i], value, max, &number[i]);
 
 		if (read < 1)
 			return read;
@@ -415,6 +393,25 @@ int rp_read_object(struct post *post, struct request *r, const struct field *fie
 	}
 }
 
+/* Read a wr_id as an int. */
+static inline int read_wr_id(struct post *post, const struct request *r, const struct rp_slot *slot,
+			     PyObject **wr_id)
+{
+	PyObject *value = peek(r, slot);
+	uint64_t number = 0;
+	int read;
+
+	if (value && PyLong_CheckExact(value) && rp_read_int(value, UINT64_MAX, &number)) {
+		*wr_id = Py_NewRef(value);
+		return 1;
+	}
+	PyErr_Clear();
+	read = read_attribute(post, r, slot, UINT64_MAX, &number);
+	if (read > 0)
+		*wr_id = PyLong_FromUnsignedLongLong(number);
+	return read > 0 && !*wr_id ? -1 : read;
+}
+
 static int read_field(struct post *post, struct request *r, const struct field *field)
 {
 	uint64_t number = 0;
@@ -429,10 +426,7 @@ static int read_field(struct post *post, struct request *r, const struct field *
 			rp_put_number(field, post->structs + r->at + field->at, number);
 		return read;
 	case TAGGED_WR_ID:
-		read = read_attribute(post, r, &field->slot, field->max, &number);
-		if (read > 0)
-			r->wr_id_of_tag = PyLong_FromUnsignedLongLong(number);
-		return read > 0 && !r->wr_id_of_tag ? -1 : read;
+		return read_wr_id(post, r, &field->slot, &r->wr_id_of_tag);
 	default:
 		if (peek(r, &field->slot) == Py_None && field->what != HEADER)
 			return 1;
@@ -443,34 +437,16 @@ static int read_field(struct post *post, struct request *r, const struct field *
 	}
 }
 
-static int read_wr_id(struct post *post, struct request *r)
-{
-	const struct rp_slot *slot = &r->type->wr_id;
-	PyObject *value = peek(r, slot);
-	uint64_t number = 0;
-	int read;
-
-	if (value && PyLong_CheckExact(value) && rp_read_int(value, UINT64_MAX, &number)) {
-		r->wr_id = Py_NewRef(value);
-		return 1;
-	}
-	PyErr_Clear();
-	read = read_attribute(post, r, slot, UINT64_MAX, &number);
-	if (read > 0)
-		r->wr_id = PyLong_FromUnsignedLongLong(number);
-	return read > 0 && !r->wr_id ? -1 : read;
-}
-
 /* Write the fields that every struct of a verb has. */
-static void put_head(int verb, char *at, const struct request *r)
+static void put_head(char *at, const struct request *r)
 {
-	if (verb == SEND) {
+	if (r->type->verb == SEND) {
 		struct ibv_send_wr *wr = (void *)at;
 
 		wr->opcode = (enum ibv_wr_opcode)r->type->opcode;
 		wr->send_flags = (unsigned int)r->flags;
 		wr->num_sge = r->num_sge;
-	} else if (verb == SRQ_OPS) {
+	} else if (r->type->verb == SRQ_OPS) {
 		struct ibv_ops_wr *wr = (void *)at;
 
 		wr->opcode = (enum ibv_ops_wr_opcode)r->type->opcode;
@@ -485,11 +461,12 @@ struct request *rp_open_request(struct work_queue *q, struct post *post, PyObjec
 				const struct wr_type *type)
 {
 	size_t size = rp_heads[q->verb].size, half = offsetof(struct request, cookie);
-	struct request *r = room_for_request(post);
+	struct request *r;
 
-	if (!r || room_for_bytes(post, size) < 0)
+	if (room_for(&post->requests, post->few, post->count, 1, &post->capacity, sizeof(*r)) < 0 ||
+	    room_for_bytes(post, size) < 0)
 		return NULL;
-	post->count++;
+	r = &post->requests[post->count++];
 	/*
 	 * Clear it in halves: to clear it in one piece, GCC would use "rep stos", which takes
 	 * longer than the rest of this function.
@@ -513,7 +490,7 @@ int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 		shared = post->count > 1 ? Py_XNewRef(r[-1].refs) : rp_latest_refs(q->in_flight);
 	if (seal(post, r, shared) < 0)
 		return -1;
-	put_head(q->verb, post->structs + r->at, r);
+	put_head(post->structs + r->at, r);
 	return 1;
 }
 
@@ -530,7 +507,7 @@ static int read_next(struct work_queue *q, struct post *post, PyObject *wr,
 	if (!type)
 		return refuse(post, "not_a_work_request", NULL, wr, 0);
 	r->exact = type->has_offsets && rp_has_type(wr, type->class);
-	read = read_wr_id(post, r);
+	read = read_wr_id(post, r, &type->wr_id, &r->wr_id);
 	if (read > 0 && type->flags.name)
 		read = read_attribute(post, r, &type->flags,
 				      q->verb == SEND ? UINT32_MAX : INT32_MAX, &r->flags);
@@ -546,10 +523,9 @@ static int read_next(struct work_queue *q, struct post *post, PyObject *wr,
 
 /* ---- all of them --------------------------------------------------------- */
 
-void rp_begin_read(struct post *post, PyObject *one)
+void rp_begin_read(struct post *post)
 {
 	post->wrs = NULL;
-	post->one = one;
 	post->count = post->used = post->owned = post->holding = 0;
 	post->type_1 = post->sure = post->binds = post->invalidates = 0;
 	post->refusal.rule = NULL;
@@ -591,17 +567,17 @@ int rp_read(struct work_queue *q, PyObject *wrs, struct post *post)
 {
 	const struct wr_type *type = PyList_CheckExact(wrs) ? NULL : rp_wr_type_of(q, Py_TYPE(wrs));
 
-	rp_begin_read(post, wrs);
+	rp_begin_read(post);
 	return (type ? read_next(q, post, wrs, type) : read_list(q, wrs, post)) < 0 ? -1 : 0;
 }
 
-int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post)
+int rp_reread_sges(const struct post *of, const struct request *from, PyObject *sg_list,
+		   struct post *post)
 {
-	const struct request *from = &of->requests[index];
 	struct request *r = post->few;
 	size_t size = rp_heads[from->type->verb].size;
 
-	rp_begin_read(post, from->wr);
+	rp_begin_read(post);
 	*r = (struct request){ .wr = from->wr, .type = from->type, .flags = from->flags,
 			       .ah = from->ah, .hdr = from->hdr, .hdr_len = from->hdr_len };
 	post->count = 1;

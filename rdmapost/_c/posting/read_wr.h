@@ -12,6 +12,7 @@ struct request {
 	const struct wr_type *type;
 	PyObject *wr_id;
 	PyObject *refs; /* as in struct rp_entry, once the request is read */
+	PyObject *sges; /* in a prepared list: an SGE, a tuple of SGEs, or NULL */
 	int pinned; /* rp_pin_all() has been called */
 	int exact, num_sge; /* exact: not a subclass, so slots can be read */
 	size_t at; /* offset of its struct in the post's `structs` */
@@ -36,8 +37,7 @@ struct refusal {
 
 /* A list of work requests being posted. */
 struct post {
-	PyObject *wrs; /* a tuple, or NULL if `one` is a single work request */
-	PyObject *one; /* the caller's argument */
+	PyObject *wrs; /* a tuple, or NULL if the caller's argument is a single work request */
 	struct request *requests;
 	size_t count, capacity;
 	char *structs; /* the device's, each followed by its SGEs */
@@ -114,7 +114,7 @@ int rp_read_number(struct post *post, PyObject *name, PyObject *value, uint64_t 
  * - end the request: from then on it owns references to all objects that it names.
  * The last four return 1, 0 if the request is refused, or -1 with an exception.
  */
-void rp_begin_read(struct post *post, PyObject *one);
+void rp_begin_read(struct post *post);
 struct request *rp_open_request(struct work_queue *q, struct post *post, PyObject *wr,
 				const struct wr_type *type);
 int rp_read_sges(struct post *post, struct request *r, PyObject *sg_list);
@@ -123,7 +123,8 @@ int rp_read_object(struct post *post, struct request *r, const struct field *fie
 int rp_close_request(struct work_queue *q, struct post *post, struct request *r);
 
 /* Read a new sg_list for a request of post `of` into `post`; returns what rp_read() does. */
-int rp_reread_sges(const struct post *of, size_t index, PyObject *sg_list, struct post *post);
+int rp_reread_sges(const struct post *of, const struct request *from, PyObject *sg_list,
+		   struct post *post);
 
 /*
  * Read an SGE whose owner is a region and whose numbers fit; 0 for any other object. Runs no Python

@@ -220,7 +220,7 @@ static int check_bind(const struct work_queue *q, struct post *post, const struc
 		return 0;
 	}
 	if (info->mw_access_flags & ~WINDOW_ACCESS)
-		return refuse_with(post, "not_window_access", info->mw_access_flags, 0);
+		return rp_refuse(post, "not_window_access", info->mw_access_flags);
 	/* Length 0 unbinds a type 1 window; some drivers still read mr, so it must be given. */
 	if (type_1 && !info->length)
 		return 1;

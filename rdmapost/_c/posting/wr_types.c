@@ -92,17 +92,6 @@ static int find_slots(struct wr_type *type)
 			     &type->flags)) ? -1 : 0;
 }
 
-/* Release the names found so far; always NULL. */
-static PyObject *forget(struct wr_type *type)
-{
-	for (int i = 0; i < FIELDS; i++)
-		Py_XDECREF(type->field[i].slot.name);
-	Py_XDECREF(type->wr_id.name);
-	Py_XDECREF(type->sg_list.name);
-	Py_XDECREF(type->flags.name);
-	return NULL;
-}
-
 /*
  * describe_wr(type, verb, opcode, writes, atomic, fields): add a row of rdmapost/posting/fields.py;
  * each field is a tuple (name, offset, bytes, what). Returns the row's index.
@@ -124,9 +113,9 @@ static PyObject *describe_wr(PyObject *self, PyObject *args)
 	}
 	for (Py_ssize_t i = 0; i < PyTuple_Size(fields); i++)
 		if (describe_field(&type, PyTuple_GetItem(fields, i)))
-			return forget(&type);
+			return NULL;
 	if (find_slots(&type))
-		return forget(&type);
+		return NULL;
 	type.has_offsets = RP_READS_SLOTS && type.wr_id.offset &&
 			   (type.flags.offset || !type.flags.name) &&
 			   (type.sg_list.offset || !type.has_sges);
