@@ -421,10 +421,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_prepared.py",
         "providers/software/test_soft_load_and_out_of_memory.py",
     ),
-    "rdmapost/_c/software/device.c": (
-        "providers/software/test_soft_handler_exceptions.py",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py",
-    ),
     "rdmapost/_c/software/transaction.c": (
         "providers/software/test_soft_handler_exceptions.py",
         "providers/software/test_soft_interrupts_at_every_bytecode.py",

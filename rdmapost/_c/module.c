@@ -76,10 +76,10 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_wr_init(module) || rp_add_sge(module) ||
 	     rp_add_buffer(module) || rp_add_tag_handle(module) ||
 	     rp_add_wr_types(module) || rp_add_read_wr() || rp_add_queue(module) ||
-	     rp_add_prepared(module) || PyModule_AddFunctions(module, functions) || rp_add_columns() ||
-	     rp_add_soft_device(module) || rp_add_soft_journal(module) ||
-	     rp_add_soft_data_verbs(module) || rp_add_soft_fast_path(module) ||
-	     rp_add_soft_faults(module) ||
+	     rp_add_prepared(module) || rp_add_columns() ||
+	     PyModule_AddFunctions(module, functions) ||
+	     rp_add_soft_journal(module) || rp_add_soft_data_verbs(module) ||
+	     rp_add_soft_fast_path(module) || rp_add_soft_faults(module) ||
 	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
 	     rp_add_roce_packets(module))) {
 		Py_DECREF(module);

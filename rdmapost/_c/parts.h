@@ -52,7 +52,6 @@ int rp_add_read_wr(void);
 int rp_add_queue(PyObject *module);
 int rp_add_prepared(PyObject *module);
 int rp_add_columns(void);
-int rp_add_soft_device(PyObject *module);
 int rp_add_soft_journal(PyObject *module);
 int rp_add_soft_data_verbs(PyObject *module);
 int rp_add_soft_faults(PyObject *module);

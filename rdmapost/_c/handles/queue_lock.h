@@ -3,7 +3,7 @@
  *
  * rdmapost runs no Python code while a thread holds such a lock, so waits are short, and a thread
  * tries to acquire one that it already holds only if a device's ibv_post_send calls Python. (The
- * soft device's own lock differs; see software/device.c.)
+ * soft device's own lock differs; see software/transaction.c.)
  */
 #ifndef RDMAPOST_QUEUE_LOCK_H
 #define RDMAPOST_QUEUE_LOCK_H

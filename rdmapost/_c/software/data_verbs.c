@@ -140,13 +140,6 @@ static int queue_setattr(PyObject *self, PyObject *name, PyObject *value)
 	return failed;
 }
 
-static PyType_Slot queue_slots[] = {
-	{ Py_tp_setattro, queue_setattr },
-	{ Py_tp_members, queue_members },
-	{ Py_tp_dealloc, queue_dealloc },
-	{ 0, NULL },
-};
-
 /* Return a new reference to a queue of the object with this handle, or NULL if it has none. */
 static struct device_queue *find_queue(uint32_t handle, enum rp_name name)
 {
@@ -162,50 +155,40 @@ static int is_full(const struct device_queue *queue)
 	return queue->used >= queue->depth;
 }
 
-/* use_slots(queue, slots), for on_commit. */
-static PyObject *soft_use_slots(PyObject *self, PyObject *args)
+/* free_slot(), for on_commit. */
+static PyObject *queue_free_slot(PyObject *self, PyObject *unused)
 {
-	PyObject *queue;
-	int slots;
-
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!i", rp_device_queue_type, &queue, &slots))
-		return NULL;
+	(void)unused;
 	rp_data_lock();
-	rp_use_slots((struct device_queue *)queue, slots);
+	QUEUE(self)->used--;
 	rp_data_unlock();
 	Py_RETURN_NONE;
 }
 
-/* posted(queue): return its contents as a tuple. */
-static PyObject *soft_posted(PyObject *self, PyObject *args)
+/* posted(): return the queue's contents as a tuple. */
+static PyObject *queue_posted(PyObject *self, PyObject *unused)
 {
-	PyObject *queue, *posted;
+	PyObject *posted;
 
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!", rp_device_queue_type, &queue))
-		return NULL;
+	(void)unused;
 	rp_data_lock();
-	posted = PySequence_Tuple(((struct device_queue *)queue)->pending);
+	posted = PySequence_Tuple(QUEUE(self)->pending);
 	rp_data_unlock();
 	return posted;
 }
 
-/* clear(queue), for on_commit: empty the queue and free its slots. */
-static PyObject *soft_clear(PyObject *self, PyObject *args)
+/* empty(), for on_commit: empty the queue and free its slots. */
+static PyObject *queue_empty(PyObject *self, PyObject *unused)
 {
-	PyObject *queue, *item;
+	PyObject *item;
 
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!", rp_device_queue_type, &queue))
-		return NULL;
+	(void)unused;
 	do {
 		rp_data_lock();
 		/* An empty deque raises. */
-		item = PyObject_CallMethodObjArgs(((struct device_queue *)queue)->pending,
-						  rp_names[POPLEFT], NULL);
+		item = PyObject_CallMethodObjArgs(QUEUE(self)->pending, rp_names[POPLEFT], NULL);
 		if (!item)
-			((struct device_queue *)queue)->used = 0;
+			QUEUE(self)->used = 0;
 		rp_data_unlock();
 		/* Nothing is deallocated under the lock. */
 		Py_XDECREF(item);
@@ -214,31 +197,19 @@ static PyObject *soft_clear(PyObject *self, PyObject *args)
 	Py_RETURN_NONE;
 }
 
-/* resize(queue, depth): set the number of slots; returns False if more are in use. */
-static PyObject *soft_resize(PyObject *self, PyObject *args)
+/* resize(depth): set the number of slots; returns False if more are in use. */
+static PyObject *queue_resize(PyObject *self, PyObject *depth)
 {
-	PyObject *queue, *depth;
-	unsigned int wanted;
+	unsigned int wanted = (unsigned int)PyLong_AsUnsignedLong(depth);
 	int fits, failed;
 
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!", rp_device_queue_type, &queue, &PyLong_Type, &depth))
-		return NULL;
-	wanted = (unsigned int)PyLong_AsUnsignedLong(depth);
 	if (PyErr_Occurred())
 		return NULL;
 	rp_data_lock();
-	fits = ((struct device_queue *)queue)->used <= wanted;
-	failed = fits && rp_journaled_setattr(queue, rp_names[DEPTH], depth);
+	fits = QUEUE(self)->used <= wanted;
+	failed = fits && rp_journaled_setattr(self, rp_names[DEPTH], depth);
 	rp_data_unlock();
 	return failed ? NULL : PyBool_FromLong(fits);
-}
-
-static void arm(struct device_queue *queue, unsigned int how)
-{
-	/* A solicited-only request does not replace an earlier one that any entry satisfies. */
-	if (how > queue->armed)
-		queue->armed = how;
 }
 
 /* ---- completion queue entries -------------------------------------------- */
@@ -250,35 +221,33 @@ static PyObject *withdraw(PyObject *self, PyObject *cq)
 
 	(void)self;
 	rp_data_lock();
-	entry = rp_withdraw((struct device_queue *)cq);
+	entry = rp_withdraw(QUEUE(cq));
 	rp_data_unlock();
 	return entry;
-}
-
-static void show(PyObject *cq)
-{
-	rp_show_entries((struct device_queue *)cq);
 }
 
 static PyMethodDef withdraw_method = { "withdraw", withdraw, METH_O, NULL };
 static PyObject *withdraws;
 
-/* add(cq, entry): append an entry; polls see it once it is committed. */
+/*
+ * add(cq, entry): append an entry; polls see it once it is committed. As a method, it would need
+ * more stack, and the failure for lack of stack would look like one for lack of memory.
+ */
 static PyObject *soft_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 {
 	int failed, hides = rp_is_journaled();
-	struct device_queue *queue;
+	struct device_queue *cq;
 
 	(void)self;
 	if (nargs != 2 || !PyObject_TypeCheck(args[0], (PyTypeObject *)rp_device_queue_type))
 		return PyErr_Format(PyExc_TypeError, "add(cq, entry)");
-	queue = (struct device_queue *)args[0];
-	if (hides && !queue->hidden && rp_note_added(args[0]))
+	cq = QUEUE(args[0]);
+	if (hides && !cq->hidden && rp_note_added(args[0]))
 		return NULL;
 	if (rp_note_undo(withdraws, args[0]))
 		return NULL;
 	rp_data_lock();
-	failed = hides ? rp_append_hidden(queue, args[1]) : rp_append(queue->pending, args[1]);
+	failed = hides ? rp_append_hidden(cq, args[1]) : rp_append(cq->pending, args[1]);
 	rp_data_unlock();
 	if (failed)
 		rp_note_unchanged();
@@ -297,49 +266,34 @@ void rp_announce(struct device_queue *cq, PyObject *events, int fd, int solicite
 	rp_data_unlock();
 }
 
-/* announce(cq, events, fd, solicited): rp_announce(), for at_the_end. */
-static PyObject *soft_announce(PyObject *self, PyObject *args)
-{
-	PyObject *cq, *events;
-	int fd, solicited;
-
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!Oip", rp_device_queue_type, &cq, &events, &fd, &solicited))
-		return NULL;
-	rp_announce((struct device_queue *)cq, events, fd, solicited);
-	Py_RETURN_NONE;
-}
-
-/* signal(fd, events), for on_commit: make an eventfd readable if and only if events are queued. */
-static PyObject *soft_signal(PyObject *self, PyObject *args)
+/* announce(events, fd, solicited): rp_announce(), for at_the_end. */
+static PyObject *queue_announce(PyObject *self, PyObject *args)
 {
 	PyObject *events;
-	eventfd_t counted;
-	int fd;
+	int fd, solicited;
 
-	(void)self;
-	if (!PyArg_ParseTuple(args, "iO", &fd, &events))
+	if (!PyArg_ParseTuple(args, "Oip", &events, &fd, &solicited))
 		return NULL;
-	/* The eventfd is non-blocking. */
-	if (PyObject_Size(events) > 0)
-		eventfd_write(fd, 1);
-	else
-		eventfd_read(fd, &counted);
+	rp_announce(QUEUE(self), events, fd, solicited);
 	Py_RETURN_NONE;
 }
 
-/* set_timer(fd, ns), for on_commit: make a timer fire after `ns`; 0 disarms it. */
-static PyObject *soft_set_timer(PyObject *self, PyObject *args)
-{
-	long long ns;
-	int fd;
+static PyMethodDef queue_methods[] = {
+	{ "free_slot", queue_free_slot, METH_NOARGS, NULL },
+	{ "posted", queue_posted, METH_NOARGS, NULL },
+	{ "empty", queue_empty, METH_NOARGS, NULL },
+	{ "resize", queue_resize, METH_O, NULL },
+	{ "announce", queue_announce, METH_VARARGS, NULL },
+	{ NULL, NULL, 0, NULL },
+};
 
-	(void)self;
-	if (!PyArg_ParseTuple(args, "iL", &fd, &ns))
-		return NULL;
-	rp_soft_set_timer(fd, ns);
-	Py_RETURN_NONE;
-}
+static PyType_Slot queue_slots[] = {
+	{ Py_tp_setattro, queue_setattr },
+	{ Py_tp_members, queue_members },
+	{ Py_tp_methods, queue_methods },
+	{ Py_tp_dealloc, queue_dealloc },
+	{ 0, NULL },
+};
 
 /* ---- reading: these return 0 or an errno --------------------------------- */
 
@@ -419,7 +373,7 @@ static int read_send(struct wqe *wqe, const struct device_queue *queue, enum ibv
 /* TAG_ADD uses one of the list's slots and sets tm.handle; TAG_DEL must name such a handle. */
 static int read_op(struct wqe *wqe, const struct device_queue *queue, struct ibv_ops_wr *op)
 {
-	struct device_queue *list = (struct device_queue *)queue->slots;
+	struct device_queue *list = QUEUE(queue->slots);
 	int adds = op->opcode == IBV_WR_TAG_ADD, code;
 
 	wqe->opcode = op->opcode;
@@ -444,10 +398,10 @@ static int put_in(struct device_queue *queue, struct wqe *wqe, int adds)
 {
 	if (rp_append(queue->pending, (PyObject *)wqe))
 		return ENOMEM;
-	rp_use_slots(queue, 1);
+	queue->used++;
 	/* An operation that adds an entry also occupies a slot in the matching list. */
 	if (adds)
-		rp_use_slots((struct device_queue *)queue->slots, 1);
+		QUEUE(queue->slots)->used++;
 	return 0;
 }
 
@@ -530,7 +484,7 @@ static void end_quietly(struct quiet quiet)
  */
 static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *wr, void **bad)
 {
-	static const enum rp_name names[] = { SQ, RQ, QUEUE, OPS };
+	static const enum rp_name names[] = { SQ, RQ, SRQ_QUEUE, OPS };
 	struct quiet quiet = begin_quietly();
 	struct device_queue *queue = find_queue(handle, names[what]);
 	int code = queue ? 0 : EINVAL, accepted = 0;
@@ -548,46 +502,13 @@ static int post(enum posts what, uint32_t handle, enum ibv_qp_type type, void *w
 	}
 	for (; code && !bad && accepted; accepted--) {
 		Py_XDECREF(PyObject_CallMethodObjArgs(queue->pending, rp_names[POP_LAST], NULL));
-		rp_use_slots(queue, -1);
+		queue->used--;
 	}
 	rp_data_unlock();
 	Py_XDECREF((PyObject *)queue);
 	end_quietly(quiet);
 	if (code && bad)
 		*bad = wr;
-	return code;
-}
-
-/* A type 1 window gets a new rkey at once. */
-static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
-{
-	struct quiet quiet = begin_quietly();
-	struct device_queue *queue = find_queue(qp->handle, SQ);
-	int code = EINVAL;
-	struct wqe *wqe;
-
-	rp_data_lock();
-	wqe = queue ? new_wqe(queue, &code) : NULL;
-	if (wqe) {
-		struct ibv_send_wr *wr = &wqe->wr.send;
-
-		wr->wr_id = bind->wr_id;
-		wr->bind_mw.rkey = (mw->rkey & ~0xFFu) | ((mw->rkey + 1) & 0xFF);
-		wr->bind_mw.bind_info = bind->bind_info;
-		wqe->opcode = IBV_WR_BIND_MW;
-		wqe->flags = bind->send_flags;
-		wqe->window = rp_soft_part(mw->handle, NAMES);
-		wqe->region = rp_soft_part(bind->bind_info.mr->handle, NAMES);
-		code = wqe->window && wqe->region ? rp_soft_start(qp->handle) : EINVAL;
-		if (!code)
-			code = put_in(queue, wqe, 0);
-		if (!code)
-			mw->rkey = wr->bind_mw.rkey;
-		Py_DECREF((PyObject *)wqe);
-	}
-	rp_data_unlock();
-	Py_XDECREF((PyObject *)queue);
-	end_quietly(quiet);
 	return code;
 }
 
@@ -609,6 +530,27 @@ static int post_srq_recv(struct ibv_srq *srq, struct ibv_recv_wr *wr, struct ibv
 static int post_srq_ops(struct ibv_srq *srq, struct ibv_ops_wr *op, struct ibv_ops_wr **bad_op)
 {
 	return post(OPERATIONS, srq->handle, 0, op, (void **)bad_op);
+}
+
+/* A type 1 window gets a new rkey at once. */
+static int bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *bind)
+{
+	struct ibv_send_wr wr = { .wr_id = bind->wr_id, .opcode = IBV_WR_BIND_MW,
+				  .send_flags = bind->send_flags };
+	struct quiet quiet = begin_quietly();
+	int code;
+
+	wr.bind_mw.mw = mw;
+	wr.bind_mw.bind_info = bind->bind_info;
+	/* No other bind may read the rkey until this one has changed it. */
+	rp_data_lock();
+	wr.bind_mw.rkey = (mw->rkey & ~0xFFu) | ((mw->rkey + 1) & 0xFF);
+	code = post(SENDS, qp->handle, qp->qp_type, &wr, NULL);
+	if (!code)
+		mw->rkey = wr.bind_mw.rkey;
+	rp_data_unlock();
+	end_quietly(quiet);
+	return code;
 }
 
 /* ---- polling ------------------------------------------------------------ */
@@ -669,8 +611,8 @@ static int poll(uint32_t handle, int max, struct ibv_wc *wc, struct rp_wc_ex *mo
 			taken = PyObject_CallMethodObjArgs(cq->pending, rp_names[POPLEFT], NULL);
 		valid = taken && is_entry(taken);
 		if (valid)
-			rp_use_slots((struct device_queue *)PyTuple_GetItem(taken, 1),
-				  -(int)PyLong_AsLong(PyTuple_GetItem(taken, 2)));
+			QUEUE(PyTuple_GetItem(taken, 1))->used -=
+				(unsigned int)PyLong_AsLong(PyTuple_GetItem(taken, 2));
 		rp_data_unlock();
 		if (!taken)
 			break;
@@ -698,10 +640,12 @@ static int req_notify_cq(struct ibv_cq *cq, int solicited_only)
 {
 	struct quiet quiet = begin_quietly();
 	struct device_queue *found = find_queue(cq->handle, NAMES);
+	unsigned int how = solicited_only ? ARMED_SOLICITED : ARMED_NEXT;
 
 	rp_data_lock();
-	if (found)
-		arm(found, solicited_only ? ARMED_SOLICITED : ARMED_NEXT);
+	/* A solicited-only request does not replace an earlier one that any entry satisfies. */
+	if (found && how > found->armed)
+		found->armed = how;
 	rp_data_unlock();
 	Py_XDECREF((PyObject *)found);
 	end_quietly(quiet);
@@ -714,7 +658,7 @@ struct ibv_context *rp_soft_context_init(struct verbs_context *whole)
 {
 	struct ibv_context *context = &whole->context;
 
-	rp_soft_opened();
+	rp_progress = rp_soft_progress;
 	whole->sz = sizeof(*whole);
 	whole->post_srq_ops = post_srq_ops;
 	context->abi_compat = __VERBS_ABI_IS_EXTENDED;
@@ -894,20 +838,12 @@ struct ibv_qp *rp_soft_qp_ex_init(struct rp_soft_qp_ex *qp)
 }
 
 static PyMethodDef functions[] = {
-	{ "use_slots", soft_use_slots, METH_VARARGS, NULL },
-	{ "posted", soft_posted, METH_VARARGS, NULL },
-	{ "clear", soft_clear, METH_VARARGS, NULL },
-	{ "resize", soft_resize, METH_VARARGS, NULL },
 	RP_METHOD_NAMED("add", soft_add),
-	{ "announce", soft_announce, METH_VARARGS, NULL },
-	{ "signal", soft_signal, METH_VARARGS, NULL },
-	{ "set_timer", soft_set_timer, METH_VARARGS, NULL },
 	{ NULL, NULL, 0, NULL },
 };
 
 int rp_add_soft_data_verbs(PyObject *module)
 {
-	rp_show = show;
 	withdraws = PyCFunction_New(&withdraw_method, NULL); /* never released */
 	return !withdraws ||
 	       rp_add_type(module, "rdmapost._verbs.WQE", sizeof(struct wqe), 0, wqe_slots,

@@ -45,14 +45,10 @@ struct device_queue {
 	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
 };
 
+#define QUEUE(object) ((struct device_queue *)(object))
+
 /* The types of these structs. */
 RP_SHARED PyObject *rp_wqe_type, *rp_device_queue_type;
-
-/* Occupy slots in a queue, or free them if `slots` is negative. */
-static inline void rp_use_slots(struct device_queue *queue, int slots)
-{
-	queue->used += (unsigned int)slots;
-}
 
 /* Append an entry that polls do not see yet; 0, or -1 without an exception. */
 static inline int rp_append_hidden(struct device_queue *cq, PyObject *entry)

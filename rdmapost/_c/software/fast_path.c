@@ -29,8 +29,6 @@ struct fast_path {
 
 static PyObject *fast_path_type, *qp_type;
 
-#define QUEUE(object) ((struct device_queue *)(object))
-
 /* ---- memory --------------------------------------------------------------- */
 
 /* A region, as it was when rp_soft_changes was `as_of`. */
@@ -47,20 +45,17 @@ struct region {
 enum { REGIONS = 64 };
 static struct region regions[REGIONS];
 
-enum attribute { ADDR, LENGTH, ACCESS, PD, VALID, UNSURE, MEMORY, LKEY, RKEY, ATTRIBUTES };
-static PyObject *attributes[ATTRIBUTES];
-
 /* Return a new reference to an attribute, or NULL without an exception. */
-static PyObject *get(PyObject *object, enum attribute name)
+static PyObject *get(PyObject *object, enum rp_name name)
 {
-	PyObject *found = PyObject_GetAttr(object, attributes[name]);
+	PyObject *found = PyObject_GetAttr(object, rp_names[name]);
 
 	PyErr_Clear();
 	return found;
 }
 
 /* Return an attribute that is a number, or UINT64_MAX. */
-static uint64_t get_number(PyObject *object, enum attribute name)
+static uint64_t get_number(PyObject *object, enum rp_name name)
 {
 	PyObject *found = get(object, name);
 	uint64_t number = found ? PyLong_AsUnsignedLongLong(found) : UINT64_MAX;
@@ -71,7 +66,7 @@ static uint64_t get_number(PyObject *object, enum attribute name)
 }
 
 /* Read a region; `memory` stays NULL if it is not a valid region that cannot be unmapped. */
-static void read_region(struct region *r, PyObject *region, enum attribute key)
+static void read_region(struct region *r, PyObject *region, enum rp_name key)
 {
 	PyObject *pd = get(region, PD), *unsure = get(region, UNSURE), *memory = NULL;
 
@@ -90,7 +85,7 @@ static void read_region(struct region *r, PyObject *region, enum attribute key)
 }
 
 /* Return the region with this key, or NULL if Python must look. */
-static const struct region *find_region(PyObject *keys, uint32_t key, enum attribute name)
+static const struct region *find_region(PyObject *keys, uint32_t key, enum rp_name name)
 {
 	struct region *r = &regions[(key >> 8 ^ key >> 31) % REGIONS];
 	PyObject *number, *region;
@@ -533,14 +528,6 @@ static PyType_Slot fast_path_slots[] = {
 
 int rp_add_soft_fast_path(PyObject *module)
 {
-	static const char *const names[ATTRIBUTES] = { "addr", "length", "access", "pd", "valid",
-						       "unsure", "memory", "lkey", "rkey" };
-
-	for (int i = 0; i < ATTRIBUTES; i++) {
-		attributes[i] = PyUnicode_InternFromString(names[i]);
-		if (!attributes[i])
-			return -1;
-	}
 	return rp_add_type(module, "rdmapost._verbs.FastPath", sizeof(struct fast_path), 0,
 			   fast_path_slots, &fast_path_type);
 }

@@ -1,8 +1,8 @@
 /*
  * Injected post failures.
  *
- * A post checks for one with its queue's lock held, so it reads plain C numbers: a user cannot
- * replace them, and no Python code runs.
+ * A post checks for one under the data lock, so it reads plain C numbers: a user cannot replace
+ * them, and no Python code runs.
  */
 #include "software/internal.h"
 
@@ -13,10 +13,8 @@ struct fault {
 
 struct post_faults {
 	PyObject_HEAD
-	/* Protects the fields below. No Python code runs under it, so acquiring it cannot fail. */
-	struct rp_lock lock;
 	struct fault *faults; /* by descending number, so the next fault is the last element */
-	size_t count, room;
+	size_t count;
 	uint64_t posted; /* sends posted while any fault is pending */
 };
 
@@ -27,38 +25,15 @@ static PyObject *faults_type;
 int rp_take_fault(PyObject *self)
 {
 	struct post_faults *f = FAULTS(self);
-	int code = 0;
+	const struct fault *next;
 
-	if (!self || !PyObject_TypeCheck(self, (PyTypeObject *)faults_type) || !RP_LOAD(&f->count))
+	if (!self || !PyObject_TypeCheck(self, (PyTypeObject *)faults_type) || !f->count)
 		return 0;
-	rp_acquire(&f->lock);
-	if (f->count) {
-		const struct fault *next = &f->faults[f->count - 1];
-
-		if (next->number == f->posted) {
-			code = next->code;
-			RP_STORE(&f->count, f->count - 1);
-		}
-		f->posted++;
-	}
-	rp_release(&f->lock);
-	return code;
-}
-
-/* Make room for one more fault, with the lock held; 0 or -1. */
-static int reserve(struct post_faults *f)
-{
-	size_t room = f->room ? 2 * f->room : 8;
-	struct fault *faults;
-
-	if (f->count < f->room)
+	next = &f->faults[f->count - 1];
+	if (next->number != f->posted++)
 		return 0;
-	faults = PyMem_Realloc(f->faults, room * sizeof(*faults));
-	if (!faults)
-		return -1;
-	f->faults = faults;
-	f->room = room;
-	return 0;
+	f->count--;
+	return next->code;
 }
 
 /*
@@ -70,56 +45,43 @@ static PyObject *faults_add(PyObject *self, PyObject *args)
 {
 	struct post_faults *f = FAULTS(self);
 	unsigned long long after;
+	struct fault *faults;
 	uint64_t number;
 	size_t at;
-	int code, failed;
+	int code;
 
 	if (!PyArg_ParseTuple(args, "Ki", &after, &code))
 		return NULL;
-	rp_acquire(&f->lock);
+	rp_data_lock();
 	number = f->posted + after;
-	failed = reserve(f);
-	if (!failed) {
-		for (at = f->count; at && f->faults[at - 1].number <= number; at--) {
-			if (f->faults[at - 1].number == number)
+	faults = PyMem_Realloc(f->faults, (f->count + 1) * sizeof(*faults));
+	if (faults) {
+		for (at = f->count; at && faults[at - 1].number <= number; at--) {
+			if (faults[at - 1].number == number)
 				number++;
 		}
-		memmove(f->faults + at + 1, f->faults + at, (f->count - at) * sizeof(*f->faults));
-		f->faults[at] = (struct fault){ .number = number, .code = code };
-		RP_STORE(&f->count, f->count + 1);
+		memmove(faults + at + 1, faults + at, (f->count - at) * sizeof(*faults));
+		faults[at] = (struct fault){ .number = number, .code = code };
+		f->faults = faults;
+		f->count++;
 	}
-	rp_release(&f->lock);
-	return failed ? PyErr_NoMemory() : Py_NewRef(Py_None);
+	rp_data_unlock();
+	return faults ? Py_NewRef(Py_None) : PyErr_NoMemory();
 }
 
 /* clear(): cancel all pending faults. */
 static PyObject *faults_clear(PyObject *self, PyObject *unused)
 {
-	struct post_faults *f = FAULTS(self);
-
 	(void)unused;
-	rp_acquire(&f->lock);
-	RP_STORE(&f->count, 0);
-	rp_release(&f->lock);
+	rp_data_lock();
+	FAULTS(self)->count = 0;
+	rp_data_unlock();
 	Py_RETURN_NONE;
-}
-
-static PyObject *faults_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
-{
-	PyObject *self;
-
-	(void)args;
-	(void)kwargs;
-	self = PyType_GenericAlloc(type, 0);
-	if (self && rp_init_lock(&FAULTS(self)->lock))
-		Py_CLEAR(self);
-	return self;
 }
 
 static void faults_dealloc(PyObject *self)
 {
 	PyMem_Free(FAULTS(self)->faults);
-	rp_free_lock(&FAULTS(self)->lock);
 	rp_free(self);
 }
 
@@ -130,7 +92,7 @@ static PyMethodDef faults_methods[] = {
 };
 
 static PyType_Slot faults_slots[] = {
-	{ Py_tp_new, faults_new },
+	{ Py_tp_new, PyType_GenericNew },
 	{ Py_tp_dealloc, faults_dealloc },
 	{ Py_tp_methods, faults_methods },
 	{ 0, NULL },

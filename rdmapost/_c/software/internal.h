@@ -1,5 +1,5 @@
 /*
- * What the soft device's C files share: its lock, the journal and transactions.
+ * What the soft device's C files share: its parts, the journal and transactions.
  *
  * The device is written in Python (rdmapost/providers/software/), where a signal handler may
  * raise between any two bytecodes. So the call that undoes a change to the device's state is
@@ -19,14 +19,6 @@
 
 #include "software/soft_device.h"
 
-/* ---- software/device.c ---------------------------------------------------- */
-
-/*
- * The device's lock. It is also held while Python runs, so check rp_soft_busy() (soft_device.h) before
- * acquiring it.
- */
-RP_SHARED struct rp_lock rp_soft_lock;
-
 /* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
 	OBJECTS, DEVICES, READY, WIRES, EXECUTE, GIVE_UP, LOG, RESET, REFUSE,
@@ -38,7 +30,9 @@ PyObject *rp_soft_given(enum rp_part which);
 
 /* The names of attributes and methods that C looks up. */
 enum rp_name {
-	SQ, RQ, QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, DEVICE, TIMER_FD, NAMES
+	SQ, RQ, SRQ_QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, TIMER_FD,
+	/* A region's: */
+	ADDR, LENGTH, ACCESS, PD, VALID, UNSURE, MEMORY, LKEY, RKEY, NAMES
 };
 RP_SHARED PyObject *rp_names[NAMES];
 
@@ -76,8 +70,6 @@ void rp_note_unchanged(void);
  * exception.
  */
 int rp_note_added(PyObject *cq);
-/* Makes all entries in a completion queue visible to polls; data_verbs.c sets this pointer. */
-RP_SHARED void (*rp_show)(PyObject *cq);
 
 /* The tp_setattro of types whose attributes are journaled. */
 int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value);
@@ -107,7 +99,10 @@ void rp_soft_refuse_writes(void);
 
 /* ---- software/faults.c ---------------------------------------------------- */
 
-/* Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. */
+/*
+ * Count a send. Returns the errno injected for it, or 0. `faults` may be NULL. The caller holds the
+ * data lock.
+ */
 int rp_take_fault(PyObject *faults);
 
 /* ---- software/fast_path.c ------------------------------------------------- */
@@ -120,8 +115,14 @@ int rp_soft_run_fast(PyObject *object);
 
 /* ---- software/transaction.c: what runs under the lock --------------------- */
 
-/* A device has been opened: from now on, posts and polls run its pending work. */
-void rp_soft_opened(void);
+/* Whether this thread is in the middle of a soft device verb. */
+int rp_soft_busy(void);
+
+/*
+ * Execute posted work and due retries; inside a verb, leave both until it ends. Posts and polls call
+ * it once a device has been opened (rp_progress in handles/handle.h).
+ */
+PyObject *rp_soft_progress(void);
 
 /*
  * Return a new reference to an attribute of the object with this handle or, if `name` is NAMES, to
@@ -135,9 +136,6 @@ PyObject *rp_soft_part(uint32_t handle, enum rp_name name);
  * If there was no memory for either, returns -1, with nothing changed.
  */
 long rp_soft_transact(PyObject *call);
-
-/* Make a timer fire after `ns`; 0 disarms it. */
-void rp_soft_set_timer(int fd, int64_t ns);
 
 /* Schedule the pending work of the object with this handle; 0 or ENOMEM. */
 int rp_soft_start(uint32_t handle);

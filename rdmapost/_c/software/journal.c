@@ -16,14 +16,14 @@
  * is often due to a lack of memory. Memory is reserved for the calls of a commit or a rollback,
  * because these cannot be abandoned halfway.
  */
-#include "software/internal.h"
+#include "software/device_queues.h"
 
 PyObject *rp_names[NAMES];
 uint64_t rp_soft_changes;
-void (*rp_show)(PyObject *cq);
 
-/* `last` also contains completion queues, for rp_show() */
-static PyObject *undo, *first, *once, *later, *last;
+/* LAST also contains completion queues, for rp_show_entries(). */
+enum { UNDO, FIRST, ONCE, LATER, LAST, LISTS };
+static PyObject *lists[LISTS];
 static int active; /* for the thread that holds the device's lock */
 static void *reserve; /* memory for calls that must succeed, or NULL */
 enum { RESERVE = 1 << 15 };
@@ -114,7 +114,7 @@ static PyObject *make_recorded(PyObject *record)
 
 int rp_note_undo(PyObject *callable, PyObject *argument)
 {
-	return rp_is_journaled() ? note(undo, callable, PyTuple_Pack(1, argument)) : 0;
+	return rp_is_journaled() ? note(lists[UNDO], callable, PyTuple_Pack(1, argument)) : 0;
 }
 
 /* Record a call whose argument set_argument() sets later; 0, or -1 with an exception. */
@@ -127,29 +127,31 @@ static int note_undo_of_result(PyObject *callable)
 	args = PyList_New(0);
 	if (args && PyList_Append(args, Py_None))
 		Py_CLEAR(args);
-	return note(undo, callable, args);
+	return note(lists[UNDO], callable, args);
 }
 
 void rp_note_unchanged(void)
 {
 	if (rp_is_journaled())
-		PyList_SetItem(undo, PyList_Size(undo) - 1, Py_NewRef(Py_None));
+		PyList_SetItem(lists[UNDO], PyList_Size(lists[UNDO]) - 1, Py_NewRef(Py_None));
 }
 
-/* Set the argument of the last undo call, now that the argument is known. */
+/* Set the argument of the last undo call, now that it is known; NULL: the change was not made. */
 static void set_argument(PyObject *argument)
 {
 	PyObject *record;
 
-	if (!rp_is_journaled())
+	if (!argument)
+		rp_note_unchanged();
+	if (!argument || !rp_is_journaled())
 		return;
-	record = PyList_GetItem(undo, PyList_Size(undo) - 1);
+	record = PyList_GetItem(lists[UNDO], PyList_Size(lists[UNDO]) - 1);
 	PyList_SetItem(PyTuple_GetItem(record, 1), 0, Py_NewRef(argument));
 }
 
 int rp_note_added(PyObject *cq)
 {
-	return PyList_Append(last, cq);
+	return PyList_Append(lists[LAST], cq);
 }
 
 void rp_journal_begin(void)
@@ -161,11 +163,8 @@ void rp_journal_begin(void)
 
 void rp_journal_forget(void)
 {
-	rp_clear(last);
-	rp_clear(later);
-	rp_clear(once);
-	rp_clear(first);
-	rp_clear(undo);
+	for (int i = LISTS; i; i--)
+		rp_clear(lists[i - 1]);
 }
 
 static void make(PyObject *calls)
@@ -174,7 +173,7 @@ static void make(PyObject *calls)
 		PyObject *call = PyList_GetItem(calls, i), *done;
 
 		if (!PyTuple_Check(call)) {
-			rp_show(call);
+			rp_show_entries(QUEUE(call));
 			continue;
 		}
 		done = make_recorded(call);
@@ -204,10 +203,11 @@ int rp_journal_commit(void)
 	Py_ssize_t made = 0;
 
 	active = 0;
-	if (try_calls(first) < PyList_Size(first) || (made = try_calls(once)) < PyList_Size(once))
+	if (try_calls(lists[FIRST]) < PyList_Size(lists[FIRST]) ||
+	    (made = try_calls(lists[ONCE])) < PyList_Size(lists[ONCE]))
 		return made ? -2 : -1;
-	make(later);
-	make(last);
+	make(lists[LATER]);
+	make(lists[LAST]);
 	rp_journal_forget();
 	return 0;
 }
@@ -218,8 +218,8 @@ void rp_journal_rollback(void)
 
 	active = 0;
 	RP_ADD(&rp_soft_changes, 1);
-	for (Py_ssize_t i = PyList_Size(undo); i; i--) {
-		PyObject *record = PyList_GetItem(undo, i - 1), *done;
+	for (Py_ssize_t i = PyList_Size(lists[UNDO]); i; i--) {
+		PyObject *record = PyList_GetItem(lists[UNDO], i - 1), *done;
 
 		if (record == Py_None)
 			continue;
@@ -243,8 +243,10 @@ int rp_journaled_setattr(PyObject *self, PyObject *name, PyObject *value)
 		if (!old && !PyErr_ExceptionMatches(PyExc_AttributeError))
 			return -1;
 		PyErr_Clear();
-		failed = old ? note(undo, rp_soft_given(SETATTR), PyTuple_Pack(3, self, name, old)) :
-			       note(undo, rp_soft_given(DELATTR), PyTuple_Pack(2, self, name));
+		failed = old ? note(lists[UNDO], rp_soft_given(SETATTR),
+				    PyTuple_Pack(3, self, name, old)) :
+			       note(lists[UNDO], rp_soft_given(DELATTR),
+				    PyTuple_Pack(2, self, name));
 		Py_XDECREF(old);
 		if (failed)
 			return -1;
@@ -270,15 +272,15 @@ static PyType_Slot record_slots[] = {
  * undo(callable, *args): record a call that undoes the next change. The call must be harmless if
  * that change is not made.
  */
-static PyObject *journal_undo(PyObject *self, PyObject *call)
+static PyObject *note_undo_call(PyObject *calls, PyObject *call)
 {
-	(void)self;
 	RP_ADD(&rp_soft_changes, 1);
-	if (rp_is_journaled() && note_call(undo, call))
+	if (rp_is_journaled() && note_call(calls, call))
 		return NULL;
 	Py_RETURN_NONE;
 }
 
+/* Each of the other functions makes the call when its list's turn comes (rp_journal_commit()). */
 static PyObject *note_or_make(PyObject *calls, PyObject *call)
 {
 	if (!rp_is_journaled())
@@ -288,34 +290,14 @@ static PyObject *note_or_make(PyObject *calls, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-static PyObject *on_commit(PyObject *self, PyObject *call)
-{
-	(void)self;
-	return note_or_make(later, call);
-}
-
-/*
- * try_on_commit(callable, *args): if the call raises, the transaction is repeated, this time
- * refusing the memory.
- */
-static PyObject *try_on_commit(PyObject *self, PyObject *call)
-{
-	(void)self;
-	return note_or_make(first, call);
-}
-
-/* The same, for a write that must not be made twice. */
-static PyObject *try_once_on_commit(PyObject *self, PyObject *call)
-{
-	(void)self;
-	return note_or_make(once, call);
-}
-
-static PyObject *at_the_end(PyObject *self, PyObject *call)
-{
-	(void)self;
-	return note_or_make(last, call);
-}
+/* The functions that record a call; the list to which each adds is its `self`. */
+static PyMethodDef recorders[LISTS] = {
+	[UNDO] = { "undo", note_undo_call, METH_VARARGS, NULL },
+	[FIRST] = { "try_on_commit", note_or_make, METH_VARARGS, NULL },
+	[ONCE] = { "try_once_on_commit", note_or_make, METH_VARARGS, NULL },
+	[LATER] = { "on_commit", note_or_make, METH_VARARGS, NULL },
+	[LAST] = { "at_the_end", note_or_make, METH_VARARGS, NULL },
+};
 
 /* made(undo, callable, *args): call callable; undo(result) reverts the call. */
 static PyObject *made(PyObject *self, PyObject *args)
@@ -325,10 +307,7 @@ static PyObject *made(PyObject *self, PyObject *args)
 	(void)self;
 	if (call && !note_undo_of_result(PyTuple_GetItem(args, 0))) {
 		result = rp_call(call);
-		if (result)
-			set_argument(result);
-		else
-			rp_note_unchanged();
+		set_argument(result);
 	}
 	Py_XDECREF(call);
 	return result;
@@ -359,10 +338,7 @@ static PyObject *take(PyObject *self, PyObject *deque)
 	rp_data_lock();
 	if (back && !note_undo_of_result(back)) {
 		item = PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL);
-		if (item)
-			set_argument(item);
-		else
-			rp_note_unchanged();
+		set_argument(item);
 	}
 	rp_data_unlock();
 	Py_XDECREF(back);
@@ -416,11 +392,6 @@ static PyObject *forget(PyObject *self, PyObject *args)
 }
 
 static PyMethodDef functions[] = {
-	{ "undo", journal_undo, METH_VARARGS, NULL },
-	{ "on_commit", on_commit, METH_VARARGS, NULL },
-	{ "try_on_commit", try_on_commit, METH_VARARGS, NULL },
-	{ "try_once_on_commit", try_once_on_commit, METH_VARARGS, NULL },
-	{ "at_the_end", at_the_end, METH_VARARGS, NULL },
 	{ "made", made, METH_VARARGS, NULL },
 	RP_METHOD(put),
 	RP_METHOD(set_item),
@@ -432,22 +403,27 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_journal(PyObject *module)
 {
-	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops",
-						  "append", "appendleft", "popleft",
-						  "pop", "depth", "device", "timer_fd" };
+	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append",
+						  "appendleft", "popleft", "pop", "depth",
+						  "timer_fd", "addr", "length", "access", "pd",
+						  "valid", "unsure", "memory", "lkey", "rkey" };
 
 	for (int i = 0; i < NAMES; i++) {
 		rp_names[i] = PyUnicode_InternFromString(names[i]);
 		if (!rp_names[i])
 			return -1;
 	}
-	undo = PyList_New(0);
-	first = PyList_New(0);
-	once = PyList_New(0);
-	later = PyList_New(0);
-	last = PyList_New(0);
-	return !undo || !first || !once || !later || !last ||
-	       rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
+	for (int i = 0; i < LISTS; i++) {
+		PyObject *recorder = NULL;
+
+		lists[i] = PyList_New(0);
+		if (lists[i])
+			recorder = PyCFunction_New(&recorders[i], lists[i]);
+		if (!recorder || PyModule_AddObjectRef(module, recorders[i].ml_name, recorder))
+			return -1;
+		Py_DECREF(recorder);
+	}
+	return rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
 			   record_slots, NULL) ||
 	       PyModule_AddFunctions(module, functions) ? -1 : 0;
 }

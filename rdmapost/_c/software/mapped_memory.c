@@ -20,8 +20,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#ifndef MADV_POPULATE_READ
-#define MADV_POPULATE_READ 22
+#ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
 
@@ -33,13 +32,14 @@ static struct {
 } refused[RP_MAX_REFUSED];
 static int refusals; /* RP_MAX_REFUSED + 1: everything is refused */
 
-static int populate(uint64_t addr, uint64_t length, int advice)
+static int populate(uint64_t addr, uint64_t length)
 {
 	uint64_t first = addr & ~((uint64_t)sysconf(_SC_PAGESIZE) - 1);
 	int failed;
 
 	do
-		failed = madvise((void *)(uintptr_t)first, addr + length - first, advice);
+		failed = madvise((void *)(uintptr_t)first, addr + length - first,
+				 MADV_POPULATE_WRITE);
 	while (failed && (errno == EINTR || errno == EAGAIN));
 	return failed;
 }
@@ -152,12 +152,12 @@ static void refuse_range(uint64_t start, uint64_t length)
 	refused[refusals++].end = start + length;
 }
 
-/* Fault the pages in, as a device does; return whether an access is worth trying. */
-static int is_reachable(uint64_t addr, uint64_t length, int writes)
+/* Fault the pages in, as a device does; return whether a write is worth trying. */
+static int is_reachable(uint64_t addr, uint64_t length)
 {
-	if (addr + length < addr || (writes && is_refused(addr, addr + length)))
+	if (addr + length < addr || is_refused(addr, addr + length))
 		return 0;
-	if (!populate(addr, length, writes ? MADV_POPULATE_WRITE : MADV_POPULATE_READ))
+	if (!populate(addr, length))
 		return 1;
 	/*
 	 * EINVAL is ambiguous: it can mean pages without the permission, a driver's memory, or a
@@ -165,8 +165,8 @@ static int is_reachable(uint64_t addr, uint64_t length, int writes)
 	 */
 	if (errno != EINVAL && !is_forbidden())
 		return 0;
-	/* If /proc/self/maps cannot tell, the access will. */
-	return is_permitted(addr, addr + length, writes) != 0;
+	/* If /proc/self/maps cannot tell, the write will. */
+	return is_permitted(addr, addr + length, 1) != 0;
 }
 
 int rp_soft_read(char *to, uint64_t addr, uint64_t length)
@@ -174,17 +174,6 @@ int rp_soft_read(char *to, uint64_t addr, uint64_t length)
 	if (!copy_by_kernel(SYS_process_vm_writev, addr, (uintptr_t)to, length))
 		return 0;
 	return is_forbidden() ? copy_by_pipe((uintptr_t)to, addr, length) : EFAULT;
-}
-
-/* Return the bytes at an address, or None if they are not mapped. */
-static PyObject *read_bytes(uint64_t addr, uint64_t length)
-{
-	PyObject *bytes = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)length);
-
-	if (!bytes || !rp_soft_read(PyBytes_AsString(bytes), addr, length))
-		return bytes;
-	Py_DECREF(bytes);
-	Py_RETURN_NONE;
 }
 
 /* Write to an address, up to the first part that is not mapped; 0, or an errno. */
@@ -286,8 +275,14 @@ static PyObject *room_fill(PyObject *self, PyObject *from)
 /* read(): the bytes, or None if they are not mapped. */
 static PyObject *room_read(PyObject *self, PyObject *unused)
 {
+	struct room *r = ROOM(self);
+	PyObject *bytes = PyBytes_FromStringAndSize(NULL, r->length);
+
 	(void)unused;
-	return read_bytes(ROOM(self)->addr, (uint64_t)ROOM(self)->length);
+	if (!bytes || !rp_soft_read(PyBytes_AsString(bytes), r->addr, (uint64_t)r->length))
+		return bytes;
+	Py_DECREF(bytes);
+	Py_RETURN_NONE;
 }
 
 static PyMethodDef room_methods[] = {
@@ -305,16 +300,15 @@ static PyType_Slot room_slots[] = {
 	{ 0, NULL },
 };
 
-/* reachable(addr, length, write): see is_reachable(). */
+/* reachable(addr, length): see is_reachable(). */
 static PyObject *reachable(PyObject *self, PyObject *args)
 {
 	unsigned long long addr, length;
-	int writes;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "KKp", &addr, &length, &writes))
+	if (!PyArg_ParseTuple(args, "KK", &addr, &length))
 		return NULL;
-	return PyBool_FromLong(is_reachable(addr, length, writes));
+	return PyBool_FromLong(is_reachable(addr, length));
 }
 
 /* permitted(addr, length, write): see is_permitted(); True if it cannot tell. */

@@ -21,7 +21,6 @@ struct rp_soft_qp_ex {
 struct ibv_context *rp_soft_context_init(struct verbs_context *whole);
 void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, uint64_t wc_flags);
 struct ibv_qp *rp_soft_qp_ex_init(struct rp_soft_qp_ex *qp);
-int rp_soft_busy(void);
 
 /* timerfd_create(2) */
 #define CLOCK_MONOTONIC ...
@@ -29,5 +28,3 @@ int rp_soft_busy(void);
 #define TFD_NONBLOCK ...
 
 int timerfd_create(int clock, int flags);
-
-#define RP_SOFT_MAX_SGE ...

@@ -7,8 +7,6 @@
 #include <sys/eventfd.h>
 #include <sys/timerfd.h>
 
-#define RP_SOFT_MAX_SGE 32
-
 /* The public struct has no handle. */
 struct rp_soft_xrcd {
 	struct ibv_xrcd xrcd;
@@ -40,8 +38,5 @@ void rp_soft_cq_ex_init(struct rp_soft_cq_ex *cq, uint64_t wc_flags);
 
 /* Set the operations of a queue pair with send_ops_flags; return its public part. */
 struct ibv_qp *rp_soft_qp_ex_init(struct rp_soft_qp_ex *qp);
-
-/* Whether this thread is in the middle of a soft device verb. */
-int rp_soft_busy(void);
 
 #endif

@@ -11,6 +11,9 @@
 
 #include <time.h>
 
+static PyObject *parts; /* soft_device()'s arguments; never released */
+/* It is also held while Python runs, so check rp_soft_busy() before acquiring it. */
+static struct rp_lock device_lock;
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int64_t again = -1; /* when work that lacked memory is tried again; see `due` */
 static int broken; /* a bug in the device, or a lack of memory, must be reported */
@@ -20,8 +23,7 @@ static int64_t late; /* when the verb in progress begins to leave work to later 
 static int64_t wasted; /* how many ns this verb has spent on work that lacked memory */
 static int lacked_memory; /* something is left to a later verb, which must be started */
 static Py_ssize_t aside; /* how many objects at the head of READY wait for memory until `again` */
-static int executing; /* 1 while a READY object's work runs; other verbs need not wait for it */
-static PyObject *at_work; /* that object */
+static PyObject *at_work; /* the READY object whose work runs; other verbs need not wait for it */
 static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
 static PyObject *is_finalizing; /* of sys; while it returns True, a new thread may never run */
@@ -31,6 +33,16 @@ static PyObject *elsewhere; /* run_elsewhere() */
  * The longest time until work that failed for lack of memory, or because of a bug, is tried again.
  */
 enum { LONGEST_PAUSE_NS = 200000000 };
+
+PyObject *rp_soft_given(enum rp_part which)
+{
+	return PyTuple_GetItem(parts, which);
+}
+
+int rp_soft_busy(void)
+{
+	return rp_owns(&device_lock);
+}
 
 /* ---- transactions -------------------------------------------------------- */
 
@@ -324,11 +336,12 @@ static int is_late(int64_t now)
 }
 
 /*
- * Do one part of an object's pending work. Returns 1 if there is more, 0 if not, -1 if the work is
- * left to a later verb for lack of memory or stack, or -2 if it is left because this verb has used
- * up its share of time and the device's timer starts another one.
+ * Do one part of an object's pending work, or the work that is due (None), which must not be late.
+ * Returns 1 if there is more, 0 if not, -1 if the work is left to a later verb for lack of memory or
+ * stack, or -2 if it is left because this verb has used up its share of time and the device's timer
+ * starts another one.
  */
-static long work(PyObject *object, int may_be_late)
+static long work(PyObject *object)
 {
 	int64_t begin, spent;
 	PyObject *call;
@@ -338,7 +351,7 @@ static long work(PyObject *object, int may_be_late)
 		return 0;
 	begin = rp_now_ns();
 	call = PyTuple_Pack(3, rp_soft_given(EXECUTE), object,
-			    may_be_late && is_late(begin) ? Py_True : Py_False);
+			    object != Py_None && is_late(begin) ? Py_True : Py_False);
 	more = call ? rp_soft_transact(call) : -1;
 	if (more == -1) {
 		spent = rp_now_ns() - begin;
@@ -361,7 +374,7 @@ static int64_t time_until(int64_t when)
 }
 
 /* Make a device's timer fire after `ns`, or never if that is 0, but at `again` at the latest. */
-void rp_soft_set_timer(int fd, int64_t ns)
+static void start_timer(int fd, int64_t ns)
 {
 	struct itimerspec when = { 0 };
 	int64_t left = time_until(RP_LOAD(&again));
@@ -400,7 +413,7 @@ static void try_again_soon(void)
 	while (PyDict_Next(devices, &at, &name, &device)) {
 		fd = PyObject_GetAttr(device, rp_names[TIMER_FD]);
 		if (fd)
-			rp_soft_set_timer((int)PyLong_AsLong(fd), time_until(RP_LOAD(&due)));
+			start_timer((int)PyLong_AsLong(fd), time_until(RP_LOAD(&due)));
 		Py_XDECREF(fd);
 		PyErr_Clear();
 	}
@@ -419,10 +432,10 @@ static int is_due(void)
 	return is_past(RP_LOAD(&due)) || is_past(RP_LOAD(&again));
 }
 
-/* Return a new reference to an item of one of the device's lists, or NULL past the end. */
-static PyObject *item_at(enum rp_part which, Py_ssize_t at)
+/* Return a new reference to a READY object, or NULL past the end. */
+static PyObject *ready_at(Py_ssize_t at)
 {
-	PyObject *list = rp_soft_given(which), *object = NULL;
+	PyObject *list = rp_soft_given(READY), *object = NULL;
 
 	rp_data_lock();
 	if (at < PyList_Size(list))
@@ -485,17 +498,15 @@ static int set_aside(Py_ssize_t at)
 	return 1;
 }
 
-static long work_on(PyObject *object, int may_be_late)
+static long work_on(PyObject *object)
 {
 	long more;
 
-	RP_STORE(&executing, 1);
-	at_work = object;
+	RP_STORE(&at_work, object);
 	do
-		more = work(object, may_be_late);
+		more = work(object);
 	while (more > 0);
-	at_work = NULL;
-	RP_STORE(&executing, 0);
+	RP_STORE(&at_work, NULL);
 	return more;
 }
 
@@ -511,8 +522,8 @@ static int carry_on(void)
 	int stays;
 
 	/* Until the device has been reset after a fork, the objects are the parent's. */
-	while (!doomed && !forked && (object = item_at(READY, at))) {
-		more = work_on(object, 1);
+	while (!doomed && !forked && (object = ready_at(at))) {
+		more = work_on(object);
 		if (more == -1)
 			lacked_memory = 1;
 		/* If this thread lacked stack, another caller's verb may do the work at once. */
@@ -542,8 +553,8 @@ static void try_aside(void)
 
 	for (Py_ssize_t left = aside; left > 0 && !doomed && !forked; left--) {
 		turn = turn < aside ? turn : 0;
-		object = item_at(READY, turn);
-		more = work_on(object, 1);
+		object = ready_at(turn);
+		more = work_on(object);
 		if (more == -1 || (!more && take_ready(turn))) {
 			turn++;
 		} else {
@@ -590,7 +601,7 @@ static void enter(struct rp_use *use)
 
 	rp_push_use(rp_thread(), NULL, use);
 	rp_thread()->lacks_stack = 0;
-	rp_acquire(&rp_soft_lock);
+	rp_acquire(&device_lock);
 	late = wasted = 0;
 	if (forked) {
 		rp_journal_forget();
@@ -610,7 +621,7 @@ static void enter(struct rp_use *use)
 		if (has_waited)
 			RP_STORE(&again, -1);
 		/* If this fails, it is retried at `again`; if the cause is a bug, rarely. */
-		more = work(Py_None, 0);
+		more = work(Py_None);
 		if (more < 0 || broken)
 			lacked_memory = 1;
 		/* If this thread lacked stack, another caller's verb may do the work at once. */
@@ -635,17 +646,6 @@ static void pause_thread(long ns)
 	Py_END_ALLOW_THREADS
 }
 
-/*
- * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up; without a
- * pause, this thread would have reacquired both by then, for the work that is left or for its next
- * verb. If this thread released the GIL only while it held the lock, the other would never find the
- * lock free.
- */
-static void yield_lock(void)
-{
-	pause_thread(100000);
-}
-
 /* Do the work that has become possible, and release the lock. */
 static void leave(void)
 {
@@ -661,9 +661,15 @@ static void leave(void)
 	lacked_memory = broken = doomed = 0;
 	if (!PyList_Size(rp_soft_given(WIRES)))
 		RP_STORE(&rp_deaf, 0);
-	rp_release(&rp_soft_lock);
-	if (left || RP_LOAD(&rp_soft_lock.starved))
-		yield_lock();
+	rp_release(&device_lock);
+	/*
+	 * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up;
+	 * without a pause, this thread would have reacquired both by then, for the work that is left
+	 * or for its next verb. If this thread released the GIL only while it held the lock, the
+	 * other would never find the lock free.
+	 */
+	if (left || RP_LOAD(&device_lock.starved))
+		pause_thread(100000);
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
 		if (!done)
@@ -678,16 +684,17 @@ static void end_step(const struct rp_use *use)
 	rp_pop_use(rp_thread(), use);
 }
 
-/* Execute posted work and due retries. Inside a verb, leave both until it ends. */
-static PyObject *progress(void)
+PyObject *rp_soft_progress(void)
 {
 	struct rp_use use;
+	int executing;
 
 	if (rp_soft_busy())
 		return NULL;
 	rp_thread()->lacks_stack = 0;
-	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&aside) + RP_LOAD(&executing) || is_due() ||
-	    (PyList_Size(rp_soft_given(WIRES)) && !RP_LOAD(&executing))) {
+	executing = RP_LOAD(&at_work) != NULL;
+	if (PyList_Size(rp_soft_given(READY)) > RP_LOAD(&aside) + executing || is_due() ||
+	    (PyList_Size(rp_soft_given(WIRES)) && !executing)) {
 		enter(&use);
 		leave();
 		end_step(&use);
@@ -696,22 +703,17 @@ static PyObject *progress(void)
 	return rp_deliver();
 }
 
-void rp_soft_opened(void)
-{
-	rp_progress = progress;
-}
-
 /* The forking thread continues what it was doing; no other threads exist. */
 static void after_fork(void)
 {
 	forked = 1;
-	executing = lacked_memory = rp_deaf = 0;
+	lacked_memory = rp_deaf = 0;
 	at_work = NULL;
 	due = again = -1;
 	rp_free_data_lock();
-	doomed = rp_soft_lock.owner && (uint32_t)rp_soft_lock.owner == (uint32_t)rp_thread()->mark;
-	rp_soft_lock.owner = doomed ? rp_thread()->mark : 0;
-	rp_soft_lock.waiting = rp_soft_lock.starved = 0;
+	doomed = device_lock.owner && (uint32_t)device_lock.owner == (uint32_t)rp_thread()->mark;
+	device_lock.owner = doomed ? rp_thread()->mark : 0;
+	device_lock.waiting = device_lock.starved = 0;
 }
 
 /* Return a new reference to the object with a handle, or NULL without an exception. */
@@ -802,7 +804,7 @@ static PyObject *in_step(PyObject *self, PyObject *unused)
 /* run_device(): do the device's pending work, as posts and polls do when they hold no lock. */
 static PyObject *run_device(PyObject *self, PyObject *unused)
 {
-	PyObject *raised_now = progress();
+	PyObject *raised_now = rp_soft_progress();
 
 	(void)self;
 	(void)unused;
@@ -844,6 +846,37 @@ static PyObject *schedule_at(PyObject *self, PyObject *seconds)
 	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
+/* set_timer(fd, ns), for on_commit: make a timer fire after `ns`; 0 disarms it. */
+static PyObject *set_timer(PyObject *self, PyObject *args)
+{
+	long long ns;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iL", &fd, &ns))
+		return NULL;
+	start_timer(fd, ns);
+	Py_RETURN_NONE;
+}
+
+/* signal(fd, events), for on_commit: make an eventfd readable if and only if events are queued. */
+static PyObject *signal_events(PyObject *self, PyObject *args)
+{
+	PyObject *events;
+	eventfd_t counted;
+	int fd;
+
+	(void)self;
+	if (!PyArg_ParseTuple(args, "iO", &fd, &events))
+		return NULL;
+	/* The eventfd is non-blocking. */
+	if (PyObject_Size(events) > 0)
+		eventfd_write(fd, 1);
+	else
+		eventfd_read(fd, &counted);
+	Py_RETURN_NONE;
+}
+
 /* start(object): schedule its pending work, unless it is scheduled; called through on_commit(). */
 static PyObject *start(PyObject *self, PyObject *object)
 {
@@ -859,13 +892,25 @@ static PyObject *start(PyObject *self, PyObject *object)
 	return failed ? NULL : Py_NewRef(Py_None);
 }
 
+static PyObject *soft_device(PyObject *self, PyObject *args)
+{
+	(void)self;
+	if (parts || PyTuple_Size(args) != PARTS)
+		return PyErr_Format(PyExc_TypeError, "not the parts, or the device already has them");
+	parts = Py_NewRef(args);
+	Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ "verb", verb, METH_VARARGS, NULL },
 	{ "in_step", in_step, METH_NOARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
 	{ "sleeping", sleeping, METH_NOARGS, NULL },
 	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
 	{ "schedule_at", schedule_at, METH_O, NULL },
+	{ "set_timer", set_timer, METH_VARARGS, NULL },
+	{ "signal", signal_events, METH_VARARGS, NULL },
 	{ "start", start, METH_O, NULL },
 	{ NULL, NULL, 0, NULL },
 };
@@ -889,7 +934,7 @@ int rp_add_soft_transaction(PyObject *module)
 	elsewhere = PyCFunction_New(&runner, NULL);
 	is_finalizing = attribute_of("sys", "is_finalizing");
 	start_new_thread = attribute_of("_thread", "start_new_thread");
-	if (!elsewhere || !is_finalizing || !start_new_thread)
+	if (!elsewhere || !is_finalizing || !start_new_thread || rp_init_lock(&device_lock))
 		return -1;
 	/*
 	 * gevent's start_new_thread would run the errand in the sender's own thread, which waits

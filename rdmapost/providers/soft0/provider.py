@@ -12,9 +12,10 @@ from ..base import Counters, DeviceInfo
 from ..software.provider import SoftwareProvider, open_context
 from ..software.queue_verbs import MAX_SGE
 from ..software.state import verb
-from . import queue_verbs, tags
+from . import tags
 from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, NO_PACKETS, device
 from .offload import MAX_TSO
+from .queue_verbs import SoftQueueVerbs
 
 _TM_CAP_RC = 1
 
@@ -35,7 +36,7 @@ _CAPS = (
 _CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
 
 
-class SoftProvider(SoftwareProvider):
+class SoftProvider(SoftQueueVerbs, SoftwareProvider):
     """soft0's control verbs."""
 
     kind = "soft"
@@ -69,11 +70,3 @@ class SoftProvider(SoftwareProvider):
     @verb
     def counters(context: Any) -> Counters:
         raise UnsupportedError("Context.counters", errno.EOPNOTSUPP, NO_PACKETS)
-
-    create_srq_ex = queue_verbs.create_srq_ex
-    open_xrcd = queue_verbs.open_xrcd
-    close_xrcd = queue_verbs.close_xrcd
-    create_qp = queue_verbs.create_qp
-    create_qp_ex = queue_verbs.create_qp_ex
-    attach_mcast = queue_verbs.attach_mcast
-    detach_mcast = queue_verbs.detach_mcast

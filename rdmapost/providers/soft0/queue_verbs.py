@@ -30,58 +30,6 @@ _SRQ_FIELDS: dict[int, int] = {
 """The attributes that ibv_create_srq_ex takes, by SRQ type."""
 
 
-@verb
-def create_srq_ex(context: Any, init: Any) -> Any:
-    name, mask = "ibv_create_srq_ex", init.comp_mask
-    srq_type = init.srq_type if mask & _SRQ_TYPE else SRQType.BASIC
-    if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
-        raise VerbsError(name, errno.EINVAL, "comp_mask does not fit srq_type")
-    cap = init.tm_cap
-    if srq_type == SRQType.TM and not (
-        1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
-    ):
-        limits = f"max_num_tags must be in 1..{tags.MAX_NUM_TAGS}, max_ops in 1..{tags.MAX_OPS}"
-        raise VerbsError(name, errno.EINVAL, limits)
-    srq = make_srq(context, init.pd, init.attr)
-    made: SharedReceiveQueue = bound(srq, name)
-    if srq_type == SRQType.BASIC:
-        return srq
-    made.cq = cq = bound(init.cq, name)
-    cq.users += 1
-    if srq_type == SRQType.XRC:
-        made.xrcd = _domain_of(init.xrcd, name)
-        made.xrcd.users += 1
-    else:
-        made.tags = tags.MatchingList(made, cq, cap.max_num_tags, cap.max_ops, MAX_SGE)
-        made.ops = made.tags.ops
-    return srq
-
-
-@verb
-def open_xrcd(context: Any, init: Any) -> Any:
-    context_of(context, "ibv_open_xrcd")
-    domain = _find_domain(init)
-    domain.opened += 1
-    # Each time a domain is opened, another struct is created.
-    xrcd = ffi.new("struct rp_soft_xrcd *")
-    xrcd.xrcd.context = context
-    keep(xrcd, domain, "ibv_open_xrcd", whole=xrcd)
-    return ffi.addressof(xrcd, "xrcd")
-
-
-@verb
-def close_xrcd(xrcd: Any) -> None:
-    domain = _domain_of(xrcd, "ibv_close_xrcd")
-    if domain.opened == 1:
-        if domain.users:
-            reason = f"{domain.users} queues are in the domain"
-            raise VerbsError("ibv_close_xrcd", errno.EBUSY, reason)
-        if domain.inode is not None:
-            del _domains[domain.inode]
-    domain.opened -= 1
-    drop(ffi.cast("struct rp_soft_xrcd *", xrcd), "ibv_close_xrcd")
-
-
 _domains: dict[tuple[int, int], XRCDomain] = table()
 """The XRC domains that are associated with a file, by the file's inode."""
 
@@ -110,29 +58,78 @@ def _find_domain(init: Any) -> XRCDomain:
     return _domains[inode]
 
 
-@verb
-def create_qp(pd: Any, init: Any) -> Any:
-    return make_qp(pd.context, pd, init)
+class SoftQueueVerbs:
+    """The control verbs for queues that only soft0 has."""
 
+    @verb
+    def create_srq_ex(context: Any, init: Any) -> Any:
+        name, mask = "ibv_create_srq_ex", init.comp_mask
+        srq_type = init.srq_type if mask & _SRQ_TYPE else SRQType.BASIC
+        if mask | _SRQ_TYPE != _SRQ_FIELDS.get(srq_type):
+            raise VerbsError(name, errno.EINVAL, "comp_mask does not fit srq_type")
+        cap = init.tm_cap
+        if srq_type == SRQType.TM and not (
+            1 <= cap.max_num_tags <= tags.MAX_NUM_TAGS and 1 <= cap.max_ops <= tags.MAX_OPS
+        ):
+            limits = f"max_num_tags must be in 1..{tags.MAX_NUM_TAGS}, max_ops in 1..{tags.MAX_OPS}"
+            raise VerbsError(name, errno.EINVAL, limits)
+        srq = make_srq(context, init.pd, init.attr)
+        made: SharedReceiveQueue = bound(srq, name)
+        if srq_type == SRQType.BASIC:
+            return srq
+        made.cq = cq = bound(init.cq, name)
+        cq.users += 1
+        if srq_type == SRQType.XRC:
+            made.xrcd = _domain_of(init.xrcd, name)
+            made.xrcd.users += 1
+        else:
+            made.tags = tags.MatchingList(made, cq, cap.max_num_tags, cap.max_ops, MAX_SGE)
+            made.ops = made.tags.ops
+        return srq
 
-@verb
-def create_qp_ex(context: Any, init: Any) -> Any:
-    has_xrcd = init.comp_mask & lib.IBV_QP_INIT_ATTR_XRCD
-    domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
-    return make_qp_ex(context, init, domain)
+    @verb
+    def open_xrcd(context: Any, init: Any) -> Any:
+        context_of(context, "ibv_open_xrcd")
+        domain = _find_domain(init)
+        domain.opened += 1
+        # Each time a domain is opened, another struct is created.
+        xrcd = ffi.new("struct rp_soft_xrcd *")
+        xrcd.xrcd.context = context
+        keep(xrcd, domain, "ibv_open_xrcd", whole=xrcd)
+        return ffi.addressof(xrcd, "xrcd")
 
+    @verb
+    def close_xrcd(xrcd: Any) -> None:
+        domain = _domain_of(xrcd, "ibv_close_xrcd")
+        if domain.opened == 1:
+            if domain.users:
+                reason = f"{domain.users} queues are in the domain"
+                raise VerbsError("ibv_close_xrcd", errno.EBUSY, reason)
+            if domain.inode is not None:
+                del _domains[domain.inode]
+        domain.opened -= 1
+        drop(ffi.cast("struct rp_soft_xrcd *", xrcd), "ibv_close_xrcd")
 
-@verb
-def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: SoftQueuePair = bound(qp, "ibv_attach_mcast")
-    if made.type is not QPType.UD or not is_multicast_gid(gid):
-        raise VerbsError("ibv_attach_mcast", errno.EINVAL)
-    if not made.device.attach(made, gid):
-        raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
+    @verb
+    def create_qp(pd: Any, init: Any) -> Any:
+        return make_qp(pd.context, pd, init)
 
+    @verb
+    def create_qp_ex(context: Any, init: Any) -> Any:
+        has_xrcd = init.comp_mask & lib.IBV_QP_INIT_ATTR_XRCD
+        domain = _domain_of(init.xrcd, "ibv_create_qp_ex") if has_xrcd else None
+        return make_qp_ex(context, init, domain)
 
-@verb
-def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
-    made: SoftQueuePair = bound(qp, "ibv_detach_mcast")
-    if not made.device.detach(made, gid):
-        raise VerbsError("ibv_detach_mcast", errno.EINVAL)
+    @verb
+    def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+        made: SoftQueuePair = bound(qp, "ibv_attach_mcast")
+        if made.type is not QPType.UD or not is_multicast_gid(gid):
+            raise VerbsError("ibv_attach_mcast", errno.EINVAL)
+        if not made.device.attach(made, gid):
+            raise VerbsError("ibv_attach_mcast", errno.ENOMEM)
+
+    @verb
+    def detach_mcast(qp: Any, gid: bytes, lid: int) -> None:
+        made: SoftQueuePair = bound(qp, "ibv_detach_mcast")
+        if not made.device.detach(made, gid):
+            raise VerbsError("ibv_detach_mcast", errno.EINVAL)

@@ -24,7 +24,7 @@ from ...enums import EventType, Opcode, OpsFlags, OpsOpcode, WCFlags, WCOpcode, 
 from ...standard.wire import TMH, TMHOpcode
 from ..software.completion import NO_TAG, Entry, tm_info
 from ..software.device_queues import WQE, WorkQueue
-from ..software.memory import ErrorStatus, gather
+from ..software.memory import ErrorStatus, gather, part
 from ..software.memory import copy as copy_bytes
 from ..software.responder import consume_receive, fill, not_ready, refuse
 from ..software.transport_messages import ACK, Ack, AckType, Request, Segments, size_of
@@ -130,7 +130,7 @@ class MatchingList(native.Record):
         if handle not in self._entries:
             return False
         self._drop(handle)
-        native.on_commit(native.use_slots, self.slots, -1)
+        native.on_commit(self.slots.free_slot)
         return True
 
     def _drop(self, handle: int) -> None:
@@ -276,7 +276,7 @@ class _Rendezvous:
         read, fin = WQE(), WQE()
         read.wr_id = fin.wr_id = _NOBODYS
         read.opcode, fin.opcode = Opcode.RDMA_READ, Opcode.SEND
-        read.sges = _first(self._entry.sges, self._size)
+        read.sges = part(self._entry.sges, 0, self._size)
         read.remote_addr, read.rkey = va, rkey
         # The FIN has the request's headers, except for the opcode.
         fin.inline = bytes([TMHOpcode.FIN]) + headers[1:]
@@ -295,9 +295,6 @@ class _Rendezvous:
             self._qp.fail(EventType.QP_FATAL)
 
 
-# ---- pieces of messages and buffers -----------------------------------------
-
-
 def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
     """Split a message in two: its first bytes, up to a size, and the rest."""
     head = b""
@@ -308,14 +305,3 @@ def _split(data: Segments, size: int) -> tuple[bytes, Segments]:
         if len(piece) > taken:
             rest.append(piece[taken:])
     return head, rest
-
-
-def _first(sges: Any, size: int) -> list[tuple[int, int, int]]:
-    """Return SGEs for the first bytes that the given SGEs cover."""
-    found = []
-    for addr, length, lkey in sges:
-        taken = min(length or 1 << 31, size)
-        if taken:
-            found.append((addr, taken, lkey))
-        size -= taken
-    return found

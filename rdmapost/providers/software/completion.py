@@ -129,7 +129,7 @@ class CompletionQueue(native.DeviceQueue):
         if (channel := self.channel) is not None:
             # At the end of the verb, because the queue may be armed until then.
             urgent = bool(solicited or fields[1])
-            native.at_the_end(native.announce, self, channel.events, channel.event_fd, urgent)
+            native.at_the_end(self.announce, channel.events, channel.event_fd, urgent)
         return True
 
     def report_overrun(self) -> None:

@@ -45,12 +45,6 @@ def run_due() -> None:
             device.set_due(device.due)
 
 
-def _schedule() -> None:
-    """Have run_due called when the first of the devices is due."""
-    due = [device.due for device in open_devices.values() if device.due >= 0]
-    native.on_commit(native.schedule_at, min(due, default=-1.0))
-
-
 def _unknown(cookie: int) -> None:
     """Return None, because the caller's wr_id is not known."""
 
@@ -168,7 +162,9 @@ class Device(native.Record):
     def set_due(self, due: float) -> None:
         """Have run_due called at a given time; a negative time cancels the call."""
         self.due = due
-        _schedule()
+        # C looks at the time for all the devices.
+        all_due = [device.due for device in open_devices.values() if device.due >= 0]
+        native.on_commit(native.schedule_at, min(all_due, default=-1.0))
         # 0 disarms the timer.
         nanoseconds = max(1, int((due - time.monotonic()) * 1e9)) if due >= 0 else 0
         native.on_commit(native.set_timer, self.timer_fd, nanoseconds)

@@ -53,7 +53,7 @@ class WorkQueue(native.DeviceQueue):
         """Remove everything."""
         self.silent = 0
         # This includes work requests that a signal handler posts in the meantime.
-        native.on_commit(native.clear, self)
+        native.on_commit(self.empty)
 
 
 class XRCDomain(native.Record):

@@ -87,7 +87,7 @@ class Region(native.Record):
         room = native.Room(self.unsure + start, length, self.memory)
         if not write:
             return room.read()
-        return room if native.reachable(self.unsure + start, length, True) else None
+        return room if native.reachable(self.unsure + start, length) else None
 
 
 class Window(native.Record):
@@ -437,6 +437,8 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
     """
     found = []
     for addr, length, lkey in sges:
+        if not size:
+            break
         length = length or 1 << 31
         if offset >= length:
             offset -= length
@@ -445,8 +447,6 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
         found.append((addr + offset, piece, lkey))
         offset = 0
         size -= piece
-        if not size:
-            break
     if size:
         raise ErrorStatus(WCStatus.LOC_LEN_ERR)
     return found

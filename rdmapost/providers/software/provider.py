@@ -27,13 +27,13 @@ from ...enums import (
 from ...errors import UnsupportedError, VerbsError, is_from_system
 from ...standard.opcodes import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
-from . import addressing, completion, queue_verbs
+from . import completion
 from .completion import Channel, CompletionQueue
 from .device import Device, OpenDevice
 from .faults import FaultPlan
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .memory import ProtectionDomain, Region
-from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR
+from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, QueueVerbs
 from .state import bound, context_of, contexts, device_of, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
@@ -102,7 +102,7 @@ def _failed(verb_name: str, error: OSError) -> OSError:
     return VerbsError(verb_name, error.errno or errno.EIO)
 
 
-class SoftwareProvider:
+class SoftwareProvider(QueueVerbs):
     """The control verbs that the software devices share."""
 
     kind: str
@@ -367,22 +367,6 @@ class SoftwareProvider:
             native.undo(events.pop, address, None)
             events[address] = None
         return True
-
-    # ---- queues -------------------------------------------------------------
-
-    create_srq = queue_verbs.create_srq
-    get_srq_num = queue_verbs.get_srq_num
-    modify_srq = queue_verbs.modify_srq
-    query_srq = queue_verbs.query_srq
-    destroy_srq = queue_verbs.destroy_srq
-    modify_qp = queue_verbs.modify_qp
-    query_qp = queue_verbs.query_qp
-    query_qp_data_in_order = queue_verbs.query_qp_data_in_order
-    sends_for_receive = queue_verbs.sends_for_receive
-    destroy_qp = queue_verbs.destroy_qp
-    create_ah = queue_verbs.create_ah
-    destroy_ah = queue_verbs.destroy_ah
-    init_ah_from_wc = addressing.init_ah_from_wc
 
 
 _Unsure = Callable[[str, int, int, int], int | None]

@@ -152,7 +152,7 @@ class QueuePair(native.Record):
 
     def drop_queues(self) -> None:
         """Drop the posted work requests, and the completions that have not been polled."""
-        for wqe in native.posted(self.sq):
+        for wqe in self.sq.posted():
             if wqe.owner is not None:
                 wqe.owner.ended(wqe, WCStatus.WR_FLUSH_ERR)
         for queue, cq in ((self.sq, self.send_cq), (self.rq, self.recv_cq)):

@@ -711,9 +711,9 @@ def test_write_to_memory_that_the_kernel_copies_looks_at_each_byte_once(alone, m
     mr = file_region(alone, count * MTU_BYTES)
     looked_at = []
 
-    def reachable(addr: int, length: int, write: bool) -> bool:
+    def reachable(addr: int, length: int) -> bool:
         looked_at.append(length)
-        return found(addr, length, write)
+        return found(addr, length)
 
     found = native.reachable
     monkeypatch.setattr(native, "reachable", reachable)

@@ -849,7 +849,7 @@ def test_handler_may_post_poll_and_close_in_the_middle_of_a_verb(name):
     def act(b: Bench) -> None:
         b.receive(b.side, 7)
         b.poll()
-        if lib.rp_soft_busy():
+        if native.in_step():
             with pytest.raises(VerbsError, match="in the middle of a verb of a software") as caught:
                 provider.destroy_qp(b.side)
             assert caught.value.errno == errno.EBUSY
