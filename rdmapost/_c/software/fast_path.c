@@ -37,9 +37,9 @@ struct region {
 	PyObject *keys; /* the dict that lists it; borrowed, and only compared, as is `pd` */
 	uint32_t key;
 	PyObject *pd;
-	uint64_t addr, length;
+	uint64_t addr;
 	unsigned int access;
-	PyObject *memory; /* a memoryview, or NULL: Python must look */
+	PyObject *memory; /* a memoryview of all of it, or NULL: Python must look */
 };
 
 enum { REGIONS = 64 };
@@ -71,7 +71,6 @@ static void read_region(struct region *r, PyObject *region, enum rp_name key)
 	PyObject *pd = get(region, PD), *unsure = get(region, UNSURE), *memory = NULL;
 
 	r->addr = get_number(region, ADDR);
-	r->length = get_number(region, LENGTH);
 	r->access = (unsigned int)get_number(region, ACCESS);
 	r->pd = pd; /* the region holds it */
 	if (get_number(region, key) == r->key && get_number(region, VALID) == 1 &&
@@ -123,7 +122,7 @@ static void release_pieces(struct pieces *p)
 		PyBuffer_Release(&p->piece[--p->count].buffer);
 }
 
-/* Add part of an object's memory; returns whether that is possible. */
+/* Add part of an object's memory, if it has such a part; returns whether it has. */
 static int add_piece(struct pieces *p, PyObject *memory, uint64_t start, uint64_t length)
 {
 	Py_buffer *buffer = &p->piece[p->count].buffer;
@@ -139,12 +138,14 @@ static int add_piece(struct pieces *p, PyObject *memory, uint64_t start, uint64_
 	return start <= (uint64_t)buffer->len && length <= (uint64_t)buffer->len - start;
 }
 
-/* Add part of a region, if the PD, the range and the permissions allow it. */
+/*
+ * Add part of a region, if the PD, the range and the permissions allow it. The offset of an address
+ * before the region wraps, so that it is larger than any region.
+ */
 static int add_part(struct pieces *p, const struct region *r, PyObject *pd, uint64_t addr,
 		    uint64_t length, unsigned int access)
 {
-	if (!r || r->pd != pd || (r->access & access) != access || addr < r->addr ||
-	    addr - r->addr > r->length || length > r->length - (addr - r->addr))
+	if (!r || r->pd != pd || (r->access & access) != access)
 		return 0;
 	return add_piece(p, r->memory, addr - r->addr, length);
 }

@@ -32,7 +32,7 @@ PyObject *rp_soft_given(enum rp_part which);
 enum rp_name {
 	SQ, RQ, SRQ_QUEUE, OPS, APPEND, APPENDLEFT, POPLEFT, POP_LAST, DEPTH, TIMER_FD,
 	/* A region's: */
-	ADDR, LENGTH, ACCESS, PD, VALID, UNSURE, MEMORY, LKEY, RKEY, NAMES
+	ADDR, ACCESS, PD, VALID, UNSURE, MEMORY, LKEY, RKEY, NAMES
 };
 RP_SHARED PyObject *rp_names[NAMES];
 

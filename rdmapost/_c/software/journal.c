@@ -405,7 +405,7 @@ int rp_add_soft_journal(PyObject *module)
 {
 	static const char *const names[NAMES] = { "sq", "rq", "queue", "ops", "append",
 						  "appendleft", "popleft", "pop", "depth",
-						  "timer_fd", "addr", "length", "access", "pd",
+						  "timer_fd", "addr", "access", "pd",
 						  "valid", "unsure", "memory", "lkey", "rkey" };
 
 	for (int i = 0; i < NAMES; i++) {

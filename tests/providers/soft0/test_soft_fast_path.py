@@ -282,6 +282,36 @@ def test_python_executes_only_the_first_of_many_common_work_requests(rc, execute
     assert executed == [rp.Opcode.RDMA_WRITE]
 
 
+def test_python_executes_only_the_first_of_many_rarer_forms(connect, executed):
+    """No bytes and no key; INLINE; a receive with more SGEs than the message needs."""
+    rc = connect(max_inline_data=16, max_recv_sge=3)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
+    inline = SendFlags.SIGNALED | SendFlags.INLINE
+    wrs = [
+        rc.wr(rp.RdmaWrite, [], rkey=0),
+        rc.wr(rp.RdmaWrite, rc.mine[:8], send_flags=inline),
+        rc.wr(rp.RdmaWrite, [], send_flags=inline),
+        rc.send(rc.mine[:8]),
+        rc.send(rc.mine[:12]),
+    ]
+    rc.b.post_recv([rp.RecvWR([rc.theirs[:8]] * 3)] * 2)
+    rc.a.post_send(wrs)
+    rc.wait(8)
+    assert len(executed) == 1
+
+
+def test_c_fills_a_completion_queue_to_its_last_entry(context, pd, executed):
+    with rp.CQ(context, 8) as cq, contextlib.ExitStack() as inner:
+        rc = Pair(inner, pd, cq)
+        rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8])] * cq.cqe)
+        assert len(cq.wait(cq.cqe)) == cq.cqe
+        assert len(executed) == 1
+        rc.b.post_recv(rp.RecvWR(rc.theirs[:8]))
+        rc.a.post_send([*[rc.wr(rp.RdmaWrite, rc.mine[:8])] * (cq.cqe - 2), rc.send(rc.mine[:8])])
+        assert len(cq.wait(cq.cqe)) == cq.cqe
+    assert len(executed) == 1
+
+
 def test_python_executes_what_has_more_than_four_sges(connect, context, executed):
     rc = connect(max_send_sge=5)
     for sges in (4, 5, 4):
@@ -347,6 +377,68 @@ def test_range_may_end_with_its_region_but_not_later(connect, where, beyond):
     done = [wc.status for wc in rc.cq.wait(3 if where == "receive" else 2)]
     expected = failed.get(where, WCStatus.LOC_PROT_ERR) if beyond else WCStatus.SUCCESS
     assert done[:2] == [WCStatus.SUCCESS, expected]
+
+
+def test_address_before_the_region_is_refused(connect):
+    rc = connect(checked=False)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], remote_addr=rc.theirs.addr - 1))
+    assert [wc.status.name for wc in rc.cq.wait(2)] == ["SUCCESS", "REM_ACCESS_ERR"]
+
+
+def test_key_with_another_low_byte_is_refused(rc):
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8])] * 2)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], rkey=rc.theirs.rkey ^ 1))
+    assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "REM_ACCESS_ERR"]
+
+
+def test_many_regions_are_told_apart(rc, pd, stack):
+    """More than C remembers at a time."""
+    regions = [stack.enter_context(rp.MR(pd, bytearray([i] * 8), ALL)) for i in range(200)]
+    stack.callback(rc.a.close)
+    for source, target in [(0, 64), (64, 128), (7, 64), (128, 71), (135, 0), (192, 0)] * 3:
+        wr = rp.RdmaWrite(regions[source][:], wr_id=source)
+        wr.remote_addr, wr.rkey = regions[target].addr, regions[target].rkey
+        data = bytes(regions[source].buffer)
+        rc.a.post_send(wr)
+        rc.wait(1)
+        assert bytes(regions[target].buffer) == data, (source, target)
+
+
+def test_zero_based_region_takes_offsets_and_no_addresses(rc, pd, stack):
+    mr = stack.enter_context(rp.MR(pd, 64, ALL | Access.ZERO_BASED))
+    stack.callback(rc.a.close)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mr.buffer))
+    rc.mine.buffer[:4] = b"base"
+    for addr in (8, 16, address):
+        rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=addr, rkey=mr.rkey))
+    assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "REM_ACCESS_ERR"]
+    assert bytes(mr.buffer[8:20]) == b"base" + bytes(4) + b"base"
+
+
+def test_length_0_means_2_to_the_31_bytes(connect):
+    rc = connect(checked=False)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rp.SGE(rc.mine.addr, 0, rc.mine.lkey)))
+    assert [wc.status.name for wc in rc.cq.wait(2)] == ["SUCCESS", "LOC_PROT_ERR"]
+
+
+def test_read_cannot_be_inline(connect):
+    rc = connect(checked=False, max_inline_data=64)
+    inline = SendFlags.SIGNALED | SendFlags.INLINE
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:4])] * 2)
+    rc.a.post_send(rc.wr(rp.RdmaRead, rc.mine[:4], send_flags=inline))
+    assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "LOC_QP_OP_ERR"]
+
+
+def test_memory_is_let_go_with_its_region(rc, pd):
+    memory = bytearray(8)
+    mr = rp.MR(pd, memory, ALL)
+    for _ in range(3):
+        rc.a.post_send(rp.RdmaWrite(mr[:], remote_addr=mr.addr, rkey=mr.rkey))
+    rc.wait(3)
+    mr.close()
+    memory.append(1)
 
 
 def test_planned_status_applies_to_a_work_request_that_c_could_execute(rc, context):
