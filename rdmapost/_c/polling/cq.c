@@ -500,7 +500,9 @@ static RP_POLLER_METHOD(poll_now)
 
 	if (begin_polling(POLLER(self), args, nargs, 3, &use))
 		return NULL;
-	if (!read_count(args[1], "max_entries", &order.count))
+	if (!PyList_Check(args[2]))
+		PyErr_SetString(PyExc_TypeError, "poll() takes a list");
+	else if (!read_count(args[1], "max_entries", &order.count))
 		n = deliver(POLLER(self), use.handle, &order, args[2]);
 	rp_end_use(&use);
 	return n < 0 ? NULL : Py_NewRef(Py_None);
@@ -687,6 +689,8 @@ static RP_POLLER_METHOD(wait_for)
 		goto out;
 	order.promised = (uint64_t)PyNumber_AsSsize_t(args[2], NULL);
 	deadline = rp_deadline_of(args[3]);
+	if (PyErr_Occurred())
+		goto out;
 	if (order.rows && order.count > (uint64_t)view.len / sizeof(struct ibv_wc)) {
 		PyErr_Format(PyExc_ValueError, "the buffer has room for fewer than count=%S rows", args[1]);
 		goto out;
@@ -772,7 +776,7 @@ static RP_POLLER_METHOD(fill)
 	if (begin_polling(p, args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
 	order.count = (uint64_t)PyNumber_AsSsize_t(args[1], NULL);
-	if (!(arm == Py_True && ask_for_event(use.handle, 0)) &&
+	if (!PyErr_Occurred() && !(arm == Py_True && ask_for_event(use.handle, 0)) &&
 	    !(arm == Py_False && call_optional(p->drop_event)) &&
 	    !gather(p, use.handle, &order, NULL))
 		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :
@@ -801,6 +805,8 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 	struct rp_completion *list = NULL;
 	int failed = 0;
 
+	if (!PyList_Check(wcs))
+		return PyErr_Format(PyExc_TypeError, "put_back() takes a list");
 	for (Py_ssize_t i = PyList_Size(wcs) - 1; i >= 0; i--) {
 		PyObject *wc = PyList_GetItem(wcs, i);
 		struct rp_completion *s;

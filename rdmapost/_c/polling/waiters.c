@@ -173,6 +173,8 @@ RP_POLLER_METHOD(rp_until)
 		return NULL;
 	fd = (int)PyLong_AsLong(args[1]);
 	deadline = rp_deadline_of(args[3]);
+	if (PyErr_Occurred())
+		goto out;
 	/* An event loop whose tasks are gone gives up the lead. */
 	if (args[4] != Py_True && RP_LOAD(&p->tasks) && rp_notify_tasks(p))
 		goto out;

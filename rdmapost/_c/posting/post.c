@@ -63,10 +63,12 @@ static uint32_t record_tags(struct rp_in_flight *list, struct request *r, struct
 		r->tagged = rp_record(list, (struct rp_entry){ .wr_id = r->wr_id_of_tag,
 							       .refs = *refs, .count = 1,
 							       .state = RP_POSTED });
-		r->serial = list->posted - 1;
+		tag->cookie = r->tagged;
+		tag->serial = list->posted - 1;
 		r->wr_id_of_tag = NULL;
 		*refs = NULL;
 		wr->tm.add.recv_wr_id = r->tagged;
+		return 0;
 	}
 	if (!tag || tag->list != list)
 		return 0;
@@ -259,7 +261,7 @@ static PyObject *wrs_of(const struct post *post)
 	return post->wrs ? Py_NewRef(post->wrs) : PyTuple_Pack(1, post->requests->wr);
 }
 
-static PyObject *posted_name, *notes_name;
+static PyObject *posted_name, *notes_name, *handle_name;
 
 /*
  * Say in an exception that is not a PostError (a MemoryError, a RecursionError, or a signal
@@ -331,26 +333,23 @@ void rp_raise_list_closed(const struct post *post)
 }
 
 /* Set each posted TAG_ADD's handle, even if one fails; returns the first exception, or NULL. */
-static PyObject *give_handles(struct work_queue *q, struct post *post, int64_t in)
+static PyObject *give_handles(const struct post *post, int64_t in)
 {
 	PyObject *first = NULL;
 
 	for (int64_t i = 0; i < in; i++) {
-		struct request *r = &post->requests[i];
+		const struct request *r = &post->requests[i];
 		const struct ibv_ops_wr *op = (void *)(post->structs + r->at);
-		PyObject *tag;
 
 		if (!r->tagged)
 			continue;
-		tag = rp_make_tag_handle(q->in_flight->tagged, r->tagged, r->serial,
-					 op->tm.handle);
-		if (!tag || PyObject_SetAttrString(r->wr, "handle", tag)) {
+		((struct rp_tag_handle *)r->tag)->value = op->tm.handle;
+		if (PyObject_SetAttr(r->wr, handle_name, r->tag)) {
 			if (first)
 				PyErr_Clear();
 			else
 				first = rp_take_exception();
 		}
-		Py_XDECREF(tag);
 	}
 	return first;
 }
@@ -484,7 +483,7 @@ static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct
 	if (taken < 0)
 		return answer(raised, post, 0);
 	if (q->in_flight->tagged)
-		not_taken = give_handles(q, post, outcome.posted);
+		not_taken = give_handles(post, outcome.posted);
 	if (rule)
 		rp_refuse(post, rule, 0);
 	if (!outcome.code && !post->refusal.rule && !raised && !not_taken)
@@ -702,7 +701,8 @@ int rp_add_queue(PyObject *module)
 {
 	posted_name = PyUnicode_InternFromString("posted"); /* never released */
 	notes_name = PyUnicode_InternFromString("__notes__"); /* never released */
-	return !posted_name || !notes_name ||
+	handle_name = PyUnicode_InternFromString("handle"); /* never released */
+	return !posted_name || !notes_name || !handle_name ||
 	       rp_add_type(module, "rdmapost._verbs.Queue", sizeof(struct work_queue),
 			   Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, queue_slots, &rp_queue_type) ?
 		       -1 : 0;

@@ -13,6 +13,7 @@
 #include "posting/inflight.h"
 #include "posting/inline_buffer.h"
 #include "posting/sge.h"
+#include "posting/tag_handle.h"
 
 static PyObject *sge_names[3];
 
@@ -485,6 +486,12 @@ int rp_close_request(struct work_queue *q, struct post *post, struct request *r)
 {
 	PyObject *shared = NULL;
 
+	if (r->wr_id_of_tag) {
+		/* Not later: what the device has accepted must get its handle. */
+		r->tag = rp_make_tag_handle(q->in_flight->tagged);
+		if (!r->tag)
+			return -1;
+	}
 	/* Sends to one peer from one region hold the same objects: a new tuple would cost most. */
 	if (post->holding > 1)
 		shared = post->count > 1 ? Py_XNewRef(r[-1].refs) : rp_latest_refs(q->in_flight);

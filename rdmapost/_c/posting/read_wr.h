@@ -18,9 +18,9 @@ struct request {
 	size_t at; /* offset of its struct in the post's `structs` */
 	size_t owners; /* index of its first SGE's owner in the post's `owners` */
 	uint64_t flags;
-	uint64_t cookie, tagged, serial; /* as recorded; the last two are a tagged receive's */
+	uint64_t cookie, tagged; /* as recorded; the second is a tagged receive's */
 	PyObject *wr_id_of_tag; /* recv_wr_id of a TAG_ADD */
-	PyObject *tag; /* the handle of a TAG_DEL */
+	PyObject *tag; /* the handle of a TAG_DEL, or the new one of a TAG_ADD */
 	struct rp_handle *ah, *mw, *mr;
 	PyObject *hdr;
 	uint64_t hdr_len;

@@ -4,18 +4,13 @@
 #include "parts.h"
 #include "posting/wr_types.h"
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,
-			     uint32_t value)
+PyObject *rp_make_tag_handle(struct rp_in_flight *list)
 {
 	struct rp_tag_handle *tag = (struct rp_tag_handle *)PyType_GenericAlloc(
 		(PyTypeObject *)rp_known.tag_handle, 0);
 
-	if (!tag)
-		return NULL;
-	tag->list = (struct rp_in_flight *)Py_NewRef((PyObject *)list);
-	tag->cookie = cookie;
-	tag->serial = serial;
-	tag->value = value;
+	if (tag)
+		tag->list = (struct rp_in_flight *)Py_XNewRef((PyObject *)list);
 	return (PyObject *)tag;
 }
 

@@ -11,7 +11,7 @@ struct rp_tag_handle {
 	uint32_t value; /* the device's number for the entry */
 };
 
-PyObject *rp_make_tag_handle(struct rp_in_flight *list, uint64_t cookie, uint64_t serial,
-			     uint32_t value);
+/* Return a new handle that names no entry yet, or NULL with an exception. */
+PyObject *rp_make_tag_handle(struct rp_in_flight *list);
 
 #endif

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 import pytest
-from support import ALL, soft_context
+from support import ALL, LOSES_MEMORY, prints, soft_context
 from support.tag_server import MATCHED, NO_FLAGS, Server, small_server
 
 import rdmapost as rp
@@ -370,3 +370,35 @@ def test_tag_operation_on_a_queue_without_a_matching_list_is_refused(pd, stack):
         assert caught.value.errno == errno.EINVAL
         assert (caught.value.index, caught.value.posted) == (0, 0)
     assert (srq.outstanding_tags, srq.outstanding_ops) == (0, 0)
+
+
+LACKS_MEMORY = """
+import contextlib
+import _testcapi
+import rdmapost as rp
+
+lost = []
+with contextlib.ExitStack() as stack:
+    enter = stack.enter_context
+    context = enter(rp.open_device("soft0"))
+    pd = enter(rp.PD(context))
+    mr = enter(rp.MR(pd, 64, rp.Access.LOCAL_WRITE))
+    cq = enter(rp.CQ(context, 256, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    srq = rp.SRQ(pd, 4, srq_type=rp.SRQType.TM, cq=cq, max_num_tags=64, max_ops=64)
+    stack.callback(srq.close)
+    for at in range(50):
+        add = rp.TagAdd(sg_list=mr[:8], tag=at, wr_id=at)
+        before = srq.outstanding_tags
+        _testcapi.set_nomemory(at, at + 1)
+        try: srq.post_srq_ops(add)
+        except (MemoryError, rp.PostError): pass
+        finally: _testcapi.remove_mem_hooks()
+        if (srq.outstanding_tags > before) != (add.handle is not None):
+            lost.append(at)
+    print(lost, srq.outstanding_tags > 0)
+"""
+
+
+def test_entry_that_was_added_without_memory_to_spare_has_its_handle():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(LACKS_MEMORY, **LOSES_MEMORY) == "[] True"
