@@ -13,12 +13,8 @@ __version__ = "0.1.0"
 # Like typing.TYPE_CHECKING, but importing typing takes time.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    # mypy does not see what _public adds to its __all__.
     from ._public import *  # noqa: F403
     from ._public import __all__ as __all__
-    from .enums import *  # noqa: F403
-    from .errors import *  # noqa: F403
-    from .posting.wr import *  # noqa: F403
 else:
     import atexit
     import sys
