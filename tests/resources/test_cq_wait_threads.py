@@ -389,12 +389,21 @@ def test_thread_takes_the_place_of_another_that_slept_on_the_channel(rc):
 
 def test_wait_leaves_a_completion_to_a_wait_that_began_before_it(rc):
     """Or a thread that posts and waits in a loop would starve all others."""
-    first = Waiter(lambda: rc.cq.wait(1, LIMIT))
-    asleep(rc.cq, 1)
-    write(rc)
-    with pytest.raises(rp.WaitTimeout):
-        rc.cq.wait(1, 0.2)
-    assert len(first.end()) == 1
+
+    def attempt() -> bool:
+        first = Waiter(lambda: rc.cq.wait(1, LIMIT))
+        asleep(rc.cq, 1)
+        write(rc)
+        try:
+            rc.cq.wait(1, 0.2)
+        except rp.WaitTimeout:
+            return len(first.end()) == 1
+        write(rc)
+        first.end()
+        return False
+
+    # It leaves it for 10 ms: on a busy machine, the first may not wake up in time.
+    assert any(attempt() for _ in range(5))
 
 
 def test_wait_leaves_nothing_to_a_wait_that_began_after_it(rc):

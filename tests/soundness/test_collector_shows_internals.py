@@ -15,8 +15,12 @@ from typing import Any
 import pytest
 from connected_pair import Rig
 from isolated import isolated
+from support import ALL
 
 import rdmapost as rp
+from rdmapost._binding import native
+from rdmapost.posting.fields import Verb
+from rdmapost.posting.queue import PostQueue
 
 
 @isolated(silent=True)
@@ -117,3 +121,60 @@ def test_table_of_queues_with_anything_in_it_finds_no_other_queue(soft):
         with contextlib.suppress(rp.PostError):
             rig.a.post_send(rig.write(1))
         rig.cq.poll()
+
+
+@isolated()
+def test_private_methods_called_with_wrong_objects_do_not_end_the_process(soft):
+    class Region(rp.MR):
+        attributes: Any = ()
+
+        def _remake(self, *args: Any) -> Any:
+            return super()._remake(*args[:-1], self.attributes)
+
+    context = rp.open_device(soft)
+    pd, cq = rp.PD(context), rp.CQ(context, 64)
+    mr = Region(pd, 64, ALL)
+    a, b = (rp.QP(pd, rp.QPType.RC, cq) for _ in range(2))
+    a.connect(b.endpoint())
+    write = rp.RdmaWrite(mr[:8], remote_addr=mr.addr, rkey=mr.rkey)
+    bind = rp.BindMW(mw=rp.MW(pd), mr=mr)
+    for wrong in (write, [write], [bind], rp.RecvWR(mr[:8]), None):
+        with pytest.raises(TypeError, match="expected a BindMW"):
+            a._send.bind_mw(a, wrong, True)  # type: ignore[arg-type]
+    for owner in (b, context, mr, cq):
+        with pytest.raises(TypeError, match="has another owner"):
+            a._send.bind_mw(owner, bind, True)
+        with pytest.raises(TypeError, match="has another owner"):
+            native.Prepared()._prepare(a._send, owner, [write])
+    for mr.attributes in ((5,), ((5,),), ((5, 6, 7),), ((),)):
+        with pytest.raises(TypeError, match="not an attribute in __slots__"):
+            mr.rereg(access=ALL)
+    functions = native.undo, native.try_on_commit, native.on_commit, native.at_the_end
+    assert not any(isinstance(each.__self__, list) for each in functions)  # type: ignore[attr-defined]
+
+
+@isolated()
+def test_queue_that_is_initialised_while_its_arguments_are_read_stays_as_it_is(soft):
+    context = rp.open_device(soft)
+    qp = rp.QP(rp.PD(context), rp.QPType.RC, rp.CQ(context))
+    given: dict[str, Any] = {}
+
+    class Noting(native.Queue):
+        def __init__(self, **arguments: Any) -> None:
+            given.update(arguments)
+
+    class Queue(PostQueue, Noting):
+        pass
+
+    Queue(Verb.ibv_post_send, qp._send.limits, 8, qp._send._reasons, checked=True)
+    queue = native.Queue.__new__(native.Queue)
+
+    class Number:
+        def __index__(self) -> int:
+            native.Queue.__init__(queue, **given)
+            return int(Verb.ibv_post_recv)
+
+    with pytest.raises(TypeError, match="already been initialised"):
+        native.Queue.__init__(queue, **{**given, "verb": Number()})
+    with pytest.raises(TypeError, match="has another owner"):
+        queue.bind_mw(qp, rp.BindMW(), True)

@@ -40,6 +40,21 @@ static int outcome(PyObject *result, long *code)
 	return SPOILED;
 }
 
+/* Check the attributes to set; 0, or -1 with an exception. */
+static int check_attributes(PyObject *attributes)
+{
+	for (Py_ssize_t i = 0; i < PyTuple_Size(attributes); i++) {
+		PyObject *each = PyTuple_GetItem(attributes, i);
+
+		if (PyTuple_CheckExact(each) && PyTuple_Size(each) == 3 &&
+		    Py_IS_TYPE(PyTuple_GetItem(each, 0), &PyMemberDescr_Type))
+			continue;
+		PyErr_SetString(PyExc_TypeError, "not an attribute in __slots__ to set");
+		return -1;
+	}
+	return 0;
+}
+
 /*
  * Set the attributes. This allocates no memory. It runs no Python code either: the replaced form
  * keeps the old values alive.
@@ -90,7 +105,7 @@ static int change(struct rp_handle *h, PyObject *function, PyObject *args,
 	int used, now;
 	long code;
 
-	if (!both_parents || !both || rp_join_parents(new->parents)) {
+	if (!both_parents || !both || check_attributes(new->attributes) || rp_join_parents(new->parents)) {
 		Py_XDECREF(both_parents);
 		Py_XDECREF(both);
 		return -1;

@@ -254,6 +254,18 @@ static void put_keys(const struct post *post, size_t count)
 	}
 }
 
+/* Store the device's numbers of the entries that TAG_ADDs have added in their handles. */
+static void number_handles(const struct post *post, int64_t in)
+{
+	for (int64_t i = 0; i < in; i++) {
+		const struct request *r = &post->requests[i];
+		const struct ibv_ops_wr *op = (void *)(post->structs + r->at);
+
+		if (r->tagged)
+			((struct rp_tag_handle *)r->tag)->value = op->tm.handle;
+	}
+}
+
 /* ---- without the lock ---------------------------------------------------- */
 
 static PyObject *wrs_of(const struct post *post)
@@ -339,17 +351,13 @@ static PyObject *give_handles(const struct post *post, int64_t in)
 
 	for (int64_t i = 0; i < in; i++) {
 		const struct request *r = &post->requests[i];
-		const struct ibv_ops_wr *op = (void *)(post->structs + r->at);
 
-		if (!r->tagged)
+		if (!r->tagged || !PyObject_SetAttr(r->wr, handle_name, r->tag))
 			continue;
-		((struct rp_tag_handle *)r->tag)->value = op->tm.handle;
-		if (PyObject_SetAttr(r->wr, handle_name, r->tag)) {
-			if (first)
-				PyErr_Clear();
-			else
-				first = rp_take_exception();
-		}
+		if (first)
+			PyErr_Clear();
+		else
+			first = rp_take_exception();
 	}
 	return first;
 }
@@ -479,6 +487,8 @@ static PyObject *post_read(struct work_queue *q, struct rp_handle *owner, struct
 		rp_note_binder(owner, q->in_flight->binder);
 	if (post->binds && !post->type_1)
 		put_keys(post, outcome.posted < 0 ? (size_t)taken : (size_t)outcome.posted);
+	if (q->in_flight->tagged)
+		number_handles(post, outcome.posted);
 	raised = rp_run_and_end_post(q, &posting, post, taken > 0);
 	if (taken < 0)
 		return answer(raised, post, 0);
@@ -523,6 +533,18 @@ struct work_queue *rp_queue_of(PyObject *owner, int verb)
 	}
 	Py_XDECREF(queue);
 	return NULL;
+}
+
+int rp_check_owner(const struct work_queue *q, PyObject *owner)
+{
+	PyObject *queue = q->in_flight ? PyObject_GetAttr(owner, rp_queue_slots[q->verb].name) : NULL;
+	int owns = queue == (PyObject *)q;
+
+	Py_XDECREF(queue);
+	if (owns)
+		return 0;
+	PyErr_SetString(PyExc_TypeError, "the queue has not been initialised, or has another owner");
+	return -1;
 }
 
 /*
@@ -570,15 +592,17 @@ METHOD(rp_post_srq_ops, SRQ_OPS)
 static PyObject *queue_bind_mw(PyObject *self, PyObject *args)
 {
 	struct work_queue *q = (struct work_queue *)self;
+	const struct wr_type *type;
 	PyObject *owner, *wr;
 	int sure;
 
 	if (!PyArg_ParseTuple(args, "O!Op", rp_handle_type, &owner, &wr, &sure))
 		return NULL;
-	if (!q->in_flight) {
-		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
+	if (rp_check_owner(q, owner))
 		return NULL;
-	}
+	type = rp_wr_type_of(q, Py_TYPE(wr));
+	if (!type || type->verb != SEND || type->opcode != IBV_WR_BIND_MW)
+		return PyErr_Format(PyExc_TypeError, "expected a BindMW");
 	return read_and_post(q, owner, wr, 1, sure);
 }
 
@@ -610,28 +634,31 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 				 "max_msg_size", "max_inline_data",
 				 "max_tso_header", "max_num_tags", "wr_types",
 				 NULL };
-	struct work_queue *q = (struct work_queue *)self;
+	struct work_queue *q = (struct work_queue *)self, new = { .verb = 0 };
+	size_t settings = offsetof(struct work_queue, verb);
 	PyObject *in_flight, *wr_types;
 	uint64_t pd;
 
+	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pkkppppikkkkO!", names, &new.verb,
+		    rp_in_flight_type, &in_flight, &new.checked, &pd, &new.room, &new.datagram,
+		    &new.xrc, &new.binds, &new.builds, &new.max_sge, &new.max_msg_size,
+		    &new.max_inline_data, &new.max_tso_header, &new.max_num_tags, &PyTuple_Type,
+		    &wr_types) ||
+	    read_wr_types(&new, wr_types))
+		return -1;
+	if (new.verb < SEND || new.verb > SRQ_OPS) {
+		PyErr_SetString(PyExc_ValueError, "there is no such verb");
+		return -1;
+	}
+	/* Reading the arguments may have run code that initialised the queue. */
 	if (q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
 		return -1;
 	}
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pkkppppikkkkO!", names, &q->verb,
-		    rp_in_flight_type, &in_flight, &q->checked, &pd, &q->room, &q->datagram,
-		    &q->xrc, &q->binds, &q->builds, &q->max_sge, &q->max_msg_size,
-		    &q->max_inline_data, &q->max_tso_header, &q->max_num_tags, &PyTuple_Type,
-		    &wr_types) ||
-	    read_wr_types(q, wr_types))
-		return -1;
-	if (q->verb < SEND || q->verb > SRQ_OPS) {
-		PyErr_SetString(PyExc_ValueError, "there is no such verb");
-		return -1;
-	}
 	if (rp_init_lock(&q->lock))
 		return -1;
-	q->pd = (void *)(uintptr_t)pd;
+	new.pd = (void *)(uintptr_t)pd;
+	memcpy((char *)q + settings, (char *)&new + settings, sizeof(new) - settings);
 	q->in_flight = (struct rp_in_flight *)Py_NewRef(in_flight);
 	return 0;
 }

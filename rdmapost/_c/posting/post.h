@@ -23,6 +23,9 @@ RP_SHARED PyObject *rp_queue_type;
 /* The queue of a queue pair or SRQ to which a verb posts; NULL with an exception. */
 struct work_queue *rp_queue_of(PyObject *owner, int verb);
 
+/* Check that a queue is initialised and its owner's; 0, or -1 with an exception. */
+int rp_check_owner(const struct work_queue *q, PyObject *owner);
+
 /*
  * Set the pointers in a device's struct: to its SGEs, to the next struct, and to the resources that
  * it names.

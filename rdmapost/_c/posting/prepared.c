@@ -286,10 +286,8 @@ static PyObject *prepared_prepare(PyObject *self, PyObject *args)
 
 	if (!PyArg_ParseTuple(args, "O!O!O", rp_queue_type, &queue, rp_handle_type, &owner, &wrs))
 		return NULL;
-	if (!((struct work_queue *)queue)->in_flight) {
-		PyErr_SetString(PyExc_TypeError, "the queue has not been initialised");
+	if (rp_check_owner((struct work_queue *)queue, owner))
 		return NULL;
-	}
 	if (!rp_swap_word(&p->state, &state, MAKING)) {
 		PyErr_SetString(PyExc_TypeError, "it has already been prepared");
 		return NULL;

@@ -102,12 +102,15 @@ static int note_call(PyObject *list, PyObject *call)
 static PyObject *make_recorded(PyObject *record)
 {
 	PyObject *callable = PyTuple_GetItem(record, 0), *args = PyTuple_GetItem(record, 1), *done;
-	int tries = 0;
+	int tries = 0, one = PyList_CheckExact(args);
+	PyObject *argument = one ? PyList_GetItem(args, 0) : NULL;
 
+	/* Anyone can find the list through the garbage collector, and empty it. */
+	if (one && !argument)
+		return NULL;
 	do
-		done = PyList_CheckExact(args) ?
-			       PyObject_CallFunctionObjArgs(callable, PyList_GetItem(args, 0), NULL) :
-			       PyObject_Call(callable, args, NULL);
+		done = one ? PyObject_CallFunctionObjArgs(callable, argument, NULL) :
+			     PyObject_Call(callable, args, NULL);
 	while (!done && try_again(&tries));
 	return done;
 }
@@ -272,17 +275,20 @@ static PyType_Slot record_slots[] = {
  * undo(callable, *args): record a call that undoes the next change. The call must be harmless if
  * that change is not made.
  */
-static PyObject *note_undo_call(PyObject *calls, PyObject *call)
+static PyObject *note_undo_call(PyObject *self, PyObject *call)
 {
+	(void)self;
 	RP_ADD(&rp_soft_changes, 1);
-	if (rp_is_journaled() && note_call(calls, call))
+	if (rp_is_journaled() && note_call(lists[UNDO], call))
 		return NULL;
 	Py_RETURN_NONE;
 }
 
 /* Each of the other functions makes the call when its list's turn comes (rp_journal_commit()). */
-static PyObject *note_or_make(PyObject *calls, PyObject *call)
+static PyObject *note_or_make(PyObject *list, PyObject *call)
 {
+	PyObject *calls = lists[PyLong_AsLong(list)];
+
 	if (!rp_is_journaled())
 		return rp_call(call);
 	if (note_call(calls, call))
@@ -290,7 +296,7 @@ static PyObject *note_or_make(PyObject *calls, PyObject *call)
 	Py_RETURN_NONE;
 }
 
-/* The functions that record a call; the list to which each adds is its `self`. */
+/* The functions that record a call; the number of the list to which each adds is its `self`. */
 static PyMethodDef recorders[LISTS] = {
 	[UNDO] = { "undo", note_undo_call, METH_VARARGS, NULL },
 	[FIRST] = { "try_on_commit", note_or_make, METH_VARARGS, NULL },
@@ -414,14 +420,17 @@ int rp_add_soft_journal(PyObject *module)
 			return -1;
 	}
 	for (int i = 0; i < LISTS; i++) {
-		PyObject *recorder = NULL;
+		PyObject *number = PyLong_FromLong(i), *recorder = NULL;
 
 		lists[i] = PyList_New(0);
-		if (lists[i])
-			recorder = PyCFunction_New(&recorders[i], lists[i]);
+		if (lists[i] && number)
+			recorder = PyCFunction_New(&recorders[i], number);
 		if (!recorder || PyModule_AddObjectRef(module, recorders[i].ml_name, recorder))
 			return -1;
+		/* No one can find the list through the garbage collector. */
+		PyObject_GC_UnTrack(lists[i]);
 		Py_DECREF(recorder);
+		Py_DECREF(number);
 	}
 	return rp_add_type(module, "rdmapost._verbs.Record", sizeof(PyObject), Py_TPFLAGS_BASETYPE,
 			   record_slots, NULL) ||
