@@ -639,20 +639,21 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	PyObject *in_flight, *wr_types;
 	uint64_t pd;
 
-	if (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pkkppppikkkkO!", names, &new.verb,
+	if (!q->in_flight &&
+	    (!PyArg_ParseTupleAndKeywords(args, kwargs, "iO!pkkppppikkkkO!", names, &new.verb,
 		    rp_in_flight_type, &in_flight, &new.checked, &pd, &new.room, &new.datagram,
 		    &new.xrc, &new.binds, &new.builds, &new.max_sge, &new.max_msg_size,
 		    &new.max_inline_data, &new.max_tso_header, &new.max_num_tags, &PyTuple_Type,
 		    &wr_types) ||
-	    read_wr_types(&new, wr_types))
+	     read_wr_types(&new, wr_types)))
 		return -1;
-	if (new.verb < SEND || new.verb > SRQ_OPS) {
-		PyErr_SetString(PyExc_ValueError, "there is no such verb");
-		return -1;
-	}
 	/* Reading the arguments may have run code that initialised the queue. */
 	if (q->in_flight) {
 		PyErr_SetString(PyExc_TypeError, "it has already been initialised");
+		return -1;
+	}
+	if (new.verb < SEND || new.verb > SRQ_OPS) {
+		PyErr_SetString(PyExc_ValueError, "there is no such verb");
 		return -1;
 	}
 	if (rp_init_lock(&q->lock))
