@@ -178,3 +178,25 @@ def test_queue_that_is_initialised_while_its_arguments_are_read_stays_as_it_is(s
         native.Queue.__init__(queue, **{**given, "verb": Number()})
     with pytest.raises(TypeError, match="has another owner"):
         queue.bind_mw(qp, rp.BindMW(), True)
+
+
+@isolated()
+def test_private_functions_of_the_software_devices_check_their_arguments(soft):
+    context = rp.open_device(soft)
+
+    class Sequence:
+        """Not a tuple: no one keeps its items."""
+
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, index: int) -> Any:
+            return (native.DeviceQueue(), [], 0)[index]
+
+    queue, ends = native.DeviceQueue(), Sequence()
+    with pytest.raises(TypeError):
+        native.FastPath(queue, {}, {}, {}, {}, None, None, None, ends, ends, 1, 1, 1, 0, 0)
+    with pytest.raises(IndexError):
+        native.verb(native.made)
+    with pytest.raises(TypeError, match="not a list of handles"):
+        native.defer_closes(context)

@@ -366,6 +366,8 @@ static PyObject *admit_children(PyObject *self, PyObject *args)
 static PyObject *defer_closes(PyObject *self, PyObject *handles)
 {
 	(void)self;
+	if (!PyList_Check(handles))
+		return PyErr_Format(PyExc_TypeError, "not a list of handles");
 	if (!rp_thread()->closing)
 		Py_RETURN_FALSE;
 	for (Py_ssize_t i = 0; i < PyList_Size(handles); i++) {

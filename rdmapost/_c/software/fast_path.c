@@ -486,15 +486,17 @@ int rp_soft_run_fast(PyObject *qp)
 static PyObject *fast_path_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
 	struct fast_path *f = (struct fast_path *)PyType_GenericAlloc(type, 0);
-	PyObject *qp, *cq = rp_device_queue_type;
+	PyObject *qp, *send, *recv, *cq = rp_device_queue_type;
 
 	(void)kwargs;
-	if (!f || !PyArg_ParseTuple(args, "OO!O!O!O!OOO(O!Oi)(O!Oi)IIIpp", &qp, &PyDict_Type,
+	/* Tuples keep what they hold; other sequences might not. */
+	if (!f || !PyArg_ParseTuple(args, "OO!O!O!O!OOOO!O!IIIpp", &qp, &PyDict_Type,
 				    &f->statuses, &PyDict_Type, &f->refusals, &PyDict_Type,
 				    &f->lkeys, &PyDict_Type, &f->rkeys, &f->pd, &f->peer_pd,
-				    &f->rq, cq, &f->send_cq, &f->send_events, &f->send_fd, cq,
-				    &f->recv_cq, &f->recv_events, &f->recv_fd, &f->qp_num,
-				    &f->peer_num, &f->access, &f->reads, &f->all_signaled)) {
+				    &f->rq, &PyTuple_Type, &send, &PyTuple_Type, &recv, &f->qp_num,
+				    &f->peer_num, &f->access, &f->reads, &f->all_signaled) ||
+	    !PyArg_ParseTuple(send, "O!Oi", cq, &f->send_cq, &f->send_events, &f->send_fd) ||
+	    !PyArg_ParseTuple(recv, "O!Oi", cq, &f->recv_cq, &f->recv_events, &f->recv_fd)) {
 		/* The arguments are borrowed. */
 		if (f)
 			rp_free((PyObject *)f);

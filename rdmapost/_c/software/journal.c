@@ -125,6 +125,8 @@ static int note_undo_of_result(PyObject *callable)
 {
 	PyObject *args;
 
+	if (!callable)
+		return -1;
 	if (!rp_is_journaled())
 		return 0;
 	args = PyList_New(0);
