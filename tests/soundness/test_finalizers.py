@@ -474,17 +474,18 @@ def test_what_the_collector_finds_in_a_waiting_thread_can_be_closed_by_another(s
     gc.disable()
     waiter.start()
 
-    def drop() -> None:
+    def drop() -> Callable[[], object]:
         cycle: list[Any] = [rp.MR(pd, 64), rp.QP(pd, rp.QPType.RC, cq)]
         cycle.append(cycle)
+        return weakref.ref(cycle[1])
 
-    drop()
+    queue_pair = drop()
     gc.set_threshold(1, 1, 1)
     # The thread waits for two completions; the first wakes it, and it collects garbage.
     waiting.a.post_send(waiting.write())
     gc.enable()
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
+    end = time.monotonic() + 3
+    while time.monotonic() < end and queue_pair() is not None:
         time.sleep(0.01)
     gc.disable()
     cq.close()
