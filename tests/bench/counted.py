@@ -31,7 +31,7 @@ if __name__ == "__main__":
             case.before(2 * times)
         # Run it once first, to create what is created on first use.
         scope["run"](times)
-        # Of the collections that earlier cases have made due, none is counted.
+        # Collect now, so that a collection due from earlier cases is not counted.
         gc.collect()
         bench.context.query_pkey(1, 0)
         scope["run"](times)

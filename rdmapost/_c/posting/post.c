@@ -537,6 +537,7 @@ struct work_queue *rp_queue_of(PyObject *owner, int verb)
 
 int rp_check_owner(const struct work_queue *q, PyObject *owner)
 {
+	/* By name: rp_queue_of() reads a slot, which a wrong owner may not have. */
 	PyObject *queue = q->in_flight ? PyObject_GetAttr(owner, rp_queue_slots[q->verb].name) : NULL;
 	int owns = queue == (PyObject *)q;
 
@@ -659,6 +660,7 @@ static int queue_init(PyObject *self, PyObject *args, PyObject *kwargs)
 	if (rp_init_lock(&q->lock))
 		return -1;
 	new.pd = (void *)(uintptr_t)pd;
+	/* All members from `verb` on come from the arguments, or begin as 0. */
 	memcpy((char *)q + settings, (char *)&new + settings, sizeof(new) - settings);
 	q->in_flight = (struct rp_in_flight *)Py_NewRef(in_flight);
 	return 0;

@@ -287,9 +287,9 @@ static PyObject *note_undo_call(PyObject *self, PyObject *call)
 }
 
 /* Each of the other functions makes the call when its list's turn comes (rp_journal_commit()). */
-static PyObject *note_or_make(PyObject *list, PyObject *call)
+static PyObject *note_or_make(PyObject *number, PyObject *call)
 {
-	PyObject *calls = lists[PyLong_AsLong(list)];
+	PyObject *calls = lists[PyLong_AsLong(number)];
 
 	if (!rp_is_journaled())
 		return rp_call(call);
