@@ -74,7 +74,7 @@ class PostQueue(native.Queue):
         depth: how many work requests it can hold.
         reasons: why its owner or the device refuses a post.
         checked: check work requests; refuse one when ``depth`` are outstanding.
-        bounded: whether it can ever be full; used only with ``checked``.
+        bounded: whether it can ever be full.
 
     Attributes:
         verb: the verb's name.
@@ -113,7 +113,7 @@ class PostQueue(native.Queue):
             in_flight=self.in_flight,
             checked=checked,
             pd=limits.pd,
-            room=depth if checked and bounded else _COUNT_MASK,
+            room=depth if bounded else _COUNT_MASK,
             datagram=sends and limits.qp_type is QPType.UD,
             xrc=sends and limits.qp_type is QPType.XRC_SEND,
             binds=Opcode.BIND_MW in OPCODES_BY_QP_TYPE[limits.qp_type],
@@ -149,8 +149,7 @@ class PostQueue(native.Queue):
         Args:
             depth: how many work requests the queue can now hold.
         """
-        if self.checked:
-            self.set_room(depth)
+        self.set_room(depth)
         self.depth = depth
 
     def bind(self, owner: Any, wr: Any, *, sure: bool) -> None:

@@ -1271,8 +1271,8 @@ class QP(HasWorkQueues, struct="ibv_qp"):
     def post_columns(
         self,
         wr_type: type[SendWR],
-        sg_list: LocalRows = (),
         /,
+        sg_list: LocalRows = (),
         *,
         wr_id: Column = 0,
         signal_every: int = 1,
@@ -1330,7 +1330,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
         """
         raise NotImplementedError
 
-    def post_recv_columns(self, sg_list: LocalRows = (), /, *, wr_id: Column = 0) -> int:
+    def post_recv_columns(self, /, sg_list: LocalRows = (), *, wr_id: Column = 0) -> int:
         """Post many receives whose fields are in columns, and return how many were posted.
 
         Args:

@@ -384,7 +384,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
         """
         raise NotImplementedError
 
-    def post_srq_recv_columns(self, sg_list: LocalRows = (), /, *, wr_id: Column = 0) -> int:
+    def post_srq_recv_columns(self, /, sg_list: LocalRows = (), *, wr_id: Column = 0) -> int:
         """Post many receives whose fields are in columns, and return how many were posted.
 
         It works like QP.post_recv_columns, and raises the same errors.

@@ -184,6 +184,11 @@ def ratio(ours: float | None, theirs: float | None) -> str:
     return f"{'-' if ours is None or theirs is None else format(ours / theirs, '.2f'):>7}"
 
 
+def verdict(is_met: bool) -> str:
+    """Return the end of a line that has a target."""
+    return "  met" if is_met else "  missed"
+
+
 def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
     """Print the figures that have a target, and those compared with them."""
     print(f"{'ns per work request':<32} rdmapost pyverbs       C  ratio  goal")
@@ -194,7 +199,7 @@ def print_goals(ours: Figures, pyverbs: Figures, c: Figures) -> None:
         if goal is not None:
             line += f"  {goal:.2f}"
             if mine is not None and theirs is not None:
-                line += "  met" if mine <= goal * theirs else "  missed"
+                line += verdict(mine <= goal * theirs)
         print(line.rstrip())
 
 
@@ -205,10 +210,14 @@ def print_columns(ours: Figures, c: Figures) -> None:
         two, four = (ours.get(f"columns/{name}/{count}") for name in ("two", "four"))
         other = ours.get(beside, c.get(beside))
         line = f"{count:<30}{number(two, 10)}{number(four, 11)}{ratio(two, other):>12}"
-        print(f"{line}  {'' if count == 1 else ns} {wanted}")
+        line += f"  {'' if count == 1 else ns} {wanted}"
+        if two is not None and other is not None:
+            line += verdict(two <= wanted * other and (count == 1 or two <= ns))
+        print(line)
     for count, ns in ROWS:
-        label = f"poll_into {count}"
-        print(f"{label:<30}{number(ours.get(f'poll_into/{count}'), 10)}{'':>23}  {ns}")
+        taken = ours.get(f"poll_into/{count}")
+        line = f"{f'poll_into {count}':<30}{number(taken, 10)}{'':>23}  {ns}"
+        print(line if taken is None else line + verdict(taken <= ns))
 
 
 def print_wide(
@@ -257,11 +266,13 @@ PIECES: tuple[tuple[str, str, int | None], ...] = (
 def print_pieces(ours: Figures) -> None:
     """Print a breakdown of the cost of a post, and the cost of changing a prepared one."""
     for label, name, goal in PIECES:
-        print(
-            f"{label:<42}{number(ours.get(name))}{f'  goal {goal}' if goal else ''}"
-            if name
-            else f"\n{label}"
-        )
+        taken = ours.get(name)
+        line = f"{label:<42}{number(taken)}" if name else f"\n{label}"
+        if goal:
+            line += f"  goal {goal}"
+            if taken is not None:
+                line += verdict(taken <= goal)
+        print(line)
 
 
 def print_growth(ours: Figures) -> None:

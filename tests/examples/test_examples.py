@@ -32,7 +32,10 @@ SHARED RECEIVE QUEUE
 refused: KeyError: 'divide'
 """,
     "ring_allreduce.py": "4 ranks, 262144 bytes each: equal\n",
-    "kv_cache_blocks.py": "800 blocks of 4096 bytes: intact\nuntouched: 224 blocks\n",
+    "kv_cache_blocks.py": """\
+RdmaWrite: 800 blocks of 16384 bytes intact, 224 untouched
+RdmaRead: 800 blocks of 16384 bytes intact, 224 untouched
+""",
     "ud_reply.py": """\
 hello -> HELLO
 from -> FROM

@@ -114,7 +114,9 @@ def test_every_so_many_rows_and_the_last_complete(rc, count, every, signaled):
     assert rc.a.outstanding.send == 0
 
 
-def test_what_does_not_fit_the_queue_is_left_and_the_last_that_fits_completes(rc):
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_does_not_fit_the_queue_is_left_and_the_last_that_fits_completes(connect, checked):
+    rc = connect(checked=checked)
     room = rc.a.max_send_wr
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], wr_id=7, send_flags=SendFlags(0)))
     assert write_blocks(rc, 500, wr_id=np.arange(500), signal_every=1000) == room - 1
@@ -358,6 +360,16 @@ def test_refused_state_is_that_of_a_single_post(connect):
     assert (caught.value.index, caught.value.count) == (0, 3)
 
 
+def test_first_row_that_cannot_be_read_is_refused_as_if_alone_in_any_state(connect):
+    """A list reads its work requests before it looks at the queue's state, too."""
+    pair = connect(to=rp.QPState.RESET)
+    with pytest.raises(rp.PostError) as caught:
+        write_blocks(pair, 3, wr_id=np.array([-1, 0, 1]))
+    with pytest.raises(rp.PostError) as single:
+        pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:8], wr_id=-1))
+    assert caught.value.reason == single.value.reason == "wr_id=-1 is not in 0..2^64-1"
+
+
 def test_columns_on_a_closed_queue_pair_or_region_are_refused(rc, pd):
     lent = rp.MR(pd, 64, ALL)
     blocks = lent.blocks(np.arange(2), 8)
@@ -406,7 +418,7 @@ def test_columns_on_a_closed_queue_pair_or_region_are_refused(rc, pd):
             {"remote_addr": rp.Blocks(0, np.zeros(3, "i8"), "4")},
         ),
         *(
-            (TypeError, f"^index: a column is .*, not {kind}; array", {"remote_addr": blocks})
+            (TypeError, f"^remote_addr: a column is .*, not {kind}; array", {"remote_addr": blocks})
             for kind, blocks in (
                 ("int", rp.Blocks(4096, 5, 8)),
                 ("int64", rp.Blocks(4096, np.int64(5), 8)),
@@ -430,6 +442,23 @@ def test_wrong_columns_are_refused_by_name(rc, error, match, options):
     with pytest.raises(error, match=match):
         write_blocks(rc, 3, **options)
     assert rc.a.outstanding.send == 0
+
+
+def test_sg_list_may_be_given_by_name_but_once(rc):
+    blocks, wr_id = rc.mine.blocks(array.array("q", [0, 1, 2]), 8), array.array("q", [7, 8, 9])
+    target = {"remote_addr": rc.theirs.addr, "rkey": rc.theirs.rkey}
+    assert rc.a.post_columns(rp.RdmaWrite, sg_list=blocks, wr_id=wr_id, **target) == 3
+    assert rc.b.post_recv_columns(sg_list=blocks, wr_id=wr_id) == 3
+    assert [wc.wr_id for wc in rc.wait(3)] == [7, 8, 9]
+    with pytest.raises(TypeError, match=r"^RdmaWrite: sg_list is given twice$"):
+        rc.a.post_columns(rp.RdmaWrite, blocks, sg_list=blocks, **target)
+    with pytest.raises(TypeError, match=r"^LocalInv has no field 'sg_list'$"):
+        rc.a.post_columns(rp.LocalInv, sg_list=blocks, invalidate_rkey=wr_id)
+
+
+def test_index_that_is_no_column_is_named_for_a_local_and_a_remote_address(rc):
+    with pytest.raises(TypeError, match=r"^index: a column is .*, not list"):
+        rc.a.post_columns(rp.RdmaWrite, rc.mine.blocks([0, 1], 8), wr_id=array.array("q", [1, 2]))
 
 
 def test_sg_list_that_is_none_is_refused_as_in_a_work_request(rc):
@@ -671,8 +700,9 @@ def test_rows_of_a_subclass_are_read_as_the_tuple_that_they_are(rc, base):
 
 
 def test_more_receives_than_an_srq_can_tell_apart_are_refused(pd, rc):
-    """Without checks it has no depth; nothing is posted, and the region can be closed."""
-    with rp.SRQ(pd, 16, 1, checked=False) as srq, rp.MR(pd, 64, ALL) as mr:
+    """Nothing is posted, and the region can be closed."""
+    with rp.SRQ(pd, 16, 1) as srq, rp.MR(pd, 64, ALL) as mr:
+        srq._recv.resize(1 << 25)  # deeper than any device's today
         many = np.broadcast_to(np.uint64(7), 1 << 24)
         with pytest.raises(MemoryError, match="at most 16777215 receives"):
             srq.post_srq_recv_columns(mr[:8], wr_id=many)

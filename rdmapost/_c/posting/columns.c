@@ -295,7 +295,7 @@ static int read_numbers(struct columns *c, const struct field *field, PyObject *
 	}
 	read = read_column(c, &col, given);
 	if (!read && (blocks || PyList_Check(given) || PyTuple_Check(given)))
-		return no_column(blocks ? index_name : name, given);
+		return no_column(name, given);
 	return read ? read : note_refusal(c, rp_read_number(&c->post, name, given, field->max, number));
 }
 
@@ -332,6 +332,10 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 					  PyLong_FromUnsignedLongLong(number);
 		return c->wr_id ? 0 : -1;
 	}
+	if (name == type->sg_list.name && !c->sg_list) {
+		c->sg_list = given;
+		return 0;
+	}
 	if (name == signal_every && type->flags.name)
 		return read_one(c, name, given, 1, &c->signal_every);
 	if (name == type->flags.name)
@@ -342,7 +346,8 @@ static int read_keyword(struct columns *c, struct request *r, PyObject *name, Py
 	if (interned != name)
 		read = read_keyword(c, r, interned, given);
 	else
-		refuse_class("%V has no field %R", (PyTypeObject *)type->class, name);
+		refuse_class(name == type->sg_list.name ? "%V: %U is given twice" : "%V has no field %R",
+			     (PyTypeObject *)type->class, name);
 	Py_DECREF(interned);
 	return read;
 }
@@ -460,7 +465,7 @@ static void check_rows(struct columns *c, struct request *r)
 
 /* Have Python raise a row's error. If `outcome` has a code, the device refused the row. */
 static void raise_row(const struct columns *c, PyObject *const *given, PyObject *kwnames,
-		      size_t row, struct outcome outcome)
+		      size_t row, int ready, struct outcome outcome)
 {
 	PyObject *fields = PyDict_New(), *done = NULL;
 	int failed = !fields ||
@@ -471,7 +476,7 @@ static void raise_row(const struct columns *c, PyObject *const *given, PyObject 
 	if (!failed)
 		done = PyObject_CallMethod((PyObject *)c->q, "_row_refused", "OOOnniiL",
 					   (PyObject *)c->owner, c->type->class, fields,
-					   (Py_ssize_t)row, (Py_ssize_t)c->count, c->q->ready,
+					   (Py_ssize_t)row, (Py_ssize_t)c->count, ready,
 					   outcome.code, (long long)outcome.posted);
 	Py_XDECREF(fields);
 	Py_XDECREF(done);
@@ -615,6 +620,7 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	uint64_t *cookies = NULL, cookie = 0;
 	struct rp_posting posting;
 	size_t in = 0, known = 0;
+	int readable = c->bad != 0; /* an unreadable value is reported even if the queue is not ready */
 
 	if (rp_begin_post(c->q, c->owner, &posting))
 		return NULL;
@@ -638,9 +644,9 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	raised = rp_run_and_end_post(c->q, &posting, &c->post, known > 0);
 	PyMem_Free(cookies);
 	if (outcome.code)
-		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, outcome);
+		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, 1, outcome);
 	else if (!number && !PyErr_Occurred())
-		raise_row(c, given, kwnames, c->bad, outcome);
+		raise_row(c, given, kwnames, c->bad, c->q->ready || !readable, outcome);
 	answer = rp_answer(number, raised, outcome.posted, c->count);
 	Py_XDECREF(number);
 	return answer;
@@ -676,7 +682,7 @@ static PyObject *post(PyObject *self, int verb, PyObject *const *args, Py_ssize_
 	struct request *r;
 
 	if (nargs < first || nargs > first + 1)
-		return PyErr_Format(PyExc_TypeError, first ? "post_columns(wr_type, sg_list, *, ...)" :
+		return PyErr_Format(PyExc_TypeError, first ? "post_columns(wr_type, /, sg_list, *, ...)" :
 							     "post_recv_columns(sg_list, *, wr_id)");
 	if (rp_enter_call())
 		return NULL;

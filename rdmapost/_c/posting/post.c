@@ -139,7 +139,7 @@ static void record(struct work_queue *q, struct post *post, struct request *r)
 static size_t record_each(struct work_queue *q, struct rp_handle *owner, struct post *post,
 			  size_t count)
 {
-	uint64_t left = rp_room(q);
+	uint64_t left = q->checked ? rp_room(q) : UINT64_MAX;
 	size_t admitted = 0, adds = 0;
 
 	for (; admitted < count; admitted++) {
@@ -386,7 +386,7 @@ static inline Py_ssize_t check_and_record(struct work_queue *q, struct rp_handle
 		return -1;
 	else if (!sent)
 		return (Py_ssize_t)record_each(q, owner, post, count);
-	else if (rp_room(q) < count)
+	else if (q->checked && rp_room(q) < count)
 		*rule = "full";
 	else
 		return (Py_ssize_t)record_list(q, post, sent);
