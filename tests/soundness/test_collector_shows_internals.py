@@ -200,3 +200,25 @@ def test_private_functions_of_the_software_devices_check_their_arguments(soft):
         native.verb(native.made)
     with pytest.raises(TypeError, match="not a list of handles"):
         native.defer_closes(context)
+
+
+@isolated()
+def test_made_in_made_undoes_both_with_their_own_results(soft):
+    outer: list[Any] = []
+    inner: list[Any] = []
+    context = rp.open_device(soft)
+
+    def fail_after(function: Any, *args: Any) -> None:
+        native.made(outer.append, function, *args)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        native.verb(fail_after, native.made, inner.append, int, "7")
+    assert (outer, inner) == ([7], [7])
+    with pytest.raises(ZeroDivisionError):
+        native.verb(fail_after, native.undo, inner.append, 8)
+    assert (outer, inner) == ([7, None], [7, 8])
+    with pytest.raises(ValueError, match="invalid literal"):
+        native.verb(fail_after, native.made, inner.append, int, "x")
+    assert (outer, inner) == ([7, None], [7, 8])
+    context.close()
