@@ -235,3 +235,20 @@ def test_poller_refuses_negative_numbers(soft):
     with pytest.raises(ValueError, match="^promised=-3 is negative$"):
         poller.wait(rig.cq, 1, -3, 0.0, [])
     rig.close()
+
+
+@isolated()
+@pytest.mark.parametrize("wrong", ["", -1, 256, None])
+def test_refused_description_of_completions_changes_none(soft, wrong):
+    rig = Rig(soft)
+    for at in (1, 3, 5):
+        given: list[Any] = [tuple, {0: "no"}, str, {0: "no", 1: "no"}, str, {0: "no"}, str, str]
+        given[at] = "" if wrong == "" else {wrong: "no"}
+        with pytest.raises((TypeError, ValueError)):
+            native.describe_wc(*given)
+    rig.a.post_send(rp.RdmaWrite(rig.mr[:8], remote_addr=rig.mr.addr, rkey=rig.mr.rkey, wr_id=3))
+    [wc] = rig.cq.wait(1, 5)
+    assert type(wc) is rp.WC
+    assert (wc.status, wc.opcode) == (rp.WCStatus.SUCCESS, rp.WCOpcode.RDMA_WRITE)
+    assert wc.wc_flags == rp.WCFlags(0)
+    rig.close()
