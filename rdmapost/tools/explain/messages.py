@@ -211,8 +211,7 @@ _OURS |= {"PingpongError"}
 """Exceptions that no other library has; others count only with their module."""
 _WORDS = _any_of(_BY_PHRASE)
 _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})(?![A-Za-z0-9_])")
-_CONNECT_ERROR = re.compile(
-    r"(?<!\.)(?:ConnectError|ConnectTimeout): "
+_CONNECT_TEXT = (
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
     # Without the port, only texts that other libraries do not have.
     r"\S+ (?:refused(?:: | the connection: start )|cannot be reached: |"
@@ -222,8 +221,18 @@ _CONNECT_ERROR = re.compile(
     r"other threads' requests to |"
     r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
 )
+_CONNECT_ERROR = re.compile(rf"(?<!\.)(?:ConnectError|ConnectTimeout): {_CONNECT_TEXT}")
 """ConnectError and ConnectTimeout without their module, followed by this library's text: httpx has
 exceptions of the same names."""
+_COMMAND_ERROR = re.compile(
+    rf"^\s*rdmapost: {_CONNECT_TEXT}|"
+    # What the server says of it, and the message alone.
+    r"(?:\brefused \S+:\d+|^\s*(?:\S+ )?refused): "
+    r"(?:wrong token|the server requires a token|this server gets too many wrong tokens)\b"
+)
+"""The same text, as the command prints it: without the exception's name."""
+_TOO_LATE = re.compile(r"(?<! and)(?: did not (?:answer|accept)| took more than) ")
+"""What in that text distinguishes ConnectTimeout from ConnectError."""
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 """The message of WaitTimeout."""
 
@@ -316,6 +325,9 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
                 at.append((match.start(), one))
     if "completion" in lower and (timeout := _TOO_FEW.search(line)):
         at.append((timeout.start(), _BY_NAME["WaitTimeout"]))
+    if ("rdmapost" in lower or "refused" in lower) and (lost := _COMMAND_ERROR.search(line)):
+        late = _TOO_LATE.search(line, lost.start())
+        at.append((lost.start(), _BY_NAME["ConnectTimeout" if late else "ConnectError"]))
     failed = None
     if call := failed_call(lower):
         failed, rank = call
