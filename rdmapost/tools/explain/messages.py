@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...enums import EventType, PortState, WCStatus
@@ -136,6 +136,10 @@ _FINDING = re.compile(
     r"([a-z][a-z0-9-]*) \((?:machine|\S+ port \d+|.* QP 0x[0-9a-f]+ on \S+)\)$"
     r")"
 )
+_PASSED = re.compile(r"\s*ok(?: {2,}\S|: [a-z][a-z0-9-]*: )")
+"""A finding that is "ok", or a list of them: as 'rdmapost doctor' prints it, or str(finding)."""
+_EVIDENCE = " " * 9
+"""The indent of the lines that belong to such a finding in the report of 'rdmapost doctor'."""
 _HYPHENATED = re.compile(
     # Not in a list of checks that pass, and not an option or part of a longer word.
     r"(?<![\w/.=-])(?<!, )[a-z]+(?:-[a-z0-9]+)+(?![\w/=,-])"
@@ -250,27 +254,23 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
     Returns:
         the names in the lines, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
         DISCONNECTED and perftest's "Completion with error at client" come last, because another
-        error causes them; SUCCESS, events that every connection has (ESTABLISHED) and findings that
-        are "ok" are left out unless the lines name nothing else.
+        error causes them; SUCCESS, events that every connection has (ESTABLISHED) and what findings
+        that are "ok" say are left out unless the lines name nothing else.
     """
-    first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    failed: dict[tuple[str, str], Mention] = {}
+    harmless: dict[tuple[str, str], Mention] = {}
+    passed = False
     for number, line in enumerate(lines, 1):
+        passed = bool(_PASSED.match(line)) or (passed and line.startswith(_EVIDENCE))
         for one in _in_line(line[:_LONGEST_LINE]):
+            found = harmless if passed or _is_harmless(one) else failed
             key = one.kind, one.name
-            if key not in first:
-                first[key] = one, line.strip(), number
-                counts[key] = 0
-            counts[key] += 1
-    found = [Mention(*first[key], count) for key, count in counts.items()]
-    failed = [mention for mention in found if not _is_harmless(mention)]
-    return tuple(sorted(failed or found, key=_follows))
+            first = found.get(key) or Mention(one, line.strip(), number, 0)
+            found[key] = replace(first, count=first.count + 1)
+    return tuple(sorted((failed or harmless).values(), key=_follows))
 
 
-def _is_harmless(mention: Mention) -> bool:
-    one = mention.explanation
-    if one.kind == "finding":
-        return mention.line.startswith("ok ")
+def _is_harmless(one: Explanation) -> bool:
     harmless = (("status", WCStatus.SUCCESS), ("port_state", PortState.ACTIVE))
     return (one.kind, one.number) in harmless or (one.kind == "cm_event" and one.name in HARMLESS)
 

@@ -478,6 +478,26 @@ ok       port-active (soft0 port 1)
 """
 
 
+def test_what_an_ok_finding_says_is_not_a_failure() -> None:
+    lines = [
+        "ok: port-active: rxe0 port 1 is ACTIVE",
+        "ok: timeout: timeout=17 x 7 = 3.76 s until RETRY_EXC_ERR",
+        "ok       rnr-retry (RC QP 0x11 on soft0)",
+        "         rnr_retry=6 = 3.84 ms until RNR_RETRY_EXC_ERR",
+        "ok       rxe0 port 1: mtu, rmem-max, port-active,",
+        "         path-mtu",
+    ]
+    problem = "problem: port-active: there is another port"
+    names = [mention.explanation.name for mention in explain_lines(lines)]
+    assert names == ["port-active", "RETRY_EXC_ERR", "rnr-retry", "RNR_RETRY_EXC_ERR", "path-mtu"]
+    (found,) = explain_lines([*lines, problem])
+    assert (found.explanation.name, found.line) == ("port-active", problem)
+    assert (found.number, found.count) == (7, 1)
+    lines += ["RETRY_EXC_ERR", "         RNR_RETRY_EXC_ERR"]
+    names = [mention.explanation.name for mention in explain_lines(lines)]
+    assert names == ["RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR"]
+
+
 def test_report_of_doctor_is_explained_by_its_findings() -> None:
     names = [mention.explanation.name for mention in explain_lines(REPORT.splitlines())]
     assert names == ["port-down", "no-rdma-device"]
