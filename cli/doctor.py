@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
 
     from .target import open_target
 
-    out.doc.update(device=target.device, kind=None)
+    # The device that the findings are about, even if it cannot be opened.
+    out.doc.update(device=target.device or os.environ.get("RDMAPOST_DEVICE") or None, kind=None)
     found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)
     lacking: Exception | None = None
     try:

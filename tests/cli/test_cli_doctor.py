@@ -105,6 +105,16 @@ def test_missing_device_exits_with_3_and_the_findings() -> None:
     assert ran.doc["findings"]
 
 
+def test_missing_device_is_named_in_json_whether_by_option_or_by_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RDMAPOST_DEVICE", raising=False)
+    by_option = run("doctor", "-d", "nosuch0", "--json").doc
+    monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch0")
+    by_variable = run("doctor", "--json").doc
+    assert by_option["device"] == by_variable["device"] == "nosuch0"
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EADDRINUSE, errno.EBUSY])
 def test_device_that_cannot_be_opened_exits_with_3_and_the_findings(
     monkeypatch: pytest.MonkeyPatch, number: int
