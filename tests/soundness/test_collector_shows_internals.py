@@ -228,11 +228,11 @@ def test_made_in_made_undoes_both_with_their_own_results(soft):
 def test_poller_refuses_negative_numbers(soft):
     rig = Rig(soft)
     poller = rig.cq._poller
-    with pytest.raises(ValueError, match="^count=-1 is negative$"):
+    with pytest.raises(ValueError, match=r"^count=-1 is negative$"):
         poller.fill(rig.cq, -1)
-    with pytest.raises(ValueError, match="^count=-2 is negative$"):
+    with pytest.raises(ValueError, match=r"^count=-2 is negative$"):
         poller.wait(rig.cq, -2, 0, 0.0, [])
-    with pytest.raises(ValueError, match="^promised=-3 is negative$"):
+    with pytest.raises(ValueError, match=r"^promised=-3 is negative$"):
         poller.wait(rig.cq, 1, -3, 0.0, [])
     rig.close()
 
