@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ import click
 
 from .options import Target, device_options, timeout_option
 from .output import Output, coloured, columns, width
+from .payload import Progress
 
 if TYPE_CHECKING:
     from rdmapost.check import Result
@@ -27,16 +29,22 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
     grants.  The timeout applies to each check.
     """
     from rdmapost.check import run_checks
+    from rdmapost.tools.check.runner import ROWS
 
     from .target import open_target
 
     results: list[Result] = []
-    with open_target(out, target) as (context, port_num):
+    total = sum(len(row.qp_types) for row in ROWS)
+    # Where nothing arrives, every check takes the whole timeout. With -v, each prints a note.
+    bar = contextlib.nullcontext() if out.verbose else Progress(total)
+    with open_target(out, target) as (context, port_num), bar as progress:
         for result in run_checks(
             context, port_num=port_num, gid_index=target.gid_index, timeout=timeout
         ):
             out.note(f"{result.opcode} on {result.qp_type}: {result.status}: {result.detail}")
             results.append(result)
+            if progress is not None:
+                progress.add(1)
     counts = {
         name: sum(result.status == status for result in results)
         for name, status in (("passed", "pass"), ("failed", "fail"), ("unsupported", "unsupported"))
@@ -45,8 +53,8 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
     out.doc.update(counts)
     if counts["failed"]:
         out.doc["error"] = f"{counts['failed']} of {len(results)} checks failed"
-    total = ", ".join(f"{count} {name}" for name, count in counts.items())
-    out.finish(f"{_table(results)}\n\n{out.doc['device']} ({out.doc['kind']}): {total}")
+    totals = ", ".join(f"{count} {name}" for name, count in counts.items())
+    out.finish(f"{_table(results)}\n\n{out.doc['device']} ({out.doc['kind']}): {totals}")
     ctx.exit(1 if counts["failed"] else 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ import click
 
 from rdmapost._arguments import counted
 
+from .failure import lacks_device
 from .options import Target, device_options, timeout_option
 from .output import Output, coloured, wrapped
 
@@ -36,16 +38,18 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     both.  Each finding comes with its evidence and a remedy; checks that pass
     are only named, unless -v is given.
 
-    Exit codes: 0 no problem, 1 a problem, 2 usage, 3 no such device.
+    Exit codes: 0 no problem, 1 a problem, 2 usage, 3 no such device, or it
+    cannot be opened.
     """
-    from rdmapost import NoDeviceError, NoRdmaError, RdmaError
+    from rdmapost import RdmaError
     from rdmapost.diagnose import diagnose_machine, worst_first
 
     from .target import open_target
 
-    out.doc.update(device=target.device, kind=None)
+    # The device that the findings are about, even if it cannot be opened.
+    out.doc.update(device=target.device or os.environ.get("RDMAPOST_DEVICE") or None, kind=None)
     found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)
-    lacking: RdmaError | None = None
+    lacking: Exception | None = None
     try:
         with open_target(out, target) as (context, port_num):
             if not _about(found, context.name):
@@ -53,11 +57,11 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
                 its = diagnose_machine(context.name, port_num=port_num, gid_index=target.gid_index)
                 found += _about(its, context.name)
             found += _try(context, port_num, target.gid_index, timeout)
-    except (NoRdmaError, NoDeviceError) as error:
-        lacking = error
     except (RdmaError, ValueError, click.UsageError) as error:
+        if lacks_device(error):
+            lacking = error
         # Usually a consequence of a finding.
-        if not any(finding.severity == "problem" for finding in found):
+        elif not any(finding.severity == "problem" for finding in found):
             found.append(_failed(str(out.doc["device"]), str(error)))
     found = worst_first(dict.fromkeys(found))
     counts = {

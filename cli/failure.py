@@ -36,6 +36,15 @@ def report(error: Exception, out: Output) -> int:
     return code
 
 
+def lacks_device(error: Exception) -> bool:
+    """Whether the error says that there is no device, or that it cannot be opened or used."""
+    from rdmapost.errors import NoDeviceError, NoRdmaError, VerbsError
+
+    if isinstance(error, VerbsError):
+        return error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
+    return isinstance(error, (NoRdmaError, NoDeviceError))
+
+
 def drop_unwritten() -> None:
     """Drop unwritten output; otherwise the interpreter retries at exit, and reports an error."""
     try:
@@ -54,26 +63,15 @@ def _finish(out: Output) -> None:
 
 def _explain(error: Exception) -> tuple[int, list[str]]:
     """Return the exit code and the lines of text for an error."""
-    from rdmapost.errors import (
-        CompletionError,
-        NoDeviceError,
-        NoRdmaError,
-        RdmaError,
-        VerbsError,
-        WaitTimeout,
-        where_explained,
-    )
+    from rdmapost.errors import CompletionError, RdmaError, WaitTimeout, where_explained
 
     if isinstance(error, click.ClickException):
         # click lists choices one per line.
         text = " ".join(error.format_message().split())
         return (USAGE if isinstance(error, click.UsageError) else FAILED), [text]
     text = str(error) or type(error).__name__
-    if isinstance(error, (NoRdmaError, NoDeviceError)):
+    if lacks_device(error):
         return NO_DEVICE, [text]
-    if isinstance(error, VerbsError):
-        refused = error.call == "ibv_open_device" or error.errno in (errno.EACCES, errno.EPERM)
-        return (NO_DEVICE if refused else FAILED), [text]
     if isinstance(error, CompletionError):
         from rdmapost.explain import explain
 

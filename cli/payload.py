@@ -93,7 +93,7 @@ class Progress:
     """A context manager that shows a progress bar after a second if stderr is a terminal.
 
     Args:
-        total: how many bytes to touch, write and verify in total.
+        total: how many bytes to touch, write and verify in total; or how many checks to run.
     """
 
     def __init__(self, total: int) -> None:
@@ -111,7 +111,7 @@ class Progress:
             self._bar.__exit__(*error)
 
     def add(self, count: int) -> None:
-        """Count bytes that have been touched, written or verified."""
+        """Count bytes that have been touched, written or verified, or checks that have run."""
         self._done += count
         if self._bar is None and self._possible and time.monotonic() > self._start:
             self._bar = click.progressbar(length=self._total, file=sys.stderr).__enter__()

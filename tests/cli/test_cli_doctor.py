@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pathlib
@@ -102,6 +103,35 @@ def test_missing_device_exits_with_3_and_the_findings() -> None:
     assert ran.code == 3
     assert "no RDMA device nosuch0" in ran.doc["error"]
     assert ran.doc["findings"]
+
+
+def test_missing_device_is_named_in_json_whether_by_option_or_by_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RDMAPOST_DEVICE", raising=False)
+    by_option = run("doctor", "-d", "nosuch0", "--json").doc
+    monkeypatch.setenv("RDMAPOST_DEVICE", "nosuch0")
+    by_variable = run("doctor", "--json").doc
+    assert by_option["device"] == by_variable["device"] == "nosuch0"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EADDRINUSE, errno.EBUSY])
+def test_device_that_cannot_be_opened_exits_with_3_and_the_findings(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(name: str | None = None) -> rp.Context:
+        raise rp.VerbsError("ibv_open_device", number)
+
+    for where in ("rdmapost.cli.target", "rdmapost.tools.diagnose.machine_checks"):
+        monkeypatch.setattr(f"{where}.open_device", refuse)
+    ran = run("doctor", "-d", "soft0")
+    assert ran.code == run("send", "-d", "soft0").code == 3
+    assert ran.out.startswith("PROBLEM  not-opened (soft0)")
+    assert ran.err.startswith("rdmapost: ibv_open_device: ")
+    ran = run("doctor", "-d", "soft0", "--json")
+    assert (ran.code, ran.doc["errno"]) == (3, errno.errorcode[number])
+    assert ran.doc["error"].startswith("ibv_open_device: ")
+    assert ran.doc["counts"]["problem"] == 1
 
 
 def test_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:

@@ -50,6 +50,26 @@ def test_summary_of_doctor_fits_a_narrow_terminal() -> None:
     assert max(map(len, lines)) <= 40
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_long_check_shows_its_progress_on_a_terminal_unless_verbose(verbose: bool) -> None:
+    program = (
+        "from rdmapost.cli import payload\n"
+        "payload._PATIENCE_S = 0\n"
+        "from rdmapost.cli.app import app\n"
+        f"app(['check', '-d', 'soft0', *{['-v'] * verbose!r}])\n"
+    )
+    with terminal(80) as (fd, shown):
+        subprocess.run(
+            [sys.executable, "-P", "-c", program],
+            stdout=subprocess.DEVNULL,
+            stderr=fd,
+            env={**os.environ, "TERM": "xterm"},
+            timeout=60,
+            check=True,
+        )
+    assert (b" 100%" in shown) == (not verbose)
+
+
 @pytest.mark.parametrize("args", [PROBLEM, ERROR], ids=["finding", "error"])
 def test_what_went_wrong_is_red_on_a_terminal(args: list[str]) -> None:
     assert RED in shown_on_a_terminal(80, *args)

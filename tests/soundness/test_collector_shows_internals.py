@@ -200,3 +200,55 @@ def test_private_functions_of_the_software_devices_check_their_arguments(soft):
         native.verb(native.made)
     with pytest.raises(TypeError, match="not a list of handles"):
         native.defer_closes(context)
+
+
+@isolated()
+def test_made_in_made_undoes_both_with_their_own_results(soft):
+    outer: list[Any] = []
+    inner: list[Any] = []
+    context = rp.open_device(soft)
+
+    def fail_after(function: Any, *args: Any) -> None:
+        native.made(outer.append, function, *args)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        native.verb(fail_after, native.made, inner.append, int, "7")
+    assert (outer, inner) == ([7], [7])
+    with pytest.raises(ZeroDivisionError):
+        native.verb(fail_after, native.undo, inner.append, 8)
+    assert (outer, inner) == ([7, None], [7, 8])
+    with pytest.raises(ValueError, match="invalid literal"):
+        native.verb(fail_after, native.made, inner.append, int, "x")
+    assert (outer, inner) == ([7, None], [7, 8])
+    context.close()
+
+
+@isolated()
+def test_poller_refuses_negative_numbers(soft):
+    rig = Rig(soft)
+    poller = rig.cq._poller
+    with pytest.raises(ValueError, match=r"^count=-1 is negative$"):
+        poller.fill(rig.cq, -1)
+    with pytest.raises(ValueError, match=r"^count=-2 is negative$"):
+        poller.wait(rig.cq, -2, 0, 0.0, [])
+    with pytest.raises(ValueError, match=r"^promised=-3 is negative$"):
+        poller.wait(rig.cq, 1, -3, 0.0, [])
+    rig.close()
+
+
+@isolated()
+@pytest.mark.parametrize("wrong", ["", -1, 256, None])
+def test_refused_description_of_completions_changes_none(soft, wrong):
+    rig = Rig(soft)
+    for at in (1, 3, 5):
+        given: list[Any] = [tuple, {0: "no"}, str, {0: "no", 1: "no"}, str, {0: "no"}, str, str]
+        given[at] = "" if wrong == "" else {wrong: "no"}
+        with pytest.raises((TypeError, ValueError)):
+            native.describe_wc(*given)
+    rig.a.post_send(rp.RdmaWrite(rig.mr[:8], remote_addr=rig.mr.addr, rkey=rig.mr.rkey, wr_id=3))
+    [wc] = rig.cq.wait(1, 5)
+    assert type(wc) is rp.WC
+    assert (wc.status, wc.opcode) == (rp.WCStatus.SUCCESS, rp.WCOpcode.RDMA_WRITE)
+    assert wc.wc_flags == rp.WCFlags(0)
+    rig.close()

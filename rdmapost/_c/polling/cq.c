@@ -687,7 +687,8 @@ static RP_POLLER_METHOD(wait_for)
 	}
 	if ((order.rows && !reserve) || read_count(args[1], "count", &order.count))
 		goto out;
-	order.promised = (uint64_t)PyNumber_AsSsize_t(args[2], NULL);
+	if (read_count(args[2], "promised", &order.promised))
+		goto out;
 	deadline = rp_deadline_of(args[3]);
 	if (PyErr_Occurred())
 		goto out;
@@ -775,8 +776,7 @@ static RP_POLLER_METHOD(fill)
 
 	if (begin_polling(p, args, nargs == 3 ? 2 : nargs, 2, &use))
 		return NULL;
-	order.count = (uint64_t)PyNumber_AsSsize_t(args[1], NULL);
-	if (!PyErr_Occurred() && !(arm == Py_True && ask_for_event(use.handle, 0)) &&
+	if (!read_count(args[1], "count", &order.count) && !(arm == Py_True && ask_for_event(use.handle, 0)) &&
 	    !(arm == Py_False && call_optional(p->drop_event)) &&
 	    !gather(p, use.handle, &order, NULL))
 		found = order.error == ENOMEM || (order.error && !p->there) ? raise_polling(order.error) :

@@ -88,22 +88,31 @@ int rp_is_wc(PyObject *object)
 	return rp_has_type(object, made_of.type) && PyTuple_Size(object) == FIELDS;
 }
 
-/* Copy a dict of members into an array indexed by number; 0, or -1 with an exception. */
-static int read_members(PyObject *dict, PyObject **members, long count)
+/* Check that the keys of a dict of members are less than `count`; 0, or -1 with an exception. */
+static int check_members(PyObject *dict, long count)
 {
 	PyObject *key, *value;
 	Py_ssize_t at = 0;
-	long index;
 
 	while (PyDict_Next(dict, &at, &key, &value)) {
-		index = PyLong_AsLong(key);
+		long index = PyLong_Check(key) ? PyLong_AsLong(key) : -1;
+
 		if (index < 0 || index >= count) {
 			PyErr_SetString(PyExc_ValueError, "out of range");
 			return -1;
 		}
-		members[index] = Py_NewRef(value); /* never released */
 	}
 	return 0;
+}
+
+/* Store the values of a dict that has passed check_members(), indexed by number. */
+static void store_members(PyObject *dict, PyObject **members)
+{
+	PyObject *key, *value;
+	Py_ssize_t at = 0;
+
+	while (PyDict_Next(dict, &at, &key, &value))
+		members[PyLong_AsLong(key)] = Py_NewRef(value); /* never released */
 }
 
 /*
@@ -112,19 +121,25 @@ static int read_members(PyObject *dict, PyObject **members, long count)
  */
 static PyObject *describe_wc(PyObject *self, PyObject *args)
 {
-	PyObject *statuses, *opcodes, *flags;
+	PyObject *type, *statuses, *status_of, *opcodes, *opcode_of, *flags, *flag_type, *check_rows;
 
 	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!OO!OO!OO", &PyType_Type, &made_of.type, &PyDict_Type,
-			      &statuses, &made_of.status_of, &PyDict_Type, &opcodes,
-			      &made_of.opcode_of, &PyDict_Type, &flags, &made_of.flag_type,
-			      &rp_check_rows))
+	if (!PyArg_ParseTuple(args, "O!O!OO!OO!OO", &PyType_Type, &type, &PyDict_Type, &statuses,
+			      &status_of, &PyDict_Type, &opcodes, &opcode_of, &PyDict_Type, &flags,
+			      &flag_type, &check_rows))
 		return NULL;
-	if (read_members(statuses, made_of.statuses, STATUSES) ||
-	    read_members(opcodes, made_of.opcodes, OPCODES) ||
-	    read_members(flags, made_of.flags, FLAGS))
+	if (check_members(statuses, STATUSES) || check_members(opcodes, OPCODES) ||
+	    check_members(flags, FLAGS))
 		return NULL;
 	Py_INCREF(args); /* keeps them all forever */
+	made_of.type = type;
+	made_of.flag_type = flag_type;
+	made_of.status_of = status_of;
+	made_of.opcode_of = opcode_of;
+	rp_check_rows = check_rows;
+	store_members(statuses, made_of.statuses);
+	store_members(opcodes, made_of.opcodes);
+	store_members(flags, made_of.flags);
 	Py_RETURN_NONE;
 }
 

@@ -120,13 +120,17 @@ int rp_note_undo(PyObject *callable, PyObject *argument)
 	return rp_is_journaled() ? note(lists[UNDO], callable, PyTuple_Pack(1, argument)) : 0;
 }
 
-/* Record a call whose argument set_argument() sets later; 0, or -1 with an exception. */
-static int note_undo_of_result(PyObject *callable)
+/*
+ * Record a call whose argument set_argument() sets later, at *at in the list; 0, or -1 with an
+ * exception.
+ */
+static int note_undo_of_result(PyObject *callable, Py_ssize_t *at)
 {
 	PyObject *args;
 
 	if (!callable)
 		return -1;
+	*at = PyList_Size(lists[UNDO]);
 	if (!rp_is_journaled())
 		return 0;
 	args = PyList_New(0);
@@ -135,22 +139,31 @@ static int note_undo_of_result(PyObject *callable)
 	return note(lists[UNDO], callable, args);
 }
 
-void rp_note_unchanged(void)
+/* Drop the undo call at `at`: the change was not made. */
+static void note_unchanged(Py_ssize_t at)
 {
 	if (rp_is_journaled())
-		PyList_SetItem(lists[UNDO], PyList_Size(lists[UNDO]) - 1, Py_NewRef(Py_None));
+		PyList_SetItem(lists[UNDO], at, Py_NewRef(Py_None));
 }
 
-/* Set the argument of the last undo call, now that it is known; NULL: the change was not made. */
-static void set_argument(PyObject *argument)
+void rp_note_unchanged(void)
+{
+	note_unchanged(PyList_Size(lists[UNDO]) - 1);
+}
+
+/*
+ * Set the argument of the undo call at `at`, now that it is known; NULL: the change was not made.
+ * It need not be the last: making the change may have recorded calls of its own.
+ */
+static void set_argument(Py_ssize_t at, PyObject *argument)
 {
 	PyObject *record;
 
 	if (!argument)
-		rp_note_unchanged();
+		note_unchanged(at);
 	if (!argument || !rp_is_journaled())
 		return;
-	record = PyList_GetItem(lists[UNDO], PyList_Size(lists[UNDO]) - 1);
+	record = PyList_GetItem(lists[UNDO], at);
 	PyList_SetItem(PyTuple_GetItem(record, 1), 0, Py_NewRef(argument));
 }
 
@@ -311,11 +324,12 @@ static PyMethodDef recorders[LISTS] = {
 static PyObject *made(PyObject *self, PyObject *args)
 {
 	PyObject *call = PyTuple_GetSlice(args, 1, PyTuple_Size(args)), *result = NULL;
+	Py_ssize_t at;
 
 	(void)self;
-	if (call && !note_undo_of_result(PyTuple_GetItem(args, 0))) {
+	if (call && !note_undo_of_result(PyTuple_GetItem(args, 0), &at)) {
 		result = rp_call(call);
-		set_argument(result);
+		set_argument(at, result);
 	}
 	Py_XDECREF(call);
 	return result;
@@ -341,12 +355,13 @@ static PyObject *put(PyObject *self, PyObject *const *args, Py_ssize_t nargs)
 static PyObject *take(PyObject *self, PyObject *deque)
 {
 	PyObject *item = NULL, *back = PyObject_GetAttr(deque, rp_names[APPENDLEFT]);
+	Py_ssize_t at;
 
 	(void)self;
 	rp_data_lock();
-	if (back && !note_undo_of_result(back)) {
+	if (back && !note_undo_of_result(back, &at)) {
 		item = PyObject_CallMethodObjArgs(deque, rp_names[POPLEFT], NULL);
-		set_argument(item);
+		set_argument(at, item);
 	}
 	rp_data_unlock();
 	Py_XDECREF(back);

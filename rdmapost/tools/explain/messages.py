@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...enums import EventType, PortState, WCStatus
@@ -136,6 +136,10 @@ _FINDING = re.compile(
     r"([a-z][a-z0-9-]*) \((?:machine|\S+ port \d+|.* QP 0x[0-9a-f]+ on \S+)\)$"
     r")"
 )
+_PASSED = re.compile(r"\s*ok(?: {2,}\S|: [a-z][a-z0-9-]*: )")
+"""A finding that is "ok", or a list of them: as 'rdmapost doctor' prints it, or str(finding)."""
+_EVIDENCE = " " * 9
+"""The indent of the lines that belong to such a finding in the report of 'rdmapost doctor'."""
 _HYPHENATED = re.compile(
     # Not in a list of checks that pass, and not an option or part of a longer word.
     r"(?<![\w/.=-])(?<!, )[a-z]+(?:-[a-z0-9]+)+(?![\w/=,-])"
@@ -211,8 +215,7 @@ _OURS |= {"PingpongError"}
 """Exceptions that no other library has; others count only with their module."""
 _WORDS = _any_of(_BY_PHRASE)
 _NAME = re.compile(r"(?<![A-Za-z0-9_])(?:[A-Z][A-Z0-9_]{3,}|(?:[A-Z][a-z]+){2,})(?![A-Za-z0-9_])")
-_CONNECT_ERROR = re.compile(
-    r"(?<!\.)(?:ConnectError|ConnectTimeout): "
+_CONNECT_TEXT = (
     r"(?:\S+:\d+ (?:refused|closed the connection|cannot be reached|did not answer)|"
     # Without the port, only texts that other libraries do not have.
     r"\S+ (?:refused(?:: | the connection: start )|cannot be reached: |"
@@ -222,8 +225,18 @@ _CONNECT_ERROR = re.compile(
     r"other threads' requests to |"
     r"the (?:connection is closed|connection was closed|server is shutting down|server has not))"
 )
+_CONNECT_ERROR = re.compile(rf"(?<!\.)(?:ConnectError|ConnectTimeout): {_CONNECT_TEXT}")
 """ConnectError and ConnectTimeout without their module, followed by this library's text: httpx has
 exceptions of the same names."""
+_COMMAND_ERROR = re.compile(
+    rf"^\s*rdmapost: {_CONNECT_TEXT}|"
+    # What the server says of it, and the message alone.
+    r"(?:\brefused \S+:\d+|^\s*(?:\S+ )?refused): "
+    r"(?:wrong token|the server requires a token|this server gets too many wrong tokens)\b"
+)
+"""The same text, as the command prints it: without the exception's name."""
+_TOO_LATE = re.compile(r"(?<! and)(?: did not (?:answer|accept)| took more than) ")
+"""What in that text distinguishes ConnectTimeout from ConnectError."""
 _TOO_FEW = re.compile(r"\b\d+ of \d+ completions? came within ")
 """The message of WaitTimeout."""
 
@@ -241,27 +254,23 @@ def explain_lines(lines: Iterable[str]) -> tuple[Mention, ...]:
     Returns:
         the names in the lines, in order of first appearance. WR_FLUSH_ERR, the RDMA CM's
         DISCONNECTED and perftest's "Completion with error at client" come last, because another
-        error causes them; SUCCESS, events that every connection has (ESTABLISHED) and findings that
-        are "ok" are left out unless the lines name nothing else.
+        error causes them; SUCCESS, events that every connection has (ESTABLISHED) and what findings
+        that are "ok" say are left out unless the lines name nothing else.
     """
-    first: dict[tuple[str, str], tuple[Explanation, str, int]] = {}
-    counts: dict[tuple[str, str], int] = {}
+    failed: dict[tuple[str, str], Mention] = {}
+    harmless: dict[tuple[str, str], Mention] = {}
+    passed = False
     for number, line in enumerate(lines, 1):
+        passed = bool(_PASSED.match(line)) or (passed and line.startswith(_EVIDENCE))
         for one in _in_line(line[:_LONGEST_LINE]):
+            found = harmless if passed or _is_harmless(one) else failed
             key = one.kind, one.name
-            if key not in first:
-                first[key] = one, line.strip(), number
-                counts[key] = 0
-            counts[key] += 1
-    found = [Mention(*first[key], count) for key, count in counts.items()]
-    failed = [mention for mention in found if not _is_harmless(mention)]
-    return tuple(sorted(failed or found, key=_follows))
+            first = found.get(key) or Mention(one, line.strip(), number, 0)
+            found[key] = replace(first, count=first.count + 1)
+    return tuple(sorted((failed or harmless).values(), key=_follows))
 
 
-def _is_harmless(mention: Mention) -> bool:
-    one = mention.explanation
-    if one.kind == "finding":
-        return mention.line.startswith("ok ")
+def _is_harmless(one: Explanation) -> bool:
     harmless = (("status", WCStatus.SUCCESS), ("port_state", PortState.ACTIVE))
     return (one.kind, one.number) in harmless or (one.kind == "cm_event" and one.name in HARMLESS)
 
@@ -316,6 +325,9 @@ def _in_line(line: str) -> tuple[Explanation, ...]:
                 at.append((match.start(), one))
     if "completion" in lower and (timeout := _TOO_FEW.search(line)):
         at.append((timeout.start(), _BY_NAME["WaitTimeout"]))
+    if ("rdmapost" in lower or "refused" in lower) and (lost := _COMMAND_ERROR.search(line)):
+        late = _TOO_LATE.search(line, lost.start())
+        at.append((lost.start(), _BY_NAME["ConnectTimeout" if late else "ConnectError"]))
     failed = None
     if call := failed_call(lower):
         failed, rank = call

@@ -159,6 +159,19 @@ LINES = [
     ("ConnectTimeout: other threads' requests to x took more than 6 s", ["ConnectTimeout"]),
     ("ConnectError: x refused: wrong token", ["ConnectError"]),
     ("ConnectError: host x cannot be found: no such name", ["ConnectError"]),
+    # As the command and its server print them
+    ("rdmapost: 127.0.0.1:1 refused: wrong token", ["ConnectError"]),
+    ("127.0.0.1:1 refused: wrong token", ["ConnectError"]),
+    ("refused: wrong token", ["ConnectError"]),
+    ("refused 127.0.0.1:1: wrong token", ["ConnectError"]),
+    ("refused ::1:1: the server requires a token, but the client sent none", ["ConnectError"]),
+    ("rdmapost: 127.0.0.1:1 refused the connection: start 'rdmapost serve'", ["ConnectError"]),
+    ("rdmapost: host x cannot be found: no such name", ["ConnectError"]),
+    ("rdmapost: x:1 closed the connection and did not answer", ["ConnectError"]),
+    ("rdmapost: x:1 cannot be reached: No route to host", ["EHOSTUNREACH"]),
+    ("rdmapost: x:1 did not answer within 3 s", ["ConnectTimeout"]),
+    ("rdmapost: host x: the name service did not answer within 5 s", ["ConnectTimeout"]),
+    ("rdmapost: other threads' requests to x took more than 6 s", ["ConnectTimeout"]),
     ("ConnectError: x closed the connection and did not answer", ["ConnectError"]),
     ("RdmaError: the CQ uses a shared completion channel", ["RdmaError"]),
     ("PingpongError: the other side has ended", ["PingpongError"]),
@@ -424,7 +437,10 @@ def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
         "httpx.ConnectError: [SSL] no luck",
         "httpx.ConnectError: 10.0.0.1:443 refused",
         "httpx.ConnectError: x refused: wrong token",
+        "the proxy refused: wrong token",
+        "127.0.0.1:1 refused the request",
         "ConnectError: no luck",
+        "rdmapost: no luck",
         "ConnectError: All connection attempts failed",
         "ConnectTimeout: the host did not answer in time",
         "polled CQ 5 times without failures in 12 s",
@@ -460,6 +476,26 @@ ok       port-active (soft0 port 1)
 
 1 problem, 0 warnings
 """
+
+
+def test_what_an_ok_finding_says_is_not_a_failure() -> None:
+    lines = [
+        "ok: port-active: rxe0 port 1 is ACTIVE",
+        "ok: timeout: timeout=17 x 7 = 3.76 s until RETRY_EXC_ERR",
+        "ok       rnr-retry (RC QP 0x11 on soft0)",
+        "         rnr_retry=6 = 3.84 ms until RNR_RETRY_EXC_ERR",
+        "ok       rxe0 port 1: mtu, rmem-max, port-active,",
+        "         path-mtu",
+    ]
+    problem = "problem: port-active: there is another port"
+    names = [mention.explanation.name for mention in explain_lines(lines)]
+    assert names == ["port-active", "RETRY_EXC_ERR", "rnr-retry", "RNR_RETRY_EXC_ERR", "path-mtu"]
+    (found,) = explain_lines([*lines, problem])
+    assert (found.explanation.name, found.line) == ("port-active", problem)
+    assert (found.number, found.count) == (7, 1)
+    lines += ["RETRY_EXC_ERR", "         RNR_RETRY_EXC_ERR"]
+    names = [mention.explanation.name for mention in explain_lines(lines)]
+    assert names == ["RETRY_EXC_ERR", "RNR_RETRY_EXC_ERR"]
 
 
 def test_report_of_doctor_is_explained_by_its_findings() -> None:
