@@ -28,8 +28,7 @@ def check(ctx: click.Context, out: Output, target: Target, timeout: float) -> No
     verified by the bytes that arrive, the values, or the access that a key then
     grants.  The timeout applies to each check.
     """
-    from rdmapost.check import run_checks
-    from rdmapost.tools.check.runner import ROWS
+    from rdmapost.check import ROWS, run_checks
 
     from .target import open_target
 

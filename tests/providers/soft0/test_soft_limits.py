@@ -65,6 +65,11 @@ def test_address_handle_without_a_usable_path_is_refused(pd, context, attr):
         refused(caught, "ibv_create_ah")
 
 
+def test_vendor_and_part_are_not_those_of_any_hardware(context):
+    """A vendor_id of 0 would be that of no device at all."""
+    assert (context.attr.vendor_id, context.attr.vendor_part_id) == (0x50F700, 1)
+
+
 def test_pkey_table_has_exactly_one_entry(context):
     assert context.query_pkey(1, 0) == 0xFFFF
     with pytest.raises(ValueError, match=r"^pkey_index=1 is not in 0\.\.0, "):
