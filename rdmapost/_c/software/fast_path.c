@@ -73,8 +73,7 @@ static void read_region(struct region *r, PyObject *region, enum rp_name key)
 	r->addr = get_number(region, ADDR);
 	r->access = (unsigned int)get_number(region, ACCESS);
 	r->pd = pd; /* the region holds it */
-	if (get_number(region, key) == r->key && get_number(region, VALID) == 1 &&
-	    unsure == Py_None && !(r->access & IBV_ACCESS_ZERO_BASED))
+	if (get_number(region, key) == r->key && get_number(region, VALID) == 1 && unsure == Py_None)
 		memory = get(region, MEMORY);
 	if (memory && PyMemoryView_Check(memory))
 		r->memory = Py_NewRef(memory);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import random
 import signal
@@ -405,6 +406,18 @@ def test_many_regions_are_told_apart(rc, pd, stack):
         assert bytes(regions[target].buffer) == data, (source, target)
 
 
+def test_regions_over_the_same_memory_keep_their_own_permissions(rc, pd, stack):
+    """C remembers at most one of two regions whose keys are 64 apart."""
+    memory = bytearray(8)
+    access = [ALL] * 64 + [Access.LOCAL_WRITE]
+    regions = [stack.enter_context(rp.MR(pd, memory, each)) for each in access]
+    stack.callback(rc.a.close)
+    for region in (regions[0], regions[0], regions[64]):
+        wr = rp.RdmaWrite(rc.mine[:8], remote_addr=region.addr, rkey=region.rkey)
+        rc.a.post_send(wr)
+    assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "REM_ACCESS_ERR"]
+
+
 def test_zero_based_region_takes_offsets_and_no_addresses(rc, pd, stack):
     mr = stack.enter_context(rp.MR(pd, 64, ALL | Access.ZERO_BASED))
     stack.callback(rc.a.close)
@@ -431,14 +444,19 @@ def test_read_cannot_be_inline(connect):
     assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "LOC_QP_OP_ERR"]
 
 
-def test_memory_is_let_go_with_its_region(rc, pd):
-    memory = bytearray(8)
-    mr = rp.MR(pd, memory, ALL)
-    for _ in range(3):
-        rc.a.post_send(rp.RdmaWrite(mr[:], remote_addr=mr.addr, rkey=mr.rkey))
-    rc.wait(3)
-    mr.close()
-    memory.append(1)
+def test_views_of_memory_are_let_go_with_their_regions(rc, pd):
+    """Apart from the 64 regions that C remembers."""
+
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, memoryview) for each in gc.get_objects())
+
+    before = count()
+    for _ in range(200):
+        with rp.MR(pd, 8, ALL) as mr:
+            rc.a.post_send([rp.RdmaWrite(mr[:], remote_addr=mr.addr, rkey=mr.rkey)] * 3)
+            rc.wait(3)
+    assert count() <= before + 64
 
 
 def test_planned_status_applies_to_a_work_request_that_c_could_execute(rc, context):
