@@ -91,7 +91,9 @@ from .resources.endpoint import Endpoint
 from .resources.events import AsyncEvent
 from .resources.gid import GID, GIDChoice, GIDTableEntry
 from .resources.grh import GRH, Datagram
-from .resources.memory import MR, MW, PD
+from .resources.mr import MR
+from .resources.mw import MW
+from .resources.pd import PD
 from .resources.qp import QP, Outstanding, set_checklist
 from .resources.qp_query import QPAttr, QPInitAttr
 from .resources.resource import Resource

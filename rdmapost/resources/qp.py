@@ -46,8 +46,10 @@ from .device import provider_of, refuse_beyond
 from .device_attr import PortAttr, usable_mtu
 from .endpoint import Endpoint
 from .gid import GIDChoice, GIDLike, gid_argument
-from .memory import MR, MW, PD, access_flags
+from .mr import MR, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
+from .mw import MW
+from .pd import PD
 from .qp_create import XRC, create_call, device_of, unsuitable_argument, why_not_created
 from .qp_modify import (
     INIT_OPTIONS,

@@ -14,7 +14,7 @@ from ..standard.opcodes import QP_TYPES_BY_OPCODE
 from .cq import CQ
 from .device import Context, provider_of
 from .device_attr import beyond
-from .memory import PD
+from .pd import PD
 from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD

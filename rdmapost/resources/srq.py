@@ -20,7 +20,7 @@ from ..posting.wr import OpsWR, RecvWR
 from .cq import CQ, keep_completions
 from .device import NO_MORE, no_more, provider_of
 from .device_attr import TMCaps, beyond
-from .memory import PD
+from .pd import PD
 from .resource import struct_of
 from .work_queues import HasWorkQueues
 from .xrcd import XRCD

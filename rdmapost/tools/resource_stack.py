@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import ClosedError, RdmaError
-from ..resources.memory import PD
+from ..resources.pd import PD
 from ..resources.resource import ClosesOnExit, Resource, close_with_all_below
 
 

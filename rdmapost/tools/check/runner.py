@@ -11,7 +11,7 @@ from ...enums import DeviceCap, QPType
 from ...errors import RdmaError, UnsupportedError, VerbsError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import PD
+from ...resources.pd import PD
 from ...resources.qp import QP
 from ...resources.qp_create import NOT_PERMITTED
 from .memory_windows import ROWS as MEMORY_WINDOWS

@@ -18,7 +18,7 @@ from ...enums import QPType
 from ...errors import RdmaError, is_from_system, suppress_system_errors
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.memory import MR
+from ...resources.mr import MR
 from ...resources.resource import ClosesOnExit
 from ...resources.srq import SRQ
 from ..resource_stack import CloseAfterwards

@@ -11,7 +11,8 @@ from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR, PD, allocate
+from ...resources.mr import MR, allocate
+from ...resources.pd import PD
 from ...resources.qp import QP
 from .protocol_messages import access_names
 from .qp_options import Given, private_bytes

@@ -13,7 +13,7 @@ from typing import Any
 from ..._binding import native
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR
+from ...resources.mr import MR
 from ...resources.resource import ClosesOnExit
 from ...resources.srq import SRQ
 from ..resource_stack import NotCopied, refuse_inherited

@@ -1,8 +1,4 @@
-"""Protection domains, memory regions and memory windows.
-
-Binding a window is a work request on a queue pair: ``QP.bind_mw`` (type 1, ibv_bind_mw) and
-``BindMW`` (type 2).
-"""
+"""Memory regions."""
 
 from __future__ import annotations
 
@@ -14,98 +10,32 @@ import mmap
 import operator
 import resource
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
-from .._arguments import counted, expect, index, member, shown, within
+from .._arguments import counted, expect, index, shown
 from .._arguments import flags as flags_of
 from .._binding import ffi, start_of
-from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ODPGeneralCap, ReregFlags
+from ..enums import Access, ODPGeneralCap, ReregFlags
 from ..errors import InUseError, UnsupportedError, VerbsError, is_from_system
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from ..providers.base import refused_of_dmabuf
 from .buffers import pointers_in
-from .device import Context, invalidated_of, provider_of
+from .device import Context, provider_of
 from .device_attr import FLUSH_CAPS
 from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, may_be_mapped, source_of
-from .resource import Resource, open_handles
+from .mw import MW
+from .pd import PD
+from .resource import open_handles
 from .work_queues import UsedByWorkRequests
 
-_MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 """The errnos with which devices refuse to deregister a region to which a window is bound."""
 _RETRIES = 4
 """How many times to retry a close that the device refuses although no window is bound."""
-_RKEY = operator.attrgetter("rkey")
 _NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
-
-
-class PD(Resource, struct="ibv_pd"):
-    """A protection domain; resources work together only if they share one (ibv_alloc_pd(3)).
-
-    Args:
-        context: an open device.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ClosedError: the device is closed.
-        VerbsError: the device has no more PDs.
-    """
-
-    __slots__ = ("context",)
-
-    _type_name = "PD"
-    _rank = 8
-
-    def __init__(self, context: Context) -> None:
-        expect("context", context, Context)
-        self.context = context
-        provider = provider_of(context)
-        self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
-
-    def advise_mr(
-        self, advice: AdviseMRAdvice, sg_list: SGE | Sequence[SGE], flags: int = 0
-    ) -> None:
-        """Advise the device about memory of ON_DEMAND regions (ibv_advise_mr(3)).
-
-        soft0 only checks the arguments: its memory is always present.
-
-        Args:
-            advice: what to do; see AdviseMRAdvice.
-            sg_list: an SGE, or a sequence of them, over regions of this protection domain.
-            flags: an AdviseMRFlags; without FLUSH, the call may return before the device has
-                acted on the advice.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: advice or flags is invalid, or sg_list is empty.
-            ClosedError: the PD or a region is closed.
-            UnsupportedError: the device or libibverbs does not have this verb.
-            VerbsError: the device refused.
-        """
-        known = member("advice", advice, AdviseMRAdvice)
-        bits = flags_of("flags", flags, _ALL_ADVICE_FLAGS, "AdviseMRFlags")
-        if not isinstance(sg_list, Iterable):
-            raise TypeError(f"sg_list: expected SGEs, got {type(sg_list).__name__}")
-        sges = [sg_list] if isinstance(sg_list, SGE) else list(sg_list)
-        if not sges:
-            raise ValueError("sg_list: expected at least one SGE")
-        array = ffi.new("struct ibv_sge[]", len(sges))
-        for entry, sge in zip(array, sges, strict=True):
-            expect("sg_list", sge, SGE)
-            if isinstance(sge.owner, MR):
-                sge.owner._open_struct()
-            entry.addr = within("addr", sge.addr, 0, _MAX_U64)
-            entry.length = within("length", sge.length, 0, _MAX_U32)
-            entry.lkey = within("lkey", sge.lkey, 0, _MAX_U32)
-        provider = provider_of(self.context)
-        try:
-            self._verb(provider.advise_mr, int(known), int(bits), array, len(sges))
-        except UnsupportedError as error:
-            error.hint = error.hint or f"{self.context.name} or the installed libibverbs lacks it"
-            raise
 
 
 if TYPE_CHECKING:
@@ -118,7 +48,6 @@ else:
 
 
 _ALL_ACCESS = functools.reduce(operator.or_, Access)
-_ALL_ADVICE_FLAGS = functools.reduce(operator.or_, AdviseMRFlags)
 
 
 def access_flags(name: str, given: Any) -> Access:
@@ -690,88 +619,6 @@ _slots: dict[str, Any] = dict(MR.__dict__)
 _pd: Any = UsedByWorkRequests.__dict__["pd"]
 _taken: Any = _Form.__dict__["taken"]
 """Slots that C sets at the moment when the device switches to another form."""
-
-
-class MW(UsedByWorkRequests, struct="ibv_mw"):
-    """A memory window: a key to part of a region, bound and unbound by work requests.
-
-    A type 1 window is bound with ``qp.bind_mw`` (ibv_bind_mw(3)), a type 2 window by posting a
-    BindMW. Close or unbind the window before you close the region that it is bound to.
-
-    Args:
-        pd: the protection domain.
-        mw_type: type 1 or type 2; see MWType.
-
-    Attributes:
-        mw_type: its type.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ClosedError: the PD is closed.
-        UnsupportedError: the device has no memory windows.
-        VerbsError: the device has no more windows.
-
-    See ibv_alloc_mw(3).
-    """
-
-    __slots__ = ("_index", "mw_type")
-
-    _type_name = "MW"
-    _rank = 0
-
-    def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
-        expect("pd", pd, PD)
-        self.pd = pd
-        self.mw_type = member("mw_type", mw_type, MWType)
-        provider = provider_of(pd.context)
-        # The C code counts the binds and invalidations of each of the window's keys in these bytes
-        # (_c/handles/windows.c).
-        counts = bytes(256 * 16) if self.mw_type is MWType.TYPE_2 else None
-        try:
-            self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)
-        except UnsupportedError as error:
-            error.hint = error.hint or f"{pd.context.name} has no windows of {self.mw_type.name}"
-            raise
-        self._index = self.rkey >> 8
-        if counts is not None:
-            invalidated_of(pd.context)[self._index] = counts
-
-    def _forget(self) -> None:
-        if hasattr(self, "_index"):
-            invalidated_of(self.pd.context).pop(self._index, None)
-
-    def __str__(self) -> str:
-        # A ClosedError's message starts with this, too.
-        rkey = self._peek("rkey")
-        return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
-
-    @property
-    def rkey(self) -> int:
-        """Its key; posting a bind changes its low 8 bits at once.
-
-        If that bind completes with an error, set this back to the previous key (ibv_bind_mw(3)):
-        the driver takes the key stored here as the one that the next bind replaces.
-
-        Raises:
-            TypeError: the new key is not an integer.
-            ValueError: it is not in 0..2^32-1, or not a key of this window: only the low 8 bits
-                change.
-            ClosedError: the window is closed.
-        """
-        rkey: int = self._verb(_RKEY)
-        return rkey
-
-    @rkey.setter
-    def rkey(self, rkey: int) -> None:
-        rkey = within("rkey", rkey, 0, (1 << 32) - 1)
-        if (rkey ^ self.rkey) & ~0xFF:
-            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only the low 8 bits change")
-        self._verb(setattr, "rkey", rkey)
-
-    def next_rkey(self) -> int:
-        """Return the rkey for the next bind: its low byte incremented (ibv_inc_rkey(3))."""
-        rkey = self.rkey
-        return rkey & ~0xFF | (rkey + 1) & 0xFF
 
 
 def _size_of(memory: Any) -> int | None:
