@@ -6,26 +6,22 @@ import contextlib
 import errno
 import functools
 import gc
-import mmap
 import operator
 import resource
-import struct
 from collections.abc import Callable
-from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
-from .._arguments import counted, expect, index, shown
+from .._arguments import counted, expect, index
 from .._arguments import flags as flags_of
-from .._binding import ffi, start_of
+from .._binding import ffi
 from ..enums import Access, ODPGeneralCap, ReregFlags
-from ..errors import InUseError, UnsupportedError, VerbsError, is_from_system
+from ..errors import InUseError, UnsupportedError, VerbsError
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from ..providers.base import refused_of_dmabuf
-from .buffers import pointers_in
 from .device import Context, provider_of
 from .device_attr import FLUSH_CAPS
-from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, may_be_mapped, source_of
+from .memory_sources import DMABuf, Source, at, dmabuf, source_of
 from .mw import MW
 from .pd import PD
 from .resource import open_handles
@@ -35,7 +31,6 @@ _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 """The errnos with which devices refuse to deregister a region to which a window is bound."""
 _RETRIES = 4
 """How many times to retry a close that the device refuses although no window is bound."""
-_NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 
 
 if TYPE_CHECKING:
@@ -226,7 +221,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             given: tuple[Any, ...] = (memory.offset, memory.length, memory.iova, memory.fd)
             create: Callable[..., Any] = provider.reg_dmabuf_mr
         else:
-            source = memory if isinstance(memory, Source) else _source_of(memory, allowed)
+            source = memory if isinstance(memory, Source) else source_of(memory, allowed)
             form = _Form(pd, allowed, source)
             given = (ffi.cast("char *", source.start), source.length)
             create = form.one_of(provider.reg_mr, provider.reg_mr_at, provider.reg_mr_mmap)
@@ -531,7 +526,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             allowed = old.access if given is None else given
             _refuse_rereg(old, allowed, memory)
             if memory is not None and source is None:
-                source = _source_of(memory, allowed)
+                source = source_of(memory, allowed)
             if source is None and allowed & Access.LOCAL_WRITE and old.read_only:
                 raise TypeError(f"{self} cannot have LOCAL_WRITE: its memory is read-only")
             form = old.changed(pd, allowed, source)
@@ -619,105 +614,6 @@ _slots: dict[str, Any] = dict(MR.__dict__)
 _pd: Any = UsedByWorkRequests.__dict__["pd"]
 _taken: Any = _Form.__dict__["taken"]
 """Slots that C sets at the moment when the device switches to another form."""
-
-
-def _size_of(memory: Any) -> int | None:
-    """Return the size as an int if `memory` is a number of bytes to allocate; None for a buffer."""
-    if isinstance(memory, int):
-        return memory
-    if not hasattr(type(memory), "__index__"):
-        return None
-    if hasattr(type(memory), "__setitem__") or has_interface(type(memory)):
-        # An array of one number, perhaps read-only: not a size.
-        return None
-    with contextlib.suppress(TypeError):
-        if not memoryview(memory).readonly:
-            # An array of one number: a buffer, not a size.
-            return None
-    try:
-        # numpy's scalars are read-only buffers, too.
-        return operator.index(memory)
-    except TypeError:
-        return None
-
-
-def allocate(size: int) -> mmap.mmap:
-    """Return memory of whole pages."""
-    if size < 1:
-        raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
-    try:
-        # Private: a forked child gets a copy of it, as of all other memory.
-        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        if not is_from_system(error):
-            raise
-        why = error.strerror
-    except OverflowError:
-        why = "no address space is that large"
-    raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
-
-
-def _source_of(memory: Any, access: Access) -> Source:
-    """Return the memory to register for the `memory` argument of MR or rereg()."""
-    writable = bool(access & Access.LOCAL_WRITE)
-    size = _size_of(memory)
-    if size is not None:
-        view = memoryview(allocate(size))
-        return Source(start_of(view), len(view), view, None, given=False)
-    or_else = ""
-    try:
-        exported = memoryview(memory)
-        if writable and exported.readonly:
-            or_else = ", or an access without LOCAL_WRITE"
-            raise TypeError("it is read-only")
-    except (TypeError, ValueError, BufferError) as error:
-        if str(error).startswith("cannot include dtype"):
-            if memory.dtype.hasobject:
-                raise TypeError(
-                    f"a memory region cannot be made from this {type(memory).__name__} of "
-                    f"{memory.dtype}: the device would "
-                    f"{'write over' if writable else 'send'} pointers"
-                ) from None
-            raise TypeError(
-                f"a memory region cannot be made from this {type(memory).__name__} of "
-                f"{memory.dtype}, which numpy does not export as a buffer: register the same "
-                "memory as bytes, array.view('u1')"
-            ) from None
-        if not isinstance(memory, type) and has_interface(memory) and not _exports(memory):
-            return source_of(memory, writable)
-        needed = "writable buffer" if writable else "buffer"
-        raise TypeError(
-            f"a memory region needs a {needed}, not {type(memory).__name__} ({error}){or_else}"
-        ) from None
-    view = _bytes_of(memory, exported, writable)
-    return Source(start_of(view), len(view), view, None, mapped=may_be_mapped(exported))
-
-
-def _exports(memory: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError, BufferError):
-        memoryview(memory)
-        return True
-    return False
-
-
-def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
-    """Return a buffer of any shape and format as a view of bytes."""
-    if what := pointers_in(view):
-        raise TypeError(
-            f"a memory region cannot be made from this {type(memory).__name__} of format "
-            f"{view.format!r}: the device would {'write over' if writable else 'send'} {what}"
-        )
-    if not view.nbytes:
-        raise ValueError("a region needs at least 1 byte, got 0")
-    if not view.contiguous:
-        raise ValueError("a region must be contiguous memory, and this buffer has gaps")
-    if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
-        return view
-    is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
-    if view.c_contiguous and is_numbers:
-        return view.cast("B")
-    # Unlike memoryview.cast, PickleBuffer accepts every format and dimension order.
-    return PickleBuffer(view).raw()
 
 
 _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})

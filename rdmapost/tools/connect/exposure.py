@@ -11,7 +11,8 @@ from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.mr import MR, allocate
+from ...resources.memory_sources import allocate
+from ...resources.mr import MR
 from ...resources.pd import PD
 from ...resources.qp import QP
 from .protocol_messages import access_names
