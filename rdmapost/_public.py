@@ -95,7 +95,7 @@ from .resources.mr import MR
 from .resources.mw import MW
 from .resources.pd import PD
 from .resources.qp import QP, Outstanding, set_checklist
-from .resources.qp_query import QPAttr, QPInitAttr
+from .resources.qp_attr import QPAttr, QPInitAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
 from .resources.xrcd import XRCD

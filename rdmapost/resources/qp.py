@@ -50,8 +50,9 @@ from .mr import MR, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
 from .mw import MW
 from .pd import PD
-from .qp_create import XRC, create_call, device_of, unsuitable_argument, why_not_created
-from .qp_modify import (
+from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
+from .qp_create_arguments import XRC, create_call, device_of, unsuitable_argument, why_not_created
+from .qp_modify_arguments import (
     INIT_OPTIONS,
     RTR_OPTIONS,
     RTS_OPTIONS,
@@ -66,7 +67,6 @@ from .qp_modify import (
     refuse_missing_entries,
     refuse_out_of_range,
 )
-from .qp_query import QUERY_MASK, QPAttr, read_qp_attr
 from .resource import struct_of
 from .srq import SRQ
 from .work_queues import HasWorkQueues

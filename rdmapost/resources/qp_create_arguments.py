@@ -1,4 +1,7 @@
-"""ibv_create_qp and ibv_create_qp_ex: check the arguments, choose the call, explain a refusal."""
+"""The arguments of ``QP(...)``, which is in ``qp.py``.
+
+This checks them, chooses the call, and explains a refusal by the device.
+"""
 
 from __future__ import annotations
 
