@@ -483,7 +483,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
         See ibv_poll_cq(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/polling/cq.c
 
     def wait_into(self, buffer: Any, count: int = 1, timeout: float | None = 5.0) -> int:
         """Wait for completions, write them to a buffer, and return how many.

@@ -110,7 +110,16 @@ class _Form:
         """Whether this process may be unable to read the memory."""
 
     def one_of(self, usual: Any, at: Any, mapped: Any) -> Any:
-        """Choose the verb that registers this kind of memory."""
+        """Choose the verb that registers this kind of memory.
+
+        Software devices access it in this process, so they must survive its loss: an address may
+        be unmapped, and a mapped file truncated. To real devices all memory is the same.
+
+        Args:
+            usual: the verb for memory that stays while it is exported, such as a bytearray.
+            at: the verb for an address, which this process may be unable to access.
+            mapped: the verb for a buffer that may be a mapped file.
+        """
         assert self.source is not None
         return at if self.unreadable else mapped if self.source.mapped else usual
 
@@ -403,7 +412,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             TypeError: bounds is not a slice, or has a step.
             IndexError: bounds is not within the region.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/sge.c
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
@@ -431,7 +440,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             index: a column of integers; ``post_columns`` refuses negative ones.
             size: bytes per block, checked by ``post_columns``.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def ranges(self, offsets: Column, lengths: Column, /) -> Ranges:
         """Return a column of SGEs for ``post_columns``: ranges of the region.
@@ -442,7 +451,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             offsets: a column of integers; ``post_columns`` refuses negative ones.
             lengths: a column of integers, or a number for all rows.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def close(self) -> None:
         """Deregister the region and release its memory to the caller.

@@ -1268,7 +1268,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_send(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
     def post_columns(
         self,
@@ -1330,7 +1330,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_send(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def post_recv_columns(self, sg_list: LocalRows = (), /, *, wr_id: Column = 0) -> int:
         """Post many receives whose fields are in columns, and return how many were posted.
@@ -1352,7 +1352,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def post_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -1368,7 +1368,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
     def _refuse_without_receives(self) -> None:
         self._open_struct()
