@@ -1,12 +1,17 @@
-"""Exceptions.  Each says what happened and, if known, why and what to try."""
+"""Exceptions.  Each says what happened and, if known, why and what to try.
+
+``ClosesOnExit`` decides which error leaves a with block: the block's, or that of closing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno as _errno
 import operator
 import os
 import pickle
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
@@ -229,6 +234,43 @@ class WaitTimeout(RdmaError, TimeoutError):
 
 class WaitCancelled(RdmaError):
     """CQ.cancel_waits() has ended a wait; the next poll or wait returns its completions."""
+
+
+class ClosesOnExit:
+    """A context manager that closes itself."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in a forked child, which must not use the resource."""
+
+    def __enter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The original error matters more than its consequences. Nothing may hide it:
+            # neither a subclass's message nor its add_note().
+            with contextlib.suppress(Exception):
+                error.add_note(" ".join(self._failure_text(failure).split()))
+
+    def _failure_text(self, failure: RdmaError) -> str:
+        """Say what could not be closed, and why."""
+        return str(failure)
 
 
 _OF_OSERROR = ("errno", "strerror", "filename", "filename2")

@@ -8,9 +8,9 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from ..errors import ClosedError, RdmaError
+from ..errors import ClosedError, ClosesOnExit, RdmaError
 from ..resources.pd import PD
-from ..resources.resource import ClosesOnExit, Resource, close_with_all_below
+from ..resources.resource import Resource, close_with_all_below
 
 
 class _Closable(Protocol):
