@@ -81,7 +81,7 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import Capture, Counters, DeviceInfo, RoceInterface
+from .providers import Capture, Counters, DeviceInfo, FaultPlan, RoceInterface
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
@@ -155,6 +155,7 @@ __all__ = [
     "DeviceInfo",
     "Endpoint",
     "EventType",
+    "FaultPlan",
     "Flush",
     "FlushLevel",
     "FlushType",

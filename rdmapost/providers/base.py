@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ..enums import MTU, Access, NodeType, TransportType
 from ..errors import ClosesOnExit
+from .fault_plan import FaultPlan
 
 ROCE = "roce:"
 """The prefix of the names of devices on UDP sockets; a network device or address follows it."""
@@ -256,7 +257,7 @@ class Provider(Protocol):
         """Return an event's type and its subject: a struct, a port number or None."""
         ...
 
-    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
+    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
         """Return the device's fault injection plan."""
         ...
 

@@ -27,6 +27,7 @@ from ..providers import (
     Capture,
     Counters,
     DeviceInfo,
+    FaultPlan,
     GIDEntry,
     Provider,
     RoceInterface,
@@ -402,8 +403,8 @@ class Context(EventSource, struct="ibv_context"):
         return vectors
 
     @property
-    def faults(self) -> Any:
-        """The faults to inject (rdmapost.providers.software.faults.FaultPlan).
+    def faults(self) -> FaultPlan:
+        """The faults to inject.
 
         soft0 and roce devices have them; only roce devices have packet faults.
 
@@ -412,9 +413,10 @@ class Context(EventSource, struct="ibv_context"):
             ClosedError: the device is closed.
         """
         # The plan lives as long as the device, so it must not keep the context open.
-        return self._verb(
+        plan: FaultPlan = self._verb(
             self._provider.faults, functools.partial(native.peek_queues, self._queues)
         )
+        return plan
 
     def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
         """Begin to capture the device's packets, in both directions, to a file for Wireshark.

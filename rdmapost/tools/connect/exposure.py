@@ -71,10 +71,16 @@ class Exposure:
         return replace(self, size=self.mr.length, access=self.access & has, has=has)
 
     def refuse_unenforced(self, context: Context) -> None:
-        """Raise ValueError if serve or aserve was given less access than the region's key grants.
+        """Refuse less access than the region's key grants, if serve or aserve was given that.
 
         The clients' queue pairs must permit whatever a window may grant. As a result, clients
         can do the same with the region's own key.
+
+        Args:
+            context: the server's device.
+
+        Raises:
+            ValueError: the region's key grants more than access.
         """
         if not self.given or not self.has & Access.MW_BIND:
             return
