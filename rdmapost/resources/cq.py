@@ -182,10 +182,16 @@ class _RowType(dict[str, Any]):
     a WC: a program that answers datagrams polls with ``CQ.poll``.
     """
 
+    __module__ = "rdmapost"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its class has no public name.
+        return dict, (dict(self),)
+
 
 WC_DTYPE: Any = _RowType(
     names=[name for name, _, _ in _FIELDS],
-    formats=[kind for _, kind, _ in _FIELDS],
+    formats=[code for _, code, _ in _FIELDS],
     offsets=[offset for _, _, offset in _FIELDS],
     itemsize=_ROW.size,
 )
