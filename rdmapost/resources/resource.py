@@ -111,9 +111,11 @@ class Resource(native.Handle, ClosesOnExit):
         return self._type_name
 
     def __repr__(self) -> str:
-        name = type(self).__name__
+        cls = type(self)
         # "<rdmapost.QP RC 0x11>": most handles' texts contain the type's name.
-        words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
+        named = self._type_name if "_type_name" in vars(cls) else cls.__name__
+        words = [word for word in str(self).split() if word not in named.split()]
+        words.insert(0, f"rdmapost.{cls.__name__}")
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:
