@@ -33,6 +33,14 @@ __all__ = [
     "WaitTimeout",
 ]
 
+ADD_SOFT_ROCE = "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
+"""What to try without a device, given the name of a network device."""
+RAISE_MEMLOCK = (
+    "ulimit -l unlimited, or permanently: memlock in /etc/security/limits.conf, "
+    "LimitMEMLOCK=infinity for a service, --ulimit memlock=-1 for a container"
+)
+"""What to try if too little memory may be locked."""
+
 
 def is_from_system(error: OSError) -> bool:
     """Return whether an error came from a system call; a signal handler's error has no errno."""

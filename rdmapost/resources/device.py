@@ -14,6 +14,7 @@ from .._arguments import expect, index, shown, within
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import (
+    ADD_SOFT_ROCE,
     CloseError,
     NoDeviceError,
     NoRdmaError,
@@ -48,7 +49,7 @@ _MAX_TABLE_ENTRIES = 1 << 16
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or, if the kernel has it ('rdmapost doctor'), "
-    "make a Soft-RoCE device with 'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; "
+    f"make a Soft-RoCE device with '{ADD_SOFT_ROCE.format('eth0')}'; "
     "or use a software device: soft0 within one process, roce:lo between processes"
 )
 

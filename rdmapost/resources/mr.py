@@ -15,7 +15,7 @@ from .._arguments import counted, expect, index
 from .._arguments import flags as flags_of
 from .._binding import ffi
 from ..enums import Access, ODPGeneralCap, ReregFlags
-from ..errors import InUseError, UnsupportedError, VerbsError
+from ..errors import RAISE_MEMLOCK, InUseError, UnsupportedError, VerbsError
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from ..providers.base import refused_of_dmabuf
@@ -667,8 +667,7 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
         if soft != resource.RLIM_INFINITY:
             return (
                 f"{counted(length, 'byte')} must be locked in memory and this process may lock "
-                f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
-                "or in /etc/security/limits.conf"
+                f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); to raise it: {RAISE_MEMLOCK}"
             )
     if code == errno.EFAULT and unreadable:
         return (
