@@ -135,7 +135,8 @@ def is_public(base: type) -> bool:
         return True
     if base.__name__.startswith("_"):
         return False
-    return module.split(".")[0] not in ("_verbs", "posting", "providers", "resources", "tools")
+    private = "_verbs", "errors", "posting", "providers", "resources", "tools"
+    return module.split(".")[0] not in private
 
 
 def shorten_signature(

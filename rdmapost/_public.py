@@ -81,7 +81,7 @@ from .posting.wr import (
     TagHandle,
     TagSync,
 )
-from .providers import Capture, Counters, DeviceInfo, RoceInterface
+from .providers import Capture, Counters, DeviceInfo, FaultPlan, RoceInterface
 from .resources.ah import AH, AHAttr
 from .resources.channel import CompChannel
 from .resources.cq import CQ, WC, WC_DTYPE
@@ -91,9 +91,11 @@ from .resources.endpoint import Endpoint
 from .resources.events import AsyncEvent
 from .resources.gid import GID, GIDChoice, GIDTableEntry
 from .resources.grh import GRH, Datagram
-from .resources.memory import MR, MW, PD
+from .resources.mr import MR
+from .resources.mw import MW
+from .resources.pd import PD
 from .resources.qp import QP, Outstanding, set_checklist
-from .resources.qp_query import QPAttr, QPInitAttr
+from .resources.qp_attr import QPAttr, QPInitAttr
 from .resources.resource import Resource
 from .resources.srq import SRQ, SRQAttr
 from .resources.xrcd import XRCD
@@ -153,6 +155,7 @@ __all__ = [
     "DeviceInfo",
     "Endpoint",
     "EventType",
+    "FaultPlan",
     "Flush",
     "FlushLevel",
     "FlushType",

@@ -1,12 +1,17 @@
-"""Exceptions.  Each says what happened and, if known, why and what to try."""
+"""Exceptions.  Each says what happened and, if known, why and what to try.
+
+``ClosesOnExit`` decides which error leaves a with block: the block's, or that of closing.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno as _errno
 import operator
 import os
 import pickle
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 if TYPE_CHECKING:
@@ -27,6 +32,14 @@ __all__ = [
     "WaitCancelled",
     "WaitTimeout",
 ]
+
+ADD_SOFT_ROCE = "modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {}"
+"""What to try without a device, given the name of a network device."""
+RAISE_MEMLOCK = (
+    "ulimit -l unlimited, or permanently: memlock in /etc/security/limits.conf, "
+    "LimitMEMLOCK=infinity for a service, --ulimit memlock=-1 for a container"
+)
+"""What to try if too little memory may be locked."""
 
 
 def is_from_system(error: OSError) -> bool:
@@ -229,6 +242,43 @@ class WaitTimeout(RdmaError, TimeoutError):
 
 class WaitCancelled(RdmaError):
     """CQ.cancel_waits() has ended a wait; the next poll or wait returns its completions."""
+
+
+class ClosesOnExit:
+    """A context manager that closes itself."""
+
+    __slots__ = ()
+
+    def close(self) -> None:
+        """Close it."""
+        raise NotImplementedError
+
+    def _refuse_inherited(self) -> None:
+        """Raise ClosedError in a forked child, which must not use the resource."""
+
+    def __enter__(self) -> Self:
+        self._refuse_inherited()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except RdmaError as failure:
+            if error is None:
+                raise
+            # The original error matters more than its consequences. Nothing may hide it:
+            # neither a subclass's message nor its add_note().
+            with contextlib.suppress(Exception):
+                error.add_note(" ".join(self._failure_text(failure).split()))
+
+    def _failure_text(self, failure: RdmaError) -> str:
+        """Say what could not be closed, and why."""
+        return str(failure)
 
 
 _OF_OSERROR = ("errno", "strerror", "filename", "filename2")

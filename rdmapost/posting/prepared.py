@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
+from .._arguments import counted
 from .._arguments import index as whole_number
 from .._binding import native
 from ..errors import PostError
@@ -106,6 +107,10 @@ class Batch(native.Prepared):
 
     def __str__(self) -> str:
         return f"prepared list of {len(self)}"
+
+    def __repr__(self) -> str:
+        size = counted(len(self), "work request")
+        return f"<rdmapost.Batch of {size}{' (closed)' if self.closed else ''}>"
 
     def __getitem__(self, index: int) -> PreparedWR:
         """Return one of the list's work requests, whose fields can be changed."""

@@ -22,7 +22,8 @@ from ..enums import Access, FlushLevel, FlushType, Opcode, OpsFlags, OpsOpcode, 
 if TYPE_CHECKING:
     from .._verbs import TagHandle
     from ..resources.ah import AH
-    from ..resources.memory import MR, MW
+    from ..resources.mr import MR
+    from ..resources.mw import MW
 
 __all__ = [
     "SGE",

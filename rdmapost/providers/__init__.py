@@ -12,6 +12,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, cast
 
 from .base import ROCE, Capture, Counters, DeviceInfo, GIDEntry, Provider, RoceInterface
+from .fault_plan import FaultPlan
 
 if TYPE_CHECKING:
     from .roce.provider import RoceProvider
@@ -21,6 +22,7 @@ __all__ = [
     "Capture",
     "Counters",
     "DeviceInfo",
+    "FaultPlan",
     "GIDEntry",
     "Provider",
     "RoceInterface",

@@ -16,17 +16,16 @@ the recording of its result.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from abc import ABCMeta, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Protocol, Self
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ..enums import MTU, Access, NodeType, TransportType
-from ..errors import RdmaError
+from ..errors import ClosesOnExit
+from .fault_plan import FaultPlan
 
 ROCE = "roce:"
 """The prefix of the names of devices on UDP sockets; a network device or address follows it."""
@@ -162,7 +161,7 @@ class Counters(NamedTuple):
     faults: int
 
 
-class Capture(metaclass=ABCMeta):
+class Capture(ClosesOnExit, metaclass=ABCMeta):
     """A capture in progress; Context.capture() creates it.
 
     As a context manager, it ends when the with block does. Dropping the last reference to it also
@@ -173,23 +172,6 @@ class Capture(metaclass=ABCMeta):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("cannot copy or pickle 'Capture' object: it belongs to an open device")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            with contextlib.suppress(Exception):
-                error.add_note(str(failure))
 
     @property
     @abstractmethod
@@ -275,7 +257,7 @@ class Provider(Protocol):
         """Return an event's type and its subject: a struct, a port number or None."""
         ...
 
-    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> Any:
+    def faults(self, context: Any, wr_id_of: Callable[[int], int | None]) -> FaultPlan:
         """Return the device's fault injection plan."""
         ...
 

@@ -9,7 +9,8 @@ from ..posting.wr import SGE, RecvWR
 from .ah import AH
 from .buffers import check_rows
 from .cq import WC
-from .memory import MR, MW
+from .mr import MR
+from .mw import MW
 
 for _class in (SGE, MR, MW, AH, Blocks, Ranges, RecvWR):
     _name = _class.__name__

@@ -15,7 +15,7 @@ from .cq import WC
 from .device import Context, provider_of, refuse_beyond
 from .gid import GID, GIDLike, gid_argument, no_such_gid
 from .grh import GRH
-from .memory import PD
+from .pd import PD
 from .resource import struct_of
 from .work_queues import UsedByWorkRequests
 

@@ -182,10 +182,16 @@ class _RowType(dict[str, Any]):
     a WC: a program that answers datagrams polls with ``CQ.poll``.
     """
 
+    __module__ = "rdmapost"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Its class has no public name.
+        return dict, (dict(self),)
+
 
 WC_DTYPE: Any = _RowType(
     names=[name for name, _, _ in _FIELDS],
-    formats=[kind for _, kind, _ in _FIELDS],
+    formats=[code for _, code, _ in _FIELDS],
     offsets=[offset for _, _, offset in _FIELDS],
     itemsize=_ROW.size,
 )
@@ -483,7 +489,7 @@ class CQ(CompletionSource, struct="ibv_cq"):
 
         See ibv_poll_cq(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/polling/cq.c
 
     def wait_into(self, buffer: Any, count: int = 1, timeout: float | None = 5.0) -> int:
         """Wait for completions, write them to a buffer, and return how many.

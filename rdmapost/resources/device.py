@@ -14,6 +14,7 @@ from .._arguments import expect, index, shown, within
 from .._binding import ffi, native
 from ..enums import GIDType, NodeType, PortState, reported
 from ..errors import (
+    ADD_SOFT_ROCE,
     CloseError,
     NoDeviceError,
     NoRdmaError,
@@ -27,6 +28,7 @@ from ..providers import (
     Capture,
     Counters,
     DeviceInfo,
+    FaultPlan,
     GIDEntry,
     Provider,
     RoceInterface,
@@ -47,7 +49,7 @@ _MAX_TABLE_ENTRIES = 1 << 16
 
 NO_DEVICES = (
     "this machine has none; load the NIC's driver, or, if the kernel has it ('rdmapost doctor'), "
-    "make a Soft-RoCE device with 'modprobe rdma_rxe && rdma link add rxe0 type rxe netdev eth0'; "
+    f"make a Soft-RoCE device with '{ADD_SOFT_ROCE.format('eth0')}'; "
     "or use a software device: soft0 within one process, roce:lo between processes"
 )
 
@@ -402,8 +404,8 @@ class Context(EventSource, struct="ibv_context"):
         return vectors
 
     @property
-    def faults(self) -> Any:
-        """The faults to inject (rdmapost.providers.software.faults.FaultPlan).
+    def faults(self) -> FaultPlan:
+        """The faults to inject.
 
         soft0 and roce devices have them; only roce devices have packet faults.
 
@@ -412,9 +414,10 @@ class Context(EventSource, struct="ibv_context"):
             ClosedError: the device is closed.
         """
         # The plan lives as long as the device, so it must not keep the context open.
-        return self._verb(
+        plan: FaultPlan = self._verb(
             self._provider.faults, functools.partial(native.peek_queues, self._queues)
         )
+        return plan
 
     def capture(self, path: str | bytes | os.PathLike[Any]) -> Capture:
         """Begin to capture the device's packets, in both directions, to a file for Wireshark.

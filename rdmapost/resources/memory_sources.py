@@ -1,27 +1,36 @@
-"""Memory without a Python buffer: addresses, dma-bufs, and arrays on a GPU.
+"""The memory that a region is made from.
 
-``source_of`` reads the array interfaces ``__cuda_array_interface__`` and ``__dlpack__``.
+It may be a buffer, a number of bytes to allocate, an address, a dma-buf, or an array with
+``__cuda_array_interface__`` or ``__dlpack__``, such as one on a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import operator
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from math import prod
 from operator import mul
+from pickle import PickleBuffer
 from typing import Any, NamedTuple
 
-from .._arguments import index, within
-from .._binding import ffi, native
+from .._arguments import index, shown, within
+from .._binding import ffi, native, start_of
+from ..enums import Access
+from ..errors import is_from_system
+from .buffers import pointers_in
 
 _TOP = (1 << 64) - 1
 _IN_THIS_PROCESS = frozenset({1, 3, 11})
 """The DLPack device types whose memory the CPU can read: kDLCPU, kDLCUDAHost, kDLROCMHost."""
 _ALLOCATED = (bytes, bytearray, array)
 _MAX_OWNERS = 16
+_NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
 _OPAQUE = 3
 """kDLOpaqueHandle: the DLPack type code of handles, which have no known layout."""
 
@@ -90,7 +99,106 @@ def _length(length: Any) -> int:
     return within("length", size, 1, _TOP)
 
 
-def may_be_mapped(view: memoryview) -> bool:
+def _size_of(memory: Any) -> int | None:
+    """Return the size as an int if `memory` is a number of bytes to allocate; None for a buffer."""
+    if isinstance(memory, int):
+        return memory
+    if not hasattr(type(memory), "__index__"):
+        return None
+    if hasattr(type(memory), "__setitem__") or _has_interface(type(memory)):
+        # An array of one number, perhaps read-only: not a size.
+        return None
+    with contextlib.suppress(TypeError):
+        if not memoryview(memory).readonly:
+            # An array of one number: a buffer, not a size.
+            return None
+    try:
+        # numpy's scalars are read-only buffers, too.
+        return operator.index(memory)
+    except TypeError:
+        return None
+
+
+def allocate(size: int) -> mmap.mmap:
+    """Return memory of whole pages."""
+    if size < 1:
+        raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
+    try:
+        # Private: a forked child gets a copy of it, as of all other memory.
+        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        if not is_from_system(error):
+            raise
+        why = error.strerror
+    except OverflowError:
+        why = "no address space is that large"
+    raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
+
+
+def source_of(memory: Any, access: Access) -> Source:
+    """Return the memory to register for the `memory` argument of MR or rereg()."""
+    writable = bool(access & Access.LOCAL_WRITE)
+    size = _size_of(memory)
+    if size is not None:
+        view = memoryview(allocate(size))
+        return Source(start_of(view), len(view), view, None, given=False)
+    or_else = ""
+    try:
+        exported = memoryview(memory)
+        if writable and exported.readonly:
+            or_else = ", or an access without LOCAL_WRITE"
+            raise TypeError("it is read-only")
+    except (TypeError, ValueError, BufferError) as error:
+        if str(error).startswith("cannot include dtype"):
+            if memory.dtype.hasobject:
+                raise TypeError(
+                    f"a memory region cannot be made from this {type(memory).__name__} of "
+                    f"{memory.dtype}: the device would "
+                    f"{'write over' if writable else 'send'} pointers"
+                ) from None
+            raise TypeError(
+                f"a memory region cannot be made from this {type(memory).__name__} of "
+                f"{memory.dtype}, which numpy does not export as a buffer: register the same "
+                "memory as bytes, array.view('u1')"
+            ) from None
+        if not isinstance(memory, type) and _has_interface(memory) and not _exports(memory):
+            return _of_interface(memory, writable)
+        needed = "writable buffer" if writable else "buffer"
+        raise TypeError(
+            f"a memory region needs a {needed}, not {type(memory).__name__} ({error}){or_else}"
+        ) from None
+    view = _bytes_of(memory, exported, writable)
+    return Source(start_of(view), len(view), view, None, mapped=_may_be_mapped(exported))
+
+
+def _exports(memory: Any) -> bool:
+    with contextlib.suppress(TypeError, ValueError, BufferError):
+        memoryview(memory)
+        return True
+    return False
+
+
+def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
+    """Return a buffer of any shape and format as a view of bytes."""
+    if what := pointers_in(view):
+        raise TypeError(
+            f"a memory region cannot be made from this {type(memory).__name__} of format "
+            f"{view.format!r}: the device would {'write over' if writable else 'send'} {what}"
+        )
+    if not view.nbytes:
+        raise ValueError("a region needs at least 1 byte, got 0")
+    if not view.contiguous:
+        raise ValueError("a region must be contiguous memory, and this buffer has gaps")
+    if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
+        return view
+    is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
+    if view.c_contiguous and is_numbers:
+        return view.cast("B")
+    # Unlike memoryview.cast, PickleBuffer accepts every format and dimension order.
+    return PickleBuffer(view).raw()
+
+
+def _may_be_mapped(view: memoryview) -> bool:
     """Whether a buffer may be a mapped file; False if its exporter is known to allocate memory."""
     # Trust only these types and their own attributes: what another object says about itself may
     # be false, and a subclass may export memory other than its base's (__buffer__).
@@ -111,12 +219,12 @@ def may_be_mapped(view: memoryview) -> bool:
     return True
 
 
-def has_interface(memory: Any) -> bool:
+def _has_interface(memory: Any) -> bool:
     """Whether an object has an array interface."""
     return hasattr(memory, "__cuda_array_interface__") or hasattr(memory, "__dlpack__")
 
 
-def source_of(memory: Any, writable: bool) -> Source:
+def _of_interface(memory: Any, writable: bool) -> Source:
     """Return the memory of an array that has no Python buffer.
 
     Raises:

@@ -46,10 +46,13 @@ from .device import provider_of, refuse_beyond
 from .device_attr import PortAttr, usable_mtu
 from .endpoint import Endpoint
 from .gid import GIDChoice, GIDLike, gid_argument
-from .memory import MR, MW, PD, access_flags
+from .mr import MR, access_flags
 from .multicast import Group, MulticastGroups, why_not_attached
-from .qp_create import XRC, create_call, device_of, unsuitable_argument, why_not_created
-from .qp_modify import (
+from .mw import MW
+from .pd import PD
+from .qp_attr import QUERY_MASK, QPAttr, read_qp_attr
+from .qp_create_arguments import XRC, create_call, device_of, unsuitable_argument, why_not_created
+from .qp_modify_arguments import (
     INIT_OPTIONS,
     RTR_OPTIONS,
     RTS_OPTIONS,
@@ -64,7 +67,6 @@ from .qp_modify import (
     refuse_missing_entries,
     refuse_out_of_range,
 )
-from .qp_query import QUERY_MASK, QPAttr, read_qp_attr
 from .resource import struct_of
 from .srq import SRQ
 from .work_queues import HasWorkQueues
@@ -1266,7 +1268,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_send(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
     def post_columns(
         self,
@@ -1328,7 +1330,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_send(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def post_recv_columns(self, /, sg_list: LocalRows = (), *, wr_id: Column = 0) -> int:
         """Post many receives whose fields are in columns, and return how many were posted.
@@ -1350,7 +1352,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def post_recv(self, wrs: RecvWR | Iterable[RecvWR]) -> None:
         """Post one receive, or a list of them in one call.
@@ -1366,7 +1368,7 @@ class QP(HasWorkQueues, struct="ibv_qp"):
 
         See ibv_post_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
     def _refuse_without_receives(self) -> None:
         self._open_struct()

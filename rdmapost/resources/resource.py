@@ -20,50 +20,20 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from .._binding import ffi, native
-from ..errors import ClosedError, InUseError, RdmaError, UnsupportedError, VerbsError, WaitCancelled
+from ..errors import (
+    ClosedError,
+    ClosesOnExit,
+    InUseError,
+    RdmaError,
+    UnsupportedError,
+    VerbsError,
+    WaitCancelled,
+)
 
 _UNSUPPORTED = frozenset({errno.EOPNOTSUPP, errno.ENOSYS})
-
-
-class ClosesOnExit:
-    """A context manager that closes itself."""
-
-    __slots__ = ()
-
-    def close(self) -> None:
-        """Close it."""
-        raise NotImplementedError
-
-    def _refuse_inherited(self) -> None:
-        """Raise ClosedError in a forked child, which must not use the resource."""
-
-    def __enter__(self) -> Self:
-        self._refuse_inherited()
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except RdmaError as failure:
-            if error is None:
-                raise
-            # The original error matters more than its consequences. Nothing may hide it:
-            # neither a subclass's message nor its add_note().
-            with contextlib.suppress(Exception):
-                error.add_note(" ".join(self._failure_text(failure).split()))
-
-    def _failure_text(self, failure: RdmaError) -> str:
-        """Say what could not be closed, and why."""
-        return str(failure)
 
 
 class Resource(native.Handle, ClosesOnExit):
@@ -141,9 +111,11 @@ class Resource(native.Handle, ClosesOnExit):
         return self._type_name
 
     def __repr__(self) -> str:
-        name = type(self).__name__
+        cls = type(self)
         # "<rdmapost.QP RC 0x11>": most handles' texts contain the type's name.
-        words = [f"rdmapost.{name}", *[word for word in str(self).split() if word != name]]
+        named = self._type_name if "_type_name" in vars(cls) else cls.__name__
+        words = [word for word in str(self).split() if word not in named.split()]
+        words.insert(0, f"rdmapost.{cls.__name__}")
         return f"<{' '.join(words)}{' (closed)' if self.closed else ''}>"
 
     def _end_user(self) -> None:

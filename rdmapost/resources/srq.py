@@ -20,7 +20,7 @@ from ..posting.wr import OpsWR, RecvWR
 from .cq import CQ, keep_completions
 from .device import NO_MORE, no_more, provider_of
 from .device_attr import TMCaps, beyond
-from .memory import PD
+from .pd import PD
 from .resource import struct_of
 from .work_queues import HasWorkQueues
 from .xrcd import XRCD
@@ -382,7 +382,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
         See ibv_post_srq_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
     def post_srq_recv_columns(self, /, sg_list: LocalRows = (), *, wr_id: Column = 0) -> int:
         """Post many receives whose fields are in columns, and return how many were posted.
@@ -394,7 +394,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
         See ibv_post_srq_recv(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def post_srq_ops(self, wrs: OpsWR | Iterable[OpsWR]) -> None:
         """Post tag-matching operations.
@@ -414,7 +414,7 @@ class SRQ(HasWorkQueues, struct="ibv_srq"):
 
         See ibv_post_srq_ops(3).
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/post.c
 
 
 _MASKS = {"max_wr": SRQAttrMask.MAX_WR, "srq_limit": SRQAttrMask.LIMIT}

@@ -16,7 +16,7 @@ from .resource import Resource, close_dropped, open_handles
 
 if TYPE_CHECKING:
     from .device import Context
-    from .memory import PD
+    from .pd import PD
 
 
 class HasWorkQueues(Resource):

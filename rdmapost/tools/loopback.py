@@ -14,7 +14,9 @@ from ..errors import UnsupportedError, WaitTimeout
 from ..posting.wr import SGE, RecvWR
 from ..resources.cq import CQ, WC
 from ..resources.device import Context
-from ..resources.memory import MR, MW, PD
+from ..resources.mr import MR
+from ..resources.mw import MW
+from ..resources.pd import PD
 from ..resources.qp import DEFAULT_QKEY, QP
 from ..resources.srq import SRQ
 from ..resources.xrcd import XRCD

@@ -15,7 +15,7 @@ from .._arguments import within
 from ..enums import QPType
 from ..errors import VerbsError
 from ..resources.cq import CQ
-from ..resources.memory import PD
+from ..resources.pd import PD
 from ..resources.qp import QP
 from ..resources.resource import close_quietly
 from ..resources.srq import SRQ

@@ -8,9 +8,10 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from ..errors import ClosedError, RdmaError
-from ..resources.memory import PD
-from ..resources.resource import ClosesOnExit, Resource, close_with_all_below
+from ..errors import ClosedError, ClosesOnExit, RdmaError
+from ..resources.pd import PD
+from ..resources.qp import QP
+from ..resources.resource import Resource, close_with_all_below
 
 
 class _Closable(Protocol):
@@ -24,6 +25,7 @@ class ResourceStack:
     """Resources in creation order, to be closed in reverse.
 
     Attributes:
+        held: the resources.
         ended: whether close() has been called; what is added afterwards may stay open.
 
     Unlike an ExitStack, it keeps its resources after ``close()``: the next ``close()`` closes what
@@ -32,13 +34,13 @@ class ResourceStack:
 
     def __init__(self) -> None:
         self.ended = False
-        self._held: list[_Closable] = []
+        self.held: list[_Closable] = []
         self._enough = 1
 
     def add(self, resource: _Resource) -> _Resource:
         """Put a resource, or another stack, on top, and return it."""
-        self._held.append(resource)
-        if len(self._held) > self._enough:
+        self.held.append(resource)
+        if len(self.held) > self._enough:
             self._drop_closed()
         return resource
 
@@ -47,12 +49,12 @@ class ResourceStack:
 
         This is slow, so closed resources may stay until they outnumber the open ones.
         """
-        for resource in tuple(self._held):
+        for resource in tuple(self.held):
             if getattr(resource, "closed", False):
                 # Another thread may have removed it.
                 with suppress(ValueError):
-                    self._held.remove(resource)
-        self._enough = max(1, 2 * len(self._held))
+                    self.held.remove(resource)
+        self._enough = max(1, 2 * len(self.held))
 
     def close(self) -> None:
         """Close everything, continuing past failures.
@@ -65,7 +67,7 @@ class ResourceStack:
         # the thread that adds it sees this.
         self.ended = True
         # Another thread's add() may shorten the list at the same time.
-        for resource in reversed(tuple(self._held)):
+        for resource in reversed(tuple(self.held)):
             try:
                 resource.close()
             except Exception as error:
@@ -177,6 +179,14 @@ class ResourceHolder(ClosesOnExit):
 
     def __init__(self) -> None:
         self._stack = ResourceStack()
+
+    def __repr__(self) -> str:
+        name = f"{type(self).__module__}.{type(self).__name__}"
+        if not hasattr(self, "_stack"):
+            # The constructor has failed, and a traceback shows this.
+            return f"<{name}>"
+        queue_pairs = ", ".join([str(each) for each in self._stack.held if isinstance(each, QP)])
+        return f"<{name} of {queue_pairs}{' (closed)' if self._stack.ended else ''}>"
 
     def close(self) -> None:
         """Close everything, the newest first; do nothing if it is already closed.

@@ -13,7 +13,6 @@ import pytest
 from support.cli_runner import run
 
 import rdmapost as rp
-from rdmapost.providers.software.faults import FaultPlan
 
 NOTHING = {
     "RDMAPOST_LIBIBVERBS": "/nonexistent",
@@ -192,7 +191,7 @@ def test_failed_message_is_a_problem_and_its_queue_pairs_are_diagnosed(
     real = rp.QP.post_send
 
     def post_send(qp: rp.QP, wrs: rp.SendWR) -> None:
-        plan: FaultPlan = qp.pd.context.faults
+        plan: rp.FaultPlan = qp.pd.context.faults
         plan.complete_with(0, rp.WCStatus.REM_OP_ERR)
         real(qp, wrs)
 

@@ -16,6 +16,7 @@ from support import needs
 
 import rdmapost as rp
 from rdmapost import QPType, connect, frames
+from rdmapost.loopback import Loopback
 from rdmapost.pingpong import Pingpong
 
 Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
@@ -446,6 +447,33 @@ def test_repr_of_a_resource_names_its_type_once(context) -> None:
         with MyPD(context) as mine:
             assert repr(mine) == "<rdmapost.MyPD PD>"
     assert repr(pd) == "<rdmapost.PD (closed)>"
+    with rp.CompChannel(context) as channel:
+        assert repr(channel) == "<rdmapost.CompChannel>"
+    assert repr(channel) == "<rdmapost.CompChannel (closed)>"
+
+
+def test_repr_of_a_batch_says_how_long_it_is(context) -> None:
+    with rp.PD(context) as pd, rp.CQ(context) as cq, rp.QP(pd, QPType.RC, cq) as qp:
+        with qp.prepare_recv([rp.RecvWR(), rp.RecvWR()]) as batch:
+            assert repr(batch) == "<rdmapost.Batch of 2 work requests>"
+        assert repr(batch) == "<rdmapost.Batch of 2 work requests (closed)>"
+
+
+def test_repr_of_a_fault_plan_names_its_device() -> None:
+    with rp.open_device("soft0") as context:
+        assert repr(context.faults) == "<rdmapost.FaultPlan of soft0>"
+
+
+def test_repr_of_a_loopback_or_a_pingpong_names_its_queue_pairs(context) -> None:
+    with Loopback(context) as pair:
+        both = f"{pair.local.qp}, {pair.remote.qp}"
+        assert repr(pair) == f"<rdmapost.loopback.Loopback of {both}>"
+    assert repr(pair) == f"<rdmapost.loopback.Loopback of {both} (closed)>"
+    with Pingpong(context) as one:
+        of = f"<rdmapost.pingpong.Pingpong of RC QP {one.local.qp_num:#x}"
+        assert repr(one) == f"{of}>"
+    assert repr(one) == f"{of} (closed)>"
+    assert repr(Pingpong.__new__(Pingpong)) == "<rdmapost.pingpong.Pingpong>"
 
 
 @pytest.mark.parametrize(

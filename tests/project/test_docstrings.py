@@ -21,16 +21,7 @@ import pytest
 
 import rdmapost as rp
 
-MODULES = [
-    "check",
-    "connect",
-    "diagnose",
-    "explain",
-    "frames",
-    "loopback",
-    "pingpong",
-    "providers.software.faults",
-]
+MODULES = ["check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong"]
 SECTIONS = ["Args", "Attributes", "Returns", "Raises"]
 """In this order."""
 

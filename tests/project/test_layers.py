@@ -24,9 +24,10 @@ NAMED_ONLY = {
     ("rdmapost.errors", "rdmapost.resources.cq"),
     # A work request names resources, whose methods take work requests.
     ("rdmapost.posting.wr", "rdmapost.resources.ah"),
-    ("rdmapost.posting.wr", "rdmapost.resources.memory"),
+    ("rdmapost.posting.wr", "rdmapost.resources.mr"),
+    ("rdmapost.posting.wr", "rdmapost.resources.mw"),
     # What work requests use belongs to a PD.
-    ("rdmapost.resources.work_queues", "rdmapost.resources.memory"),
+    ("rdmapost.resources.work_queues", "rdmapost.resources.pd"),
     # An event leads to a CQ, which leads to its channel.
     ("rdmapost.resources.aio", "rdmapost.resources.channel"),
     ("rdmapost.resources.aio", "rdmapost.resources.cq"),
@@ -120,7 +121,7 @@ def test_import_contracts_are_kept(tree):
     [
         (
             "providers/software/qp.py",
-            "from ...resources.memory import MR",
+            "from ...resources.mr import MR",
             "providers is not allowed to import rdmapost.resources",
         ),
         (
@@ -148,7 +149,7 @@ def test_import_contracts_are_kept(tree):
             "from ..cli import main",
             "posting is not allowed to import rdmapost.cli",
         ),
-        ("resources/memory.py", "from .. import _verbs", "imported in one place BROKEN"),
+        ("resources/mr.py", "from .. import _verbs", "imported in one place BROKEN"),
         (
             "resources/device.py",
             "from ..providers.software.qp import QP",

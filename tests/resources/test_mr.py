@@ -178,7 +178,7 @@ on_null = null_device.on_null
     ("code", "words"),
     [
         (12, "64 bytes must be locked in memory and this process may lock 64 KiB in all"),
-        (11, "raise it with 'ulimit -l unlimited'"),
+        (11, "to raise it: ulimit -l unlimited"),
         (14, "the memory cannot be pinned: it is a device mapping, is not writable"),
         (22, "the device does not accept this length or these access flags"),
         (5, "ibv_reg_mr: EIO (5, Input/output error)"),

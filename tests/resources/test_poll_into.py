@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import pickle
 import re
 import sys
 import threading
@@ -312,6 +313,13 @@ def test_help_describes_the_fields_of_a_row():
     assert text is not None
     for name in rp.WC_DTYPE["names"]:
         assert re.search(rf"\b{name}\b", text), name
+
+
+def test_row_type_is_from_the_public_module_and_pickled_as_a_plain_dict():
+    assert rp.WC_DTYPE.__module__ == "rdmapost"
+    read = pickle.loads(pickle.dumps(rp.WC_DTYPE))
+    assert type(read) is dict
+    assert np.dtype(read) == np.dtype(rp.WC_DTYPE)
 
 
 def test_poll_into_and_wait_into_on_a_closed_cq_raise_closed_error(context):

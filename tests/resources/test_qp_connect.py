@@ -10,7 +10,7 @@ from support import ALL, LIMIT, climb, needs, null_device
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType, WCStatus
-from rdmapost.resources.qp_modify import RTS_OPTIONS
+from rdmapost.resources.qp_modify_arguments import RTS_OPTIONS
 
 
 def test_receiver_needs_only_rtr(connect):

@@ -9,7 +9,7 @@ import rdmapost as rp
 from rdmapost import QPType
 from rdmapost._binding import ffi
 from rdmapost.resources.ah import fill_ah_attr
-from rdmapost.resources.qp_query import read_qp_attr
+from rdmapost.resources.qp_attr import read_qp_attr
 
 
 @pytest.mark.parametrize("sq_sig_all", [False, True])

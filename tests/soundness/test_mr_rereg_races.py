@@ -260,13 +260,13 @@ def test_fork_while_a_region_moves_leaves_a_child_that_can_open_the_device(soft)
 FORKS_DURING_REREG = """
 import os, signal, sys
 import rdmapost as rp
-from rdmapost.resources import memory
+from rdmapost.resources import mr as region
 
 def attempt(at):
     left, root, child = at, os.getpid(), None
     def trace(frame, event, arg):
         nonlocal left, child
-        if frame.f_code.co_filename != memory.__file__:
+        if frame.f_code.co_filename != region.__file__:
             return None
         if event == "line" and os.getpid() == root:
             left -= 1

@@ -1,5 +1,5 @@
 /*
- * SGEs: mr[a:b], a slice of a region (rdmapost/resources/memory.py), which nearly every
+ * SGEs: mr[a:b], a slice of a region (rdmapost/resources/mr.py), which nearly every
  * work request needs. The class is in rdmapost/posting/wr.py.
  *
  * Bounds that are not two numbers within the region go to MR._slice, which reports errors.

@@ -12,8 +12,8 @@ from typing import Any
 from ..._binding import native
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE
+from ..fault_plan import PacketFaults
 from ..software.device import QP_NUMBERS, Device, wires
-from ..software.faults import PacketFaults
 from ..software.journaled_dict import JournaledDict
 from ..software.numbers import RandomNumbers
 from ..software.transport_messages import Segments

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..._binding import native
-from ..software.faults import PacketFaults
+from ..fault_plan import PacketFaults
 
 _OVERTAKEN_SECONDS = 0.002
 """How long a packet waits for another one to overtake it."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 
 from ...errors import UnsupportedError
+from ..fault_plan import PacketFaults
 from ..software.device import Device, permanent
 from ..software.device_queues import SharedReceiveQueue
-from ..software.faults import PacketFaults
 from ..software.journaled_dict import JournaledDict
 from ..software.transport_messages import Ack, Request
 from . import requester, responder

@@ -9,12 +9,13 @@ from typing import Any
 
 from ..._binding import ffi, lib, native
 from ...enums import MTU
+from ..fault_plan import FaultPlan, PacketFaults
 from .completion import EventQueue
 from .device_queues import SharedReceiveQueue
-from .faults import FaultPlan, PacketFaults, PlannedFaults
 from .journaled_dict import JournaledDict
 from .memory import Memory
 from .numbers import Numbers
+from .planned_faults import PlannedFaults
 from .qp import QueuePair
 
 QP_NUMBERS = 2, 0xFFFFFE

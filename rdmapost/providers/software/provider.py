@@ -27,10 +27,10 @@ from ...enums import (
 from ...errors import UnsupportedError, VerbsError, is_from_system
 from ...standard.opcodes import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
+from ..fault_plan import FaultPlan
 from . import completion
 from .completion import Channel, CompletionQueue
 from .device import Device, OpenDevice
-from .faults import FaultPlan
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .memory import ProtectionDomain, Region
 from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, QueueVerbs

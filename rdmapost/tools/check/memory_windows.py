@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from ...enums import Access, DeviceCap, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
 from ...posting.wr import BindMW, LocalInv, RdmaWrite, SendWithInv
 from ...resources.cq import WC
-from ...resources.memory import MW
+from ...resources.mw import MW
 from ..loopback import Loopback, Side
 from .assertions import completed, same, same_bytes, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check

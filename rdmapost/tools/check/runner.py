@@ -11,9 +11,9 @@ from ...enums import DeviceCap, QPType
 from ...errors import RdmaError, UnsupportedError, VerbsError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import PD
+from ...resources.pd import PD
 from ...resources.qp import QP
-from ...resources.qp_create import NOT_PERMITTED
+from ...resources.qp_create_arguments import NOT_PERMITTED
 from .memory_windows import ROWS as MEMORY_WINDOWS
 from .receives import ROWS as RECEIVES
 from .registry import QP_TYPES, Result, Row, Trial, Unsupported

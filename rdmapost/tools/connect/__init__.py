@@ -14,6 +14,7 @@ use it to exchange each side's ``Endpoint``, which is one line of text.
 from typing import TYPE_CHECKING
 
 from .client import Connection, dial
+from .exposure import Exposure
 from .failures import ConnectError, ConnectTimeout, ProtocolError
 from .host_port import DEFAULT_PORT, parse_address
 from .protocol_messages import Arrival, Offer, Seen
@@ -54,6 +55,7 @@ __all__ = [
     "ConnectTimeout",
     "Connection",
     "Event",
+    "Exposure",
     "Joined",
     "Left",
     "Offer",

@@ -13,7 +13,7 @@ from ...enums import QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.memory import MR
+from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..resource_stack import AsyncClosesOnExit, CloseAfterwards
 from ..tcp import prepare

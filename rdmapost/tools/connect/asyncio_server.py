@@ -17,7 +17,7 @@ from functools import partial
 
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR
+from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import stop_listening

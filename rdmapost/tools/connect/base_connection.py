@@ -20,7 +20,8 @@ from ...enums import Access, QPType
 from ...errors import ClosedError, RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR, PD, access_flags
+from ...resources.mr import MR, access_flags
+from ...resources.pd import PD
 from ...resources.qp import QP
 from ...resources.srq import SRQ
 from ...standard.wire import GRH_BYTES

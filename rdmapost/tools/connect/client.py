@@ -15,11 +15,10 @@ from typing import Any
 
 from ..._binding import native
 from ...enums import QPType
-from ...errors import RdmaError, is_from_system, suppress_system_errors
+from ...errors import ClosesOnExit, RdmaError, is_from_system, suppress_system_errors
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
-from ...resources.memory import MR
-from ...resources.resource import ClosesOnExit
+from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..resource_stack import CloseAfterwards
 from ..tcp import TCPTimeout, send_all

@@ -11,7 +11,9 @@ from ...enums import Access, QPType
 from ...errors import RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR, PD, allocate
+from ...resources.memory_sources import allocate
+from ...resources.mr import MR
+from ...resources.pd import PD
 from ...resources.qp import QP
 from .protocol_messages import access_names
 from .qp_options import Given, private_bytes
@@ -69,10 +71,16 @@ class Exposure:
         return replace(self, size=self.mr.length, access=self.access & has, has=has)
 
     def refuse_unenforced(self, context: Context) -> None:
-        """Raise ValueError if serve or aserve was given less access than the region's key grants.
+        """Refuse less access than the region's key grants, if serve or aserve was given that.
 
         The clients' queue pairs must permit whatever a window may grant. As a result, clients
         can do the same with the region's own key.
+
+        Args:
+            context: the server's device.
+
+        Raises:
+            ValueError: the region's key grants more than access.
         """
         if not self.given or not self.has & Access.MW_BIND:
             return

@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 from ..._arguments import content, expect, within
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR, PD
+from ...resources.mr import MR
+from ...resources.pd import PD
 from ...resources.resource import struct_of
 from ...resources.srq import SRQ
 from .protocol_messages import MAX_PRIVATE_DATA

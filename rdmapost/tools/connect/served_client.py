@@ -19,7 +19,8 @@ from ...resources.channel import CompChannel
 from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.device_attr import FLUSH_CAPS
-from ...resources.memory import MR, PD
+from ...resources.mr import MR
+from ...resources.pd import PD
 from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..._binding import native
+from ...errors import ClosesOnExit
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR
-from ...resources.resource import ClosesOnExit
+from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..resource_stack import NotCopied, refuse_inherited
 from ..tcp import TCPError, listen, name_of, stop_listening

@@ -16,7 +16,7 @@ from ..._arguments import counted, expect, time_limit, within
 from ...errors import RdmaError
 from ...resources.cq import CQ
 from ...resources.device import Context
-from ...resources.memory import MR
+from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..reachability import fabric_of, why_unreachable
 from .exposure import Exposure, make_exposure

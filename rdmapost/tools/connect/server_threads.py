@@ -18,7 +18,7 @@ from typing import Any
 from ..._binding import native
 from ...errors import ClosedError, RdmaError, suppress_system_errors
 from ...resources.device import Context
-from ...resources.memory import PD
+from ...resources.pd import PD
 from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening, unshare
 from .acceptor import MEMORY_S, Acceptor
 from .failures import from_tcp

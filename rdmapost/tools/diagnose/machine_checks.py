@@ -14,7 +14,14 @@ from functools import partial
 from pathlib import Path
 
 from ..._arguments import expect, within
-from ...errors import NoDeviceError, NoRdmaError, RdmaError, VerbsError
+from ...errors import (
+    ADD_SOFT_ROCE,
+    RAISE_MEMLOCK,
+    NoDeviceError,
+    NoRdmaError,
+    RdmaError,
+    VerbsError,
+)
 from ...providers import ROCE, DeviceInfo, soft_provider, verbs_provider
 from ...resources.device import Context, open_device
 from ...standard.wire import ROCE_V2_PORT
@@ -32,9 +39,6 @@ _DRIVERS = (
 )
 _GROUP_MAY = stat.S_IRGRP | stat.S_IWGRP
 _EVERYONE = "0 0 4294967295"
-_FOR_GOOD = (
-    "or permanently: /etc/security/limits.conf, LimitMEMLOCK= of a service, --ulimit memlock=-1"
-)
 
 
 def diagnose_machine(
@@ -248,7 +252,7 @@ def _check_ports(system: System, chosen: str | None) -> Iterable[Finding]:
 def _no_device(system: System) -> Finding:
     if system.kernel_has("rdma_rxe"):
         netdev = next(iter(system.netdevs()), "eth0")
-        remedy = f"modprobe rdma_rxe && rdma link add rxe0 type rxe netdev {netdev}; or "
+        remedy = f"{ADD_SOFT_ROCE.format(netdev)}; or "
     else:
         release = os.uname().release
         remedy = (
@@ -295,11 +299,11 @@ def _check_memlock(system: System, memory: int | None) -> Iterable[Finding]:
             "memlock",
             "info" if small else "ok",
             f"{evidence}; registering more than that in total fails with ENOMEM",
-            f"ulimit -l unlimited, {_FOR_GOOD}" if small else "",
+            RAISE_MEMLOCK if small else "",
         )
         return
-    remedy = f"ulimit -l unlimited, {_FOR_GOOD}"
-    yield Finding("memlock", "problem", f"{evidence}: ibv_reg_mr fails with ENOMEM", remedy)
+    evidence += ": ibv_reg_mr fails with ENOMEM"
+    yield Finding("memlock", "problem", evidence, RAISE_MEMLOCK)
 
 
 def _kib(size: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ...enums import Access, QPState, QPType, SendOps
 from ...resources.endpoint import Endpoint
 from ...resources.qp import QP, chosen_gid, settings
-from ...resources.qp_query import QPAttr
+from ...resources.qp_attr import QPAttr
 from .finding import Finding, Severity
 from .qp_checks import access_refused, has_receive, waiting_sends
 from .snapshot import CONNECTED, RECEIVES, Snapshot, worked_in

@@ -11,7 +11,7 @@ from ...resources.device_attr import PortAttr
 from ...resources.endpoint import Endpoint
 from ...resources.gid import GIDTableEntry
 from ...resources.qp import QP, settings
-from ...resources.qp_query import QPAttr
+from ...resources.qp_attr import QPAttr
 from ...resources.resource import open_handles
 from .sysfs import System
 

@@ -6,6 +6,7 @@ import errno
 import os
 from typing import Any
 
+from ...errors import RAISE_MEMLOCK
 from .model import Explanation, named
 
 _RETURN = "ibv_post_send(3), RETURN VALUE"
@@ -73,9 +74,7 @@ ERRNOS: tuple[Explanation, ...] = (
         look_at=(
             "qp.outstanding against qp.max_send_wr and qp.max_recv_wr; poll the CQ. Signal at "
             "least one send in every max_send_wr.",
-            "ulimit -l, or 'Max locked memory' in /proc/PID/limits. To raise it: memlock in "
-            "/etc/security/limits.conf; LimitMEMLOCK=infinity for systemd; --ulimit memlock=-1 "
-            "for containers.",
+            f"ulimit -l, or 'Max locked memory' in /proc/PID/limits. To raise it: {RAISE_MEMLOCK}.",
             "VmLck and VmPin in /proc/PID/status.",
             "rdma resource show: how many QPs, CQs and MRs are in use; ibv_devinfo -v: the limits.",
             "dmesg for failed allocations; hugepages where HUGETLB is used.",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...errors import RAISE_MEMLOCK
 from .failed_queries import QUERIES
 from .failed_releases import RELEASES
 from .model import Explanation, failure
@@ -185,8 +186,7 @@ FAILURES: tuple[Explanation, ...] = (
         "The memory region could not be registered.",
         "The errno; ulimit -l; the access flags; for GPU memory lsmod for nvidia_peermem.",
         causes=(
-            "The limit on locked memory, RLIMIT_MEMLOCK (ENOMEM): raise it with ulimit -l "
-            "unlimited, in /etc/security/limits.conf, or in a unit with LimitMEMLOCK=infinity.",
+            f"The limit on locked memory, RLIMIT_MEMLOCK (ENOMEM). To raise it: {RAISE_MEMLOCK}.",
             "The range is not mapped, is read-only, or cannot be pinned (EFAULT).",
             "A remote write or atomic permission without local write (EINVAL); ODP or huge pages "
             "that the device lacks (EOPNOTSUPP).",

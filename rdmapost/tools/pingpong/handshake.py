@@ -21,8 +21,8 @@ from functools import partial
 from typing import Any
 
 from ..._arguments import within
+from ...errors import ClosesOnExit
 from ...resources.gid import GID
-from ...resources.resource import ClosesOnExit
 from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
 from ..connect.failures import ConnectError

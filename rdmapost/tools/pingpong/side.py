@@ -18,7 +18,8 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.device_attr import usable_mtu
 from ...resources.gid import GID
-from ...resources.memory import MR, PD
+from ...resources.mr import MR
+from ...resources.pd import PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ...standard.wire import GRH_BYTES
 from ..reachability import why_confined

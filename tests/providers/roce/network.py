@@ -25,9 +25,9 @@ from rdmapost.providers.roce.qp import RoceQueuePair
 from rdmapost.providers.software.completion import CompletionQueue
 from rdmapost.providers.software.device import Device as SoftwareDevice
 from rdmapost.providers.software.device_queues import SharedReceiveQueue, WorkQueue
-from rdmapost.providers.software.faults import PlannedFaults
 from rdmapost.providers.software.journaled_dict import JournaledDict
 from rdmapost.providers.software.memory import Memory, ProtectionDomain, Region
+from rdmapost.providers.software.planned_faults import PlannedFaults
 from rdmapost.standard.wire import ICRC_BYTES
 
 ALL_ACCESS = int(

@@ -22,9 +22,9 @@ import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.loopback import Loopback
+from rdmapost.providers.fault_plan import PacketFaults
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.faults import Direction, damage, fate_of
-from rdmapost.providers.software.faults import PacketFaults
 from rdmapost.standard.wire import ROCE_V2_PORT
 
 DEVICE = "roce:lo"

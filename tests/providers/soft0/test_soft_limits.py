@@ -12,7 +12,7 @@ from support import prints, soft_context
 import rdmapost as rp
 from rdmapost import QPState, QPType
 from rdmapost.providers.soft0 import device
-from rdmapost.resources import qp_modify
+from rdmapost.resources import qp_modify_arguments
 
 context = soft_context
 
@@ -126,8 +126,8 @@ def test_srq_limit_above_max_wr_is_refused(pd):
 def test_qp_attribute_outside_its_range_is_refused(pd, cq, monkeypatch, name, low, high):
     """Both ends are accepted; values beyond leave the queue pair unchanged."""
     # The library would refuse most of them before the device sees them.
-    monkeypatch.setattr(qp_modify, "RANGES", {})
-    monkeypatch.setattr(qp_modify, "_PATHS", ())
+    monkeypatch.setattr(qp_modify_arguments, "RANGES", {})
+    monkeypatch.setattr(qp_modify_arguments, "_PATHS", ())
     with rp.QP(pd, QPType.RC, cq) as qp:
         transitions = {
             QPState.INIT: {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0},
@@ -187,7 +187,7 @@ def test_wrong_cur_qp_state_is_refused(rc):
 @pytest.mark.parametrize("attr", ["port_num", "pkey_index"])
 def test_unknown_port_or_pkey_index_is_refused(rc, monkeypatch, attr):
     # The library refuses them before the device sees them.
-    monkeypatch.setattr(qp_modify, "_PATHS", ())
+    monkeypatch.setattr(qp_modify_arguments, "_PATHS", ())
     rc.a.to_reset()
     attrs = {"port_num": 1, "pkey_index": 0, "qp_access_flags": 0}
     with pytest.raises(rp.VerbsError, match=r"EINVAL.*stays in RESET"):

@@ -1,8 +1,4 @@
-"""Protection domains, memory regions and memory windows.
-
-Binding a window is a work request on a queue pair: ``QP.bind_mw`` (type 1, ibv_bind_mw) and
-``BindMW`` (type 2).
-"""
+"""Memory regions."""
 
 from __future__ import annotations
 
@@ -10,102 +6,31 @@ import contextlib
 import errno
 import functools
 import gc
-import mmap
 import operator
 import resource
-import struct
-from collections.abc import Callable, Iterable, Sequence
-from pickle import PickleBuffer
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
-from .._arguments import counted, expect, index, member, shown, within
+from .._arguments import counted, expect, index
 from .._arguments import flags as flags_of
-from .._binding import ffi, start_of
-from ..enums import Access, AdviseMRAdvice, AdviseMRFlags, MWType, ODPGeneralCap, ReregFlags
-from ..errors import InUseError, UnsupportedError, VerbsError, is_from_system
+from .._binding import ffi
+from ..enums import Access, ODPGeneralCap, ReregFlags
+from ..errors import RAISE_MEMLOCK, InUseError, UnsupportedError, VerbsError
 from ..posting.columns import Blocks, Column, Ranges, with_c_methods
 from ..posting.wr import SGE
 from ..providers.base import refused_of_dmabuf
-from .buffers import pointers_in
-from .device import Context, invalidated_of, provider_of
+from .device import Context, provider_of
 from .device_attr import FLUSH_CAPS
-from .memory_sources import DMABuf, Source, at, dmabuf, has_interface, may_be_mapped, source_of
-from .resource import Resource, open_handles
+from .memory_sources import DMABuf, Source, at, dmabuf, source_of
+from .mw import MW
+from .pd import PD
+from .resource import open_handles
 from .work_queues import UsedByWorkRequests
 
-_MAX_U32, _MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 _BOUND = frozenset({errno.EBUSY, errno.EINVAL})
 """The errnos with which devices refuse to deregister a region to which a window is bound."""
 _RETRIES = 4
 """How many times to retry a close that the device refuses although no window is bound."""
-_RKEY = operator.attrgetter("rkey")
-_NUMBER_FORMATS = frozenset("cbBhHiIlLqQnNfd?")
-
-
-class PD(Resource, struct="ibv_pd"):
-    """A protection domain; resources work together only if they share one (ibv_alloc_pd(3)).
-
-    Args:
-        context: an open device.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ClosedError: the device is closed.
-        VerbsError: the device has no more PDs.
-    """
-
-    __slots__ = ("context",)
-
-    _type_name = "PD"
-    _rank = 8
-
-    def __init__(self, context: Context) -> None:
-        expect("context", context, Context)
-        self.context = context
-        provider = provider_of(context)
-        self._make(provider.alloc_pd, (context,), provider.dealloc_pd, (context,))
-
-    def advise_mr(
-        self, advice: AdviseMRAdvice, sg_list: SGE | Sequence[SGE], flags: int = 0
-    ) -> None:
-        """Advise the device about memory of ON_DEMAND regions (ibv_advise_mr(3)).
-
-        soft0 only checks the arguments: its memory is always present.
-
-        Args:
-            advice: what to do; see AdviseMRAdvice.
-            sg_list: an SGE, or a sequence of them, over regions of this protection domain.
-            flags: an AdviseMRFlags; without FLUSH, the call may return before the device has
-                acted on the advice.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: advice or flags is invalid, or sg_list is empty.
-            ClosedError: the PD or a region is closed.
-            UnsupportedError: the device or libibverbs does not have this verb.
-            VerbsError: the device refused.
-        """
-        known = member("advice", advice, AdviseMRAdvice)
-        bits = flags_of("flags", flags, _ALL_ADVICE_FLAGS, "AdviseMRFlags")
-        if not isinstance(sg_list, Iterable):
-            raise TypeError(f"sg_list: expected SGEs, got {type(sg_list).__name__}")
-        sges = [sg_list] if isinstance(sg_list, SGE) else list(sg_list)
-        if not sges:
-            raise ValueError("sg_list: expected at least one SGE")
-        array = ffi.new("struct ibv_sge[]", len(sges))
-        for entry, sge in zip(array, sges, strict=True):
-            expect("sg_list", sge, SGE)
-            if isinstance(sge.owner, MR):
-                sge.owner._open_struct()
-            entry.addr = within("addr", sge.addr, 0, _MAX_U64)
-            entry.length = within("length", sge.length, 0, _MAX_U32)
-            entry.lkey = within("lkey", sge.lkey, 0, _MAX_U32)
-        provider = provider_of(self.context)
-        try:
-            self._verb(provider.advise_mr, int(known), int(bits), array, len(sges))
-        except UnsupportedError as error:
-            error.hint = error.hint or f"{self.context.name} or the installed libibverbs lacks it"
-            raise
 
 
 if TYPE_CHECKING:
@@ -118,7 +43,6 @@ else:
 
 
 _ALL_ACCESS = functools.reduce(operator.or_, Access)
-_ALL_ADVICE_FLAGS = functools.reduce(operator.or_, AdviseMRFlags)
 
 
 def access_flags(name: str, given: Any) -> Access:
@@ -186,7 +110,16 @@ class _Form:
         """Whether this process may be unable to read the memory."""
 
     def one_of(self, usual: Any, at: Any, mapped: Any) -> Any:
-        """Choose the verb that registers this kind of memory."""
+        """Choose the verb that registers this kind of memory.
+
+        Software devices access it in this process, so they must survive its loss: an address may
+        be unmapped, and a mapped file truncated. To real devices all memory is the same.
+
+        Args:
+            usual: the verb for memory that stays while it is exported, such as a bytearray.
+            at: the verb for an address, which this process may be unable to access.
+            mapped: the verb for a buffer that may be a mapped file.
+        """
         assert self.source is not None
         return at if self.unreadable else mapped if self.source.mapped else usual
 
@@ -297,7 +230,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             given: tuple[Any, ...] = (memory.offset, memory.length, memory.iova, memory.fd)
             create: Callable[..., Any] = provider.reg_dmabuf_mr
         else:
-            source = memory if isinstance(memory, Source) else _source_of(memory, allowed)
+            source = memory if isinstance(memory, Source) else source_of(memory, allowed)
             form = _Form(pd, allowed, source)
             given = (ffi.cast("char *", source.start), source.length)
             create = form.one_of(provider.reg_mr, provider.reg_mr_at, provider.reg_mr_mmap)
@@ -479,7 +412,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             TypeError: bounds is not a slice, or has a step.
             IndexError: bounds is not within the region.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/sge.c
 
     def _slice(self, bounds: slice) -> SGE:
         if not isinstance(bounds, slice) or bounds.step is not None:
@@ -507,7 +440,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             index: a column of integers; ``post_columns`` refuses negative ones.
             size: bytes per block, checked by ``post_columns``.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def ranges(self, offsets: Column, lengths: Column, /) -> Ranges:
         """Return a column of SGEs for ``post_columns``: ranges of the region.
@@ -518,7 +451,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             offsets: a column of integers; ``post_columns`` refuses negative ones.
             lengths: a column of integers, or a number for all rows.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # in C: _c/posting/columns.c
 
     def close(self) -> None:
         """Deregister the region and release its memory to the caller.
@@ -602,7 +535,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
             allowed = old.access if given is None else given
             _refuse_rereg(old, allowed, memory)
             if memory is not None and source is None:
-                source = _source_of(memory, allowed)
+                source = source_of(memory, allowed)
             if source is None and allowed & Access.LOCAL_WRITE and old.read_only:
                 raise TypeError(f"{self} cannot have LOCAL_WRITE: its memory is read-only")
             form = old.changed(pd, allowed, source)
@@ -692,187 +625,6 @@ _taken: Any = _Form.__dict__["taken"]
 """Slots that C sets at the moment when the device switches to another form."""
 
 
-class MW(UsedByWorkRequests, struct="ibv_mw"):
-    """A memory window: a key to part of a region, bound and unbound by work requests.
-
-    A type 1 window is bound with ``qp.bind_mw`` (ibv_bind_mw(3)), a type 2 window by posting a
-    BindMW. Close or unbind the window before you close the region that it is bound to.
-
-    Args:
-        pd: the protection domain.
-        mw_type: type 1 or type 2; see MWType.
-
-    Attributes:
-        mw_type: its type.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ClosedError: the PD is closed.
-        UnsupportedError: the device has no memory windows.
-        VerbsError: the device has no more windows.
-
-    See ibv_alloc_mw(3).
-    """
-
-    __slots__ = ("_index", "mw_type")
-
-    _type_name = "MW"
-    _rank = 0
-
-    def __init__(self, pd: PD, mw_type: MWType = MWType.TYPE_2) -> None:
-        expect("pd", pd, PD)
-        self.pd = pd
-        self.mw_type = member("mw_type", mw_type, MWType)
-        provider = provider_of(pd.context)
-        # The C code counts the binds and invalidations of each of the window's keys in these bytes
-        # (_c/handles/windows.c).
-        counts = bytes(256 * 16) if self.mw_type is MWType.TYPE_2 else None
-        try:
-            self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), counts)
-        except UnsupportedError as error:
-            error.hint = error.hint or f"{pd.context.name} has no windows of {self.mw_type.name}"
-            raise
-        self._index = self.rkey >> 8
-        if counts is not None:
-            invalidated_of(pd.context)[self._index] = counts
-
-    def _forget(self) -> None:
-        if hasattr(self, "_index"):
-            invalidated_of(self.pd.context).pop(self._index, None)
-
-    def __str__(self) -> str:
-        # A ClosedError's message starts with this, too.
-        rkey = self._peek("rkey")
-        return self._type_name if rkey is None else f"MW (rkey {rkey:#x})"
-
-    @property
-    def rkey(self) -> int:
-        """Its key; posting a bind changes its low 8 bits at once.
-
-        If that bind completes with an error, set this back to the previous key (ibv_bind_mw(3)):
-        the driver takes the key stored here as the one that the next bind replaces.
-
-        Raises:
-            TypeError: the new key is not an integer.
-            ValueError: it is not in 0..2^32-1, or not a key of this window: only the low 8 bits
-                change.
-            ClosedError: the window is closed.
-        """
-        rkey: int = self._verb(_RKEY)
-        return rkey
-
-    @rkey.setter
-    def rkey(self, rkey: int) -> None:
-        rkey = within("rkey", rkey, 0, (1 << 32) - 1)
-        if (rkey ^ self.rkey) & ~0xFF:
-            raise ValueError(f"rkey={rkey:#x} is not a key of {self}: only the low 8 bits change")
-        self._verb(setattr, "rkey", rkey)
-
-    def next_rkey(self) -> int:
-        """Return the rkey for the next bind: its low byte incremented (ibv_inc_rkey(3))."""
-        rkey = self.rkey
-        return rkey & ~0xFF | (rkey + 1) & 0xFF
-
-
-def _size_of(memory: Any) -> int | None:
-    """Return the size as an int if `memory` is a number of bytes to allocate; None for a buffer."""
-    if isinstance(memory, int):
-        return memory
-    if not hasattr(type(memory), "__index__"):
-        return None
-    if hasattr(type(memory), "__setitem__") or has_interface(type(memory)):
-        # An array of one number, perhaps read-only: not a size.
-        return None
-    with contextlib.suppress(TypeError):
-        if not memoryview(memory).readonly:
-            # An array of one number: a buffer, not a size.
-            return None
-    try:
-        # numpy's scalars are read-only buffers, too.
-        return operator.index(memory)
-    except TypeError:
-        return None
-
-
-def allocate(size: int) -> mmap.mmap:
-    """Return memory of whole pages."""
-    if size < 1:
-        raise ValueError(f"a region needs at least 1 byte, got {shown(size)}")
-    try:
-        # Private: a forked child gets a copy of it, as of all other memory.
-        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        if not is_from_system(error):
-            raise
-        why = error.strerror
-    except OverflowError:
-        why = "no address space is that large"
-    raise MemoryError(f"cannot allocate {shown(size)} bytes for a region: {why}")
-
-
-def _source_of(memory: Any, access: Access) -> Source:
-    """Return the memory to register for the `memory` argument of MR or rereg()."""
-    writable = bool(access & Access.LOCAL_WRITE)
-    size = _size_of(memory)
-    if size is not None:
-        view = memoryview(allocate(size))
-        return Source(start_of(view), len(view), view, None, given=False)
-    or_else = ""
-    try:
-        exported = memoryview(memory)
-        if writable and exported.readonly:
-            or_else = ", or an access without LOCAL_WRITE"
-            raise TypeError("it is read-only")
-    except (TypeError, ValueError, BufferError) as error:
-        if str(error).startswith("cannot include dtype"):
-            if memory.dtype.hasobject:
-                raise TypeError(
-                    f"a memory region cannot be made from this {type(memory).__name__} of "
-                    f"{memory.dtype}: the device would "
-                    f"{'write over' if writable else 'send'} pointers"
-                ) from None
-            raise TypeError(
-                f"a memory region cannot be made from this {type(memory).__name__} of "
-                f"{memory.dtype}, which numpy does not export as a buffer: register the same "
-                "memory as bytes, array.view('u1')"
-            ) from None
-        if not isinstance(memory, type) and has_interface(memory) and not _exports(memory):
-            return source_of(memory, writable)
-        needed = "writable buffer" if writable else "buffer"
-        raise TypeError(
-            f"a memory region needs a {needed}, not {type(memory).__name__} ({error}){or_else}"
-        ) from None
-    view = _bytes_of(memory, exported, writable)
-    return Source(start_of(view), len(view), view, None, mapped=may_be_mapped(exported))
-
-
-def _exports(memory: Any) -> bool:
-    with contextlib.suppress(TypeError, ValueError, BufferError):
-        memoryview(memory)
-        return True
-    return False
-
-
-def _bytes_of(memory: Any, view: memoryview, writable: bool) -> memoryview:
-    """Return a buffer of any shape and format as a view of bytes."""
-    if what := pointers_in(view):
-        raise TypeError(
-            f"a memory region cannot be made from this {type(memory).__name__} of format "
-            f"{view.format!r}: the device would {'write over' if writable else 'send'} {what}"
-        )
-    if not view.nbytes:
-        raise ValueError("a region needs at least 1 byte, got 0")
-    if not view.contiguous:
-        raise ValueError("a region must be contiguous memory, and this buffer has gaps")
-    if view.format == "B" and view.itemsize == 1 and view.ndim == 1:
-        return view
-    is_numbers = view.format in _NUMBER_FORMATS and view.itemsize == struct.calcsize(view.format)
-    if view.c_contiguous and is_numbers:
-        return view.cast("B")
-    # Unlike memoryview.cast, PickleBuffer accepts every format and dimension order.
-    return PickleBuffer(view).raw()
-
-
 _EXPORTED = frozenset({"ibv_reg_dmabuf_mr", "ibv_rereg_mr"})
 """The calls that a library or a driver may lack; ibv_reg_mr is always available."""
 
@@ -915,8 +667,7 @@ def _why_not_registered(error: VerbsError, context: Context, form: _Form) -> str
         if soft != resource.RLIM_INFINITY:
             return (
                 f"{counted(length, 'byte')} must be locked in memory and this process may lock "
-                f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); raise it with 'ulimit -l unlimited', "
-                "or in /etc/security/limits.conf"
+                f"{soft >> 10} KiB in all (RLIMIT_MEMLOCK); to raise it: {RAISE_MEMLOCK}"
             )
     if code == errno.EFAULT and unreadable:
         return (

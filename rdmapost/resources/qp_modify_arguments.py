@@ -1,6 +1,7 @@
-"""ibv_modify_qp: fill in the attributes to modify, and explain a refusal by the device.
+"""The arguments of ``QP.modify`` and ``QP.connect``, which are in ``qp.py``.
 
-For the attributes that each transition requires and allows, see ``standard/qp_states.py``.
+This fills in the attributes to modify, and explains a refusal by the device. For the attributes
+that each transition requires and allows, see ``standard/qp_states.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .ah import AHAttr, fill_ah_attr, refuse_missing_source
 from .device import Context, refuse_beyond
 from .device_attr import FLUSH_CAPS, DeviceAttr
 from .endpoint import Endpoint
-from .qp_query import QPAttr
+from .qp_attr import QPAttr
 
 INIT_OPTIONS = {"access", "qkey"}
 RTR_OPTIONS = {"min_rnr_timer", "max_dest_rd_atomic", "sl", "traffic_class"}

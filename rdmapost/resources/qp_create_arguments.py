@@ -1,4 +1,7 @@
-"""ibv_create_qp and ibv_create_qp_ex: check the arguments, choose the call, explain a refusal."""
+"""The arguments of ``QP(...)``, which is in ``qp.py``.
+
+This checks them, chooses the call, and explains a refusal by the device.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from ..standard.opcodes import QP_TYPES_BY_OPCODE
 from .cq import CQ
 from .device import Context, provider_of
 from .device_attr import beyond
-from .memory import PD
+from .pd import PD
 from .resource import struct_of
 from .srq import SRQ
 from .xrcd import XRCD

@@ -1,4 +1,4 @@
-"""ibv_query_qp: the attributes of a queue pair as a dataclass."""
+"""The attributes of a queue pair as dataclasses: what ``QP.query`` in ``qp.py`` returns."""
 
 from __future__ import annotations
 
