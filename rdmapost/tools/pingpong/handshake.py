@@ -27,7 +27,7 @@ from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
 from ..connect.failures import ConnectError
 from ..connect.protocol_messages import Error, encode
-from ..tcp import name_of, reason
+from ..tcp import name_of, reason, reason_at
 from .settings import MAX_LINE, Settings, decode
 
 PORT = 18515
@@ -246,7 +246,7 @@ def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConn
     except TimeoutError:
         why = f"no answer within {timeout:g} s; check that the host is up and lets the port through"
     except OSError as error:
-        why = reason(error)
+        why = reason_at(who, error)
         if error.errno == errno.ECONNREFUSED:
             why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
     raise PingpongError(f"cannot connect to {who}: {why}")
