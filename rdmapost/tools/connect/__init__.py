@@ -14,7 +14,7 @@ use it to exchange each side's ``Endpoint``, which is one line of text.
 from typing import TYPE_CHECKING
 
 from .client import Connection, dial
-from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .errors import ConnectError, ConnectTimeout, ProtocolError
 from .host_port import DEFAULT_PORT, parse_address
 from .protocol_messages import Arrival, Offer, Seen
 from .qp_options import QPOptions

@@ -20,7 +20,7 @@ from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ProtocolError, not_reached
+from .errors import ConnectError, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .qp_options import QPOptions

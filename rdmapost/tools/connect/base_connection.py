@@ -29,8 +29,8 @@ from ..remote_fields import remote_fields
 from ..resource_stack import NotCopied, ResourceStack, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
+from .errors import ProtocolError
 from .exposure import bytes_within, windows_access
-from .failures import ProtocolError
 from .protocol_messages import LONGEST_WAIT_S, QP_TYPES, Hello, Look, Offer, Ready, Report
 from .qp_options import QPOptions, check_given, private_bytes
 

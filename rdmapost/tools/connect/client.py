@@ -26,7 +26,7 @@ from ..tcp import TCPTimeout, send_all
 from ..tcp import dial as dial_tcp
 from .base_connection import BaseConnection
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
+from .errors import ConnectError, ConnectTimeout, ProtocolError, not_reached
 from .host_port import DEFAULT_PORT, check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .qp_options import QPOptions

@@ -19,8 +19,8 @@ from ...resources.srq import SRQ
 from ..resource_stack import NotCopied, refuse_inherited
 from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
+from .errors import from_tcp
 from .exposure import Exposure
-from .failures import from_tcp
 from .host_port import DEFAULT_PORT, check_where, is_loopback
 from .qp_options import QPOptions
 from .served_client import OnConnect, ServedClient

@@ -25,7 +25,7 @@ from ...resources.gid import GID
 from ...resources.resource import ClosesOnExit
 from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
-from ..connect.failures import ConnectError
+from ..connect.errors import ConnectError
 from ..connect.protocol_messages import Error, encode
 from ..tcp import name_of, reason, reason_at
 from .settings import MAX_LINE, Settings, decode
