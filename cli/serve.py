@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import click
 
 from rdmapost._arguments import counted
+from rdmapost.tools.default_ports import CONNECT_PORT
 
 from .options import (
     Target,
@@ -81,7 +82,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     "--tcp-port",
     type=integer(0, 65535),
     metavar="N",
-    default=18600,
+    default=CONNECT_PORT,
     show_default=True,
     help="TCP port to listen on; 0 for any free one.",
 )

@@ -27,11 +27,9 @@ from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
 from ..connect.errors import ConnectError
 from ..connect.protocol_messages import Error, encode
+from ..default_ports import PINGPONG_PORT
 from ..tcp import name_of, reason, reason_at
 from .settings import MAX_LINE, Settings, decode
-
-PORT = 18515
-"""The TCP port of the stock programs."""
 
 _SETTINGS_S = 1.0
 """How long to wait for settings: a peer that is not rdmapost may keep the connection open."""
@@ -158,7 +156,7 @@ class Handshake:
 # ---- over TCP ---------------------------------------------------------------
 
 
-def listen(host: str | None = None, port: int = PORT) -> socket.socket:
+def listen(host: str | None = None, port: int = PINGPONG_PORT) -> socket.socket:
     """Listen for one client.
 
     Args:
