@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..._arguments import counted, expect, index, member, seconds, time_limit, within
+from ..._arguments import counted, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import ClosedError, RdmaError
@@ -63,7 +63,6 @@ class BaseConnection(native.Finalizer, NotCopied):
         gid_index: int | None,
         timeout: float,
     ) -> None:
-        expect("context", context, Context)
         qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(
