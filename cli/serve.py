@@ -174,6 +174,7 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
+    from rdmapost.tools.connect.exposure import DEFAULT_SIZE
     from rdmapost.tools.reachability import why_confined
 
     from .target import open_target
@@ -183,7 +184,7 @@ def serve(
     check_token(token)
     content = bytes(payload_of(data or "", data_file, None))
     if size is None:
-        size = max(4096, len(content))
+        size = max(DEFAULT_SIZE, len(content))
     if size < len(content):
         usage_error(f"--size {size} is too small for {counted(len(content), 'byte')} of data")
     if size == 0:
