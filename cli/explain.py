@@ -149,7 +149,7 @@ def _look_up(words: tuple[str, ...], unknown: list[UnknownNameError]) -> list[Ex
     from rdmapost.explain import UnknownNameError as UnknownName
     from rdmapost.explain import explain as look_up
     from rdmapost.explain import explain_lines
-    from rdmapost.tools.explain.failed_calls import is_failure
+    from rdmapost.tools.explain.failure_lines import is_failure
 
     if len(words) > 1 and any(" " in word for word in words):
         # A word with spaces was quoted, so each word is a name or a message.

@@ -35,8 +35,9 @@ def bind_mw(out: Output, target: Target, settings: PostSettings, payload: bytes)
     a write, so the command only tests whether a write with the window's key is refused.
     """
     from rdmapost import Opcode, RdmaError, RdmaWrite
-    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import admitted
     from rdmapost.tools.check.registry import MARGIN
+    from rdmapost.tools.window_binding import WINDOW_REGION, bind_wr, binder
 
     from .post_common import send_flags, source
     from .post_local import loopback, post
@@ -91,8 +92,9 @@ def invalidate(out: Output, target: Target, settings: PostSettings) -> None:
     the same key fails.
     """
     from rdmapost import LocalInv, Opcode, RdmaError
-    from rdmapost.tools.check.memory_windows import WINDOW_REGION, admitted, bind_wr, binder
+    from rdmapost.tools.check.memory_windows import admitted
     from rdmapost.tools.check.registry import MARGIN
+    from rdmapost.tools.window_binding import WINDOW_REGION, bind_wr, binder
 
     from .post_common import send_flags
     from .post_local import loopback, post

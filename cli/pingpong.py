@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rdmapost._arguments import counted
+from rdmapost.tools.default_ports import PINGPONG_PORT
 
 from .options import (
     Target,
@@ -86,7 +87,7 @@ _MTUS = ("256", "512", "1024", "2048", "4096")
     "--tcp-port",
     type=integer(0, 65535),
     metavar="N",
-    default=18515,
+    default=PINGPONG_PORT,
     show_default=True,
     help="TCP port of the handshake (-p of the stock programs).",
 )

@@ -29,7 +29,8 @@ from rdmapost import (
 )
 from rdmapost._arguments import counted
 from rdmapost.connect import Arrival, Connection, Seen, dial
-from rdmapost.tools.connect.protocol_messages import access_names
+from rdmapost.tools.connect.protocol_messages import QP_TYPES, access_names
+from rdmapost.tools.connect.served_client import MAX_LATEST
 from rdmapost.tools.tcp import name_of
 
 from .options import Peer, PostSettings, Target
@@ -40,8 +41,6 @@ from .results import Shown, mismatch, show, shown, start_document
 from .target import open_target
 
 _POLL_INTERVAL_S = 0.01
-_REPORTED = 1024
-"""How many arrivals a server keeps."""
 _NEEDS = {
     Opcode.RDMA_WRITE: Access.REMOTE_WRITE,
     Opcode.RDMA_WRITE_WITH_IMM: Access.REMOTE_WRITE,
@@ -66,7 +65,7 @@ def _connected(
     qp_type = QPType[settings.qp_type]
     where = name_of((peer.host, peer.port))
     start_document(out, opcode, settings, peer=where)
-    if qp_type not in (QPType.RC, QPType.UC, QPType.UD):
+    if qp_type not in QP_TYPES:
         usage_error(f"with HOST, --qp-type can only be {_served_types()}")
     with open_target(out, target) as (context, port_num):
         check_depth(context, f"--count {settings.count}", settings.count, "max_qp_wr")
@@ -101,7 +100,8 @@ def _served_types() -> str:
     options = click.get_current_context().command.params
     (offered,) = (option.type for option in options if option.name == "qp_type")
     assert isinstance(offered, click.Choice)
-    *others, last = [name for name in ("rc", "uc", "ud") if name in offered.choices]
+    served = [qp_type.name.lower() for qp_type in QP_TYPES]
+    *others, last = [name for name in served if name in offered.choices]
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -173,7 +173,7 @@ def _post(
 def _arrivals(out: Output, connection: Connection, count: int) -> list[Arrival]:
     """Ask the server what has arrived."""
     found = []
-    for index in range(max(1, count - _REPORTED + 1), count + 1):
+    for index in range(max(1, count - MAX_LATEST + 1), count + 1):
         arrival = connection.report(index, connection.timeout)
         if arrival is None:
             which = f"message {index} of {count}" if count > 1 else "the message"

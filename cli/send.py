@@ -71,7 +71,7 @@ def send(
             usage_error("--invalidate works only without HOST")
         send_to(out, target, settings, peer, payload, imm)
         return
-    from rdmapost.tools.check.memory_windows import WINDOW_REGION
+    from rdmapost.tools.window_binding import WINDOW_REGION
 
     header = ethernet() if settings.qp_type == "RAW_PACKET" else b""
     message, count = Payload(header + bytes(payload)) if header else payload, settings.count
@@ -138,7 +138,7 @@ def _keys(pair: Loopback, count: int) -> list[int]:
     """On the other side, create keys that can be invalidated."""
     from rdmapost import Access, Opcode, QPType, WaitTimeout
     from rdmapost.standard.opcodes import OPCODES_BY_QP_TYPE
-    from rdmapost.tools.check.memory_windows import bind_wr
+    from rdmapost.tools.window_binding import bind_wr
 
     qp_type = pair.local.qp.qp_type
     if Opcode.SEND_WITH_INV not in OPCODES_BY_QP_TYPE[qp_type]:

@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import click
 
 from rdmapost._arguments import counted
+from rdmapost.tools.default_ports import CONNECT_PORT
 
 from .options import (
     Target,
@@ -81,7 +82,7 @@ def _access_lists(context: click.Context, parameter: click.Parameter, incomplete
     "--tcp-port",
     type=integer(0, 65535),
     metavar="N",
-    default=18600,
+    default=CONNECT_PORT,
     show_default=True,
     help="TCP port to listen on; 0 for any free one.",
 )
@@ -173,6 +174,7 @@ def serve(
     """
     from rdmapost import Access
     from rdmapost.tools import connect as library
+    from rdmapost.tools.connect.exposure import DEFAULT_SIZE
     from rdmapost.tools.reachability import why_confined
 
     from .target import open_target
@@ -182,7 +184,7 @@ def serve(
     check_token(token)
     content = bytes(payload_of(data or "", data_file, None))
     if size is None:
-        size = max(4096, len(content))
+        size = max(DEFAULT_SIZE, len(content))
     if size < len(content):
         usage_error(f"--size {size} is too small for {counted(len(content), 'byte')} of data")
     if size == 0:

@@ -82,6 +82,14 @@ def reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
+def reason_at(where: str, error: OSError) -> str:
+    """Say what went wrong at an address that ``name_of`` names, with a hint if there is one."""
+    text = reason(error)
+    if error.errno == errno.EINVAL and where.lower().startswith("[fe80:") and "%" not in where:
+        text += "; a link-local address needs its interface, as in fe80::1%eth0"
+    return text
+
+
 def name_of(address: tuple[Any, ...]) -> str:
     """Return a socket's address as ``HOST:PORT``, an IPv6 address in brackets.
 
@@ -236,7 +244,7 @@ def _listen_on(family: int, address: tuple[Any, ...], backlog: int) -> socket.so
 def cannot_listen(where: str, error: OSError) -> TCPError:
     """Return the error of a failed listen, with a remedy if there is one."""
     remedy = _REMEDIES.get(error.errno or 0, "")
-    return TCPError(f"cannot listen on {where}: {reason(error)}{remedy}", errno_of(error))
+    return TCPError(f"cannot listen on {where}: {reason_at(where, error)}{remedy}", errno_of(error))
 
 
 def prepare(sock: socket.socket) -> None:

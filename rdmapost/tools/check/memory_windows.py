@@ -11,17 +11,15 @@ import random
 from collections.abc import Iterable
 
 from ...enums import Access, DeviceCap, Opcode, QPState, QPType, WCFlags, WCOpcode, WCStatus
-from ...posting.wr import BindMW, LocalInv, RdmaWrite, SendWithInv
+from ...posting.wr import LocalInv, RdmaWrite, SendWithInv
 from ...resources.cq import WC
 from ...resources.mw import MW
-from ..loopback import Loopback, Side
+from ..loopback import Loopback
+from ..window_binding import WINDOW_REGION, bind_wr, binder
 from .assertions import completed, same, same_bytes, write
 from .registry import MARGIN, Failed, Row, Trial, Unsupported, check
 
 ROWS: list[Row] = []
-
-WINDOW_REGION = Access.LOCAL_WRITE | Access.REMOTE_WRITE | Access.MW_BIND
-"""The access flags that a region needs before a window for writes can be bound to it."""
 
 _PROBE = 16
 """Bytes of a write that tries a key."""
@@ -135,33 +133,6 @@ def _require_invalidation(trial: Trial) -> None:
     _require_windows(trial)
     if not trial.caps & DeviceCap.MEM_MGT_EXTENSIONS:
         raise Unsupported(f"{trial.context.name} cannot invalidate keys")
-
-
-def binder(pair: Loopback) -> Side:
-    """Return the side that can bind windows; an XRC target has no send queue."""
-    return pair.local if pair.local.qp.qp_type is QPType.XRC_SEND else pair.remote
-
-
-def bind_wr(pair: Loopback, window: MW, offset: int, length: int, wr_id: int = 0) -> BindMW:
-    """Make a work request that binds a window to a range of the remote memory and permits writes to
-    it.
-
-    Args:
-        pair: the queue pairs.
-        window: a window on the loopback's PD.
-        offset, length: the range, in bytes.
-        wr_id: comes back in the completion.
-    """
-    region = pair.remote.mr
-    return BindMW(
-        mw=window,
-        rkey=window.next_rkey(),
-        mr=region,
-        addr=region.addr + offset,
-        length=length,
-        mw_access_flags=Access.REMOTE_WRITE,
-        wr_id=wr_id,
-    )
 
 
 def _bind(pair: Loopback, window: MW) -> int:

@@ -13,10 +13,11 @@ use it to exchange each side's ``Endpoint``, which is one line of text.
 
 from typing import TYPE_CHECKING
 
+from ..default_ports import CONNECT_PORT as DEFAULT_PORT
 from .client import Connection, dial
+from .errors import ConnectError, ConnectTimeout, ProtocolError
 from .exposure import Exposure
-from .failures import ConnectError, ConnectTimeout, ProtocolError
-from .host_port import DEFAULT_PORT, parse_address
+from .host_port import parse_address
 from .protocol_messages import Arrival, Offer, Seen
 from .qp_options import QPOptions
 from .served_client import ServedClient

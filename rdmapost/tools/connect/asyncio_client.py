@@ -15,13 +15,14 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.mr import MR
 from ...resources.srq import SRQ
+from ..default_ports import CONNECT_PORT
 from ..resource_stack import AsyncClosesOnExit, CloseAfterwards
 from ..tcp import prepare
 from .base_connection import BaseConnection
 from .client import MARGIN_S
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ProtocolError, not_reached
-from .host_port import DEFAULT_PORT, check_where
+from .errors import ConnectError, ProtocolError, not_reached
+from .host_port import check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen
 from .qp_options import QPOptions
 from .server_state import check_token
@@ -30,7 +31,7 @@ from .server_state import check_token
 async def adial(
     context: Context,
     host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
+    port: int = CONNECT_PORT,
     *,
     qp_type: QPType = QPType.RC,
     token: str | None = None,

@@ -19,9 +19,10 @@ from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.mr import MR
 from ...resources.srq import SRQ
+from ..default_ports import CONNECT_PORT
 from ..resource_stack import AsyncClosesOnExit
 from ..tcp import stop_listening
-from .host_port import DEFAULT_PORT, check_where
+from .host_port import check_where
 from .qp_options import QPOptions
 from .served_client import AsyncOnConnect, ServedClient
 from .server import BaseServer, open_listener
@@ -33,7 +34,7 @@ from .server_threads import ServerThreads
 async def aserve(
     context: Context,
     host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
+    port: int = CONNECT_PORT,
     *,
     size: int | None = None,
     access: int | None = None,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from ..._arguments import counted, expect, index, member, seconds, time_limit, within
+from ..._arguments import counted, index, member, seconds, time_limit, within
 from ..._binding import native
 from ...enums import Access, QPType
 from ...errors import ClosedError, RdmaError
@@ -30,8 +30,8 @@ from ..remote_fields import remote_fields
 from ..resource_stack import NotCopied, ResourceStack, refuse_inherited
 from ..tcp import name_of
 from .client_session import ClientSession, IORequests
+from .errors import ProtocolError
 from .exposure import bytes_within, windows_access
-from .failures import ProtocolError
 from .protocol_messages import LONGEST_WAIT_S, QP_TYPES, Hello, Look, Offer, Ready, Report
 from .qp_options import QPOptions, check_given, private_bytes
 
@@ -64,7 +64,6 @@ class BaseConnection(native.Finalizer, NotCopied):
         gid_index: int | None,
         timeout: float,
     ) -> None:
-        expect("context", context, Context)
         qp_type = member("qp_type", qp_type, QPType)
         if qp_type not in QP_TYPES:
             raise ValueError(

@@ -20,13 +20,14 @@ from ...resources.cq import CQ, WC
 from ...resources.device import Context
 from ...resources.mr import MR
 from ...resources.srq import SRQ
+from ..default_ports import CONNECT_PORT
 from ..resource_stack import CloseAfterwards
 from ..tcp import TCPTimeout, send_all
 from ..tcp import dial as dial_tcp
 from .base_connection import BaseConnection
 from .client_session import IORequests, NoData, Outcome
-from .failures import ConnectError, ConnectTimeout, ProtocolError, not_reached
-from .host_port import DEFAULT_PORT, check_where
+from .errors import ConnectError, ConnectTimeout, ProtocolError, not_reached
+from .host_port import check_where
 from .protocol_messages import MAX_LINE, Arrival, Bye, Message, Seen, encode
 from .qp_options import QPOptions
 from .server_state import check_token
@@ -39,7 +40,7 @@ MARGIN_S = 1.0
 def dial(
     context: Context,
     host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
+    port: int = CONNECT_PORT,
     *,
     qp_type: QPType = QPType.RC,
     token: str | None = None,

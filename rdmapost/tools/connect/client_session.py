@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import TypeAlias
 
 from ..tcp import reason
-from .failures import ConnectError, ConnectTimeout, ProtocolError
+from .errors import ConnectError, ConnectTimeout, ProtocolError
 from .protocol import ClientProtocol
 from .protocol_messages import Bye, Error, Message, encode
 

@@ -20,7 +20,7 @@ from .qp_options import Given, private_bytes
 
 EXPOSABLE = Access.REMOTE_READ | Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 """The access that a client can have."""
-_SIZE = 4096
+DEFAULT_SIZE = 4096
 _COUNT = 16
 _MAX_COUNT = 1 << 14
 _RECEIVE_SIZE = 1 << 16
@@ -147,7 +147,7 @@ def make_exposure(
             raise ValueError("size, data and shared cannot be given with mr")
         size = mr.length
     else:
-        size = within("size", _SIZE if size is None else size, 1, 1 << 40)
+        size = within("size", DEFAULT_SIZE if size is None else size, 1, 1 << 40)
     if given.srq is not None:
         if count or receive_size:
             raise ValueError("count and receive_size cannot be given with srq")

@@ -6,12 +6,10 @@ from ipaddress import ip_address
 from typing import Any
 
 from ..._arguments import expect, within
-
-DEFAULT_PORT = 18600
-"""TCP port of a server; ibv_rc_pingpong uses 18515."""
+from ..default_ports import CONNECT_PORT
 
 
-def parse_address(text: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+def parse_address(text: str, default_port: int = CONNECT_PORT) -> tuple[str, int]:
     """Read ``HOST[:PORT]``; an IPv6 address goes in brackets: ``[::1]:18600``.
 
     Args:

@@ -13,7 +13,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import Any
 
-from .failures import ConnectError, ProtocolError
+from .errors import ConnectError, ProtocolError
 from .protocol_messages import (
     MAX_LINE,
     VERSION,

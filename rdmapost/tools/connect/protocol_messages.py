@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 
 from ...enums import Access, QPType, WCOpcode, WCStatus, reported
 from ...resources.endpoint import Endpoint
-from .failures import ProtocolError
+from .errors import ProtocolError
 
 VERSION = 2
 MAX_LINE = 4096

@@ -31,12 +31,12 @@ from .qp_options import Given
 from .server_events import Changed
 from .wakeup import Wakeup
 
+MAX_LATEST = 1024
+"""How many of a client's latest arrivals can be reported."""
+
 _CHANGES = Access.REMOTE_WRITE | Access.REMOTE_ATOMIC
 _BY_QP_TYPE = {QPType.RC: EXPOSABLE, QPType.UC: Access.REMOTE_WRITE, QPType.UD: Access(0)}
 """The access that a peer can have through a queue pair of each type."""
-
-_MAX_LATEST = 1024
-"""How many of a client's latest arrivals can be reported."""
 _POLL_BATCH = 64
 """Completions taken per poll, so that a flood of them does not stall everything else."""
 _FLUSH_S = 1.0
@@ -98,7 +98,7 @@ class ServedClient:
         self._slot_size = self._headroom + exposure.receive_size
         self.arrived = 0
         self.may_have_more = False
-        self._latest: deque[Arrival] = deque(maxlen=_MAX_LATEST)
+        self._latest: deque[Arrival] = deque(maxlen=MAX_LATEST)
         self._failed: WCStatus | None = None
         self._free: list[int] = []
         self._stack = ResourceStack()
@@ -301,7 +301,7 @@ class ServedClient:
             return Arrival(index, self._failed, None, 0, None, "", b"")
         if index <= self.arrived - len(self._latest):
             raise RdmaError(
-                f"only the last {_MAX_LATEST} arrivals of {self.arrived} are still known"
+                f"only the last {MAX_LATEST} arrivals of {self.arrived} are still known"
             )
         return self._latest[index - self.arrived - 1]
 

@@ -16,12 +16,13 @@ from ...resources.cq import CQ
 from ...resources.device import Context
 from ...resources.mr import MR
 from ...resources.srq import SRQ
+from ..default_ports import CONNECT_PORT
 from ..resource_stack import NotCopied, refuse_inherited
 from ..tcp import TCPError, listen, name_of, stop_listening
 from .acceptor import BACKLOG
+from .errors import from_tcp
 from .exposure import Exposure
-from .failures import from_tcp
-from .host_port import DEFAULT_PORT, check_where, is_loopback
+from .host_port import check_where, is_loopback
 from .qp_options import QPOptions
 from .served_client import OnConnect, ServedClient
 from .server_events import OnEvent
@@ -34,7 +35,7 @@ _log = logging.getLogger("rdmapost.connect")
 def serve(
     context: Context,
     host: str = "127.0.0.1",
-    port: int = DEFAULT_PORT,
+    port: int = CONNECT_PORT,
     *,
     size: int | None = None,
     access: int | None = None,

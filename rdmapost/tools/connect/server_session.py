@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable, Iterator
 from ...errors import ClosedError, RdmaError
 from ...resources.channel import CompChannel
 from ..tcp import reason
-from .failures import ProtocolError
+from .errors import ProtocolError
 from .protocol import ServerProtocol, SessionState
 from .protocol_messages import (
     Arrival,

@@ -19,8 +19,8 @@ from ...resources.device import Context
 from ...resources.mr import MR
 from ...resources.srq import SRQ
 from ..reachability import fabric_of, why_unreachable
+from .errors import ConnectError, ProtocolError
 from .exposure import Exposure, make_exposure
-from .failures import ConnectError, ProtocolError
 from .protocol_messages import MAX_TOKEN, Hello
 from .qp_options import QPOptions, check_given, private_bytes
 from .served_client import Place, ServedClient

@@ -21,7 +21,7 @@ from ...resources.device import Context
 from ...resources.pd import PD
 from ..tcp import cannot_listen, drain, name_of, prepare, send_all, stop_listening, unshare
 from .acceptor import MEMORY_S, Acceptor
-from .failures import from_tcp
+from .errors import from_tcp
 from .protocol_messages import MAX_LINE
 from .server_session import ServerSession
 from .server_state import ServerState

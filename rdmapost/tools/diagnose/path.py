@@ -130,7 +130,7 @@ def _address_is_gone(entry: GIDTableEntry, system: System) -> bool:
 
 
 def check_route(
-    source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], kind: str, system: System
+    source: GIDTableEntry, dgid: GID, table: list[GIDTableEntry], system: System, *, on_soft0: bool
 ) -> Finding:
     """Check whether one GID can be reached from another.
 
@@ -138,8 +138,8 @@ def check_route(
         source: the local GID.
         dgid: the peer's.
         table: the GIDs of the local port.
-        kind: "soft" for soft0, which reaches only itself.
         system: the machine, for its routes.
+        on_soft0: whether the device is soft0, which reaches only itself.
     """
     here = f"GID {source.gid_index} ({source.gid})"
     both = "use GIDs of the same type and network on both sides: gid_index= ('rdmapost devices')"
@@ -156,7 +156,7 @@ def check_route(
             which, other = other, which
         return wrong(f"{which} is link-local, but {other} is not")
     local = dgid in [entry.gid for entry in table]
-    if kind == "soft" and not local:
+    if on_soft0 and not local:
         return wrong(
             f"the peer's {dgid} is not a GID of soft0, and soft0 reaches only itself",
             "connect to a queue pair in this process, or use a real device",

@@ -55,7 +55,8 @@ def check_gids(snap: Snapshot) -> Iterable[Finding]:
         chosen = GIDChoice(path.sgid_index, gid, gid_type, "its path's sgid_index")
     yield check_gid(chosen, snap.table, snap.system)
     if source is not None:
-        yield check_route(source, path.dgid, snap.table, qp.context.kind, snap.system)
+        on_soft0 = qp.context.kind == "soft"
+        yield check_route(source, path.dgid, snap.table, snap.system, on_soft0=on_soft0)
 
 
 def _chosen(snap: Snapshot) -> Iterable[Finding]:

@@ -16,7 +16,7 @@ from .cm_events import CM_EVENTS
 from .errnos import ALIASES, ERRNOS, undocumented
 from .event_types import EVENTS, WC_FLAGS
 from .exceptions import EXCEPTIONS
-from .failures import FAILURES, SAME_CALL
+from .failed_verbs import FAILURES, SAME_CALL
 from .findings import FINDINGS
 from .link_states import MIGRATION_STATES, PORT_STATES
 from .model import ENUMERATIONS, KINDS, Explanation

@@ -14,7 +14,7 @@ from .cm_events import CM_EVENTS, HARMLESS
 from .errnos import ERRNOS, undocumented
 from .event_types import EVENTS
 from .exceptions import EXCEPTIONS
-from .failed_calls import Rank, failed_call
+from .failure_lines import Rank, failed_call
 from .findings import FINDINGS
 from .link_states import PORT_STATES
 from .lookup import PHRASES, of_member

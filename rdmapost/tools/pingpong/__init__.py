@@ -10,8 +10,9 @@ rdma-core program: the handshake, Q_Key, sizes and data are the same::
 On the other host, run ``side.run_server(listen(), timeout=None)``, or ``ibv_rc_pingpong``.
 """
 
+from ..default_ports import PINGPONG_PORT as PORT
 from ..tcp import name_of
-from .handshake import PORT, Address, PingpongError, listen
+from .handshake import Address, PingpongError, listen
 from .result import Latency, Result
 from .side import Pingpong
 

@@ -25,13 +25,11 @@ from ...errors import ClosesOnExit
 from ...resources.gid import GID
 from ...resources.waitable import Waitable, wait_for_descriptor
 from .. import tcp
-from ..connect.failures import ConnectError
+from ..connect.errors import ConnectError
 from ..connect.protocol_messages import Error, encode
-from ..tcp import name_of, reason
+from ..default_ports import PINGPONG_PORT
+from ..tcp import name_of, reason, reason_at
 from .settings import MAX_LINE, Settings, decode
-
-PORT = 18515
-"""The TCP port of the stock programs."""
 
 _SETTINGS_S = 1.0
 """How long to wait for settings: a peer that is not rdmapost may keep the connection open."""
@@ -158,7 +156,7 @@ class Handshake:
 # ---- over TCP ---------------------------------------------------------------
 
 
-def listen(host: str | None = None, port: int = PORT) -> socket.socket:
+def listen(host: str | None = None, port: int = PINGPONG_PORT) -> socket.socket:
     """Listen for one client.
 
     Args:
@@ -246,7 +244,7 @@ def dial(owner: Waitable, host: str, port: int, timeout: float) -> HandshakeConn
     except TimeoutError:
         why = f"no answer within {timeout:g} s; check that the host is up and lets the port through"
     except OSError as error:
-        why = reason(error)
+        why = reason_at(who, error)
         if error.errno == errno.ECONNREFUSED:
             why += "; start the server there first (rdmapost pingpong, or ibv_rc_pingpong)"
     raise PingpongError(f"cannot connect to {who}: {why}")

@@ -22,9 +22,10 @@ from ...resources.mr import MR
 from ...resources.pd import PD
 from ...resources.qp import DEFAULT_QKEY, QP
 from ...standard.wire import GRH_BYTES
+from ..default_ports import PINGPONG_PORT
 from ..reachability import why_confined
 from ..resource_stack import ResourceHolder, ResourceStack
-from .handshake import DONE, PORT, Address, PingpongError, accept, dial
+from .handshake import DONE, Address, PingpongError, accept, dial
 from .payload import FILL, fill, what_is_wrong
 from .result import Latency, Result
 from .settings import Settings
@@ -161,7 +162,7 @@ class Pingpong(ResourceHolder):
             self.local = Address(port.lid, self._qp.qp_num, self._qp.psn, gid)
 
     def run_client(
-        self, host: str, port: int = PORT, *, progress: Callable[[int], None] | None = None
+        self, host: str, port: int = PINGPONG_PORT, *, progress: Callable[[int], None] | None = None
     ) -> Result:
         """Connect to a server and run the test.
 

@@ -143,8 +143,9 @@ def test_the_error_for_an_address_in_use_has_its_errno_and_the_remedy(
 
 
 def test_a_link_local_address_without_its_interface_is_refused_with_a_hint(context) -> None:
-    with pytest.raises(connect.ConnectError, match=r"as in fe80::1%eth0$"):
-        connect.dial(context, "fe80::1", 1)
+    for start in connect.dial, connect.serve:
+        with pytest.raises(connect.ConnectError, match=r"as in fe80::1%eth0$"):
+            start(context, "fe80::1", 18600)
 
 
 def test_the_error_for_a_refused_connection_has_its_errno(context: rp.Context) -> None:

@@ -275,7 +275,7 @@ def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     )
     write(roce, {"sys/class/net/eth8/mtu": "1500", "sys/class/net/lo/mtu": "65536"})
     entry = rp.GIDTableEntry(3, rp.GID(f"::ffff:{source}"), rp.GIDType.ROCE_V2, netdev)
-    finding = check_route(entry, rp.GID(dgid), [entry], "verbs", System(roce))
+    finding = check_route(entry, rp.GID(dgid), [entry], System(roce), on_soft0=False)
     assert (finding.name, finding.severity) == (name, "ok" if name == "route" else "problem")
     assert says in finding.evidence
 
@@ -284,7 +284,7 @@ def test_address_without_a_route_is_found(roce):
     (roce / "proc/net/route").write_text("Iface\tDestination\n")
     entry = rp.GIDTableEntry(3, rp.GID("::ffff:10.0.0.5"), rp.GIDType.ROCE_V2, "eth7")
     peer = rp.GID("::ffff:192.0.2.1")
-    finding = check_route(entry, peer, [entry], "verbs", System(roce))
+    finding = check_route(entry, peer, [entry], System(roce), on_soft0=False)
     assert finding.name == "gid-wrong"
     assert finding.evidence == "there is no route from GID 3 (::ffff:10.0.0.5) to 192.0.2.1"
 

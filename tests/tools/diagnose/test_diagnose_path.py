@@ -137,9 +137,9 @@ def test_link_local_gid_reaches_its_own_segment_only(system):
 # ---- the route --------------------------------------------------------------------
 
 
-def route_finding(source: str, dgid: str, system: System, kind: str = "verbs") -> Finding:
+def route_finding(source: str, dgid: str, system: System, *, on_soft0: bool = False) -> Finding:
     mine = entry(source, ndev="eth7")
-    return check_route(mine, rp.GID(dgid), [mine], kind, system)
+    return check_route(mine, rp.GID(dgid), [mine], system, on_soft0=on_soft0)
 
 
 def test_link_local_gid_on_one_side_only_is_a_problem(system):
@@ -154,7 +154,7 @@ def test_link_local_gid_on_one_side_only_is_a_problem(system):
 
 
 def test_software_device_reaches_only_itself(system):
-    finding = route_finding("fd00::5", "fd00::9", system, "soft")
+    finding = route_finding("fd00::5", "fd00::9", system, on_soft0=True)
     assert (finding.name, finding.severity) == ("gid-wrong", "problem")
     assert "soft0 reaches only itself" in finding.evidence
 
@@ -169,8 +169,8 @@ def test_gid_of_this_device_in_another_network_is_a_warning(system):
     routes = "Iface Destination Gateway Flags RefCnt Use Metric Mask\neth7 0000000A 0 1 0 0 0 "
     system.path("proc/net/route").write_text(f"{routes}00FFFFFF\n")
     mine, other = entry(V4, 0, ndev="eth7"), entry("::ffff:10.9.0.5", 1, ndev="eth7")
-    finding = check_route(mine, other.gid, [mine, other], "verbs", system)
+    finding = check_route(mine, other.gid, [mine, other], system, on_soft0=False)
     assert (finding.name, finding.severity) == ("gid-wrong", "warning")
     assert "on the same device is not" in finding.evidence
-    finding = check_route(mine, mine.gid, [mine, other], "verbs", system)
+    finding = check_route(mine, mine.gid, [mine, other], system, on_soft0=False)
     assert finding.evidence == f"from GID 0 ({V4}) to {V4}, on this device"

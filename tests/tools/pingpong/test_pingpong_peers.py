@@ -158,6 +158,14 @@ def test_run_client_says_to_start_the_server_where_nothing_listens(context):
         side.run_client(HOST, free_port())
 
 
+def test_run_client_says_that_a_link_local_address_needs_its_interface(context):
+    with (
+        Pingpong(context, timeout=5) as side,
+        pytest.raises(PingpongError, match=r"cannot connect to .* as in fe80::1%eth0$"),
+    ):
+        side.run_client("fe80::1")
+
+
 def test_run_client_names_a_host_that_cannot_be_found(context):
     why = r"host no\.such\.host\.invalid cannot be found"
     with Pingpong(context, timeout=5) as side, pytest.raises(PingpongError, match=why):

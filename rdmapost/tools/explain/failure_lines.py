@@ -10,7 +10,7 @@ from enum import Enum
 
 from .cm_events import CM_EVENTS
 from .exceptions import EXCEPTIONS
-from .failures import FAILURES, SAME_CALL
+from .failed_verbs import FAILURES, SAME_CALL
 from .findings import FINDINGS
 from .model import Explanation
 

@@ -6,7 +6,7 @@ import errno as codes
 import os
 
 from ...errors import RdmaError
-from ..tcp import TCPError, errno_of, reason
+from ..tcp import TCPError, errno_of, reason_at
 
 
 class ConnectError(RdmaError, ConnectionError):
@@ -63,7 +63,6 @@ def not_reached(where: str, error: OSError, timeout: float) -> ConnectError:
             "refused",
             error.errno,
         )
-    text = f"{where} cannot be reached: {reason(error)}"
-    if error.errno == codes.EINVAL and where.lower().startswith("[fe80:") and "%" not in where:
-        text += "; a link-local address needs its interface, as in fe80::1%eth0"
-    return ConnectError(text, "unreachable", errno_of(error))
+    return ConnectError(
+        f"{where} cannot be reached: {reason_at(where, error)}", "unreachable", errno_of(error)
+    )
