@@ -18,7 +18,7 @@ from . import udp_socket
 from .addresses import LocalAddress, candidates
 from .capture import RoceCapture
 from .device import RoceDevice, guid_of
-from .survey import holder, survey
+from .interfaces import holder, list_interfaces
 
 _TYPES = frozenset({QPType.RC, QPType.UC, QPType.UD})
 
@@ -67,9 +67,9 @@ class RoceProvider(SoftwareProvider):
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         return self.info(name, guid_of(name))
 
-    def survey(self) -> list[RoceInterface]:
+    def list_interfaces(self) -> list[RoceInterface]:
         """List the devices that can be opened and those that cannot, with the reason."""
-        return survey()
+        return list_interfaces()
 
     @verb
     def open_device(name: str) -> Any:
