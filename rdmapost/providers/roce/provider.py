@@ -10,7 +10,7 @@ from ...enums import DeviceCap, QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError, is_from_system
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
-from ..software import queue_verbs
+from ..software import create_queues
 from ..software.device import open_devices
 from ..software.provider import SoftwareProvider, open_context
 from ..software.state import context_of, verb
@@ -112,12 +112,12 @@ class RoceProvider(SoftwareProvider):
     @verb
     def create_qp(pd: Any, init: Any) -> Any:
         _check_type("ibv_create_qp", init.qp_type)
-        return queue_verbs.make_qp(pd.context, pd, init)
+        return create_queues.make_qp(pd.context, pd, init)
 
     @verb
     def create_qp_ex(context: Any, init: Any) -> Any:
         _check_type("ibv_create_qp_ex", init.qp_type)
-        return queue_verbs.make_qp_ex(context, init)
+        return create_queues.make_qp_ex(context, init)
 
     @verb
     def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
@@ -133,7 +133,7 @@ class RoceProvider(SoftwareProvider):
 def _check_type(name: str, qp_type: int) -> None:
     if qp_type not in _TYPES:
         text = f"roce devices have no {QPType(qp_type).name} queue pairs"
-        if qp_type in queue_verbs.QP_TYPES:
+        if qp_type in create_queues.QP_TYPES:
             text += "; soft0 has them"
         raise UnsupportedError(name, errno.EOPNOTSUPP, text)
 

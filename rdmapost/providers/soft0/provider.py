@@ -9,13 +9,13 @@ from typing import Any
 from ...enums import DeviceCap, QPType, RawPacketCap
 from ...errors import UnsupportedError
 from ..base import Counters, DeviceInfo
+from ..software.create_queues import MAX_SGE
 from ..software.provider import SoftwareProvider, open_context
-from ..software.queue_verbs import MAX_SGE
 from ..software.state import verb
 from . import tags
 from .device import MAX_MCAST_GRP, MAX_MCAST_QP_ATTACH, NO_PACKETS, device
 from .offload import MAX_TSO
-from .queue_verbs import SoftQueueVerbs
+from .xrc_domains import SoftQueueVerbs
 
 _TM_CAP_RC = 1
 

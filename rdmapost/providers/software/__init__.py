@@ -1,6 +1,6 @@
 """What all software devices share: RDMA as specified, in Python, in this process.
 
-``provider`` and ``queue_verbs`` have the control verbs; ``state`` has the object behind each C
+``provider`` and ``create_queues`` have the control verbs; ``state`` has the object behind each C
 struct. Below them is one file per concept, without C structs: ``device``; ``qp`` (the state
 machine); ``transport_messages`` (the messages between queue pairs); ``responder`` (the effects of a
 request); ``memory`` (the keys); ``completion`` (completion queues and events). Each device moves

@@ -29,11 +29,11 @@ from ...standard.opcodes import MAX_MSG_SIZE
 from ..base import DeviceInfo, GIDEntry
 from . import completion
 from .completion import Channel, CompletionQueue
+from .create_queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, QueueVerbs
 from .device import Device, OpenDevice
 from .faults import FaultPlan
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .memory import ProtectionDomain, Region
-from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, QueueVerbs
 from .state import bound, context_of, contexts, device_of, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700

@@ -10,8 +10,8 @@ from ..._binding import ffi, lib
 from ...enums import QPType, SRQType
 from ...errors import VerbsError
 from ...standard.wire import is_multicast_gid
+from ..software.create_queues import MAX_SGE, make_qp, make_qp_ex, make_srq
 from ..software.device_queues import SharedReceiveQueue, XRCDomain
-from ..software.queue_verbs import MAX_SGE, make_qp, make_qp_ex, make_srq
 from ..software.state import bound, context_of, drop, keep, table, verb
 from . import tags
 from .qp import SoftQueuePair
