@@ -97,7 +97,7 @@ def residue() -> dict[str, int]:
         "shared receive queues": len(device.srqs),
         "groups": len(device.groups),
         "parked": len(device.parked),
-        "XRC domains": len(xrc_domains._domains),
+        "XRC domains": len(xrc_domains.domains),
         "larger structs": len(state._wholes),
         "completion channels": len(soft._channels),
     }

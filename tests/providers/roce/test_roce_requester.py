@@ -25,7 +25,7 @@ from rdmapost.enums import (
 from rdmapost.providers.roce import packets, protocol_engine
 from rdmapost.providers.roce.qp import HOLD_SECONDS
 from rdmapost.providers.roce.requester import BURST_PACKETS, READ_PACKETS, WINDOW
-from rdmapost.providers.software.create_queues import AddressHandle
+from rdmapost.providers.software.device_queues import AddressHandle
 from rdmapost.standard.timers import ack_timeout, rnr_timer
 
 MTU_BYTES = 1024
