@@ -6,7 +6,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ...enums import DeviceCap, QPType
+from ...enums import QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError, is_from_system
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
@@ -27,17 +27,6 @@ class RoceProvider(SoftwareProvider):
     """The control verbs of RoCE v2 over UDP."""
 
     kind = "roce"
-    caps = (
-        DeviceCap.RC_RNR_NAK_GEN
-        | DeviceCap.MEM_WINDOW
-        | DeviceCap.MEM_WINDOW_TYPE_2B
-        | DeviceCap.MEM_MGT_EXTENSIONS
-        | DeviceCap.PORT_ACTIVE_EVENT
-        | DeviceCap.SYS_IMAGE_GUID
-        | DeviceCap.SRQ_RESIZE
-        | DeviceCap.CURR_QP_STATE_MOD
-    )
-    caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     vendor_part_id = 2
     # 0.5 s: the peer is a process, which responds late while it or its machine is busy.
     default_timeout = 17

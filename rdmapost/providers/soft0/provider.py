@@ -22,23 +22,6 @@ from .qp import SoftQueuePair
 from .xrc_domains import domain_of, domains, find_domain
 
 _TM_CAP_RC = 1
-
-_CAPS = (
-    DeviceCap.RC_RNR_NAK_GEN
-    | DeviceCap.MEM_WINDOW
-    | DeviceCap.MEM_WINDOW_TYPE_2B
-    | DeviceCap.MEM_MGT_EXTENSIONS
-    | DeviceCap.XRC
-    | DeviceCap.UD_IP_CSUM
-    | DeviceCap.RAW_IP_CSUM
-    | DeviceCap.RAW_MULTI
-    | DeviceCap.PORT_ACTIVE_EVENT
-    | DeviceCap.SYS_IMAGE_GUID
-    | DeviceCap.SRQ_RESIZE
-    | DeviceCap.CURR_QP_STATE_MOD
-)
-_CAPS_EX = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
-
 _SRQ_TYPE, _SRQ_PD = lib.IBV_SRQ_INIT_ATTR_TYPE, lib.IBV_SRQ_INIT_ATTR_PD
 _SRQ_XRCD, _SRQ_CQ, _SRQ_TM = (
     lib.IBV_SRQ_INIT_ATTR_XRCD,
@@ -57,7 +40,13 @@ class SoftProvider(SoftwareProvider):
     """soft0's control verbs."""
 
     kind = "soft"
-    caps, caps_ex = _CAPS, _CAPS_EX
+    caps = (
+        SoftwareProvider.caps
+        | DeviceCap.XRC
+        | DeviceCap.UD_IP_CSUM
+        | DeviceCap.RAW_IP_CSUM
+        | DeviceCap.RAW_MULTI
+    )
     vendor_part_id = 1
 
     def list_devices(self) -> list[DeviceInfo]:

@@ -118,8 +118,17 @@ class SoftwareProvider:
     kind: str
     spin_ns = 0
     default_timeout = 14
-    caps: DeviceCap
-    caps_ex = DeviceCap(0)
+    caps = (
+        DeviceCap.RC_RNR_NAK_GEN
+        | DeviceCap.MEM_WINDOW
+        | DeviceCap.MEM_WINDOW_TYPE_2B
+        | DeviceCap.MEM_MGT_EXTENSIONS
+        | DeviceCap.PORT_ACTIVE_EVENT
+        | DeviceCap.SYS_IMAGE_GUID
+        | DeviceCap.SRQ_RESIZE
+        | DeviceCap.CURR_QP_STATE_MOD
+    )
+    caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     """The capabilities that do not fit into device_cap_flags."""
     vendor_part_id: int
 
