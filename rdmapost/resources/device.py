@@ -83,7 +83,7 @@ def list_roce_interfaces() -> list[RoceInterface]:
     Raises:
         VerbsError: the network devices cannot be listed, for lack of descriptors.
     """
-    return roce_provider().survey()
+    return roce_provider().list_interfaces()
 
 
 def open_device(name: str | None = None) -> Context:

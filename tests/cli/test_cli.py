@@ -266,10 +266,10 @@ def test_devices_lists_what_can_be_opened_over_udp_and_what_is_in_the_way() -> N
 def test_loopback_without_a_free_address_is_listed_with_the_one_that_opening_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rdmapost.providers.roce import survey
+    from rdmapost.providers.roce import interfaces
 
     taken = "UDP port 4791 is taken by process 1"
-    monkeypatch.setattr(survey, "obstacle_on", lambda address: taken)
+    monkeypatch.setattr(interfaces, "obstacle_on", lambda address: taken)
     (loopback,) = (one for one in rp.list_roce_interfaces() if one.name == "roce:lo")
     assert (loopback.address, loopback.obstacle) == ("127.0.0.1", taken)
 

@@ -76,17 +76,17 @@ def filled(size: int) -> bytes:
 
 
 def provider_parts() -> tuple[Any, ...]:
-    from rdmapost.providers.soft0 import queue_verbs as soft_queues
+    from rdmapost.providers.soft0 import xrc_domains
     from rdmapost.providers.soft0.device import device as soft_device
     from rdmapost.providers.software import provider as soft
     from rdmapost.providers.software import state as soft_state
 
-    return soft, soft_queues, soft_state, soft_device
+    return soft, xrc_domains, soft_state, soft_device
 
 
 def residue() -> dict[str, int]:
     """Count what the process and the soft device hold now."""
-    soft, queues, state, device = provider_parts()
+    soft, xrc_domains, state, device = provider_parts()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "objects": len(state.objects),
@@ -97,7 +97,7 @@ def residue() -> dict[str, int]:
         "shared receive queues": len(device.srqs),
         "groups": len(device.groups),
         "parked": len(device.parked),
-        "XRC domains": len(queues._domains),
+        "XRC domains": len(xrc_domains.domains),
         "larger structs": len(state._wholes),
         "completion channels": len(soft._channels),
     }

@@ -1273,11 +1273,11 @@ def test_timeout_error_of_a_handler_is_not_taken_for_the_connections(what, soft)
 @isolated(silent=True, timeout=30)
 def test_interrupt_beside_a_lack_of_memory_is_raised_and_fails_no_work(device, where):
     """No other thread, in which handlers do not run, can be started."""
-    from rdmapost.providers.roce import engine
+    from rdmapost.providers.roce import protocol_engine
     from rdmapost.providers.soft0 import requester
     from rdmapost.providers.software import state
 
-    module = requester if device == "soft0" else engine
+    module = requester if device == "soft0" else protocol_engine
     execute_next, report = module.execute_next, state._report_rarely
     attempts = []
 

@@ -1,8 +1,8 @@
 """Captures: the packets that a device sends and receives, in a file.
 
 Each step of the device creates the blocks for its packets, and queues them when the step is
-committed. A thread writes them (recording.py), so that a slow file does not delay a step; if the
-thread falls too far behind, packets are dropped and counted.
+committed. A thread writes them (capture_thread.py), so that a slow file does not delay a step; if
+the thread falls too far behind, packets are dropped and counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..._binding import native
 from ...errors import RdmaError
 from ..base import Capture
-from .recording import Recording
+from .capture_thread import Recording
 
 _MAX_QUEUED = 1 << 26
 """The most bytes that may be queued for the thread."""

@@ -17,16 +17,16 @@ from ..software.device import QP_NUMBERS, Device, wires
 from ..software.journaled_dict import JournaledDict
 from ..software.numbers import RandomNumbers
 from ..software.transport_messages import Segments
-from . import device_thread, engine, udp_socket
+from . import device_thread, protocol_engine, udp_socket
 from .addresses import LocalAddress, flow
 from .capture import end_all
+from .capture_thread import Recording
 from .counters import Counted
 from .faults import Direction
 from .packets import Path
 from .qp import RoceQueuePair
 from .random_keys import RandomKeys
 from .receiver import Receiver
-from .recording import Recording
 from .sender import Sender
 
 _LONGEST_LOOK = 0.1
@@ -248,16 +248,16 @@ class RoceDevice(Device):
         if self.timers.get(worker, math.inf) <= self._looked:
             # Do not remove it: undoing that might need memory.
             self.timers[worker] = math.inf
-            engine.on_timer(worker)
+            protocol_engine.on_timer(worker)
             return True
-        return bool(engine.execute_next(worker))
+        return bool(protocol_engine.execute_next(worker))
 
     def give_up(self, worker: Any) -> int:
         if worker is not self:
             expired = self.timers.get(worker, math.inf) <= self._looked
             if expired:
                 self.timers[worker] = math.inf
-            return bool(engine.give_up(worker, expired=expired))
+            return bool(protocol_engine.give_up(worker, expired=expired))
         lost, more = self.receiver.give_up()
         self.now = time.monotonic()
         if self.now > self._expired_at + _LONGEST_LOOK:

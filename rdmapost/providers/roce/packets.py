@@ -66,9 +66,9 @@ UNLIMITED_CREDITS = 0x1F
 """The value of an ACK without end-to-end flow control."""
 
 
-def aeth(kind: int, value: int, msn: int) -> int:
+def aeth(syndrome_type: int, value: int, msn: int) -> int:
     """Return an AETH: the syndrome and the MSN."""
-    return kind << 29 | value << 24 | msn & PSN_MASK
+    return syndrome_type << 29 | value << 24 | msn & PSN_MASK
 
 
 FLUSH_TYPE, FLUSH_LEVEL_SHIFT, FLUSH_LEVEL = 0xF, 4, 0x3

@@ -46,9 +46,9 @@ def _option(code: int, value: bytes) -> bytes:
     return _OPTION.pack(code, len(value)) + _padded(value)
 
 
-def _block(kind: int, body: bytes) -> bytes:
+def _block(block_type: int, body: bytes) -> bytes:
     size = _BLOCK.size + len(body) + _TRAILER.size
-    return _BLOCK.pack(kind, size) + body + _TRAILER.pack(size)
+    return _BLOCK.pack(block_type, size) + body + _TRAILER.pack(size)
 
 
 def beginning(interface: str) -> bytes:

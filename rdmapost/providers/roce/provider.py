@@ -6,11 +6,11 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
-from ...enums import DeviceCap, QPType
+from ...enums import QPType
 from ...errors import NoDeviceError, UnsupportedError, VerbsError, is_from_system
 from ...standard.wire import ROCE_V2_PORT
 from ..base import ROCE, Capture, Counters, DeviceInfo, RoceInterface
-from ..software import queue_verbs
+from ..software import create_queues
 from ..software.device import open_devices
 from ..software.provider import SoftwareProvider, open_context
 from ..software.state import context_of, verb
@@ -18,7 +18,7 @@ from . import udp_socket
 from .addresses import LocalAddress, candidates
 from .capture import RoceCapture
 from .device import RoceDevice, guid_of
-from .survey import holder, survey
+from .interfaces import holder, list_interfaces
 
 _TYPES = frozenset({QPType.RC, QPType.UC, QPType.UD})
 
@@ -27,17 +27,6 @@ class RoceProvider(SoftwareProvider):
     """The control verbs of RoCE v2 over UDP."""
 
     kind = "roce"
-    caps = (
-        DeviceCap.RC_RNR_NAK_GEN
-        | DeviceCap.MEM_WINDOW
-        | DeviceCap.MEM_WINDOW_TYPE_2B
-        | DeviceCap.MEM_MGT_EXTENSIONS
-        | DeviceCap.PORT_ACTIVE_EVENT
-        | DeviceCap.SYS_IMAGE_GUID
-        | DeviceCap.SRQ_RESIZE
-        | DeviceCap.CURR_QP_STATE_MOD
-    )
-    caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     vendor_part_id = 2
     # 0.5 s: the peer is a process, which responds late while it or its machine is busy.
     default_timeout = 17
@@ -67,9 +56,9 @@ class RoceProvider(SoftwareProvider):
             raise VerbsError("ibv_open_device", error.errno or errno.EIO) from None
         return self.info(name, guid_of(name))
 
-    def survey(self) -> list[RoceInterface]:
+    def list_interfaces(self) -> list[RoceInterface]:
         """List the devices that can be opened and those that cannot, with the reason."""
-        return survey()
+        return list_interfaces()
 
     @verb
     def open_device(name: str) -> Any:
@@ -112,12 +101,12 @@ class RoceProvider(SoftwareProvider):
     @verb
     def create_qp(pd: Any, init: Any) -> Any:
         _check_type("ibv_create_qp", init.qp_type)
-        return queue_verbs.make_qp(pd.context, pd, init)
+        return create_queues.make_qp(pd.context, pd, init)
 
     @verb
     def create_qp_ex(context: Any, init: Any) -> Any:
         _check_type("ibv_create_qp_ex", init.qp_type)
-        return queue_verbs.make_qp_ex(context, init)
+        return create_queues.make_qp_ex(context, init)
 
     @verb
     def attach_mcast(qp: Any, gid: bytes, lid: int) -> None:
@@ -133,7 +122,7 @@ class RoceProvider(SoftwareProvider):
 def _check_type(name: str, qp_type: int) -> None:
     if qp_type not in _TYPES:
         text = f"roce devices have no {QPType(qp_type).name} queue pairs"
-        if qp_type in queue_verbs.QP_TYPES:
+        if qp_type in create_queues.QP_TYPES:
             text += "; soft0 has them"
         raise UnsupportedError(name, errno.EOPNOTSUPP, text)
 

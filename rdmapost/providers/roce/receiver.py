@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._binding import native
 from ...standard.wire import GRH_BYTES, IPPROTO_UDP, IPV4, IPV4_MAPPED, IPV6, ipv4_header
-from . import engine, packets, trace
+from . import captured_packets, packets, protocol_engine
 from .addresses import flow, peer_of
 from .faults import damage
 
@@ -79,7 +79,7 @@ class Receiver(native.Record):
             return True
         if device.recordings:
             # Before roce_check(), which marks corrupted packets.
-            trace.received(device, gid, port, covered, tos, ttl, size, segment)
+            captured_packets.received(device, gid, port, covered, tos, ttl, size, segment)
         if device.incoming.is_straight:
             self._begin(device, (size, segment, gid, covered, tos, ttl))
             return True
@@ -116,7 +116,7 @@ class Receiver(native.Record):
             device.counters.received = packets_received + count, bytes_received + length * count
             self._at = at + segment * count
             qp: Any = None if packet is None else device.qps.get(packet.qpn)
-            if qp is None or packet is None or not engine.receive(qp, packet):
+            if qp is None or packet is None or not protocol_engine.receive(qp, packet):
                 device.counters.dropped += count
         if self._at >= size:
             self._batch = None

@@ -13,7 +13,7 @@ from ...enums import Access, EventType, Opcode, QPState, WCOpcode, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from ...standard.wire import GRH_BYTES
 from ..software import responder
-from ..software.memory import ErrorStatus, RemoteAccessError, part
+from ..software.memory import ErrorStatus, RemoteAccessError, part, total_length
 from ..software.requester import ATOMICS, READ
 from ..software.transport_messages import ACK, Ack, AckType, Segments
 from . import packets
@@ -117,8 +117,7 @@ def _fits_next_receive(qp: RoceQueuePair, packet: Packet) -> bool:
     pending = (qp.rq if qp.srq is None else qp.srq.queue).pending
     if not pending:
         return True
-    room: int = sum([length or 1 << 31 for _, length, _ in pending[0].sges])
-    return GRH_BYTES + packet.length <= room
+    return GRH_BYTES + packet.length <= total_length(pending[0].sges)
 
 
 def _receive_unreliable(qp: RoceQueuePair, packet: Packet) -> bool:

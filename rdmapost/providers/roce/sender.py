@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..._binding import native
 from ...standard.wire import ICRC_BYTES
 from ..software.transport_messages import size_of
-from . import trace
+from . import captured_packets
 from .addresses import sockaddr
 from .faults import damage
 from .packets import Path
@@ -61,7 +61,9 @@ class Sender(native.Record):
             device.counters.retransmitted += again
         whole = len(headers[0]) + mtu + -mtu % 4 + ICRC_BYTES
         segment = size if len(headers) == 1 else whole
-        about: Any = functools.partial(trace.about_sent, qp) if device.recordings else None
+        about: Any = (
+            functools.partial(captured_packets.about_sent, qp) if device.recordings else None
+        )
         if device.outgoing.is_straight:
             counted = len(headers), size, again
             self._transmit(device, path, about, data, size, segment, counted)
@@ -70,7 +72,7 @@ class Sender(native.Record):
         packet = bytes(memoryview(data)[:size])
         if about is not None:
             # By the time the packet is sent, it may be corrupted, and its work request may be gone.
-            about = functools.partial(trace.known_comment, about(packet))
+            about = functools.partial(captured_packets.known_comment, about(packet))
 
         damaged = functools.partial(_damaged, covered)
         for each in device.admit(device.outgoing, (path, about, packet, again), damaged):
@@ -88,7 +90,7 @@ class Sender(native.Record):
     ) -> None:
         assert device.address is not None
         if about is not None:
-            trace.sent(device, about, path.dgid, path.traffic_class, data, size, segment)
+            captured_packets.sent(device, about, path.dgid, path.traffic_class, data, size, segment)
         native.on_commit(
             native.roce_send,
             device.socket.fileno(),
@@ -124,5 +126,7 @@ class Sender(native.Record):
 def _damaged(covered: bytes, item: Any, number: int) -> Any:
     path, about, packet, again = item
     if about is not None:
-        about = functools.partial(trace.known_comment, f"{about(packet)}, damaged on purpose")
+        about = functools.partial(
+            captured_packets.known_comment, f"{about(packet)}, damaged on purpose"
+        )
     return path, about, damage(packet, covered, number), again

@@ -25,8 +25,7 @@ from ..software.transport_messages import Request, Segments
 from . import offload
 
 if TYPE_CHECKING:
-    from ..software.device_queues import WQE
-    from ..software.queue_verbs import AddressHandle
+    from ..software.device_queues import WQE, AddressHandle
     from .qp import SoftQueuePair
 
 _HEADERS = UDP_BYTES + BTH_BYTES + DETH_BYTES + ICRC_BYTES

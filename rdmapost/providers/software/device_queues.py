@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._binding import native
 
@@ -18,6 +18,17 @@ garbage. ``opcode`` is a number, each of ``sges`` is (addr, length, lkey), ``inl
 copied when it was posted, and ``ah``, ``window`` and ``region`` are the device's objects. The
 device's own work requests (for tag matching) have an ``owner``, which is notified when they
 end."""
+
+
+class AddressHandle(NamedTuple):
+    """The path to a peer."""
+
+    sgid: bytes
+    dgid: bytes
+    sl: int
+    flow_label: int
+    hop_limit: int
+    traffic_class: int
 
 
 class WorkQueue(native.DeviceQueue):

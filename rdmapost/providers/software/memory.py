@@ -21,6 +21,9 @@ _MW_BIND = int(Access.MW_BIND)
 _REMOTE_WRITES = int(Access.REMOTE_WRITE | Access.REMOTE_ATOMIC)
 _REMOTE = _REMOTE_WRITES | int(Access.REMOTE_READ | Access.FLUSH_GLOBAL | Access.FLUSH_PERSISTENT)
 
+_ZERO_LENGTH_MEANS = 1 << 31
+"""The length of an SGE whose length field is 0."""
+
 
 class ErrorStatus(Exception):
     """A work request completes with this error status."""
@@ -251,7 +254,7 @@ class Memory(native.Record):
 
         Args:
             pd: the queue's protection domain.
-            sges: tuples (addr, length, lkey); length 0 means 2^31.
+            sges: tuples (addr, length, lkey).
             write: whether the device will write to it.
             size: how many bytes are needed; SGEs after them are not checked. Default: all.
 
@@ -261,7 +264,7 @@ class Memory(native.Record):
         """
         segments: Segments = []
         for addr, length, lkey in sges:
-            length = length or 1 << 31
+            length = length or _ZERO_LENGTH_MEANS
             if size is not None:
                 if not size:
                     break
@@ -429,6 +432,11 @@ def gather(source: Segments) -> bytes:
     return b"".join(source)
 
 
+def total_length(sges: Any) -> int:
+    """Return how many bytes SGEs cover."""
+    return sum([length or _ZERO_LENGTH_MEANS for _, length, _ in sges])
+
+
 def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
     """Return SGEs for a range of the bytes that the given SGEs cover.
 
@@ -439,7 +447,7 @@ def part(sges: Any, offset: int, size: int) -> list[tuple[int, int, int]]:
     for addr, length, lkey in sges:
         if not size:
             break
-        length = length or 1 << 31
+        length = length or _ZERO_LENGTH_MEANS
         if offset >= length:
             offset -= length
             continue

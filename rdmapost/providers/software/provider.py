@@ -7,6 +7,7 @@ import errno
 from collections.abc import Callable
 from typing import Any
 
+from ..._arguments import counted
 from ..._binding import address_of, ffi, lib, native, start_of
 from ...enums import (
     MTU,
@@ -16,24 +17,32 @@ from ...enums import (
     DeviceCap,
     GIDType,
     LinkLayer,
+    MigState,
     MWType,
     NodeType,
     PortCap,
     PortState,
+    QPAttrMask,
     ReregFlags,
+    SRQAttrMask,
     TransportType,
     WCExFlags,
+    WCFlags,
 )
 from ...errors import UnsupportedError, VerbsError, is_from_system
-from ...standard.opcodes import MAX_MSG_SIZE
+from ...standard.opcodes import CONSUMES_RECEIVE, MAX_MSG_SIZE
+from ...standard.qp_states import FIELDS
+from ...standard.wire import GRH_BYTES, IPV4, IPV4_MAPPED, IPV6
 from ..base import DeviceInfo, GIDEntry
 from ..fault_plan import FaultPlan
 from . import completion
 from .completion import Channel, CompletionQueue
+from .create_queues import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, make_srq
 from .device import Device, OpenDevice
+from .device_queues import AddressHandle, SharedReceiveQueue
 from .mapped_memory import check_mapped, map_dmabuf, may_shrink
 from .memory import ProtectionDomain, Region
-from .queue_verbs import MAX_QP_WR, MAX_SGE, MAX_SRQ_WR, QueueVerbs
+from .qp import ACCESS_FLAGS, QueuePair
 from .state import bound, context_of, contexts, device_of, drop, keep, table, verb
 
 VENDOR_ID = 0x50F700
@@ -48,6 +57,7 @@ _ADVICE = frozenset(AdviseMRAdvice)
 _PREFETCH_WRITE = AdviseMRAdvice.PREFETCH_WRITE
 MAX_RD_ATOMIC = 16
 PKEY = 0xFFFF
+_ANY_HOP_LIMIT = 0xFF
 
 _LIMITS = {
     "max_mr_size": 1 << 62,
@@ -102,14 +112,23 @@ def _failed(verb_name: str, error: OSError) -> OSError:
     return VerbsError(verb_name, error.errno or errno.EIO)
 
 
-class SoftwareProvider(QueueVerbs):
+class SoftwareProvider:
     """The control verbs that the software devices share."""
 
     kind: str
     spin_ns = 0
     default_timeout = 14
-    caps: DeviceCap
-    caps_ex = DeviceCap(0)
+    caps = (
+        DeviceCap.RC_RNR_NAK_GEN
+        | DeviceCap.MEM_WINDOW
+        | DeviceCap.MEM_WINDOW_TYPE_2B
+        | DeviceCap.MEM_MGT_EXTENSIONS
+        | DeviceCap.PORT_ACTIVE_EVENT
+        | DeviceCap.SYS_IMAGE_GUID
+        | DeviceCap.SRQ_RESIZE
+        | DeviceCap.CURR_QP_STATE_MOD
+    )
+    caps_ex = DeviceCap.FLUSH_GLOBAL | DeviceCap.FLUSH_PERSISTENT | DeviceCap.ATOMIC_WRITE
     """The capabilities that do not fit into device_cap_flags."""
     vendor_part_id: int
 
@@ -367,6 +386,169 @@ class SoftwareProvider(QueueVerbs):
             native.undo(events.pop, address, None)
             events[address] = None
         return True
+
+    # ---- shared receive queues ----------------------------------------------
+
+    @verb
+    def create_srq(pd: Any, init: Any) -> Any:
+        return make_srq(pd.context, pd, init.attr)
+
+    @verb
+    def get_srq_num(srq: Any) -> int:
+        number: int = bound(srq, "ibv_get_srq_num").number
+        return number
+
+    @verb
+    def modify_srq(srq: Any, attr: Any, mask: int) -> None:
+        made: SharedReceiveQueue = bound(srq, "ibv_modify_srq")
+        depth = attr.max_wr if mask & SRQAttrMask.MAX_WR else made.queue.depth
+        if not 1 <= depth <= MAX_SRQ_WR or not made.queue.resize(depth):
+            raise VerbsError("ibv_modify_srq", errno.EINVAL)
+        limit = attr.srq_limit if mask & SRQAttrMask.LIMIT else made.limit
+        if limit > depth:
+            reason = f"srq_limit={limit} is more than max_wr={depth}"
+            raise VerbsError("ibv_modify_srq", errno.EINVAL, reason)
+        made.limit = limit
+
+    @verb
+    def query_srq(srq: Any, attr: Any) -> None:
+        made: SharedReceiveQueue = bound(srq, "ibv_query_srq")
+        attr.max_wr, attr.max_sge = made.queue.depth, made.queue.max_sge
+        attr.srq_limit = made.limit
+
+    @verb
+    def destroy_srq(srq: Any) -> None:
+        made: SharedReceiveQueue = bound(srq, "ibv_destroy_srq")
+        if made.users:
+            raise VerbsError(
+                "ibv_destroy_srq", errno.EBUSY, f"in use by {counted(made.users, 'queue pair')}"
+            )
+        queues = [made.queue]
+        if made.tags is not None:
+            queues += [made.tags.slots, made.tags.ops]
+        for queue in queues:
+            if made.cq is not None:
+                made.cq.forget(queue)
+            queue.clear()
+            queue.refuses = errno.EINVAL
+        if made.cq is not None:
+            made.cq.users -= 1
+        if made.xrcd is not None:
+            made.xrcd.users -= 1
+        del made.device.srqs[made.number]
+        made.context.events.forget(made.handle)
+        drop(srq, "ibv_destroy_srq")
+
+    # ---- queue pairs --------------------------------------------------------
+
+    @verb
+    def modify_qp(qp: Any, attr: Any, mask: int) -> None:
+        made: QueuePair = bound(qp, "ibv_modify_qp")
+        migrates = mask & QPAttrMask.PATH_MIG_STATE and attr.path_mig_state != MigState.MIGRATED
+        if mask & QPAttrMask.ALT_PATH or migrates:
+            reason = f"{made.device.name} has no alternate paths"
+            raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
+        attrs = {
+            name: getattr(attr, name)
+            for name, bit in FIELDS.items()
+            if bit & mask and name != "ah_attr"
+        }
+        if mask & QPAttrMask.AV:
+            if not attr.ah_attr.is_global:
+                raise VerbsError("ibv_modify_qp", errno.EINVAL, "ah_attr has no dgid")
+            attrs["ah_attr"] = bytes(ffi.buffer(ffi.addressof(attr, "ah_attr")))
+            attrs["dgid"] = bytes(attr.ah_attr.grh.dgid.raw)
+        if unknown := attrs.get("qp_access_flags", 0) & ~ACCESS_FLAGS:
+            reason = f"qp_access_flags has bits that are not access flags: 0x{unknown:x}"
+            raise VerbsError("ibv_modify_qp", errno.EINVAL, reason)
+        if not made.modify(QPAttrMask(mask), attrs):
+            raise VerbsError("ibv_modify_qp", errno.EINVAL)
+        native.on_commit(setattr, qp, "state", made.state)
+        made.device.start(made)
+
+    @verb
+    def query_qp(qp: Any, attr: Any, mask: int, init: Any) -> None:
+        made: QueuePair = bound(qp, "ibv_query_qp")
+        for name in FIELDS:
+            if name in made.attr and name != "ah_attr":
+                setattr(attr, name, made.attr[name])
+        attr.qp_state = attr.cur_qp_state = made.state
+        if address := made.attr.get("ah_attr"):
+            ffi.memmove(ffi.addressof(attr, "ah_attr"), address, len(address))
+        for cap in (attr.cap, init.cap):
+            cap.max_send_wr, cap.max_send_sge = made.sq.depth, made.sq.max_sge
+            cap.max_recv_wr, cap.max_recv_sge = made.rq.depth, made.rq.max_sge
+            cap.max_inline_data = made.sq.max_inline
+        init.qp_type, init.sq_sig_all = made.type, made.sq_sig_all
+        init.send_cq, init.recv_cq, init.srq = qp.send_cq, qp.recv_cq, qp.srq
+
+    @verb
+    def query_qp_data_in_order(qp: Any, op: int, flags: int) -> int:
+        bound(qp, "ibv_query_qp_data_in_order")
+        # The device copies with memmove, which promises no order.
+        return 0
+
+    @verb
+    def sends_for_receive(qp: Any) -> int:
+        made: QueuePair = bound(qp, "ibv_query_qp")
+        return sum([wqe.opcode in CONSUMES_RECEIVE for wqe in made.sq.posted()])
+
+    @verb
+    def destroy_qp(qp: Any) -> None:
+        made: QueuePair = drop(qp, "ibv_destroy_qp")
+        made.drop_queues()
+        made.context.events.forget(made.handle)
+        made.sq.refuses = made.rq.refuses = errno.EINVAL
+        for user in (made.send_cq, made.recv_cq, made.srq, made.xrcd):
+            if user is not None:
+                user.users -= 1
+        made.device.remove(made)
+
+    # ---- address handles ----------------------------------------------------
+
+    @verb
+    def create_ah(pd: Any, attr: Any) -> Any:
+        bound(pd, "ibv_create_ah")
+        grh, gids = attr.grh, device_of(pd, "ibv_create_ah").gids
+        if not attr.is_global or attr.port_num != 1 or grh.sgid_index >= len(gids):
+            raise VerbsError("ibv_create_ah", errno.EINVAL)
+        ah = ffi.new("struct ibv_ah *")
+        ah.context, ah.pd = pd.context, pd
+        address = AddressHandle(
+            gids[grh.sgid_index],
+            bytes(grh.dgid.raw),
+            attr.sl,
+            grh.flow_label & 0xFFFFF,
+            grh.hop_limit,
+            grh.traffic_class,
+        )
+        return keep(ah, address, "ibv_create_ah")
+
+    @verb
+    def destroy_ah(ah: Any) -> None:
+        drop(ah, "ibv_destroy_ah")
+
+    @verb
+    def init_ah_from_wc(context: Any, port_num: int, wc: Any, grh: Any, attr: Any) -> None:
+        attr.port_num, attr.dlid, attr.sl = port_num, wc.slid, wc.sl
+        attr.src_path_bits = wc.dlid_path_bits
+        if not wc.wc_flags & WCFlags.GRH:
+            return
+        raw = bytes(ffi.buffer(grh))
+        if raw[0] >> 4 == 6:
+            first, _, _, _, source, target = IPV6.unpack(raw)
+            attr.grh.traffic_class, attr.grh.flow_label = first >> 20 & 0xFF, first & 0xFFFFF
+        else:
+            _, tos, *_, src, dst = IPV4.unpack_from(raw, GRH_BYTES - IPV4.size)
+            source, target = IPV4_MAPPED + src, IPV4_MAPPED + dst
+            attr.grh.traffic_class = tos
+        gids = context_of(context, "ibv_init_ah_from_wc").device.gids
+        if target not in gids:
+            raise VerbsError("ibv_init_ah_from_wc", errno.ENODATA)
+        attr.is_global = 1
+        attr.grh.dgid.raw = source
+        attr.grh.sgid_index = gids.index(target)
+        attr.grh.hop_limit = _ANY_HOP_LIMIT
 
 
 _Unsure = Callable[[str, int, int, int], int | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...enums import Opcode, WCStatus
 from ...standard.opcodes import MAX_MSG_SIZE
 from .device_queues import WQE
-from .memory import ErrorStatus
+from .memory import ErrorStatus, total_length
 from .qp import QueuePair
 
 READ = int(Opcode.RDMA_READ)
@@ -21,7 +21,10 @@ def room(wqe: WQE) -> int:
     if wqe.inline is not None:
         # An inline copy cannot be written to.
         raise ErrorStatus(WCStatus.LOC_QP_OP_ERR)
-    return message_size(wqe)
+    size = total_length(wqe.sges)
+    if size > MAX_MSG_SIZE:
+        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
+    return size
 
 
 def planned_size(wqe: WQE) -> int:
@@ -33,12 +36,7 @@ def planned_size(wqe: WQE) -> int:
 
 def message_size(wqe: WQE) -> int:
     """Return the size of a request's message, inline or in its SGEs."""
-    if wqe.inline is not None:
-        return len(wqe.inline)
-    size: int = sum([length or 1 << 31 for _, length, _ in wqe.sges])
-    if size > MAX_MSG_SIZE:
-        raise ErrorStatus(WCStatus.LOC_LEN_ERR)
-    return size
+    return room(wqe) if wqe.inline is None else len(wqe.inline)
 
 
 def needs_rd_atomic(qp: QueuePair) -> None:

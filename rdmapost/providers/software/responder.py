@@ -27,7 +27,7 @@ from ...enums import (
 from ...standard.wire import GRH_BYTES
 from .completion import NO_TAG
 from .device_queues import SharedReceiveQueue, WorkQueue
-from .memory import ErrorStatus, RemoteAccessError, contents, copy, replace
+from .memory import ErrorStatus, RemoteAccessError, contents, copy, replace, total_length
 from .transport_messages import ACK, Ack, AckType, Request, Segments
 
 if TYPE_CHECKING:
@@ -156,9 +156,9 @@ def fill(
             if qp.type is _RAW_PACKET:
                 flags = qp.checksum_flags(request)
     except ErrorStatus as error:
-        room = sum([length or 1 << 31 for _, length, _ in wqe.sges])
         # Whether the message fits is determined before any of it is written.
-        status = error.status if byte_len <= room else WCStatus.LOC_LEN_ERR
+        fits = byte_len <= total_length(wqe.sges)
+        status = error.status if fits else WCStatus.LOC_LEN_ERR
     return complete_receive(qp, request, taken, status, byte_len, opcode, flags, tag_info)
 
 

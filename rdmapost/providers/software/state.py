@@ -30,9 +30,11 @@ _R = TypeVar("_R")
 
 
 def verb(function: Callable[_P, _R]) -> staticmethod[_P, _R]:
-    """Turn a function into a control verb.
+    """Make a control verb of a function in a provider's class.
 
-    C calls the function, so no signal handler runs between the function's return and the verb's.
+    It is a static method, so the function has no ``self``: the structs that it is passed lead to
+    the device. C calls the function, so no signal handler runs between the function's return and
+    the verb's.
     """
     return staticmethod(functools.partial(native.verb, function))
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rdmapost._binding import native
 from rdmapost.enums import MTU, Access, EventType, QPAttrMask, QPState, QPType, WCOpcode, WCStatus
-from rdmapost.providers.roce import engine, packets
+from rdmapost.providers.roce import packets, protocol_engine
 from rdmapost.providers.roce.qp import RoceQueuePair
 from rdmapost.providers.software.completion import CompletionQueue
 from rdmapost.providers.software.device import Device as SoftwareDevice
@@ -227,7 +227,7 @@ class Device(native.Record):
             at += segment * count
             qp = None if packet is None else self.qps.get(packet.qpn)
             if packet is not None and qp is not None:
-                self.network.step(engine.receive, qp, packet)
+                self.network.step(protocol_engine.receive, qp, packet)
                 self.network.run_ready()
 
 
@@ -391,7 +391,7 @@ class Network:
         """Go on with the queue pairs that asked for it."""
         while self.ready:
             qp = self.ready.popleft()
-            while self.step(engine.execute_next, qp):
+            while self.step(protocol_engine.execute_next, qp):
                 pass
 
     def post(self, qp: RoceQueuePair, *wqes: WQE) -> None:
@@ -403,7 +403,7 @@ class Network:
         receives = queue.queue if isinstance(queue, SharedReceiveQueue) else queue.rq
         receives.pending.extend(wqes)  # type: ignore[arg-type]
         if isinstance(queue, RoceQueuePair) and queue.state is QPState.ERR:
-            self.step(engine.execute_next, queue)
+            self.step(protocol_engine.execute_next, queue)
 
     def call_at(self, when: float, function: Any) -> None:
         """Call a function at a time."""
@@ -422,7 +422,7 @@ class Network:
                 for qp, due in list(device.timers.items()):
                     if due <= self.now:
                         del device.timers[qp]
-                        self.step(engine.on_timer, qp)
+                        self.step(protocol_engine.on_timer, qp)
                         self.run_ready()
             else:
                 self._deliver(when, device, *what)

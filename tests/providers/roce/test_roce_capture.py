@@ -24,14 +24,14 @@ import rdmapost as rp
 from rdmapost import QPType
 from rdmapost._binding import native
 from rdmapost.providers.roce import capture as capture_module
-from rdmapost.providers.roce import recording as recording_module
+from rdmapost.providers.roce import capture_thread
 
 DEVICE = "roce:lo"
 
 
 def none_is_left() -> bool:
     """Whether no capture's thread runs."""
-    recordings = [each() for each in recording_module._known.copy()]
+    recordings = [each() for each in capture_thread._known.copy()]
     # An earlier test's error may still refer to one that was refused before it had a thread.
     threads = [each._thread for each in recordings if each is not None and each._thread is not None]
     return all(thread() is None for thread in threads)
@@ -602,10 +602,10 @@ def test_thread_that_ends_without_a_word_has_failed(on_lo, tmp_path, monkeypatch
     """As one does that lacks memory to say more: nobody waits for it."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     capture = on_lo.capture(tmp_path / "packets")
-    monkeypatch.setattr(recording_module.Recording, "_end", None)
+    monkeypatch.setattr(capture_thread.Recording, "_end", None)
     with pytest.raises(rp.RdmaError, match="Cannot allocate memory"):
         capture.close()
-    monkeypatch.setattr(recording_module.Recording, "_run", lambda recording: None)
+    monkeypatch.setattr(capture_thread.Recording, "_run", lambda recording: None)
     with pytest.raises(OSError, match="Cannot allocate memory"):
         on_lo.capture(tmp_path / "packets")
 
@@ -685,13 +685,14 @@ def wait():
 signal.signal(signal.SIGUSR1, fork)
 if way == "begin":
     # The handler runs while capture() waits for a file that is slow to open.
-    from rdmapost.providers.roce import recording
-    is_opening, may_open, open_file = threading.Event(), threading.Event(), recording._open_whole
+    from rdmapost.providers.roce import capture_thread
+    is_opening, may_open = threading.Event(), threading.Event()
+    open_file = capture_thread._open_whole
     def open_slowly(*args):
         is_opening.set()
         may_open.wait()
         return open_file(*args)
-    recording._open_whole = open_slowly
+    capture_thread._open_whole = open_slowly
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     def interrupt():
         is_opening.wait()

@@ -27,7 +27,7 @@ import rdmapost as rp
 from rdmapost import QPType, WCStatus
 from rdmapost._binding import native
 from rdmapost.diagnose import diagnose_machine
-from rdmapost.providers.roce import device_thread, engine
+from rdmapost.providers.roce import device_thread, protocol_engine
 from rdmapost.providers.roce.addresses import flow
 from rdmapost.providers.roce.packets import (
     ACK,
@@ -550,7 +550,7 @@ def test_packet_behind_one_that_there_was_no_memory_for_arrives_without_another_
     b.connect(a.endpoint())
     a.connect(b.endpoint())
     b.post_recv([rp.RecvWR(mr[:8])] * 2)
-    receive, failures = engine.receive, iter([MemoryError, MemoryError])
+    receive, failures = protocol_engine.receive, iter([MemoryError, MemoryError])
 
     def lacks(*arguments: object) -> bool:
         # For the verb, and for its second try.
@@ -558,7 +558,7 @@ def test_packet_behind_one_that_there_was_no_memory_for_arrives_without_another_
             raise failure
         return receive(*arguments)
 
-    monkeypatch.setattr(engine, "receive", lacks)
+    monkeypatch.setattr(protocol_engine, "receive", lacks)
     arrivals.req_notify()
     context.faults.packets(duplicate=1.0, received=True, sent=False)
     stack.callback(context.faults.packets)

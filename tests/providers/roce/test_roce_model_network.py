@@ -44,7 +44,7 @@ from rdmapost.enums import (
     WCStatus,
 )
 from rdmapost.providers.roce.qp import RoceQueuePair
-from rdmapost.providers.software.queue_verbs import AddressHandle
+from rdmapost.providers.software.device_queues import AddressHandle
 
 COUNT = int(os.environ.get("RDMAPOST_PROGRAMS", "2000"))
 FIRST = int(os.environ.get("RDMAPOST_FIRST_SEED", "0"))

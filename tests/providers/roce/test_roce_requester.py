@@ -22,10 +22,10 @@ from rdmapost.enums import (
     SendFlags,
     WCStatus,
 )
-from rdmapost.providers.roce import engine, packets
+from rdmapost.providers.roce import packets, protocol_engine
 from rdmapost.providers.roce.qp import HOLD_SECONDS
 from rdmapost.providers.roce.requester import BURST_PACKETS, READ_PACKETS, WINDOW
-from rdmapost.providers.software.queue_verbs import AddressHandle
+from rdmapost.providers.software.device_queues import AddressHandle
 from rdmapost.standard.timers import ack_timeout, rnr_timer
 
 MTU_BYTES = 1024
@@ -761,18 +761,18 @@ def test_send_queue_has_drained_when_all_parts_of_a_read_have_arrived(alone):
 
 def test_request_that_the_engine_gives_up_ends_with_fatal_err(alone):
     post(alone, send(alone, 1), send(alone, 2))
-    assert not engine.give_up(alone.qp, expired=False)
+    assert not protocol_engine.give_up(alone.qp, expired=False)
     assert statuses(alone) == [(1, WCStatus.FATAL_ERR), (2, FLUSHED)]
     alone.ack(SQ_PSN + 1)
     alone.network.run()
-    assert not engine.give_up(alone.qp, expired=False)
+    assert not protocol_engine.give_up(alone.qp, expired=False)
 
 
 def test_queue_pair_without_requests_whose_timer_the_engine_gives_up_is_broken(alone):
     """What waited for the timer, a request of its peer, could not be executed."""
-    assert not engine.give_up(alone.qp, expired=False)
+    assert not protocol_engine.give_up(alone.qp, expired=False)
     assert alone.qp.state is QPState.RTS
-    assert not engine.give_up(alone.qp, expired=True)
+    assert not protocol_engine.give_up(alone.qp, expired=True)
     assert alone.qp.state is QPState.ERR
     assert alone.events() == [EventType.QP_FATAL]
 

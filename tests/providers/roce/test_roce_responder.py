@@ -39,7 +39,7 @@ from rdmapost.enums import (
     WCOpcode,
     WCStatus,
 )
-from rdmapost.providers.roce import engine, packets
+from rdmapost.providers.roce import packets, protocol_engine
 from rdmapost.providers.roce.packets import PSN_MASK
 from rdmapost.providers.roce.qp import HELD, HOLD_SECONDS
 from rdmapost.providers.roce.random_keys import RandomKeys
@@ -320,7 +320,7 @@ def begin(alone: Alone, *requests: bytes) -> None:
     for request in requests:
         parsed = packets.parse(memoryview(request), 0, len(request), 1, gid(2))
         assert parsed is not None
-        alone.network.step(engine.receive, alone.qp, parsed)
+        alone.network.step(protocol_engine.receive, alone.qp, parsed)
 
 
 def test_duplicate_reads_displace_neither_each_other_nor_the_read_in_progress(alone):
@@ -429,7 +429,7 @@ def test_huge_read_of_a_foreign_peer_is_answered_in_steps_and_in_order(alone):
     for packet in (before, request, write, before):
         parsed = packets.parse(memoryview(packet), 0, len(packet), 1, gid(2))
         assert parsed is not None
-        engine.receive(alone.qp, parsed)
+        protocol_engine.receive(alone.qp, parsed)
     assert alone.qp.reading is not None
     alone.network.run()
     got = alone.peer.got

@@ -22,7 +22,7 @@ from support import ALL, LIMIT, LOSES_MEMORY, prints, resident, run_python, unti
 import rdmapost as rp
 from rdmapost import QPState, QPType, WCStatus
 from rdmapost._binding import native
-from rdmapost.providers.roce import engine
+from rdmapost.providers.roce import protocol_engine
 from rdmapost.providers.roce import requester as roce_requester
 from rdmapost.providers.roce.device import RoceDevice
 from rdmapost.providers.roce.receiver import Receiver
@@ -217,7 +217,7 @@ def _attempts(device: str, monkeypatch, failures: list[type[Exception]]) -> list
     """Have the first attempts of the device's work raise; return a list of all attempts."""
     from rdmapost.providers.soft0 import requester
 
-    module = requester if device == "soft0" else engine
+    module = requester if device == "soft0" else protocol_engine
     execute_next, attempts = module.execute_next, []
 
     def fails(qp):
@@ -506,7 +506,7 @@ def test_work_that_is_due_is_retried_at_intervals_until_it_succeeds(
 
 
 def test_idle_queue_pair_survives_a_lack_of_memory_when_its_timer_expires(caplog, monkeypatch):
-    on_timer = engine.on_timer
+    on_timer = protocol_engine.on_timer
     calls = []
 
     def lacks_memory(qp):
@@ -519,7 +519,7 @@ def test_idle_queue_pair_survives_a_lack_of_memory_when_its_timer_expires(caplog
         near.connect(far.endpoint(), timeout=8)
         far.connect(near.endpoint())
         far.post_recv(rp.RecvWR(mr[:8]))
-        monkeypatch.setattr(engine, "on_timer", lacks_memory)
+        monkeypatch.setattr(protocol_engine, "on_timer", lacks_memory)
         near.post_send(rp.Send(mr[:8]))
         assert {wc.status for wc in cq.wait(2, LIMIT)} == {WCStatus.SUCCESS}
         until(lambda: len(calls) > 4)

@@ -20,6 +20,7 @@ from rdmapost.providers.software.memory import (
     RemoteAccessError,
     copy,
     gather,
+    total_length,
 )
 
 BINDABLE = int(ALL | Access.MW_BIND)
@@ -180,6 +181,7 @@ def test_sge_of_length_0_means_2_to_the_31_bytes(place):
         (found,) = place.memory.local(place.pd, [(BASE, 0, region.lkey)], False)
         assert len(found) == 1 << 31
         found.release()
+    assert total_length([(BASE, 8, 0), (BASE, 0, 0)]) == 8 + (1 << 31)
 
 
 def test_sges_beyond_the_needed_size_are_not_checked(place):

@@ -1,4 +1,4 @@
-"""The contents of captures: packets as they are on the wire, each with its work request."""
+"""The packets in a capture, as they are on the wire; comments name their work requests."""
 
 from __future__ import annotations
 

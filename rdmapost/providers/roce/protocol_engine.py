@@ -1,4 +1,4 @@
-"""The engine: the functions that the device calls.
+"""The protocol engine: what a queue pair does with a packet, posted work or an expired timer.
 
 It has no sockets and no clock. Packets, posts and times go in; completions come out, and so do
 packets, through the device's ``send``. Each call is one step and one transaction, so that a request

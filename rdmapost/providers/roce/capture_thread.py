@@ -1,4 +1,4 @@
-"""The life of a capture: a thread that opens the file, writes the queued blocks, and ends.
+"""The thread of a capture, which opens the file, writes the queued blocks, and ends.
 
 While the thread lives, it alone changes the recording's state, and it needs no lock that another
 thread may hold, neither the device's nor the user's. So waiting for the thread can never deadlock.

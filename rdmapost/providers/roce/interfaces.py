@@ -1,4 +1,4 @@
-"""Which roce devices could be opened here, and what prevents opening the others."""
+"""The network devices on which roce devices can be opened, and what prevents it on the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCAL_ADDRESS, _INODE = 1, 9
 """Columns of these tables (proc_net_udp(5))."""
 
 
-def survey() -> list[RoceInterface]:
+def list_interfaces() -> list[RoceInterface]:
     """List the network devices that have an address."""
     found = []
     for _, netdev in socket.if_nameindex():
