@@ -182,7 +182,7 @@ static struct errand *take_errand(PyObject *capsule)
 	return at ? __atomic_exchange_n(at, NULL, __ATOMIC_SEQ_CST) : NULL;
 }
 
-static void free_ticket(PyObject *capsule)
+static void free_errand_ref(PyObject *capsule)
 {
 	struct errand *errand = take_errand(capsule);
 
@@ -227,15 +227,15 @@ static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
  */
 static int start_thread(struct errand *errand)
 {
-	struct errand **ticket = PyMem_Malloc(sizeof(*ticket));
+	struct errand **errand_ref = PyMem_Malloc(sizeof(*errand_ref));
 	PyObject *capsule, *arguments, *call, *thread;
 
-	if (!ticket)
+	if (!errand_ref)
 		return -1;
-	*ticket = errand;
-	capsule = PyCapsule_New(ticket, NULL, free_ticket);
+	*errand_ref = errand;
+	capsule = PyCapsule_New(errand_ref, NULL, free_errand_ref);
 	if (!capsule) {
-		PyMem_Free(ticket);
+		PyMem_Free(errand_ref);
 		PyErr_Clear();
 		return -1;
 	}
