@@ -489,7 +489,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         [
             f"rdmapost/_c/handles/{name}.c"
             for name in (
-                "handle",
+                "handle_type",
                 "users",
                 "create",
                 "close",

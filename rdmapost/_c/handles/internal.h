@@ -1,5 +1,5 @@
 /*
- * What the files in handles/ share. handle.c has the type; users.c counts the users, lists the open
+ * What the files in handles/ share. handle_type.c has the type; users.c counts the users, lists the open
  * handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a
  * handle's life; deferred.c has deferred closes and finalization; windows.c has the regions that
  * windows are bound to; finalizer.c runs the finalizers written in Python.
@@ -112,7 +112,7 @@ void rp_end_uses(struct rp_use *uses, int used);
 /* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
 void rp_raise_failed(PyObject *function, long code);
 
-/* ---- handle.c ------------------------------------------------------------- */
+/* ---- handle_type.c ------------------------------------------------------- */
 
 /* Return a new reference to a handle member's current value, or NULL (no exception). */
 PyObject *rp_get_now(PyObject *self, PyObject *const *member);
