@@ -490,7 +490,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
             f"rdmapost/_c/handles/{name}.c"
             for name in (
                 "handle_type",
-                "users",
+                "handle",
                 "create",
                 "close",
                 "deferred",

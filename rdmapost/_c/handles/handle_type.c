@@ -5,12 +5,6 @@
 
 #include "attribute_offsets.h"
 
-PyObject *rp_handle_type;
-int rp_exiting;
-PyObject *(*rp_progress)(void);
-int rp_deaf;
-struct rp_python rp_python;
-
 /* ---- using ---------------------------------------------------------------- */
 
 /* _verb(function, *args): call function with this handle's struct and args. */
@@ -103,16 +97,6 @@ static PyObject *get_making(PyObject *self, void *unused)
 	(void)unused;
 	return PyBool_FromLong(maker_of(self) == this_thread() ||
 			       state_of((struct rp_handle *)self) == NEW);
-}
-
-PyObject *rp_get_now(PyObject *self, PyObject *const *member)
-{
-	PyObject *value;
-
-	RP_BEGIN(self);
-	value = Py_XNewRef(*member);
-	RP_END();
-	return value;
 }
 
 static PyObject *get_parents(PyObject *self, void *unused)

@@ -12,8 +12,8 @@
 #define RDMAPOST_SOFTWARE_INTERNAL_H
 
 #include "handles/data_lock.h"
+#include "handles/deferred.h"
 #include "handles/exceptions.h"
-#include "handles/handle.h"
 #include "handles/queue_lock.h"
 #include "parts.h"
 

@@ -1,6 +1,12 @@
 /* A handle's users: verbs, children and work requests in flight; and the list of open handles. */
 #include "handles/internal.h"
 
+PyObject *rp_handle_type;
+int rp_exiting;
+PyObject *(*rp_progress)(void);
+int rp_deaf;
+struct rp_python rp_python;
+
 int rp_list_as(struct rp_handle *h, PyObject *value)
 {
 	PyObject *key = PyLong_FromVoidPtr(h);
@@ -58,21 +64,6 @@ int rp_is_busy(struct rp_handle *h)
 	       __atomic_load_n(&h->windows, __ATOMIC_SEQ_CST);
 }
 
-/* A user has left: the last user of an unreachable handle closes it. */
-void rp_user_left(struct rp_handle *h)
-{
-	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !RP_LOAD(&h->held_since))
-		rp_close_abandoned(h);
-}
-
-void rp_leave(struct rp_handle *h, uint64_t user)
-{
-	if (h->process != rp_process)
-		return;
-	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
-	rp_user_left(h);
-}
-
 int rp_is_open(const struct rp_handle *h)
 {
 	return h->process == rp_process && !(load(&h->word) & RP_SHUT);
@@ -96,16 +87,14 @@ int rp_begin_use(struct rp_handle *h, struct rp_use *use)
 	return rp_begin_use_by(rp_thread(), h, use);
 }
 
-void rp_end_use(struct rp_use *use)
+PyObject *rp_get_now(PyObject *self, PyObject *const *member)
 {
-	rp_end_use_by(rp_thread(), use);
-}
+	PyObject *value;
 
-void rp_unpin(struct rp_handle *h)
-{
-	RP_ADD(&h->posted, -1);
-	if (h->process == rp_process)
-		rp_user_left(h);
+	RP_BEGIN(self);
+	value = Py_XNewRef(*member);
+	RP_END();
+	return value;
 }
 
 void rp_give_up(struct rp_handle *h)
@@ -113,38 +102,29 @@ void rp_give_up(struct rp_handle *h)
 	__atomic_or_fetch(&h->word, RP_SHUT, __ATOMIC_SEQ_CST);
 }
 
-/* ---- parents -------------------------------------------------------------- */
+/* ---- binders -------------------------------------------------------------- */
 
-void rp_leave_parents(PyObject *parents, Py_ssize_t count)
+struct rp_binder *rp_new_binder(void)
 {
-	for (Py_ssize_t i = 0; i < count; i++)
-		rp_leave((struct rp_handle *)PyTuple_GetItem(parents, i), CHILD);
+	struct rp_binder *binder = PyMem_Malloc(sizeof(*binder));
+
+	if (binder)
+		*binder = (struct rp_binder){ .users = 1 };
+	return binder;
 }
 
-void rp_raise_ending(struct rp_handle *parent)
+void rp_drop_binder(struct rp_binder *binder)
 {
-	PyErr_Format(rp_errors.closed, "%S is being closed", parent);
+	if (binder && !__atomic_sub_fetch(&binder->users, 1, __ATOMIC_SEQ_CST))
+		PyMem_Free(binder);
 }
 
-int rp_join_parents(PyObject *parents)
+void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
 {
-	Py_ssize_t count = PyTuple_Size(parents);
-
-	for (Py_ssize_t i = 0; i < count; i++) {
-		PyObject *parent = PyTuple_GetItem(parents, i);
-
-		if (!rp_is_handle(parent))
-			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
-		else if (RP_LOAD(&((struct rp_handle *)parent)->emptied))
-			rp_raise_ending((struct rp_handle *)parent);
-		else if (!rp_enter((struct rp_handle *)parent, CHILD))
-			rp_raise_closed((struct rp_handle *)parent);
-		else
-			continue;
-		rp_leave_parents(parents, i);
-		return -1;
-	}
-	return 0;
+	if (h->binder)
+		return;
+	RP_ADD(&binder->users, 1);
+	RP_STORE(&h->binder, binder);
 }
 
 /* ---- calls ---------------------------------------------------------------- */
@@ -210,10 +190,4 @@ PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *arg
 	result = tuple ? PyObject_Call(function, tuple, NULL) : NULL;
 	Py_XDECREF(tuple);
 	return result;
-}
-
-void rp_end_uses(struct rp_use *uses, int used)
-{
-	while (used)
-		rp_end_use(&uses[--used]);
 }
