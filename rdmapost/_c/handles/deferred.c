@@ -292,7 +292,6 @@ void rp_finalize_handle(PyObject *self)
 
 /* ---- the end of a use ----------------------------------------------------- */
 
-/* A user has left: the last user of an unreachable handle closes it. */
 void rp_user_left(struct rp_handle *h)
 {
 	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !RP_LOAD(&h->held_since))
