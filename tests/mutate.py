@@ -228,6 +228,61 @@ LIFE_OF_A_HANDLE = (
 )
 """Tests of creating, using, registering again and closing."""
 
+DATA_VERBS = (
+    "providers/software/test_soft_unchecked_posts.py",
+    "providers/software/test_soft_qp.py",
+    "providers/software/test_soft_wc_fields.py",
+    "providers/software/test_soft_async_events.py",
+    "providers/soft0/test_soft_responder.py",
+    "providers/soft0/test_soft_requester.py",
+    *POSTS,
+    "providers/soft0/test_soft_limits.py",
+    "providers/software/test_soft_cq_overrun.py",
+    *QPS,
+    "resources/test_srq.py",
+    "resources/test_xrc.py",
+    "resources/test_ud_grh_and_qkey.py",
+    "resources/test_mw_type_1_bind_mw.py",
+    "resources/test_mr_zero_based.py",
+    "resources/test_cq_poll_and_wait.py",
+    "providers/soft0/test_soft_tag_rendezvous.py",
+    "providers/soft0/test_soft_tag_matching.py",
+    "providers/soft0/test_soft_tag_ops.py",
+    *FRAMES,
+    *EVENTS,
+    "resources/test_cq_interrupts.py::test_interrupts_at_any_moment_lose_no_completion",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_cq_armed_before_a_completion_is_visible_announces_it",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py::"
+    "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
+    "resources/test_resident_memory.py",
+)
+"""Tests of posts and polls on software devices."""
+
+TRANSACTIONS = (
+    "providers/software/test_soft_handler_exceptions.py",
+    "providers/software/test_soft_interrupts_at_every_bytecode.py",
+    "resources/test_cq_interrupts.py",
+    "resources/test_cq_create_and_close.py",
+    "resources/test_comp_channel.py",
+    "providers/software/test_soft_load_and_out_of_memory.py::"
+    "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
+    "providers/software/test_soft_load_and_out_of_memory.py::"
+    "test_send_without_memory_even_to_fail_is_carried_out_later",
+    "providers/software/test_soft_load_and_out_of_memory.py::"
+    "test_queue_pair_out_of_memory_does_not_block_another",
+    "providers/software/test_soft_load_and_out_of_memory.py::test_retry_without_memory_is_made_later",
+    "providers/software/test_soft_load_and_out_of_memory.py::"
+    "test_exception_in_the_device_is_logged_and_fails_the_work_request",
+)
+"""Tests of the software devices' transactions."""
+
 TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
     "rdmapost.posting.rules": (
@@ -376,41 +431,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
     "rdmapost/_c/software/fast_path.c": ("providers/soft0/test_soft_fast_path.py",),
-    "rdmapost/_c/software/data_verbs.c": (
-        "providers/software/test_soft_unchecked_posts.py",
-        "providers/software/test_soft_qp.py",
-        "providers/software/test_soft_wc_fields.py",
-        "providers/software/test_soft_async_events.py",
-        "providers/soft0/test_soft_responder.py",
-        "providers/soft0/test_soft_requester.py",
-        *POSTS,
-        "providers/soft0/test_soft_limits.py",
-        "providers/software/test_soft_cq_overrun.py",
-        *QPS,
-        "resources/test_srq.py",
-        "resources/test_xrc.py",
-        "resources/test_ud_grh_and_qkey.py",
-        "resources/test_mw_type_1_bind_mw.py",
-        "resources/test_mr_zero_based.py",
-        "resources/test_cq_poll_and_wait.py",
-        "providers/soft0/test_soft_tag_rendezvous.py",
-        "providers/soft0/test_soft_tag_matching.py",
-        "providers/soft0/test_soft_tag_ops.py",
-        *FRAMES,
-        *EVENTS,
-        "resources/test_cq_interrupts.py::test_interrupts_at_any_moment_lose_no_completion",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_handler_may_post_poll_and_close_in_the_middle_of_a_verb",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_cq_armed_before_a_completion_is_visible_announces_it",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_handler_of_another_signal_runs_to_its_end_while_an_exception_is_pending",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py::"
-        "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
-        "resources/test_resident_memory.py",
-    ),
+    "rdmapost/_c/software/queue_types.c": DATA_VERBS,
+    "rdmapost/_c/software/data_verbs.c": DATA_VERBS,
     "rdmapost/_c/software/faults.c": (
         "providers/software/test_soft_faults.py",
         "providers/soft0/test_soft_limits.py",
@@ -421,22 +443,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_prepared.py",
         "providers/software/test_soft_load_and_out_of_memory.py",
     ),
-    "rdmapost/_c/software/transaction.c": (
-        "providers/software/test_soft_handler_exceptions.py",
-        "providers/software/test_soft_interrupts_at_every_bytecode.py",
-        "resources/test_cq_interrupts.py",
-        "resources/test_cq_create_and_close.py",
-        "resources/test_comp_channel.py",
-        "providers/software/test_soft_load_and_out_of_memory.py::"
-        "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
-        "providers/software/test_soft_load_and_out_of_memory.py::"
-        "test_send_without_memory_even_to_fail_is_carried_out_later",
-        "providers/software/test_soft_load_and_out_of_memory.py::"
-        "test_queue_pair_out_of_memory_does_not_block_another",
-        "providers/software/test_soft_load_and_out_of_memory.py::test_retry_without_memory_is_made_later",
-        "providers/software/test_soft_load_and_out_of_memory.py::"
-        "test_exception_in_the_device_is_logged_and_fails_the_work_request",
-    ),
+    "rdmapost/_c/software/device.c": TRANSACTIONS,
+    "rdmapost/_c/software/transaction.c": TRANSACTIONS,
     "rdmapost/_c/software/journal.c": (
         "providers/software/test_soft_qp.py",
         "providers/software/test_soft_wc_fields.py",
@@ -481,8 +489,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         [
             f"rdmapost/_c/handles/{name}.c"
             for name in (
+                "handle_type",
                 "handle",
-                "users",
                 "create",
                 "close",
                 "deferred",

@@ -78,10 +78,10 @@ PyMODINIT_FUNC PyInit__verbs(void)
 	     rp_add_wr_types(module) || rp_add_read_wr() || rp_add_queue(module) ||
 	     rp_add_prepared(module) || rp_add_columns() ||
 	     PyModule_AddFunctions(module, functions) ||
-	     rp_add_soft_journal(module) || rp_add_soft_data_verbs(module) ||
-	     rp_add_soft_fast_path(module) || rp_add_soft_faults(module) ||
-	     rp_add_soft_transaction(module) || rp_add_soft_mapped_memory(module) ||
-	     rp_add_roce_packets(module))) {
+	     rp_add_soft_device(module) || rp_add_soft_journal(module) ||
+	     rp_add_soft_queue_types(module) || rp_add_soft_fast_path(module) ||
+	     rp_add_soft_faults(module) || rp_add_soft_transaction(module) ||
+	     rp_add_soft_mapped_memory(module) || rp_add_roce_packets(module))) {
 		Py_DECREF(module);
 		return NULL;
 	}

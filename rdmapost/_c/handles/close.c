@@ -237,6 +237,21 @@ int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised)
 	return done != NULL;
 }
 
+void rp_unbind(struct rp_bound *bound)
+{
+	while (bound) {
+		struct rp_bound *next = bound->next;
+
+		RP_ADD(&bound->mr->windows, -1);
+		RP_ADD(&bound->bind.binder->windows, -1);
+		rp_user_left(bound->mr);
+		Py_DECREF((PyObject *)bound->mr);
+		rp_drop_binder(bound->bind.binder);
+		PyMem_Free(bound);
+		bound = next;
+	}
+}
+
 void rp_drop_held(struct rp_handle *h, char state)
 {
 	PyObject *held[] = { h->cdata, h->destroy, h->parents, h->keeps, NULL, NULL };

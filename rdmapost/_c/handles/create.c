@@ -38,6 +38,33 @@ void rp_read_keys(struct rp_handle *h)
 	}
 }
 
+/* Raise ClosedError: the parent of a new handle is about to be closed. */
+static void raise_ending(struct rp_handle *parent)
+{
+	PyErr_Format(rp_errors.closed, "%S is being closed", parent);
+}
+
+int rp_join_parents(PyObject *parents)
+{
+	Py_ssize_t count = PyTuple_Size(parents);
+
+	for (Py_ssize_t i = 0; i < count; i++) {
+		PyObject *parent = PyTuple_GetItem(parents, i);
+
+		if (!rp_is_handle(parent))
+			PyErr_SetString(PyExc_TypeError, "a parent is not a handle");
+		else if (RP_LOAD(&((struct rp_handle *)parent)->emptied))
+			raise_ending((struct rp_handle *)parent);
+		else if (!rp_enter((struct rp_handle *)parent, CHILD))
+			rp_raise_closed((struct rp_handle *)parent);
+		else
+			continue;
+		rp_leave_parents(parents, i);
+		return -1;
+	}
+	return 0;
+}
+
 /*
  * Take ownership of a new struct; 0, or -1 with an exception. If a later step fails for lack of
  * memory, the handle is open, but can only be closed.
@@ -145,7 +172,7 @@ static int refuse_ending_parent(struct rp_handle *h)
 
 		failed = is_ending(parent, parents);
 		if (failed)
-			rp_raise_ending(parent);
+			raise_ending(parent);
 	}
 	Py_XDECREF(parents);
 	return -failed;

@@ -1,6 +1,6 @@
 /*
- * Closes that have no caller to raise to: those of unreachable handles, those that wait for this
- * thread's verb to end, and those that the main thread retries.
+ * The end of a handle's use, and the closes that have no caller to raise to: those of unreachable
+ * handles, those that wait for this thread's verb to end, and those that the main thread retries.
  */
 #include "handles/internal.h"
 
@@ -22,7 +22,8 @@ void rp_defer_close(struct rp_handle *h, char who)
 	rp_thread()->last_deferred = h;
 }
 
-void rp_close_abandoned(struct rp_handle *h)
+/* Close an unreachable handle that nothing uses, now or later. */
+static void close_abandoned(struct rp_handle *h)
 {
 	if (rp_exiting == RP_CLOSED_ALL || is_done(h) ||
 	    (state_of(h) == OPEN && !rp_is_open(h) && !h->spoiled) || rp_is_busy(h))
@@ -134,7 +135,7 @@ static int close_for_main(void *unused)
 			continue;
 		}
 		RP_STORE(&h->is_for_main, 0);
-		rp_close_abandoned(h);
+		close_abandoned(h);
 		failed = RP_LOAD(&h->is_for_main);
 		Py_DECREF((PyObject *)h);
 	}
@@ -268,7 +269,7 @@ static void close_held_back(void)
 			continue;
 		}
 		RP_STORE(&h->held_since, 0);
-		rp_close_abandoned(h);
+		close_abandoned(h);
 		Py_DECREF((PyObject *)h);
 	}
 }
@@ -286,7 +287,47 @@ void rp_finalize_handle(PyObject *self)
 	 */
 	if (state_of(h) == OPEN && (rp_thread()->top || rp_is_busy(h)))
 		rp_list_again(h);
-	rp_close_abandoned(h);
+	close_abandoned(h);
+}
+
+/* ---- the end of a use ----------------------------------------------------- */
+
+void rp_user_left(struct rp_handle *h)
+{
+	if (__atomic_load_n(&h->abandoned, __ATOMIC_SEQ_CST) && !RP_LOAD(&h->held_since))
+		close_abandoned(h);
+}
+
+void rp_leave(struct rp_handle *h, uint64_t user)
+{
+	if (h->process != rp_process)
+		return;
+	__atomic_sub_fetch(&h->word, user, __ATOMIC_SEQ_CST);
+	rp_user_left(h);
+}
+
+void rp_leave_parents(PyObject *parents, Py_ssize_t count)
+{
+	for (Py_ssize_t i = 0; i < count; i++)
+		rp_leave((struct rp_handle *)PyTuple_GetItem(parents, i), CHILD);
+}
+
+void rp_unpin(struct rp_handle *h)
+{
+	RP_ADD(&h->posted, -1);
+	if (h->process == rp_process)
+		rp_user_left(h);
+}
+
+void rp_end_use(struct rp_use *use)
+{
+	rp_end_use_by(rp_thread(), use);
+}
+
+void rp_end_uses(struct rp_use *uses, int used)
+{
+	while (used)
+		rp_end_use(&uses[--used]);
 }
 
 /* ---- the end of a verb ---------------------------------------------------- */
@@ -333,7 +374,7 @@ void rp_run_deferred(void)
 	while (!gives_up && (h = next_deferred(me, &who))) {
 		failed = 0;
 		if (who == BY_FINALIZER)
-			rp_close_abandoned(h);
+			close_abandoned(h);
 		else if (!is_done(h))
 			failed = close_insistently(h);
 		/* The handle is left to a close in progress, which may be interrupted. */

@@ -6,7 +6,7 @@
 
 /*
  * The exceptions that the C code itself raises, from rdmapost/errors.py; describe_handles()
- * (handle.c) stores them.
+ * (handle_type.c) stores them.
  */
 RP_SHARED struct rp_errors {
 	PyObject *closed; /* ClosedError */

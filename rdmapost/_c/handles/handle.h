@@ -98,13 +98,6 @@ int rp_is_open(const struct rp_handle *handle);
  */
 int rp_begin_use(struct rp_handle *handle, struct rp_use *use);
 
-/*
- * End a use; a thread ends its uses in reverse order. Ending the outermost one runs
- * the closes that finalizers and signal handlers deferred. They may run any Python
- * code, so hold no lock; an exception already set stays set.
- */
-void rp_end_use(struct rp_use *use);
-
 /* Whether this thread is in the middle of a verb or a constructor. */
 int rp_in_verb(void);
 
@@ -116,33 +109,12 @@ void rp_raise_closed(struct rp_handle *handle);
 
 /* rp_begin_use_by() for a handle that is shut, or whose word has just changed. */
 int rp_begin_use_shut(struct rp_handle *handle, struct rp_use *use);
-/* If this was an unreachable handle's last user, close the handle. */
-void rp_user_left(struct rp_handle *handle);
-/* Run this thread's deferred closes. */
-void rp_run_deferred(void);
-
-/* Unreachable queue pairs that wait for their windows; see handles/deferred.c. */
-RP_SHARED struct rp_handle *rp_held_back;
 
 static inline void rp_push_use(struct rp_thread *me, struct rp_handle *handle, struct rp_use *use)
 {
 	use->handle = handle;
 	use->below = me->top;
 	me->top = use;
-}
-
-/* Run the deferred closes, unless this thread is in the middle of a verb or a constructor. */
-static inline void rp_run_deferred_if_idle(struct rp_thread *me)
-{
-	if (!me->top && (me->first_deferred || RP_LOAD(&rp_held_back)) && !me->draining &&
-	    !me->making)
-		rp_run_deferred();
-}
-
-static inline void rp_pop_use(struct rp_thread *me, const struct rp_use *use)
-{
-	me->top = use->below;
-	rp_run_deferred_if_idle(me);
 }
 
 static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle,
@@ -155,19 +127,6 @@ static inline int rp_begin_use_by(struct rp_thread *me, struct rp_handle *handle
 		return rp_begin_use_shut(handle, use);
 	rp_push_use(me, handle, use);
 	return 0;
-}
-
-static inline void rp_end_use_by(struct rp_thread *me, struct rp_use *use)
-{
-	struct rp_handle *handle = use->handle;
-
-	/* The use is popped afterwards, so no deferred close runs before the count is right. */
-	if (handle->process == me->mark >> 32) {
-		RP_ADD(&handle->word, -1);
-		if (RP_LOAD(&handle->abandoned))
-			rp_user_left(handle);
-	}
-	rp_pop_use(me, use);
 }
 
 /*
@@ -191,10 +150,19 @@ static inline void rp_pin(struct rp_handle *handle)
 	RP_ADD(&handle->posted, 1);
 }
 
-/*
- * Undo rp_pin(). The caller still holds a reference. Like dropping the last reference, this may run
- * any Python code.
- */
-void rp_unpin(struct rp_handle *handle);
+/* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
+struct rp_binder {
+	uint64_t users;
+	int64_t windows; /* bound */
+};
+
+/* Returns NULL if out of memory. */
+struct rp_binder *rp_new_binder(void);
+
+/* Free a binder when its last user drops it. */
+void rp_drop_binder(struct rp_binder *binder);
+
+/* Record that a window bind has been posted to a handle's queue. */
+void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
 #endif

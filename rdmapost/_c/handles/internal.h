@@ -1,14 +1,15 @@
 /*
- * What the files in handles/ share. handle.c has the type; users.c counts the users, lists the open
- * handles, and lends structs to calls. create.c, reregister.c and close.c are the steps of a
- * handle's life; deferred.c has deferred closes and finalization; windows.c has the regions that
- * windows are bound to; finalizer.c runs the finalizers written in Python.
+ * What the files in handles/ share. handle.c counts a handle's users, lists the open handles, and
+ * lends structs to calls. deferred.c has the end of a use, deferred closes and finalization;
+ * create.c, reregister.c and close.c are the steps of a handle's life; windows.c has the regions
+ * that windows are bound to; finalizer.c runs the finalizers written in Python; handle_type.c has
+ * the type.
  */
 #ifndef RDMAPOST_HANDLES_INTERNAL_H
 #define RDMAPOST_HANDLES_INTERNAL_H
 
+#include "handles/deferred.h"
 #include "handles/exceptions.h"
-#include "handles/handle.h"
 #include "handles/windows.h"
 #include "parts.h"
 
@@ -76,7 +77,7 @@ static inline int is_closer(const struct rp_handle *h)
 	return __atomic_load_n(&h->closer, __ATOMIC_SEQ_CST) == this_thread();
 }
 
-/* ---- users.c -------------------------------------------------------------- */
+/* ---- handle.c ------------------------------------------------------------- */
 
 /* Set a handle's value in the dict of open handles, or remove it if `value` is NULL; 0, or -1. */
 int rp_list_as(struct rp_handle *h, PyObject *value);
@@ -90,14 +91,9 @@ int rp_list_again(struct rp_handle *h);
 
 /* Add a user to an open handle's `word`. Returns whether the handle was open. */
 int rp_enter(struct rp_handle *h, uint64_t user);
-void rp_leave(struct rp_handle *h, uint64_t user);
 int rp_is_busy(struct rp_handle *h);
-/* Become a child of each parent; 0, or -1 with an exception. */
-int rp_join_parents(PyObject *parents);
-/* Stop being a child of the first `count` parents. */
-void rp_leave_parents(PyObject *parents, Py_ssize_t count);
-/* Raise ClosedError: the parent of a new handle is about to be closed. */
-void rp_raise_ending(struct rp_handle *parent);
+/* Return a new reference to a handle member's current value, or NULL (no exception). */
+PyObject *rp_get_now(PyObject *self, PyObject *const *member);
 /* The interpreter is exiting: leave the handle open, but admit no users. */
 void rp_give_up(struct rp_handle *h);
 
@@ -108,17 +104,13 @@ void rp_give_up(struct rp_handle *h);
  */
 PyObject *rp_call_with_structs(PyObject *function, PyObject *self, PyObject *args,
 			       struct rp_use *uses, int *used);
-void rp_end_uses(struct rp_use *uses, int used);
 /* Raise a failed call's error: `code` is an errno, its negative, or -1 with cffi's saved errno. */
 void rp_raise_failed(PyObject *function, long code);
 
-/* ---- handle.c ------------------------------------------------------------- */
-
-/* Return a new reference to a handle member's current value, or NULL (no exception). */
-PyObject *rp_get_now(PyObject *self, PyObject *const *member);
-
 /* ---- create.c ------------------------------------------------------------- */
 
+/* Become a child of each parent; 0, or -1 with an exception. */
+int rp_join_parents(PyObject *parents);
 /* Keep a memory region's keys as C numbers, because creating Python ints takes memory. */
 void rp_read_keys(struct rp_handle *h);
 
@@ -162,6 +154,8 @@ void rp_count_ended(PyObject *parents, size_t counter);
  * completed, and sets `*raised` to the first exception; leaves none set.
  */
 int rp_insist(struct rp_handle *h, const char *method, struct rp_error *raised);
+/* Release the regions that a window was bound to; may run arbitrary Python code. */
+void rp_unbind(struct rp_bound *bound);
 /*
  * Release every reference that a handle holds; while the handle is DESTROYED, keep those that
  * _forget() needs. The handle stays a child of its parents.
@@ -175,8 +169,6 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused);
 
 /* Defer a close to the end of this thread's verb, on behalf of `who`. */
 void rp_defer_close(struct rp_handle *h, char who);
-/* Close an unreachable handle that nothing uses, now or later. */
-void rp_close_abandoned(struct rp_handle *h);
 /*
  * Close a handle for which there is no caller to raise to: retry what a signal handler interrupted;
  * leave it to the main thread if memory or stack is short; keep it if the device refuses.
@@ -188,6 +180,13 @@ void rp_close_quietly(struct rp_handle *h);
  */
 void rp_ask_main(void);
 void rp_finalize_handle(PyObject *self);
+
+/* Undo rp_enter(). */
+void rp_leave(struct rp_handle *h, uint64_t user);
+/* Stop being a child of the first `count` parents. */
+void rp_leave_parents(PyObject *parents, Py_ssize_t count);
+/* End the uses that rp_call_with_structs() began. */
+void rp_end_uses(struct rp_use *uses, int used);
 
 /* ---- reregister.c --------------------------------------------------------- */
 
@@ -207,8 +206,6 @@ struct rp_bound {
 	int sure;
 };
 
-/* Release the regions that a window was bound to; may run arbitrary Python code. */
-void rp_unbind(struct rp_bound *bound);
 PyObject *rp_unbind_invalidated(PyObject *self, PyObject *unused);
 
 #endif

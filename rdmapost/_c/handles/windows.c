@@ -78,44 +78,6 @@ static int is_invalidated(struct rp_handle *mw, const struct rp_bind *bind)
 	       (int32_t)((uint32_t)RP_LOAD(&counts->word) - bind->number) >= 0;
 }
 
-struct rp_binder *rp_new_binder(void)
-{
-	struct rp_binder *binder = PyMem_Malloc(sizeof(*binder));
-
-	if (binder)
-		*binder = (struct rp_binder){ .users = 1 };
-	return binder;
-}
-
-void rp_drop_binder(struct rp_binder *binder)
-{
-	if (binder && !__atomic_sub_fetch(&binder->users, 1, __ATOMIC_SEQ_CST))
-		PyMem_Free(binder);
-}
-
-void rp_note_binder(struct rp_handle *h, struct rp_binder *binder)
-{
-	if (h->binder)
-		return;
-	RP_ADD(&binder->users, 1);
-	RP_STORE(&h->binder, binder);
-}
-
-void rp_unbind(struct rp_bound *bound)
-{
-	while (bound) {
-		struct rp_bound *next = bound->next;
-
-		RP_ADD(&bound->mr->windows, -1);
-		RP_ADD(&bound->bind.binder->windows, -1);
-		rp_user_left(bound->mr);
-		Py_DECREF((PyObject *)bound->mr);
-		rp_drop_binder(bound->bind.binder);
-		PyMem_Free(bound);
-		bound = next;
-	}
-}
-
 /* Whether a region was certainly bound before a given bind. */
 static int precedes(const struct rp_bound *bound, const struct rp_bind *bind)
 {

@@ -10,18 +10,6 @@
 /* The next number in the order of binds: each post and each completion of a bind takes one. */
 uint64_t rp_bind_clock(void);
 
-/* Counts the windows bound through a send queue; may outlive it, and has no pointer to it. */
-struct rp_binder {
-	uint64_t users;
-	int64_t windows; /* bound */
-};
-
-/* Returns NULL if out of memory. */
-struct rp_binder *rp_new_binder(void);
-
-/* Free a binder when its last user drops it. */
-void rp_drop_binder(struct rp_binder *binder);
-
 /* A bind that has been posted. */
 struct rp_bind {
 	struct rp_binder *binder; /* of its send queue */
@@ -46,8 +34,5 @@ void rp_take_back_bind(struct rp_handle *mw, unsigned char key, uint32_t number)
 
 /* Count the invalidation of a key in its window's counts (may be NULL). Runs no Python code. */
 void rp_count_invalidation(PyObject *all, unsigned char key);
-
-/* Record that a window bind has been posted to a handle's queue. */
-void rp_note_binder(struct rp_handle *h, struct rp_binder *binder);
 
 #endif

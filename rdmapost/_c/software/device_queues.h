@@ -1,7 +1,4 @@
-/*
- * The queues of software devices, and the work requests in them, which data_verbs.c and fast_path.c
- * share.
- */
+/* The queues of software devices, and the work requests in them; queue_types.c has their types. */
 #ifndef RDMAPOST_DEVICE_QUEUES_H
 #define RDMAPOST_DEVICE_QUEUES_H
 
@@ -45,29 +42,15 @@ struct device_queue {
 	unsigned int hidden; /* entries at the end that a verb in progress may still roll back */
 };
 
+enum { ARMED_SOLICITED = 1, ARMED_NEXT };
+
 #define QUEUE(object) ((struct device_queue *)(object))
 
 /* The types of these structs. */
 RP_SHARED PyObject *rp_wqe_type, *rp_device_queue_type;
 
-/* Append an entry that polls do not see yet; 0, or -1 without an exception. */
-static inline int rp_append_hidden(struct device_queue *cq, PyObject *entry)
-{
-	int failed = rp_append(cq->pending, entry);
-
-	if (!failed)
-		RP_ADD(&cq->hidden, 1);
-	return failed;
-}
-
-/* Undo rp_append_hidden(): remove and return the last entry. */
-static inline PyObject *rp_withdraw(struct device_queue *cq)
-{
-	PyObject *entry = PyObject_CallMethodObjArgs(cq->pending, rp_names[POP_LAST], NULL);
-
-	RP_ADD(&cq->hidden, -1u);
-	return entry;
-}
+/* Return a new tuple of (addr, length, lkey). */
+PyObject *rp_tuple_of_sges(const struct ibv_sge *sge, unsigned int count);
 
 /* Make all entries of a completion queue visible to polls. */
 static inline void rp_show_entries(struct device_queue *cq)
@@ -75,6 +58,10 @@ static inline void rp_show_entries(struct device_queue *cq)
 	RP_STORE(&cq->hidden, 0);
 }
 
+/* Append an entry that polls do not see yet; 0, or -1 without an exception. */
+int rp_append_hidden(struct device_queue *cq, PyObject *entry);
+/* Undo rp_append_hidden(): remove and return the last entry. */
+PyObject *rp_withdraw(struct device_queue *cq);
 /*
  * Queue an event for an added entry, if the completion queue is armed for it, and make the
  * channel's eventfd readable.

@@ -231,7 +231,7 @@ static int drop_first(PyObject *queue)
 	return item != NULL;
 }
 
-/* Make a CQ entry (data_verbs.c), or return NULL. */
+/* Make a CQ entry (data_verbs.c reads it), or return NULL. */
 static PyObject *make_entry(PyObject *queue, unsigned int frees, const struct ibv_wc *wc)
 {
 	struct {

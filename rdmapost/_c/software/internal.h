@@ -12,12 +12,14 @@
 #define RDMAPOST_SOFTWARE_INTERNAL_H
 
 #include "handles/data_lock.h"
+#include "handles/deferred.h"
 #include "handles/exceptions.h"
-#include "handles/handle.h"
 #include "handles/queue_lock.h"
 #include "parts.h"
 
 #include "software/soft_device.h"
+
+/* ---- software/device.c ---------------------------------------------------- */
 
 /* The parts of the device, from rdmapost/providers/software/state.py (rdmapost/_verbs.pyi). */
 enum rp_part {
@@ -25,6 +27,11 @@ enum rp_part {
 	SETATTR, DELATTR, POP, PARTS
 };
 PyObject *rp_soft_given(enum rp_part which);
+
+/* It is also held while Python runs, so check rp_soft_busy() before acquiring it. */
+RP_SHARED struct rp_lock rp_device_lock;
+/* Whether this thread is in the middle of a soft device verb. */
+int rp_soft_busy(void);
 
 /* ---- software/journal.c --------------------------------------------------- */
 
@@ -114,9 +121,6 @@ int rp_take_fault(PyObject *faults);
 int rp_soft_run_fast(PyObject *object);
 
 /* ---- software/transaction.c: what runs under the lock --------------------- */
-
-/* Whether this thread is in the middle of a soft device verb. */
-int rp_soft_busy(void);
 
 /*
  * Execute posted work and due retries; inside a verb, leave both until it ends. Posts and polls call

@@ -11,9 +11,6 @@
 
 #include <time.h>
 
-static PyObject *parts; /* soft_device()'s arguments; never released */
-/* It is also held while Python runs, so check rp_soft_busy() before acquiring it. */
-static struct rp_lock device_lock;
 static int64_t due = -1; /* when work is due, in ns of the monotonic clock; -1 is never */
 static int64_t again = -1; /* when work that lacked memory is tried again; see `due` */
 static int broken; /* a bug in the device, or a lack of memory, must be reported */
@@ -33,16 +30,6 @@ static PyObject *elsewhere; /* run_elsewhere() */
  * The longest time until work that failed for lack of memory, or because of a bug, is tried again.
  */
 enum { LONGEST_PAUSE_NS = 200000000 };
-
-PyObject *rp_soft_given(enum rp_part which)
-{
-	return PyTuple_GetItem(parts, which);
-}
-
-int rp_soft_busy(void)
-{
-	return rp_owns(&device_lock);
-}
 
 /* ---- transactions -------------------------------------------------------- */
 
@@ -195,7 +182,7 @@ static struct errand *take_errand(PyObject *capsule)
 	return at ? __atomic_exchange_n(at, NULL, __ATOMIC_SEQ_CST) : NULL;
 }
 
-static void free_ticket(PyObject *capsule)
+static void free_errand_ref(PyObject *capsule)
 {
 	struct errand *errand = take_errand(capsule);
 
@@ -240,15 +227,15 @@ static PyMethodDef runner = { "run_elsewhere", run_elsewhere, METH_O, NULL };
  */
 static int start_thread(struct errand *errand)
 {
-	struct errand **ticket = PyMem_Malloc(sizeof(*ticket));
+	struct errand **errand_ref = PyMem_Malloc(sizeof(*errand_ref));
 	PyObject *capsule, *arguments, *call, *thread;
 
-	if (!ticket)
+	if (!errand_ref)
 		return -1;
-	*ticket = errand;
-	capsule = PyCapsule_New(ticket, NULL, free_ticket);
+	*errand_ref = errand;
+	capsule = PyCapsule_New(errand_ref, NULL, free_errand_ref);
 	if (!capsule) {
-		PyMem_Free(ticket);
+		PyMem_Free(errand_ref);
 		PyErr_Clear();
 		return -1;
 	}
@@ -601,7 +588,7 @@ static void enter(struct rp_use *use)
 
 	rp_push_use(rp_thread(), NULL, use);
 	rp_thread()->lacks_stack = 0;
-	rp_acquire(&device_lock);
+	rp_acquire(&rp_device_lock);
 	late = wasted = 0;
 	if (forked) {
 		rp_journal_forget();
@@ -661,14 +648,14 @@ static void leave(void)
 	lacked_memory = broken = doomed = 0;
 	if (!PyList_Size(rp_soft_given(WIRES)))
 		RP_STORE(&rp_deaf, 0);
-	rp_release(&device_lock);
+	rp_release(&rp_device_lock);
 	/*
 	 * Let other threads run. A thread waiting for the lock or the GIL needs time to wake up;
 	 * without a pause, this thread would have reacquired both by then, for the work that is left
 	 * or for its next verb. If this thread released the GIL only while it held the lock, the
 	 * other would never find the lock free.
 	 */
-	if (left || RP_LOAD(&device_lock.starved))
+	if (left || RP_LOAD(&rp_device_lock.starved))
 		pause_thread(100000);
 	if (failed) {
 		done = PyObject_CallObject(rp_soft_given(LOG), NULL);
@@ -711,9 +698,9 @@ static void after_fork(void)
 	at_work = NULL;
 	due = again = -1;
 	rp_free_data_lock();
-	doomed = device_lock.owner && (uint32_t)device_lock.owner == (uint32_t)rp_thread()->mark;
-	device_lock.owner = doomed ? rp_thread()->mark : 0;
-	device_lock.waiting = device_lock.starved = 0;
+	doomed = rp_device_lock.owner && (uint32_t)rp_device_lock.owner == (uint32_t)rp_thread()->mark;
+	rp_device_lock.owner = doomed ? rp_thread()->mark : 0;
+	rp_device_lock.waiting = rp_device_lock.starved = 0;
 }
 
 /* Return a new reference to the object with a handle, or NULL without an exception. */
@@ -791,14 +778,6 @@ static PyObject *verb(PyObject *self, PyObject *call)
 	rp_restore_error(error);
 	end_step(&use);
 	return result;
-}
-
-/* in_step(): whether this thread is in the middle of a verb or of the device's work. */
-static PyObject *in_step(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyBool_FromLong(rp_soft_busy());
 }
 
 /* run_device(): do the device's pending work, as posts and polls do when they hold no lock. */
@@ -892,19 +871,8 @@ static PyObject *start(PyObject *self, PyObject *object)
 	return failed ? NULL : Py_NewRef(Py_None);
 }
 
-static PyObject *soft_device(PyObject *self, PyObject *args)
-{
-	(void)self;
-	if (parts || PyTuple_Size(args) != PARTS)
-		return PyErr_Format(PyExc_TypeError, "not the parts, or the device already has them");
-	parts = Py_NewRef(args);
-	Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
-	{ "soft_device", soft_device, METH_VARARGS, NULL },
 	{ "verb", verb, METH_VARARGS, NULL },
-	{ "in_step", in_step, METH_NOARGS, NULL },
 	{ "run_device", run_device, METH_NOARGS, NULL },
 	{ "sleeping", sleeping, METH_NOARGS, NULL },
 	{ "after_fork", resume_in_child, METH_NOARGS, NULL },
@@ -934,7 +902,7 @@ int rp_add_soft_transaction(PyObject *module)
 	elsewhere = PyCFunction_New(&runner, NULL);
 	is_finalizing = attribute_of("sys", "is_finalizing");
 	start_new_thread = attribute_of("_thread", "start_new_thread");
-	if (!elsewhere || !is_finalizing || !start_new_thread || rp_init_lock(&device_lock))
+	if (!elsewhere || !is_finalizing || !start_new_thread)
 		return -1;
 	/*
 	 * gevent's start_new_thread would run the errand in the sender's own thread, which waits
