@@ -74,7 +74,7 @@ def test_fence_waits_for_a_read_that_is_answered_late(connect, context):
     assert bytes(pair.theirs.buffer[64:68]) == b"late"
 
 
-def test_fence_and_solicited_are_taken(rc):
+def test_fence_and_solicited_may_be_combined_on_one_send(rc):
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8]))
     flags = SendFlags.SIGNALED | SendFlags.FENCE | SendFlags.SOLICITED
     rc.a.post_send([rc.wr(rp.RdmaRead, rc.mine[:8]), rp.Send(rc.mine[:8], send_flags=flags)])

@@ -25,7 +25,7 @@ INLINE = SendFlags.INLINE | SendFlags.SIGNALED
 
 
 @pytest.mark.parametrize("qp_type", TYPES)
-def test_inline_of_every_length_may_be_overwritten_at_once(connect, qp_type):
+def test_inline_data_of_every_length_may_be_overwritten_after_the_post(connect, qp_type):
     """Up to what the queue pair was granted, from memory that is not registered."""
     pair = connect(qp_type, max_inline_data=64)
     grh = GRH if qp_type is QPType.UD else 0
@@ -86,13 +86,13 @@ def test_inline_longer_than_granted_is_refused(connect, wr_type):
 
 
 @pytest.mark.parametrize("wr_type", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
-def test_inline_has_no_meaning_on_what_fetches(rc, wr_type):
+def test_inline_is_refused_on_opcodes_that_fetch_data(rc, wr_type):
     with pytest.raises(rp.PostError, match=f"INLINE has no meaning on {wr_type.opcode.name}"):
         rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=INLINE))
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
-def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
+def test_inline_data_needs_no_region_and_is_free_after_the_post(connect, qp_type):
     """The data is as it was when posted, whatever happens to the buffer later."""
     pair = connect(qp_type, max_inline_data=64)
     for kind in (rp.Send, rp.SendWithImm, rp.RdmaWrite):

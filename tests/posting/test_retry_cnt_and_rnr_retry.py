@@ -46,7 +46,7 @@ def test_timeout_0_waits_for_an_answer_forever(apart):
     assert [(wc.wr_id, wc.status) for wc in apart.cq.wait()] == [(1, WCStatus.WR_FLUSH_ERR)]
 
 
-def test_timeout_and_retries_end_without_an_answer(apart):
+def test_timeout_and_retries_end_a_request_that_nobody_answers(apart):
     apart.a.connect(apart.b.endpoint(), timeout=10, retry_cnt=1)
     apart.a.post_send(apart.wr(rp.RdmaWrite, apart.mine[:8], wr_id=1))
     (done,) = apart.cq.wait()

@@ -347,7 +347,7 @@ def test_rkey_of_a_window_must_be_an_integer(context, pd) -> None:
 
 @pytest.mark.parametrize("truth", [None, 0, 1, 1 << 200, Decimal("0.01"), "no", ""], ids=repr)
 @pytest.mark.parametrize("flag", ["sq_sig_all", "checked"])
-def test_flag_is_a_bool(pd, cq, flag: str, truth: Any) -> None:
+def test_boolean_option_of_another_type_is_refused(pd, cq, flag: str, truth: Any) -> None:
     """checked=None would turn the checks off."""
     with pytest.raises(TypeError, match=f"^{flag}: expected bool, got {type(truth).__name__}$"):
         rp.QP(pd, QPType.RC, cq, **{flag: truth})
@@ -359,7 +359,7 @@ def test_empty_device_name_is_refused() -> None:
         rp.open_device("")
 
 
-def test_server_needs_a_host_and_a_port(context) -> None:
+def test_address_of_a_server_needs_a_host_and_a_port(context) -> None:
     for call in (connect.serve, connect.dial):
         with pytest.raises(ValueError, match="host: expected a name or an address, got ''"):
             call(context, "")
@@ -371,7 +371,7 @@ def test_server_needs_a_host_and_a_port(context) -> None:
         connect.dial(context, port=0)
 
 
-def test_class_of_a_resource_is_not_a_resource(context) -> None:
+def test_class_passed_in_place_of_a_resource_is_refused(context) -> None:
     with pytest.raises(TypeError, match="context: expected Context, got type"):
         rp.PD(type(context))
 
@@ -460,7 +460,7 @@ def test_repr_of_a_resource_names_its_type_once(context) -> None:
         (lambda: frames.tcp(QPType.RC), ValueError, "^qp_type: TSO is for RAW_PACKET and UD"),
     ],
 )
-def test_arguments_of_the_headers_are_checked(call, error, text):
+def test_arguments_of_the_frame_builders_are_checked(call, error, text):
     with pytest.raises(error, match=text):
         call()
 

@@ -98,7 +98,7 @@ AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {
 
 @pytest.mark.usefixtures("_switch_often")
 @pytest.mark.parametrize("verb", AGAINST_CLOSE)
-def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
+def test_verb_beside_a_close_succeeds_or_raises_closed_error(context, verb):
     """Two threads use a resource while another closes it; no other error occurs."""
     make, use = AGAINST_CLOSE[verb]
     if verb == "rkey":
@@ -297,7 +297,7 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
     assert context.closed
 
 
-def test_close_that_is_put_off_while_a_child_is_closed_follows_it(monkeypatch):
+def test_close_put_off_while_a_child_is_closed_follows_that_close(monkeypatch):
     """A signal handler closes a child and its parents in the middle of the child's close."""
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
@@ -315,7 +315,7 @@ def test_close_that_is_put_off_while_a_child_is_closed_follows_it(monkeypatch):
     assert not reported
 
 
-def test_refusal_that_was_put_off_is_reported(monkeypatch):
+def test_refusal_of_a_close_that_was_put_off_is_reported(monkeypatch):
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
     pd = Thing("pd")
@@ -329,7 +329,7 @@ def test_refusal_that_was_put_off_is_reported(monkeypatch):
     pd.close()
 
 
-def test_second_closer_waits_for_what_comes_of_the_first():
+def test_second_thread_that_closes_waits_for_the_result_of_the_first():
     inside, go = threading.Event(), threading.Event()
 
     def refuse(_: object) -> None:
@@ -463,7 +463,7 @@ def test_resource_cannot_be_copied_or_pickled(context, pd, cq):
 # ---- interrupts ---------------------------------------------------------------
 
 
-def test_interrupt_while_something_is_closed_destroys_it_once(verbs_context):
+def test_interrupted_close_destroys_its_resource_once(verbs_context):
     """A Ctrl-C during the device's call is raised after it; what it freed is not freed again."""
     said = prints(
         "import contextlib, signal, sys, rdmapost as rp\n"

@@ -39,7 +39,7 @@ def test_wait_times_out_and_loses_nothing(rc):
         rc.cq.wait(timeout=0)
 
 
-def test_wait_takes_any_timeout(rc):
+def test_wait_accepts_none_infinite_huge_and_short_timeouts(rc):
     for timeout in (None, float("inf"), 1e12, 0.001):
         rc.a.post_send(write(rc))
         if timeout == 0.001:
@@ -60,7 +60,7 @@ def test_wait_sleeps_until_the_completion_comes(rc):
     assert [wc.wr_id for wc in got] == list(range(8))
 
 
-def test_waiters_of_one_cq_all_get_theirs(rc):
+def test_each_of_several_threads_waiting_on_one_cq_gets_a_completion(rc):
     """Each waits for one; none stays asleep while its completion is available."""
     count = 6
     got: queue.Queue[int] = queue.Queue()
@@ -165,7 +165,7 @@ def test_completions_promised_to_tasks_are_left_to_them(rc):
 
 
 @pytest.mark.parametrize("call", ["poll", "wait", "completions"])
-def test_a_negative_number_of_completions_is_refused(cq, call):
+def test_polling_for_a_negative_number_of_completions_is_refused(cq, call):
     def in_a_loop(count: int) -> list[rp.WC]:
         return asyncio.run(cq.completions(count))
 

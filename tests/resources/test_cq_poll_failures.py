@@ -61,7 +61,7 @@ def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
     assert failed[6] == [1, 2]
 
 
-def test_a_wait_that_spins_keeps_what_came(failed):
+def test_spinning_wait_that_times_out_keeps_the_completions_that_came(failed):
     """On a device on which a wait first polls repeatedly."""
     assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
 
@@ -166,7 +166,9 @@ class Polled:
         ([2, -1], 4, 4, SECOND, 2, 2),
     ],
 )
-def test_polls_go_on_until_there_are_enough(extended, answers, most, least, spin_ns, count, polls):
+def test_wait_polls_until_it_has_enough_completions_and_no_longer(
+    extended, answers, most, least, spin_ns, count, polls
+):
     """And no longer; completions before a failure are not lost."""
     cq = PolledCQ(extended, answers)
     done = Polled(cq, extended, most, least, spin_ns)
@@ -207,7 +209,7 @@ def test_poll_for_more_than_the_array_holds_is_einval(extended, most, least):
 
 
 @BOTH
-def test_spinning_ends_when_its_time_is_over(extended):
+def test_spinning_wait_ends_when_its_time_is_over(extended):
     """It is longer than a second, so that the nanoseconds wrap."""
     cq = PolledCQ(extended, [])
     begun = time.monotonic_ns()

@@ -37,7 +37,7 @@ HOW = pytest.mark.parametrize("wait", [by_thread, by_task])
     ("count", "most", "gets"),
     [(1, 3, 3), (2, 2, 2), (5, 5, 5), (1, 100, 5), (0, 4, 4), (0, 0, 0), (5, None, 5)],
 )
-def test_wait_returns_what_is_there_up_to_max_entries(rc, wait, count, most, gets):
+def test_wait_returns_available_completions_up_to_max_entries(rc, wait, count, most, gets):
     rc.a.post_send(writes(rc, 5))
     time.sleep(MOMENT)  # all have come
     found = wait(rc.cq, count, 5, max_entries=most)
@@ -46,7 +46,7 @@ def test_wait_returns_what_is_there_up_to_max_entries(rc, wait, count, most, get
 
 
 @HOW
-def test_wait_for_a_range_waits_for_the_least_only(rc, wait):
+def test_wait_for_a_range_of_completions_waits_for_the_least_only(rc, wait):
     """Three of a hundred are enough."""
     rc.a.post_send(writes(rc, 2))
     third = threading.Timer(MOMENT, lambda: rc.a.post_send(write(rc, 2)))
@@ -57,7 +57,7 @@ def test_wait_for_a_range_waits_for_the_least_only(rc, wait):
 
 
 @HOW
-def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
+def test_wait_that_gets_fewer_than_the_least_times_out_and_takes_nothing(rc, wait):
     rc.a.post_send(writes(rc, 2))
     with pytest.raises(rp.WaitTimeout, match="2 of 3 completions came"):
         wait(rc.cq, 3, MOMENT, max_entries=8)
@@ -65,7 +65,7 @@ def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
 
 
 @HOW
-def test_max_entries_less_than_count_is_refused(cq, wait):
+def test_wait_with_max_entries_less_than_count_is_refused(cq, wait):
     with pytest.raises(ValueError, match=r"^max_entries=2 is less than count=3$"):
         wait(cq, 3, 0, max_entries=2)
     with pytest.raises(ValueError, match=r"^count=-1 is negative"):
@@ -106,7 +106,7 @@ WAYS: dict[str, Callable[[rp.CQ], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_timeout_names_the_completion_that_failed(rc, way):
+def test_wait_timeout_names_the_completion_that_failed(rc, way):
     """It is not taken, nor is what came before it."""
     rc.a.post_send(write(rc, 1))
     rc.a.post_send(wrong_key(rc, 2))
@@ -126,7 +126,7 @@ def test_timeout_names_the_completion_that_failed(rc, way):
     assert [wc.wr_id for wc in rc.cq.wait(2)] == [1, 2]
 
 
-def test_timeout_without_a_failure_names_none(rc):
+def test_wait_timeout_without_a_failure_names_no_completion(rc):
     rc.a.post_send(write(rc, 1))
     with pytest.raises(rp.WaitTimeout) as caught:
         rc.cq.wait(2, MOMENT)
@@ -139,7 +139,7 @@ def test_timeout_without_a_failure_names_none(rc):
     rc.wait()
 
 
-def test_failure_that_was_put_back_is_named_too(rc):
+def test_wait_timeout_names_a_failed_completion_that_was_put_back(rc):
     """An interrupt has left it undelivered, as a WC."""
     rc.a.post_send(wrong_key(rc, 7))
     (failed,) = rc.cq.wait(1)
@@ -201,7 +201,7 @@ def test_cancel_waits_does_not_affect_later_waits(rc):
         rc.cq.wait(1, 0)
 
 
-def test_waits_are_cancelled_for_good(rc):
+def test_waits_cancelled_for_good_end_every_later_wait(rc):
     """A loop needs no flag, wherever it is when cancel_waits() is called; polls go on."""
     cq = rc.cq
     rc.a.post_send(writes(rc, 2))
@@ -223,7 +223,7 @@ def test_waits_are_cancelled_for_good(rc):
     assert found == [0, 1]
 
 
-def test_no_wait_that_is_about_to_begin_misses_that_it_is_cancelled(rc):
+def test_wait_that_is_about_to_begin_does_not_miss_its_cancellation(rc):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -111,7 +111,7 @@ def source(request, context, stack) -> Iterator[tuple[Any, Callable[[Any, float 
     return lambda: stack.enter_context(make(context)), wait
 
 
-def test_close_ends_a_wait_at_once(source):
+def test_closing_a_cq_ends_a_wait_at_once(source):
     make, wait = source
 
     def attempt() -> float:
@@ -316,7 +316,7 @@ with rp.open_device("soft0") as context, rp.CQ(context) as cq, rp.CompChannel(co
     ]
 
 
-def test_exception_of_a_handler_ends_a_wait_in_the_middle_of_a_wait(rc):
+def test_handlers_exception_ends_a_wait_inside_another_signal_handler(rc):
     """A handler of one signal waits, and that of another raises."""
 
     class Struck(Exception):

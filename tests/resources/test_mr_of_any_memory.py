@@ -175,7 +175,7 @@ def test_inline_from_a_region_of_an_address_is_refused_in_words(connect, checked
         (4096, None, TypeError, "length: expected int, got NoneType"),
     ],
 )
-def test_address_that_can_be_none_is_refused(pd, address, length, error, text):
+def test_address_of_a_region_that_cannot_exist_is_refused(pd, address, length, error, text):
     with pytest.raises(error, match=text):
         rp.MR.at(pd, address, length)
 
@@ -407,7 +407,7 @@ def test_dlpack_tensor_of_negative_extents_is_refused_and_deleted(pd, deleter, m
 
 
 @pytest.mark.parametrize("capsule", [None, 1, "a capsule"])
-def test_what_is_no_dlpack_capsule_is_refused(pd, capsule):
+def test_object_returned_by_dlpack_that_is_no_capsule_is_refused(pd, capsule):
     class Liar:
         def __dlpack__(self, **_):
             return capsule
@@ -622,7 +622,7 @@ def test_advice_is_followed_or_the_device_says_that_it_cannot(pd):
         ((0, [], 2), ValueError, "flags=0x2 is not a combination of AdviseMRFlags"),
     ],
 )
-def test_arguments_of_advice_are_checked(pd, arguments, error, text):
+def test_arguments_of_advise_are_checked(pd, arguments, error, text):
     with pytest.raises(error, match=text):
         pd.advise_mr(*arguments)
 
@@ -634,7 +634,7 @@ def test_advice_about_a_closed_region_is_refused(pd):
         pd.advise_mr(0, sge)
 
 
-def test_no_attribute_of_an_exporter_is_read(pd):
+def test_registering_a_buffer_reads_no_attribute_of_its_exporter(pd):
     """It may be anyone's code, or a field in memory that can no longer be read."""
 
     class Map(mmap.mmap):

@@ -15,7 +15,7 @@ from rdmapost import QPAttrMask, QPState, QPType
 from rdmapost.standard.qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
 
 
-def test_step_without_an_attribute_names_it(connect):
+def test_modify_without_a_required_attribute_names_it(connect):
     pair = connect(to=QPState.RESET)
     qp = pair.a
     with pytest.raises(
@@ -33,7 +33,7 @@ def test_step_without_an_attribute_names_it(connect):
     assert qp.state is QPState.RTR
 
 
-def test_only_the_transition_is_left_to_the_driver_without_checks(connect):
+def test_unchecked_modify_leaves_only_the_transition_to_the_driver(connect):
     """docs/guides/drivers.md says how."""
     qp = connect(checked=False).a
     rts = {"qp_state": QPState.RTS, "cur_qp_state": QPState.RTR}
@@ -46,7 +46,7 @@ def test_only_the_transition_is_left_to_the_driver_without_checks(connect):
         qp.modify(qp_state=QPState.RTR)
 
 
-def test_step_that_does_not_exist_is_refused(connect):
+def test_state_transition_that_does_not_exist_is_refused(connect):
     qp = connect(to=QPState.RESET).a
     with pytest.raises(ValueError, match=r"cannot go from RESET to RTS; .* ERR, INIT, RESET"):
         qp.modify(qp_state=QPState.RTS)
@@ -72,14 +72,14 @@ def test_step_that_does_not_exist_is_refused(connect):
         ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256 is not in 0..15"),
     ],
 )
-def test_attribute_that_is_none_is_named(rc, attrs, error, words):
+def test_modify_attribute_that_is_none_is_named(rc, attrs, error, words):
     with pytest.raises(error, match=words.replace("(", r"\(")):
         rc.a.modify(**attrs)
     rc.works()
 
 
 @pytest.mark.parametrize("wrong", [Decimal("0.01"), Fraction(1, 100), 0.5], ids=repr)
-def test_option_of_a_step_is_a_whole_number(connect, wrong):
+def test_option_of_a_state_transition_must_be_a_whole_number(connect, wrong):
     said = f": expected int, got {type(wrong).__name__}"
     for name in (
         "min_rnr_timer",
@@ -100,7 +100,7 @@ def test_option_of_a_step_is_a_whole_number(connect, wrong):
 
 
 @pytest.mark.parametrize("access", [-1, 1 << 10, 1 << 31, 1 << 64])
-def test_access_of_a_step_has_no_other_bits(connect, access):
+def test_access_flags_of_a_state_transition_may_have_no_unknown_bits(connect, access):
     pair = connect(to=QPState.RESET)
     with pytest.raises(ValueError, match=f"^access={access:#x} is not a combination of Access"):
         pair.a.connect(pair.b.endpoint(), access=access)
@@ -109,7 +109,7 @@ def test_access_of_a_step_has_no_other_bits(connect, access):
 @pytest.mark.parametrize(
     ("name", "value"), [("min_rnr_timer", 32), ("timeout", 32), ("retry_cnt", 8), ("rnr_retry", 8)]
 )
-def test_number_out_of_range_is_named(connect, name, value):
+def test_modify_attribute_out_of_range_is_named(connect, name, value):
     pair = connect(QPType.RC, to=QPState.RESET)
     with pytest.raises(ValueError, match=rf"^{name}={value} is not in 0\.\.\d+ \(ibv_modify_qp"):
         pair.a.connect(pair.b.endpoint(), **{name: value})
@@ -127,7 +127,7 @@ def test_number_out_of_range_is_named(connect, name, value):
         ("alt_timeout", 32),
     ],
 )
-def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
+def test_modify_attribute_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
     pair = connect(QPType.RC, to=QPState.RESET)
     pair.a.to_init()
     attrs = {"path_mtu": 1, "dest_qp_num": 1, "rq_psn": 0, name: value}
@@ -140,7 +140,7 @@ def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name,
 
 
 @pytest.mark.parametrize("name", ["max_dest_rd_atomic", "max_rd_atomic"])
-def test_number_beyond_the_devices_limit_is_named(connect, context, name):
+def test_modify_attribute_beyond_the_devices_limit_is_named(connect, context, name):
     """If the device just returns EINVAL."""
     looks = context.kind == "soft" or name == "max_rd_atomic"
     needs(looks, f"check of {name}", context)
@@ -165,7 +165,7 @@ def test_number_beyond_the_devices_limit_is_named(connect, context, name):
     ],
     ids=["one", "two", "of a step"],
 )
-def test_an_attribute_that_a_step_cannot_change_is_named(rc, context, attrs, words):
+def test_attribute_that_a_state_transition_cannot_change_is_named(rc, context, attrs, words):
     looks = context.kind == "soft" or "qp_state" in attrs
     needs(looks, "check of attributes given without a state", context)
     with pytest.raises(rp.VerbsError, match=rf"EINVAL.*: {words} "):
@@ -190,7 +190,7 @@ WAY_UP = [QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS]
 
 @pytest.mark.parametrize("qp_type", MODIFY)
 @pytest.mark.parametrize("step", range(3))
-def test_step_needs_the_attributes_of_the_man_page(qp_type, step):
+def test_state_transition_needs_the_attributes_of_the_man_page(qp_type, step):
     start, end = itertools.pairwise(WAY_UP[step : step + 2]).__next__()
     names = MODIFY[qp_type][step].split()
     full = QPAttrMask(0)
@@ -225,13 +225,13 @@ def test_every_state_can_be_left_for_reset_and_err(qp_type):
         (QPState.RTS, QPState.SQE),
     ],
 )
-def test_step_that_does_not_exist_names_those_that_do(start, end):
+def test_state_transition_that_does_not_exist_names_those_that_do(start, end):
     refused = str(missing_attributes(QPType.RC, start, end, ~QPAttrMask(0)))
     assert f"cannot go from {start.name} to {end.name}" in refused
     assert "RESET" in refused.split("can go to")[1]
 
 
-def test_optional_attributes_belong_to_steps_that_exist():
+def test_optional_attributes_belong_to_state_transitions_that_exist():
     for qp_type, steps in OPTIONAL.items():
         for step, mask in steps.items():
             assert step in REQUIRED[qp_type]

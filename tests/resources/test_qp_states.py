@@ -328,7 +328,7 @@ def test_each_connection_has_its_own_psn(rc):
     assert len(psns) > 1
 
 
-def test_psn_that_nothing_was_sent_with_stays(rc):
+def test_psn_of_a_reset_queue_pair_that_has_sent_nothing_stays(rc):
     """The peer may have been told."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
@@ -395,7 +395,7 @@ def test_states_before_rts_refuse_sends(state):
         assert refused is None
 
 
-def test_error_names_the_step_that_continues():
+def test_error_for_a_state_before_rts_names_the_call_that_continues():
     assert "qp.connect" in str(check_send_state(QPState.RESET))
     assert "qp.connect" in str(check_send_state(QPState.INIT))
     assert "qp.to_rts" in str(check_send_state(QPState.RTR))
@@ -818,7 +818,7 @@ def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_rea
     pair.works()
 
 
-def test_state_after_a_change_beside_a_reset_is_the_device_s(connect, monkeypatch):
+def test_state_after_a_change_beside_a_reset_is_the_devices(connect, monkeypatch):
     """The device makes the reset last, although it began first."""
     pair = connect()
     pair.a.to_sqd()

@@ -93,7 +93,7 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_program_exits_promptly_and_silently_with(how, device):
+def test_program_with_anything_open_exits_promptly_and_silently(how, device):
     """A device may take minutes over a queue pair whose window is bound; nobody waits for that."""
     limit = min(10.0 * TIMES, 30.0)
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"

@@ -103,7 +103,7 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
             context.close()
 
 
-def test_row_of_the_users_own_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_added_by_the_user_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example in the documentation."""
     _, example = check.__doc__.split("too::\n")
     rows = list(ROWS)

@@ -266,7 +266,7 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
 
 
 @pytest.mark.parametrize("elsewhere", ["thread", "loop"])
-def test_closed_elsewhere_leaves_a_late_answer_to_the_connections_event_loop(
+def test_closed_read_in_another_thread_leaves_a_late_answer_to_the_event_loop(
     context: rp.Context, elsewhere: str
 ) -> None:
     async def main() -> None:
