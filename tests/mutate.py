@@ -229,7 +229,11 @@ LIFE_OF_A_HANDLE = (
 """Tests of creating, using, registering again and closing."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
+    "rdmapost.standard.opcodes": (
+        *CHECKS,
+        "posting/test_message_sizes.py",
+        "standard/test_opcodes.py",
+    ),
     "rdmapost.posting.rules": (
         *CHECKS,
         "posting/test_fence.py",

@@ -1410,8 +1410,3 @@ def test_every_posting_rule_in_c_has_one_error_text_and_every_text_a_rule():
                 named |= set(re.findall(r'"(\w+)"', found))
     assert named - SPECIAL == TEXTS
     assert named >= SPECIAL
-
-
-def test_multicast_qpn_is_the_number_of_the_specification():
-    """The highest of 24 bits; on soft0 alone, any other would do."""
-    assert opcodes.MULTICAST_QPN == rp.MULTICAST_QPN == 0xFFFFFF

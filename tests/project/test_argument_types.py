@@ -15,7 +15,7 @@ import pytest
 from support import needs
 
 import rdmapost as rp
-from rdmapost import QPType, connect, frames
+from rdmapost import QPType, connect
 from rdmapost.pingpong import Pingpong
 
 Make = Callable[[rp.Context, rp.PD, rp.CQ], Any]
@@ -446,23 +446,6 @@ def test_repr_of_a_resource_names_its_type_once(context) -> None:
         with MyPD(context) as mine:
             assert repr(mine) == "<rdmapost.MyPD PD>"
     assert repr(pd) == "<rdmapost.PD (closed)>"
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: frames.ethernet("x"), TypeError, "^ethertype: expected int, got str"),
-        (lambda: frames.ethernet(1 << 16), ValueError, r"^ethertype=65536 is not in 0\.\.65535"),
-        (lambda: frames.tagged(-1, b""), ValueError, r"^tag=-1 is not in 0\.\.2\^64-1"),
-        (lambda: frames.tagged(1, "x"), TypeError, "^payload: expected bytes, got str"),
-        (lambda: frames.tagged(1, b"", 1 << 32), ValueError, "^app_ctx=4294967296 is not in"),
-        (lambda: frames.tcp("UD"), TypeError, "^qp_type: expected QPType, got str"),
-        (lambda: frames.tcp(QPType.RC), ValueError, "^qp_type: TSO is for RAW_PACKET and UD"),
-    ],
-)
-def test_arguments_of_the_frame_builders_are_checked(call, error, text):
-    with pytest.raises(error, match=text):
-        call()
 
 
 def test_bool_of_numpy_is_told_from_pythons(context):

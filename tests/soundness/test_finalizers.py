@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from connected_pair import ALL, INLINE, Number, Rig
-from interrupts import Interrupted, Moment, interrupt_at_each_moment
-from isolated import TIMES, isolated
 from support import run_python
+from support.connected_pair import ALL, INLINE, Number, Rig
+from support.interrupts import Interrupted, Moment, interrupt_at_each_moment
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback

@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
-from interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
-from isolated import TIMES, isolated
+from support.connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
+from support.interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
+from support.isolated import TIMES, isolated
 from support.roce import open_roce
 
 import rdmapost as rp

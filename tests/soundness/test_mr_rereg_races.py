@@ -11,9 +11,9 @@ import threading
 import time
 
 import pytest
-from connected_pair import LIMIT, Rig, thread
-from isolated import TIMES, isolated
 from support import LOSES_MEMORY, prints
+from support.connected_pair import LIMIT, Rig, thread
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 from rdmapost import Access

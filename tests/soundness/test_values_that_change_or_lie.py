@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from connected_pair import Rig
-from isolated import isolated
+from support.connected_pair import Rig
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags

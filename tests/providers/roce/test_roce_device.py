@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network import ROWS_BY_NAME
 from support import ALL, GRH, LIMIT, LOSES_MEMORY, Pair, prints, run_python, until
 from support.cli_runner import run
 from support.roce import open_roce
+from support.roce_network import ROWS_BY_NAME
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from network import PEER_QPN, SQ_PSN, WQE, Alone, Buffer, PairOf, connect, gid, polled
+from support.roce_network import PEER_QPN, SQ_PSN, WQE, Alone, Buffer, PairOf, connect, gid, polled
 
 from rdmapost.enums import (
     MTU,

@@ -11,7 +11,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from network import (
+from support.roce_network import (
     ALL_ACCESS,
     PEER_QPN,
     RQ_PSN,
