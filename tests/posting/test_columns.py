@@ -519,11 +519,11 @@ def test_first_of_several_bad_rows_is_the_one_refused(rc):
 
 def test_inline_row_longer_than_the_queue_allows_is_refused(connect):
     pair = connect(max_inline_data=64)
-    most = pair.a.max_inline_data
-    with pytest.raises(rp.PostError, match=f"{most + 1} bytes") as caught:
+    granted = pair.a.max_inline_data
+    with pytest.raises(rp.PostError, match=f"{granted + 1} bytes") as caught:
         pair.a.post_columns(
             rp.RdmaWrite,
-            pair.mine.ranges(np.zeros(3, "i8"), np.array([8, most, most + 1])),
+            pair.mine.ranges(np.zeros(3, "i8"), np.array([8, granted, granted + 1])),
             remote_addr=pair.theirs.addr,
             rkey=pair.theirs.rkey,
             send_flags=SendFlags.INLINE,
@@ -556,12 +556,15 @@ def test_row_is_refused_if_its_address_would_not_fit_64_bits(tap, stack, base, c
     qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
     qp.connect(qp.endpoint())
     bits = 8 * array.array(code).itemsize
-    least, most = (-1 << bits - 1, (1 << bits - 1) - 1) if code.islower() else (0, (1 << bits) - 1)
+    lowest, highest = 0, (1 << bits) - 1
+    if code.islower():
+        lowest, highest = -1 << bits - 1, (1 << bits - 1) - 1
     end = 1 << 64
     for size in (0, 1, 8, (1 << 32) - 1, 1 << 63, end - 1):
         ends = (-base // size, (end - 1 - base) // size) if size else ()
-        near = {n + more for n in (*ends, least, most, 0, 1 << 31, 1 << 63) for more in (-1, 0, 1)}
-        for index in sorted(n for n in near if least <= n <= most):
+        bounds = (*ends, lowest, highest, 0, 1 << 31, 1 << 63)
+        near = {n + more for n in bounds for more in (-1, 0, 1)}
+        for index in sorted(n for n in near if lowest <= n <= highest):
             address = base + size * index
             there = rp.Blocks(base, array.array(code, [0, index]), size)
             tap.chains.clear()

@@ -1364,10 +1364,10 @@ def test_bind_mw_has_the_rules_of_the_opcode_bind_mw(soft, unchecked):
 
 def test_length_of_0_unbinds_a_window_of_type_1(soft):
     """A region must be given, but need not permit the binding."""
-    mw, plain = soft.window(MWType.TYPE_1), soft.region(64)
-    said = f"{plain} was registered without MW_BIND"
-    assert refused_bind(soft, mw, plain, plain.addr, 1) == said
-    soft.qp().bind_mw(mw, plain, 0, 0)
+    mw, unbindable = soft.window(MWType.TYPE_1), soft.region(64)
+    said = f"{unbindable} was registered without MW_BIND"
+    assert refused_bind(soft, mw, unbindable, unbindable.addr, 1) == said
+    soft.qp().bind_mw(mw, unbindable, 0, 0)
     assert soft.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
 
 

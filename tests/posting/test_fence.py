@@ -43,9 +43,11 @@ def test_fence_waits_for_the_atomics_before_it(patient, context):
     needs(context.attr.atomic_cap, "atomics", context)
     pair = patient
     old = pair.wr(rp.AtomicFetchAndAdd, pair.mine[:8], compare_add=1)
-    tell = pair.wr(rp.RdmaWrite, pair.mine[:8], remote_addr=pair.theirs.addr + 64, send_flags=FENCE)
+    write = pair.wr(
+        rp.RdmaWrite, pair.mine[:8], remote_addr=pair.theirs.addr + 64, send_flags=FENCE
+    )
     for value in range(8):
-        pair.a.post_send([old, tell])
+        pair.a.post_send([old, write])
         pair.wait(2)
         assert int.from_bytes(pair.theirs.buffer[64:72], sys.byteorder) == value
 

@@ -105,9 +105,9 @@ class Straying(Tap):
 @pytest.fixture
 def straying(stack) -> Any:
     context = stack.enter_context(rp.open_device("soft0"))
-    plain = open_tap(context)  # or the test is skipped
-    plain.close()
-    tap = Straying(plain._library, context)
+    probe = open_tap(context)  # or the test is skipped
+    probe.close()
+    tap = Straying(probe._library, context)
     stack.callback(tap.close)
     return tap
 

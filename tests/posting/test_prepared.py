@@ -51,7 +51,7 @@ def test_prepared_list_is_posted_many_times(rc):
 
 
 def test_prepared_and_ordinary_posts_complete_in_the_order_of_their_posts(rc):
-    """Prepared lists and plain posts share a queue, and complete in the order of their posts."""
+    """Prepared lists and ordinary posts share a queue, and complete in the order of the posts."""
     batch = rc.a.prepare([write(rc, wr_id=1), write(rc, wr_id=2)])
     rc.a.post_send(write(rc, wr_id=3))
     batch.post()
@@ -560,7 +560,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
 
 
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "ordinary"])
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
     """What was posted is still carried out."""
     needs(context.kind == "soft", "verbs written in Python", context)

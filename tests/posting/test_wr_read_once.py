@@ -61,8 +61,8 @@ def test_numpy_numbers_are_exact_or_refused(watched, name):
     """Of every width and sign: exact to the last bit, and refused if they do not fit."""
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     kind = getattr(numpy, name)
-    most, least = numpy.iinfo(kind).max, numpy.iinfo(kind).min
-    for value in (0, 1, 100, most):
+    highest, lowest = numpy.iinfo(kind).max, numpy.iinfo(kind).min
+    for value in (0, 1, 100, highest):
         watched.qp.post_send(watched.write(remote_addr=kind(value)))
         [record] = watched.tap.last()
         assert record.wr.wr.rdma.remote_addr == int(value)
@@ -70,9 +70,9 @@ def test_numpy_numbers_are_exact_or_refused(watched, name):
         watched.qp.to_reset()
         watched.qp.connect(watched.qp.endpoint())
     watched.tap.chains.clear()
-    if least < 0:
-        said = watched.refused(watched.write(remote_addr=kind(least)))
-        assert said == f"remote_addr={least} is not in 0..2^64-1"
+    if lowest < 0:
+        said = watched.refused(watched.write(remote_addr=kind(lowest)))
+        assert said == f"remote_addr={lowest} is not in 0..2^64-1"
     sge = rp.SGE(kind(16), kind(8), kind(5))
     watched.qp.post_send(rp.Send(sge))
     assert watched.tap.last()[0].sges == [(16, 8, 5)]

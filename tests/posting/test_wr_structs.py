@@ -292,9 +292,9 @@ def test_numbers_of_an_sge_have_the_ranges_of_their_struct_members(device):
                 device.qp.post_send(rp.Send(rp.SGE(1, 2, 3)._replace(**{name: value})))
             said = f"an SGE's {name}={value} is not in 0..2^{bits}-1"
             assert caught.value.reason == said
-        most = rp.SGE(1, 2, 3)._replace(**{name: (1 << bits) - 1})
-        [record] = device.seen(rp.Send([rp.SGE(4, 5, 6), most]))
-        assert record.sges == [(4, 5, 6), most[:3]]
+        highest = rp.SGE(1, 2, 3)._replace(**{name: (1 << bits) - 1})
+        [record] = device.seen(rp.Send([rp.SGE(4, 5, 6), highest]))
+        assert record.sges == [(4, 5, 6), highest[:3]]
 
 
 # ---- any values --------------------------------------------------------------------

@@ -56,7 +56,7 @@ def made(context: rp.Context) -> dict[str, Any]:
     """The objects that the verbs below use, besides the resource being closed."""
     pd, cq = rp.PD(context), rp.CQ(context)
     ud = rp.QP(pd, QPType.UD, cq)
-    return {"pd": pd, "cq": cq, "ud": ud, "way": ud.path_to(ud.endpoint())}
+    return {"pd": pd, "cq": cq, "ud": ud, "path": ud.path_to(ud.endpoint())}
 
 
 Make = Callable[[rp.Context, dict[str, Any]], Any]
@@ -74,7 +74,7 @@ AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {
     "ibv_alloc_pd": (lambda c, _: rp.open_device(c.name), lambda c, _: rp.PD(c).close()),
     "ibv_create_cq": (lambda c, _: rp.open_device(c.name), lambda c, _: rp.CQ(c).close()),
     "ibv_reg_mr": (lambda c, _: rp.PD(c), lambda pd, _: rp.MR(pd, 64).close()),
-    "ibv_create_ah": (lambda c, _: rp.PD(c), lambda pd, m: rp.AH(pd, m["way"]).close()),
+    "ibv_create_ah": (lambda c, _: rp.PD(c), lambda pd, m: rp.AH(pd, m["path"]).close()),
     "ibv_create_qp": (lambda c, _: rp.PD(c), lambda pd, m: rp.QP(pd, QPType.RC, m["cq"]).close()),
     "ibv_query_qp": (lambda c, m: rp.QP(m["pd"], QPType.RC, m["cq"]), lambda qp, _: qp.query()),
     "ibv_modify_qp": (
@@ -203,7 +203,7 @@ OPEN: dict[str, Make] = {
     "CQ": lambda c, _: rp.CQ(c),
     "SRQ": lambda _, m: rp.SRQ(m["pd"]),
     "QP": lambda _, m: rp.QP(m["pd"], QPType.RC, m["cq"]),
-    "AH": lambda _, m: rp.AH(m["pd"], m["way"]),
+    "AH": lambda _, m: rp.AH(m["pd"], m["path"]),
 }
 
 
@@ -455,9 +455,9 @@ def test_resource_cannot_be_copied_or_pickled(context, pd, cq):
     with rp.MR(pd, 64) as mr, rp.QP(pd, QPType.RC, cq) as qp:
         for resource in (context, pd, cq, mr, qp):
             name = type(resource).__name__
-            for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            for copies in (copy.copy, copy.deepcopy, pickle.dumps):
                 with pytest.raises(TypeError, match=f"^cannot copy or pickle '{name}' object"):
-                    way(resource)
+                    copies(resource)
 
 
 # ---- interrupts ---------------------------------------------------------------

@@ -79,9 +79,9 @@ def test_cq_is_not_resized_below_the_completions_in_it(context, stack, pd):
 
 def test_cq_size_that_the_device_cannot_have_is_refused_with_the_range(context, stack):
     cq = stack.enter_context(rp.CQ(context, 16))
-    size, most = cq.cqe, context.attr.max_cqe
-    for wrong in (0, -1, most + 1, 1 << 40):
-        with pytest.raises(ValueError, match=rf"^cqe={wrong} is not in 1\.\.{most}, the max_cqe"):
+    size, limit = cq.cqe, context.attr.max_cqe
+    for wrong in (0, -1, limit + 1, 1 << 40):
+        with pytest.raises(ValueError, match=rf"^cqe={wrong} is not in 1\.\.{limit}, the max_cqe"):
             cq.resize(wrong)
     for what in (None, "16", 16.0):
         with pytest.raises(TypeError, match=r"^cqe: expected int, got "):

@@ -147,11 +147,11 @@ def test_vlan_and_flow_tags_that_the_device_does_not_report_are_named(context, w
 def test_vlan_or_flow_tag_is_shown_if_the_cq_was_created_with_it(soft, stack, monkeypatch, field):
     """No device of the tests reports one: soft0's, which are 0, are shown as if asked for."""
     flag = WCExFlags[f"WITH_{field.upper()}"]
-    plain = native.Poller
+    poller = native.Poller
     monkeypatch.setattr(
         native,
         "Poller",
-        lambda cq, of, keys, flags, *rest: plain(cq, of, keys, flags | flag, *rest),
+        lambda cq, of, keys, flags, *rest: poller(cq, of, keys, flags | flag, *rest),
     )
     context = stack.enter_context(rp.open_device(soft))
     pd = stack.enter_context(rp.PD(context))

@@ -34,13 +34,13 @@ HOW = pytest.mark.parametrize("wait", [by_thread, by_task])
 
 @HOW
 @pytest.mark.parametrize(
-    ("count", "most", "gets"),
+    ("count", "max_entries", "gets"),
     [(1, 3, 3), (2, 2, 2), (5, 5, 5), (1, 100, 5), (0, 4, 4), (0, 0, 0), (5, None, 5)],
 )
-def test_wait_returns_available_completions_up_to_max_entries(rc, wait, count, most, gets):
+def test_wait_returns_available_completions_up_to_max_entries(rc, wait, count, max_entries, gets):
     rc.a.post_send(writes(rc, 5))
     time.sleep(MOMENT)  # all have come
-    found = wait(rc.cq, count, 5, max_entries=most)
+    found = wait(rc.cq, count, 5, max_entries=max_entries)
     assert [wc.check().wr_id for wc in found] == [*range(gets)]
     assert [wc.wr_id for wc in rc.wait(5 - gets)] == [*range(gets, 5)]
 
@@ -98,15 +98,15 @@ def wrong_key(pair: Any, wr_id: int) -> rp.RdmaWrite:
     )
 
 
-WAYS: dict[str, Callable[[rp.CQ], object]] = {
+WAITS_FOR_3: dict[str, Callable[[rp.CQ], object]] = {
     "wait": lambda cq: cq.wait(3, MOMENT),
     "wait_into": lambda cq: cq.wait_into(bytearray(48 * 8), 3, MOMENT),
     "completions": lambda cq: by_task(cq, 3, MOMENT),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_wait_timeout_names_the_completion_that_failed(rc, way):
+@pytest.mark.parametrize("wait_for_3", WAITS_FOR_3)
+def test_wait_timeout_names_the_completion_that_failed(rc, wait_for_3):
     """It is not taken, nor is what came before it."""
     rc.a.post_send(write(rc, 1))
     rc.a.post_send(wrong_key(rc, 2))
@@ -116,7 +116,7 @@ def test_wait_timeout_names_the_completion_that_failed(rc, way):
     )
     for _ in range(2):
         with pytest.raises(rp.WaitTimeout, match=text) as caught:
-            WAYS[way](rc.cq)
+            WAITS_FOR_3[wait_for_3](rc.cq)
         failed = caught.value.failed
         assert isinstance(failed, rp.WC)
         assert (failed.wr_id, failed.status) == (2, rp.WCStatus.REM_ACCESS_ERR)

@@ -40,10 +40,10 @@ def idle(attempt: Callable[[], object]) -> bool:
         began, used = time.monotonic(), time.process_time()
         attempt()
         took, used = time.monotonic() - began, time.process_time() - used
-        began, most = time.monotonic(), time.process_time()
+        began, cpu_before = time.monotonic(), time.process_time()
         while time.monotonic() < began + 0.1:
             pass
-        if used < (time.process_time() - most) * took / 0.1 / 4:
+        if used < (time.process_time() - cpu_before) * took / 0.1 / 4:
             return True
     return False
 

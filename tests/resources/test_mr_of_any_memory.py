@@ -435,12 +435,12 @@ def test_fields_of_an_array_are_refused_if_a_field_between_them_refers_to_object
                 rp.MR(pd, memory)
     with pytest.raises(TypeError, match="the device would send references to Python objects"):
         rp.MR(pd, array[["x"]][0], READ)
-    plain = _numpy().zeros(8, [("x", "i8"), ("y", "i8")])
-    with rp.MR(pd, plain[["x"]]) as mr:
+    numbers = _numpy().zeros(8, [("x", "i8"), ("y", "i8")])
+    with rp.MR(pd, numbers[["x"]]) as mr:
         assert len(mr) == 128
 
 
-def test_region_of_plain_memory_is_not_registered_again_over_hidden_objects(pd):
+def test_rereg_refuses_an_array_whose_gaps_hide_python_objects(pd):
     array = _numpy().zeros(8, [("x", "i8"), ("o", "O")])
     with rp.MR(pd, bytearray(128)) as mr:
         with pytest.raises(TypeError, match="would write over references to Python objects"):

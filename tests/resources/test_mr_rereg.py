@@ -312,16 +312,16 @@ def _from_columns(rc, mw):
     ("invalidate", "completions"),
     [(_by_peer, 2), (_by_itself, 1), (_from_a_list, 1), (_from_columns, 2)],
 )
-@pytest.mark.parametrize("into", [False, True], ids=["wait", "wait_into"])
+@pytest.mark.parametrize("as_rows", [False, True], ids=["wait", "wait_into"])
 def test_region_of_an_invalidated_window_is_registered_again(
-    rc, windowed, invalidate, completions, into
+    rc, windowed, invalidate, completions, as_rows
 ):
     """By either side; once that completion is polled."""
     mw, region = windowed
     assert _refused(mw, region)
     invalidate(rc, mw)
     assert _refused(mw, region)
-    if into:
+    if as_rows:
         assert rc.cq.wait_into(bytearray(48 * completions), completions, 10) == completions
     else:
         rc.wait(completions)

@@ -166,7 +166,7 @@ def test_bind_that_would_do_harm_is_refused_unchecked_too(
         ({"mw": "type 2"}, "is of type 2, but .*; post a BindMW"),
         ({"mw": "foreign window"}, r"MW \(rkey .*the queue pair's PD"),
         ({"mr": "foreign region"}, r"MR of 64 bytes .*the queue pair's PD"),
-        ({"mr": "plain"}, "was registered without MW_BIND"),
+        ({"mr": "unbindable"}, "was registered without MW_BIND"),
         ({"length": 257}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
         ({"send_flags": rp.SendFlags.INLINE}, "INLINE has no meaning on BIND_MW"),
@@ -184,7 +184,7 @@ def test_bind_that_breaks_a_rule_is_refused_by_a_checked_queue_pair(
         "type 2": lambda: rp.MW(rc.pd),
         "foreign window": lambda: rp.MW(other, MWType.TYPE_1),
         "foreign region": lambda: rp.MR(other, 64, BINDABLE),
-        "plain": lambda: rp.MR(rc.pd, 256, ALL),
+        "unbindable": lambda: rp.MR(rc.pd, 256, ALL),
     }
     made = {
         value: stack.enter_context(stand_for[value]())

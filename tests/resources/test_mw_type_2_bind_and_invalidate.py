@@ -171,14 +171,14 @@ def test_window_and_region_of_a_posted_bind_stay_open(rc, window):
         ({"mr": None}, "BIND_MW needs a memory window"),
         ({"length": 1000}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
-        ({"mr": "plain"}, "was registered without MW_BIND"),
+        ({"mr": "unbindable"}, "was registered without MW_BIND"),
         ({"mw": "region"}, "mw: expected MW, got MR"),
         ({"mr": "window"}, "mr: expected MR, got MW"),
     ],
 )
 def test_type_2_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
     mw, region = window
-    stand_for = {"plain": rc.theirs, "region": region, "window": mw}
+    stand_for = {"unbindable": rc.theirs, "region": region, "window": mw}
     given = {name: stand_for.get(value, value) for name, value in fields.items()}
     wr = rp.BindMW(
         **{

@@ -36,11 +36,11 @@ def test_queue_pair_gets_at_least_what_was_asked(pd, cq):
 
 @pytest.mark.parametrize("name", ["max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge"])
 def test_queue_pair_limit_of_the_device_that_was_exceeded_is_named(pd, cq, context, name):
-    most = context.attr.max_qp_wr if name.endswith("wr") else context.attr.max_sge
+    limit = context.attr.max_qp_wr if name.endswith("wr") else context.attr.max_sge
     with pytest.raises(
-        rp.VerbsError, match=f"{name}={most + 1} is more than the device's max_.*={most}$"
+        rp.VerbsError, match=f"{name}={limit + 1} is more than the device's max_.*={limit}$"
     ):
-        rp.QP(pd, QPType.RC, cq, **{name: most + 1})
+        rp.QP(pd, QPType.RC, cq, **{name: limit + 1})
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 32])

@@ -332,10 +332,10 @@ def test_psn_of_a_reset_queue_pair_that_has_sent_nothing_stays(rc):
     """The peer may have been told."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
-    told = rc.a.psn
+    psn = rc.a.psn
     rc.a.to_init()
     rc.a.to_reset()
-    assert rc.a.psn == rc.a.endpoint().psn == told
+    assert rc.a.psn == rc.a.endpoint().psn == psn
 
 
 def test_sqd_holds_what_is_posted(rc):
@@ -745,12 +745,12 @@ def test_psn_of_an_endpoint_stays_although_a_reset_in_another_thread_has_not_ret
     monkeypatch.setattr(provider, "query_qp", query_qp)
     with thread(pair.a.to_reset) as raised:
         assert made.wait(LIMIT)
-        told = pair.a.endpoint().psn
+        psn = pair.a.endpoint().psn
         pair.a.to_init()
-        assert pair.a.psn == told
+        assert pair.a.psn == psn
         goes_on.set()
     assert not raised
-    assert pair.a.psn == told
+    assert pair.a.psn == psn
 
 
 def test_receive_that_a_device_has_taken_in_reset_stays_outstanding():

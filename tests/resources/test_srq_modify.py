@@ -70,10 +70,10 @@ def test_srq_is_not_made_smaller_than_what_is_posted(srq):
 
 
 def test_srq_size_above_the_devices_limit_is_refused_and_named(context, srq):
-    most = context.attr.max_srq_wr
-    words = rf"max_wr={most + 1} is more than the device's max_srq_wr={most}$"
+    limit = context.attr.max_srq_wr
+    words = rf"max_wr={limit + 1} is more than the device's max_srq_wr={limit}$"
     with pytest.raises(rp.VerbsError, match=words):
-        srq.modify(max_wr=most + 1)
+        srq.modify(max_wr=limit + 1)
     assert srq.query().max_wr == srq.max_wr
 
 
@@ -154,10 +154,10 @@ def test_interrupted_srq_resize_leaves_the_size_that_the_srq_has(soft):
 @pytest.mark.usefixtures("resizes")
 @pytest.mark.parametrize("name", ["max_wr", "max_sge"])
 def test_srq_limit_of_the_device_that_creation_exceeds_is_named(context, pd, name):
-    most = getattr(context.attr, name.replace("max_", "max_srq_"))
-    words = rf"^ibv_create_srq: E\w+ .*: {name}={most + 1} is more than the device's \w+={most}$"
+    limit = getattr(context.attr, name.replace("max_", "max_srq_"))
+    words = rf"^ibv_create_srq: E\w+ .*: {name}={limit + 1} is more than the device's \w+={limit}$"
     with pytest.raises(rp.VerbsError, match=words):
-        rp.SRQ(pd, **{name: most + 1})
+        rp.SRQ(pd, **{name: limit + 1})
 
 
 def test_srq_refused_within_all_limits_says_how_many_there_may_be(on_null):

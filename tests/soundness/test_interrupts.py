@@ -963,7 +963,7 @@ IN_THE_MIDDLE = {"changes-list": _change_and_post_list, "posts": _post_another}
 
 @pytest.mark.parametrize("waits", ["rnr", "fault"])
 @pytest.mark.parametrize("nested", IN_THE_MIDDLE)
-@pytest.mark.parametrize("outer", ["list", "plain"])
+@pytest.mark.parametrize("outer", ["list", "objects"])
 @isolated(silent=True, timeout=60)
 def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, waits, soft):
     """The interrupted post is unchanged; what the handler posts follows it."""

@@ -17,7 +17,7 @@ import rdmapost as rp
 from rdmapost import QPType, SendFlags
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "plain"])
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "gathered"])
 @isolated(silent=True, warnings="ignore")
 def test_sge_of_numpy_integers_cannot_reach_outside_its_region(inline, soft):
     """Before it, behind it, and around the end of the numbers."""

@@ -21,13 +21,13 @@ MODIFY = {
     QPType.RAW_PACKET: ("PORT", "", ""),
 }
 
-WAY_UP = [QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS]
+TO_RTS = [QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS]
 
 
 @pytest.mark.parametrize("qp_type", MODIFY)
 @pytest.mark.parametrize("step", range(3))
 def test_state_transition_needs_the_attributes_of_the_man_page(qp_type, step):
-    start, end = itertools.pairwise(WAY_UP[step : step + 2]).__next__()
+    start, end = itertools.pairwise(TO_RTS[step : step + 2]).__next__()
     names = MODIFY[qp_type][step].split()
     full = QPAttrMask(0)
     for name in names:

@@ -46,8 +46,8 @@ def test_max_inline_bytes_can_be_posted_inline(connect, pd, cq, context):
 
 @pytest.mark.parametrize("enough", [0, 1, 63, 64, 65, 100])
 def test_max_inline_returns_at_most_at_most(pd, cq, context, enough):
-    most = rp.max_inline(pd, QPType.RC, cq)
-    assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, most)
+    granted = rp.max_inline(pd, QPType.RC, cq)
+    assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, granted)
 
 
 def test_max_inline_leaves_no_queue_pair_open(context, cq):
@@ -76,9 +76,9 @@ def test_max_inline_refuses_an_at_most_that_does_not_fit(pd, cq, at_most):
 
 def test_max_inline_of_a_refused_queue_pair_raises_its_error(pd, cq, context):
     """The device refuses another argument, not the inline data."""
-    most = context.attr.max_qp_wr
-    with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1} is more than the device's"):
-        rp.max_inline(pd, QPType.RC, cq, max_send_wr=most + 1)
+    limit = context.attr.max_qp_wr
+    with pytest.raises(rp.VerbsError, match=f"max_send_wr={limit + 1} is more than the device's"):
+        rp.max_inline(pd, QPType.RC, cq, max_send_wr=limit + 1)
     with pytest.raises(TypeError, match="max_inline_data"):
         rp.max_inline(pd, QPType.RC, cq, max_inline_data=8)
 

@@ -138,7 +138,8 @@ def test_captured_packets_are_those_of_the_wire_with_their_work_requests(
     times = [each.time_ns for each in seen]
     assert times == sorted(times)
     # Everything was sent and received here, once each, in the same packets.
-    sent, received = ([each for each in seen if each.is_sent is way] for way in (True, False))
+    sent = [each for each in seen if each.is_sent]
+    received = [each for each in seen if not each.is_sent]
     assert len(sent) == len(received)
     assert {each.frame for each in sent} == {each.frame for each in received}
     there = f"QP {pair.a.qp_num:#x} to {pair.b.qp_num:#x}"
@@ -676,7 +677,7 @@ def test_capture_that_runs_out_of_memory_reports_so(tmp_path, burst):
 
 FORKED = """
 import os, signal, sys, threading, time, rdmapost as rp
-path, way = sys.argv[1:]
+path, moment = sys.argv[1:]
 os.mkfifo(path)
 context = rp.open_device("roce:lo")
 parent, children = os.getpid(), []
@@ -693,7 +694,7 @@ def wait():
     print(len(children))
 
 signal.signal(signal.SIGUSR1, fork)
-if way == "begin":
+if moment == "begin":
     # The handler runs while capture() waits for a file that is slow to open.
     from rdmapost.providers.roce import recording
     is_opening, may_open, open_file = threading.Event(), threading.Event(), recording._open_whole
@@ -753,12 +754,12 @@ context.close_all()
 """
 
 
-@pytest.mark.parametrize(("way", "children"), [("begin", "1"), ("end", "10")])
+@pytest.mark.parametrize(("moment", "children"), [("begin", "1"), ("end", "10")])
 def test_forked_child_of_a_capturing_process_waits_for_no_thread_of_its_parent(
-    tmp_path, way, children
+    tmp_path, moment, children
 ):
     """Not even if a signal handler forks while its parent waits."""
-    assert prints(FORKED, str(tmp_path / "pipe"), way) == children
+    assert prints(FORKED, str(tmp_path / "pipe"), moment) == children
 
 
 EXITED = """
@@ -783,11 +784,11 @@ write()
 """
 
 
-@pytest.mark.parametrize("way", ["exit", "fork"])
-def test_capture_file_is_complete_after_the_process_has_ended(on_lo, tmp_path, way):
+@pytest.mark.parametrize("end", ["exit", "fork"])
+def test_capture_file_is_complete_after_the_process_has_ended(on_lo, tmp_path, end):
     """And the child of a fork writes nothing to it."""
     path = tmp_path / "packets"
-    assert prints(EXITED, str(path), way) == ""
+    assert prints(EXITED, str(path), end) == ""
     seen = read(path)
     # A write and its acknowledgement, sent and received.
     assert len(seen) == 4

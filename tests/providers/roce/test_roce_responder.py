@@ -261,8 +261,8 @@ def test_duplicate_request_is_acknowledged_and_not_executed(alone):
 def test_duplicate_request_that_asks_for_no_acknowledgement_is_acknowledged(alone):
     """The end of a burst, which asks, may be lost each time that the peer repeats the burst."""
     for expected in ([], [ack(0)]):
-        into = reth(alone, 0, 2 * MTU_BYTES)
-        inject(alone, 0, "RDMA_WRITE_FIRST", *into, size=MTU_BYTES, ack_req=False)
+        reth_fields = reth(alone, 0, 2 * MTU_BYTES)
+        inject(alone, 0, "RDMA_WRITE_FIRST", *reth_fields, size=MTU_BYTES, ack_req=False)
         assert answers(alone) == expected
 
 

@@ -920,8 +920,8 @@ def kept(act, at):
     act(a)
     return [wc.wr_id for wc in cq.poll()] == [*range(5)], (a, b, cq)
 
-case, most = sys.argv[1], int(sys.argv[2])
-for at in range(most):
+case, allocations = sys.argv[1], int(sys.argv[2])
+for at in range(allocations):
     good, made = {
         "a post before RTS": posted, "a retry": retried, "an event of a CQ": announced,
         "an event of the device": reported, "reset": lambda at: kept(rp.QP.to_reset, at),
