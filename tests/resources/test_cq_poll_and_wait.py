@@ -29,7 +29,7 @@ def test_poll_takes_at_most_as_many_as_asked(rc):
     assert [wc.wr_id for wc in got] == list(range(10))
 
 
-def test_wait_times_out_and_loses_nothing(rc):
+def test_wait_that_times_out_loses_no_completion(rc):
     rc.a.post_send([write(rc, i) for i in range(3)])
     rc.wait(1)
     with pytest.raises(rp.WaitTimeout, match=r"2 of 3 completions came within 0\.3 s"):

@@ -402,7 +402,7 @@ def test_cancelling_often_while_completions_come_loses_none(rc):
     assert found == [*range(300)]
 
 
-def test_interrupted_wait_for_a_range_loses_nothing(soft):
+def test_interrupted_wait_for_a_range_loses_no_completion(soft):
     """Wherever it is interrupted, before its caller has the list."""
     with (
         rp.open_device(soft) as context,

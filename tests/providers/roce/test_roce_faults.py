@@ -97,7 +97,7 @@ def test_packets_are_dropped_duplicated_or_damaged_as_planned():
     assert admit(direction(drop=1, duplicate=1, corrupt=1), "a") == []
 
 
-def test_delayed_packet_arrives_later():
+def test_packet_delayed_by_a_planned_fault_arrives_later():
     delayed = direction(delay=1, delay_by=2.0)
     assert admit(delayed, "a", 10.0) == admit(delayed, "b", 11.0) == []
     assert delayed.due == 12.0
@@ -265,7 +265,7 @@ def test_receiver_sees_the_same_faults_with_the_same_seed(context, connect):
     assert numbers == sorted(numbers)
 
 
-def test_datagrams_are_overtaken(context, connect):
+def test_reordered_datagrams_are_overtaken_by_the_next(context, connect):
     pair = connect(QPType.UD, size=64 * 256, max_recv_wr=256)
     pair.theirs.buffer[:] = bytes(len(pair.theirs.buffer))
     numbers = datagrams(context, pair, reorder=0.2, delay=0.1)[:-1]

@@ -105,7 +105,7 @@ def test_times_until_a_send_fails_are_reported(rc):
     assert "rnr_retry=1 x the peer's min_rnr_timer=12 (0.64 ms) = 0.64 ms" in evidence
 
 
-def test_finding_prints_as_one_line():
+def test_diagnose_finding_prints_as_one_line():
     problem = Finding("odd", "problem", "it is odd", "mend it", "QP 0x11")
     assert str(problem) == "problem: odd: it is odd; mend it"
     assert str(dataclasses.replace(problem, severity="ok", remedy="")) == "ok: odd: it is odd"
@@ -539,7 +539,7 @@ def test_access_that_the_peer_denies_is_reported(unconnected):
     assert "does not allow REMOTE_WRITE, REMOTE_ATOMIC" in finding.evidence
 
 
-def test_access_for_flush_is_said(connect, context):
+def test_diagnose_reports_access_for_flush(connect, context):
     needs_send_op(context, rp.SendOps.FLUSH)
     pair = connect(to=QPState.RESET, send_ops_flags=rp.SendOps.FLUSH)
     access = Access.REMOTE_READ | Access.FLUSH_PERSISTENT
