@@ -183,7 +183,7 @@ POLLERS = (
     "resources/test_aio_events.py",
     "providers/soft0/test_soft_tag_matching.py",
     *EVENTS,
-    "resources/test_close_at_exit_and_fork.py::test_interpreter_ends_quietly_while_a_thread_waits",
+    "resources/test_close_at_exit_and_fork.py::test_interpreter_ends_quietly_while_a_thread_waits_for_completions",
     "providers/software/test_soft_interrupts_at_every_bytecode.py::"
     "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
     "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
@@ -284,7 +284,11 @@ TRANSACTIONS = (
 """Tests of the software devices' transactions."""
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "rdmapost.standard.opcodes": (*CHECKS, "posting/test_message_sizes.py"),
+    "rdmapost.standard.opcodes": (
+        *CHECKS,
+        "posting/test_message_sizes.py",
+        "standard/test_opcodes.py",
+    ),
     "rdmapost.posting.rules": (
         *CHECKS,
         "posting/test_fence.py",

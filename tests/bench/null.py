@@ -67,8 +67,8 @@ of objects, or C's loop that builds its list."""
 ROWS = ((16, 7), (256, 5))
 """Completions polled as rows, and the target in ns."""
 
-PLAIN = "RDMA_WRITE"
-BESIDE_PLAIN = (
+REFERENCE = "RDMA_WRITE"
+COMPARED = (
     ("INLINE write", "RDMA_WRITE (INLINE)"),
     ("BIND_MW", "BIND_MW (key kept)"),
     ("TSO, on UD", "TSO (UD)"),
@@ -80,7 +80,7 @@ FORMS = (
     ("kept, unchecked", "kept/{}/unchecked"),
     ("prepared", "prepared/{}"),
 )
-PLAIN_GOAL = 1.3
+RATIO_GOAL = 1.3
 """The target ratio of each of these cases to a plain write of the same form."""
 
 SAME = 0.05
@@ -234,17 +234,19 @@ def print_wide(
         )
 
 
-def print_beside_plain(ours: Figures) -> None:
+def print_compared(ours: Figures) -> None:
     """Print the cost of work requests that need more than a record, compared with a plain write."""
     print(f"\n{'beside a plain write of its form':<45}      ns  ratio  goal")
     for form, name in FORMS:
-        plain = ours.get(name.format(PLAIN))
-        print(f"{'RDMA write, ' + form:<43}{number(plain)}")
-        for label, opcode in BESIDE_PLAIN:
+        reference = ours.get(name.format(REFERENCE))
+        print(f"{'RDMA write, ' + form:<43}{number(reference)}")
+        for label, opcode in COMPARED:
             mine = ours.get(name.format(opcode))
-            if mine is not None and plain is not None:
-                met = "met" if mine <= PLAIN_GOAL * plain else "missed"
-                print(f"  {label:<41}{number(mine)}{ratio(mine, plain)}  {PLAIN_GOAL:.2f}  {met}")
+            if mine is not None and reference is not None:
+                met = "met" if mine <= RATIO_GOAL * reference else "missed"
+                print(
+                    f"  {label:<41}{number(mine)}{ratio(mine, reference)}  {RATIO_GOAL:.2f}  {met}"
+                )
 
 
 PIECES: tuple[tuple[str, str, int | None], ...] = (
@@ -448,7 +450,7 @@ def main() -> None:
     print_wide(
         "one of each opcode", [(name.split("/")[1], name) for name in cases], ours, theirs, c
     )
-    print_beside_plain(ours)
+    print_compared(ours)
     print_pieces(ours)
     if not options.no_growth:
         print_growth(ours)

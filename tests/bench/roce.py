@@ -259,12 +259,12 @@ def main() -> None:
     near_device = options.device or f"roce:{NEAR}"
     peer = Peer(max(cpus), near_device, options.device or f"roce:{FAR}")
     try:
-        plain = datagrams(peer, options.count)
-        print(f"{'UDP round trip of 64 bytes':44} {plain * 1e6:9.1f} us")
+        udp = datagrams(peer, options.count)
+        print(f"{'UDP round trip of 64 bytes':44} {udp * 1e6:9.1f} us")
         for polling, goal in ((False, BLOCKING), (True, POLLING)):
             took = round_trips(peer, options.count, polling)
             name = f"SEND round trip, both sides {'polling' if polling else 'blocking'}"
-            row(name, took * 1e6, "us", took / plain <= goal, f"{took / plain:.1f} x UDP", goal)
+            row(name, took * 1e6, "us", took / udp <= goal, f"{took / udp:.1f} x UDP", goal)
         for mtu, goal in ((4096, FAST), (1024, SLOW)):
             rate = bandwidth(peer, mtu, options.writes)
             row(f"RDMA_WRITE of 1 MiB, path MTU {mtu}", rate, "MB/s", rate >= goal, "", goal)

@@ -175,7 +175,7 @@ def test_bash_completes_with_the_printed_script(
 
 
 @pytest.mark.parametrize("shell", ["fish", "zsh"])
-def test_description_of_a_command_is_whole(shell: str) -> None:
+def test_zsh_and_fish_completions_show_the_whole_description_of_a_command(shell: str) -> None:
     whole = "Atomically change 64 bits of a second queue pair, or of HOST."
     assert any(line.endswith(whole) for line in answer(shell, "atomi"))
 

@@ -84,7 +84,9 @@ def test_qp_type_is_accepted_by_either_name(name: str) -> None:
 
 @pytest.mark.parametrize("more", [["--imm", "7"], ["--inline"], ["--solicited"]], ids=" ".join)
 @pytest.mark.parametrize("command", ["send", "write"])
-def test_options_work_over_xrc(xrc: rp.Context, command: str, more: list[str]) -> None:
+def test_options_of_posting_commands_work_over_xrc(
+    xrc: rp.Context, command: str, more: list[str]
+) -> None:
     if (command, more) == ("write", ["--solicited"]):
         more = ["--imm", "7", *more]
     doc = done(xrc, command, "--data", "abc", "--qp-type", "xrc", *more)
@@ -139,7 +141,7 @@ def test_raw_refuses_sends_with_more_than_data(raw: rp.Context, option: list[str
 
 
 @pytest.mark.parametrize("command", [["write"], ["read"], ["atomic", "cas"]])
-def test_raw_is_no_choice_of_commands_that_cannot_use_it(
+def test_commands_that_cannot_use_raw_queue_pairs_refuse_qp_type_raw(
     raw: rp.Context, command: list[str]
 ) -> None:
     ran = on(raw, *command, "--qp-type", "raw")
@@ -203,7 +205,7 @@ class Lacking:
         (["tag", "add"], "ibv_create_srq_ex is not supported: soft0 has no tag matching"),
     ],
 )
-def test_missing_feature_is_named_in_one_line(
+def test_command_names_a_feature_that_the_device_lacks_in_one_line(
     command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Lacking(monkeypatch)

@@ -41,7 +41,7 @@ def process(*args: str, prelude: str = "", **environment: str) -> subprocess.Com
     )
 
 
-def test_working_device_has_no_problem(context: rp.Context) -> None:
+def test_doctor_finds_no_problem_with_a_working_device(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -51,7 +51,7 @@ def test_working_device_has_no_problem(context: rp.Context) -> None:
     assert "PROBLEM" not in ran.out
 
 
-def test_verbose_shows_the_evidence_of_what_is_right(context: rp.Context) -> None:
+def test_verbose_doctor_shows_the_evidence_of_what_is_right(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name, "-v")
     assert ran.code == 0
     assert "a message of 13 bytes arrived" in ran.out
@@ -60,7 +60,7 @@ def test_verbose_shows_the_evidence_of_what_is_right(context: rp.Context) -> Non
     assert ran.err.startswith(f"device   {context.name}")
 
 
-def test_json_has_the_findings_and_counts_them(context: rp.Context) -> None:
+def test_json_of_doctor_has_the_findings_and_counts_them(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name, "--json")
     assert (ran.code, ran.err) == (0, "")
     doc = ran.doc
@@ -80,7 +80,7 @@ def test_json_has_the_findings_and_counts_them(context: rp.Context) -> None:
     assert len({json.dumps(finding) for finding in doc["findings"]}) == len(doc["findings"])
 
 
-def test_missing_gid_is_a_problem(context: rp.Context) -> None:
+def test_missing_gid_is_a_problem_for_doctor(context: rp.Context) -> None:
     ran = run("doctor", "-d", context.name, "-g", "250")
     assert ran.code == 1
     assert ran.out.startswith("PROBLEM  gid-wrong")
@@ -88,13 +88,13 @@ def test_missing_gid_is_a_problem(context: rp.Context) -> None:
     assert ran.out.splitlines()[-1].startswith(f"{context.name} ({context.kind}): 1 problem, ")
 
 
-def test_missing_port_is_a_problem() -> None:
+def test_missing_port_is_a_problem_for_doctor() -> None:
     ran = run("doctor", "-d", "soft0", "-p", "2", "--json")
     assert ran.code == 1
     assert ran.doc["error"] == "found no-such-port"
 
 
-def test_missing_device_exits_with_3_and_the_findings() -> None:
+def test_doctor_on_a_missing_device_exits_with_3_and_the_findings() -> None:
     ran = run("doctor", "-d", "nosuch0")
     assert ran.code == 3
     assert "no RDMA device nosuch0" in ran.err
@@ -149,13 +149,13 @@ def test_machine_without_rdma_gets_a_diagnosis_and_a_remedy() -> None:
         assert "use a virtual machine that has one" in text
 
 
-def test_software_device_needs_nothing_of_the_machine() -> None:
+def test_doctor_needs_nothing_of_the_machine_for_a_software_device() -> None:
     ended = process("-d", "soft0", **NOTHING)
     assert ended.returncode == 0
     assert "info     libibverbs-missing" in ended.stdout
 
 
-def test_required_device_ends_with_3_and_the_findings() -> None:
+def test_doctor_without_the_required_device_exits_with_3_and_the_findings() -> None:
     ended = process("--json", **{**NOTHING, "RDMAPOST_REQUIRE_DEVICE": "1"})
     assert ended.returncode == 3
     doc = json.loads(ended.stdout)
@@ -163,7 +163,7 @@ def test_required_device_ends_with_3_and_the_findings() -> None:
     assert "libibverbs-missing" in [finding["name"] for finding in doc["findings"]]
 
 
-def test_memlock_0_is_found_by_name() -> None:
+def test_doctor_finds_a_memlock_limit_of_0_by_name() -> None:
     """No memory may be locked, by a user who is not root."""
     ended = process(
         "--json",
@@ -204,7 +204,7 @@ def test_failed_message_is_a_problem_and_its_queue_pairs_are_diagnosed(
     assert "PROBLEM  qp-state" in ran.out
 
 
-def test_help_fits_80_columns_and_names_the_exit_codes() -> None:
+def test_help_of_doctor_fits_80_columns_and_names_the_exit_codes() -> None:
     ran = run("doctor", "--help")
     assert (ran.code, ran.err) == (0, "")
     assert max(map(len, ran.out.splitlines())) <= 80

@@ -33,7 +33,7 @@ def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @every
-def test_help_fits_80_columns(path: tuple[str, ...]) -> None:
+def test_help_of_every_command_fits_80_columns(path: tuple[str, ...]) -> None:
     ran = run(*path, "--help")
     assert ran.code == 0
     assert ran.err == ""
@@ -41,7 +41,7 @@ def test_help_fits_80_columns(path: tuple[str, ...]) -> None:
 
 
 @every
-def test_help_begins_with_one_sentence(path: tuple[str, ...]) -> None:
+def test_help_of_every_command_begins_with_one_sentence(path: tuple[str, ...]) -> None:
     """A sentence that the list of commands shows whole, and a page that starts with it."""
     command = ALL[path]
     assert command.help

@@ -107,20 +107,20 @@ def failed(ran: Ran, code: int, text: str) -> None:
     assert text in ran.err
 
 
-def test_devices_without_packets_are_refused(path):
+def test_pcap_is_refused_on_devices_without_packets(path):
     ran = run("write", "-d", "soft0", "--pcap", str(path))
     failed(ran, 1, "--pcap is not supported: soft0 has no packets; use a roce device")
     assert not path.exists()
 
 
-def test_file_that_cannot_be_created_is_a_usage_error(tmp_path):
+def test_pcap_file_that_cannot_be_created_is_a_usage_error(tmp_path):
     path = tmp_path / "missing" / "packets"
     ran = run("write", "-d", DEVICE, "--pcap", str(path))
     failed(ran, 2, f"--pcap {path}: No such file or directory")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_file_that_takes_no_beginning_is_a_usage_error():
+def test_pcap_file_that_takes_no_first_bytes_is_a_usage_error():
     """Every time: nothing is posted."""
     for _ in range(10):
         ran = separate("write", "-d", DEVICE, "--pcap", "/dev/full")
@@ -129,7 +129,7 @@ def test_file_that_takes_no_beginning_is_a_usage_error():
 
 
 @pytest.mark.parametrize("json", [False, True])
-def test_file_that_cannot_be_completed_fails_the_command_with_its_result(path, json):
+def test_pcap_file_that_cannot_be_completed_fails_the_command_with_its_result(path, json):
     with files_of_at_most(4096):
         ran = separate(
             *("write", "-d", DEVICE, "--size", "64K", "--pcap", str(path)),

@@ -84,7 +84,7 @@ def device_note(context: rp.Context) -> str:
 
 
 @TYPES
-def test_client_prints_its_measurements(context, qp_type):
+def test_pingpong_client_prints_its_measurements(context, qp_type):
     with library_server(context, qp_type, iters=50) as (port, *_):
         ran = client(context, port, "--qp-type", qp_type, "-n", "50")
     assert ran.err == device_note(context)
@@ -105,7 +105,7 @@ def test_client_prints_its_measurements(context, qp_type):
     assert max(map(len, lines)) <= 80
 
 
-def test_json_document_has_the_measurements(context):
+def test_json_of_pingpong_has_the_measurements(context):
     with library_server(context, size=100, iters=20, validate=True) as found:
         ran = client(context, found[0], "-n", "20", "-s", "100", "-c", "--json")
     doc = ran.doc
@@ -161,7 +161,7 @@ def serve(context: rp.Context, port: int, *options: str) -> Ran:
 
 
 @TYPES
-def test_server_waits_for_a_client(context, qp_type):
+def test_pingpong_server_waits_for_a_client(context, qp_type):
     port, found = free_port(), []
 
     def play() -> None:
@@ -185,7 +185,7 @@ def test_server_waits_for_a_client(context, qp_type):
     assert found[0].iters == 30
 
 
-def test_one_message_has_no_latency_at_the_server(context):
+def test_pingpong_of_one_message_has_no_latency_at_the_server(context):
     port = free_port()
 
     def play() -> None:
@@ -206,7 +206,7 @@ def test_one_message_has_no_latency_at_the_server(context):
     assert ran.doc["round_trips"] == 0
 
 
-def test_verbose_shows_both_addresses(context):
+def test_verbose_pingpong_shows_both_addresses(context):
     with library_server(context, iters=5) as found:
         ran = client(context, found[0], "-n", "5", "-v")
     server = found[1]
@@ -234,7 +234,7 @@ def test_verbose_shows_both_addresses(context):
         (["a", "b"], "unexpected extra argument"),
     ],
 )
-def test_wrong_options_are_usage_errors(args, why):
+def test_wrong_options_of_pingpong_are_usage_errors(args, why):
     ran = run("pingpong", "-d", "soft0", *args)
     assert ran.code == 2
     assert why in ran.err
@@ -242,7 +242,7 @@ def test_wrong_options_are_usage_errors(args, why):
     assert ran.out == ""
 
 
-def test_help_fits_a_terminal_and_names_the_other_side():
+def test_help_of_pingpong_fits_a_terminal_and_names_the_other_side():
     ran = run("pingpong", "--help")
     assert ran.code == 0
     assert max(map(len, ran.out.splitlines())) <= 80
@@ -261,7 +261,7 @@ def test_refused_connection_says_to_start_the_server(context):
     assert ran.out == ""
 
 
-def test_failure_with_json_keeps_what_was_known(context):
+def test_json_of_a_failed_pingpong_keeps_what_was_known(context):
     port = free_port()
     ran = client(context, port, "--json", "-s", "64")
     assert ran.code == 1
@@ -271,7 +271,7 @@ def test_failure_with_json_keeps_what_was_known(context):
     assert ran.doc["error"].startswith("cannot connect to")
 
 
-def test_options_beyond_the_device_are_usage_errors(context):
+def test_pingpong_options_beyond_the_device_are_usage_errors(context):
     port = context.query_port(1)
     ran = client(context, 1, "--qp-type", "ud", "-s", str(port.active_mtu.bytes + 1))
     assert ran.code == 2
@@ -286,7 +286,7 @@ def test_options_beyond_the_device_are_usage_errors(context):
         assert "mtu=4096 is more than the active MTU" in ran.err
 
 
-def test_missing_device_exits_with_3():
+def test_pingpong_on_a_missing_device_exits_with_3():
     ran = run("pingpong", HOST, "-d", "nosuch0")
     assert ran.code == 3
     assert "there is no RDMA device nosuch0" in ran.err
@@ -360,7 +360,7 @@ with rp.open_device("soft0") as context, listen("127.0.0.1", 0) as listener:
 """
 
 
-def test_progress_bar_on_a_terminal():
+def test_pingpong_shows_a_progress_bar_on_a_terminal():
     """It is on standard error; the document on standard output is unchanged."""
     with (
         terminal() as (stderr, shown),
@@ -382,7 +382,7 @@ def test_progress_bar_on_a_terminal():
     assert 2800 <= document["round_trips"] <= 3000
 
 
-def test_no_progress_bar_without_a_terminal():
+def test_pingpong_shows_no_progress_bar_without_a_terminal():
     done = run_python(TERMINAL)
     assert done.returncode == 0
     assert done.stderr == (

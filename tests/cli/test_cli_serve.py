@@ -477,7 +477,7 @@ def test_ctrl_c_in_a_finalizer_ends_a_command_with_130() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_help_says_what_json_prints_here() -> None:
+def test_help_of_serve_says_what_its_json_prints() -> None:
     text = " ".join(run("serve", "--help").out.split())
     assert "--json Print one JSON object per line, for each event." in text
     assert "Print one JSON document." in run("send", "--help").out

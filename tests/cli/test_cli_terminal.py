@@ -71,22 +71,24 @@ def test_long_check_shows_its_progress_on_a_terminal_unless_verbose(verbose: boo
 
 
 @pytest.mark.parametrize("args", [PROBLEM, ERROR], ids=["finding", "error"])
-def test_what_went_wrong_is_red_on_a_terminal(args: list[str]) -> None:
+def test_errors_are_red_on_a_terminal(args: list[str]) -> None:
     assert RED in shown_on_a_terminal(80, *args)
 
 
-def test_what_is_right_has_no_colour() -> None:
+def test_successful_output_has_no_colour() -> None:
     assert "\x1b" not in shown_on_a_terminal(80, "send", "-d", "soft0")
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 @pytest.mark.parametrize("args", [PROBLEM, ERROR], ids=["finding", "error"])
-def test_no_colour_where_it_is_not_wanted(args: list[str], environment: dict[str, str]) -> None:
+def test_no_colour_on_a_dumb_terminal_or_where_the_environment_forbids_it(
+    args: list[str], environment: dict[str, str]
+) -> None:
     assert "\x1b" not in shown_on_a_terminal(80, *args, **environment)
 
 
 @pytest.mark.parametrize("args", [PROBLEM, ERROR], ids=["finding", "error"])
-def test_no_colour_in_a_pipe(args: list[str]) -> None:
+def test_output_in_a_pipe_has_no_colour(args: list[str]) -> None:
     ran = run(*args)
     assert "\x1b" not in ran.out + ran.err
 

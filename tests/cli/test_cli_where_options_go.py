@@ -41,7 +41,7 @@ def test_option_after_the_command_overrides_one_before_it() -> None:
 
 
 @pytest.mark.parametrize("option", ["--device=soft0", "--port=1", "--gid-index=0", "--verbose"])
-def test_option_that_a_command_lacks_is_refused_before_it_too(option: str) -> None:
+def test_option_that_a_command_lacks_is_refused_before_the_command_name(option: str) -> None:
     ran = run(option, "explain", "5")
     assert (ran.code, ran.out) == (2, "")
     assert f"'explain' has no option '{option.partition('=')[0]}'" in ran.err
@@ -94,14 +94,14 @@ def test_python_m_rdmapost_is_the_command() -> None:
     assert (done.returncode, done.stdout) == (0, f"rdmapost {rp.__version__}\n")
 
 
-def test_devices_takes_the_name_of_one() -> None:
+def test_devices_command_takes_the_name_of_one_device() -> None:
     ran = run("devices", "soft0", "--json")
     assert ran.code == 0
     assert [device["name"] for device in ran.doc["devices"]] == ["soft0"]
     assert run("devices", "nosuch0").code == 3
 
 
-def test_devices_refuses_two_names() -> None:
+def test_devices_command_refuses_two_names() -> None:
     ran = run("devices", "soft0", "-d", "rxe0")
     assert ran.code == 2
     assert "'soft0' and '-d rxe0' name two devices" in ran.err

@@ -51,7 +51,7 @@ def flush_local(run: Run, qp: int, wr: W | R, done: Done) -> Done:
     return replace(done, status="WR_FLUSH_ERR")
 
 
-def apart(run: Run, step: Step) -> list[Step]:
+def split_risky(run: Run, step: Step) -> list[Step]:
     if not isinstance(step, Post):
         return [step]
     not_on = _NOT_ON[run.program.type_of(step.qp)]

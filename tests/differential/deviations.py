@@ -118,7 +118,7 @@ DEVIATIONS = (
             ),
             "6.12": ("qp0.send 100: RETRY_EXC_ERR -> WR_FLUSH_ERR",),
         },
-        fit=adaptations.apart,
+        fit=adaptations.split_risky,
     ),
     Deviation(
         "an unknown lkey of a send or write",

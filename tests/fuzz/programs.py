@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from builders import ALL, make_mr, make_pair
 from draw import Draw, mix
 from operations import act, step
-from world import Hostile, World, renumber, residue
+from world import Hostile, World, leftovers, renumber
 
 import rdmapost as rp
 from rdmapost import Access, MWType, QPType, SRQType
@@ -79,7 +79,7 @@ def run(
     """
     draw = Draw(mix(plan.seed, 1))
     _reset_state()
-    before = residue()
+    before = leftovers()
     with World(plan.seed, log) as world:
         world.act = lambda seed: act(world, seed)  # type: ignore[method-assign]
         world.clean = plan.flavour in _CLEAN

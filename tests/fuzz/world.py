@@ -35,8 +35,8 @@ __all__ = [
     "World",
     "address_of",
     "filled",
+    "leftovers",
     "renumber",
-    "residue",
     "write",
 ]
 
@@ -84,7 +84,7 @@ def provider_parts() -> tuple[Any, ...]:
     return soft, xrc_domains, soft_state, soft_device
 
 
-def residue() -> dict[str, int]:
+def leftovers() -> dict[str, int]:
     """Count what the process and the soft device hold now."""
     soft, xrc_domains, state, device = provider_parts()
     return {
@@ -558,11 +558,11 @@ class World:
         self.look()
         left = {
             name: f"{before[name]} -> {value}"
-            for name, value in residue().items()
+            for name, value in leftovers().items()
             if value > before[name]
         }
         if left:
-            self.found("residue", None, f"{', '.join(left)} left: {left}\n{_descriptors()}")
+            self.found("leftovers", None, f"{', '.join(left)} left: {left}\n{_descriptors()}")
 
     def _drain(self, alive: dict[str, list[Any]], draw: Draw) -> None:
         for batch in alive["Batch"]:

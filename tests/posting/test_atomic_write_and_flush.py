@@ -83,7 +83,7 @@ def refuses_what_it_lacks(context: rp.Context, op: SendOps) -> bool:
 
 
 @pytest.mark.parametrize("op", [SendOps.FLUSH, SendOps.ATOMIC_WRITE, BOTH])
-def test_queue_pair_for_what_the_device_lacks_is_refused(context, pd, cq, op):
+def test_queue_pair_for_an_opcode_that_the_device_lacks_is_refused(context, pd, cq, op):
     """A driver may create it, and then fail every work request."""
     if not refuses_what_it_lacks(context, op):
         with contextlib.suppress(rp.UnsupportedError):
@@ -92,7 +92,9 @@ def test_queue_pair_for_what_the_device_lacks_is_refused(context, pd, cq, op):
 
 
 @pytest.mark.parametrize("op", [SendOps.FLUSH, SendOps.ATOMIC_WRITE, BOTH])
-def test_software_device_without_the_capabilities_refuses_too(monkeypatch, op):
+def test_software_device_without_flush_and_atomic_write_refuses_a_queue_pair_for_them(
+    monkeypatch, op
+):
     from rdmapost.providers.soft0.provider import SoftProvider
 
     query = SoftProvider.query_device_ex
@@ -108,7 +110,9 @@ def test_software_device_without_the_capabilities_refuses_too(monkeypatch, op):
             rp.QP(pd, QPType.RC, cq, send_ops_flags=op, checked=False).close()
 
 
-def test_unchecked_queue_pair_for_what_the_device_lacks_is_the_drivers_matter(connect, context):
+def test_unchecked_queue_pair_for_an_opcode_that_the_device_lacks_is_left_to_the_driver(
+    connect, context
+):
     refused = None
     try:
         pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE, checked=False)
@@ -138,7 +142,7 @@ def test_atomic_write_writes_8_bytes(writes, value):
     assert writes.a.outstanding == (0, 0)
 
 
-def test_list_mixes_what_is_posted_by_both_interfaces(writes):
+def test_list_may_mix_opcodes_of_ibv_post_send_and_of_ibv_wr_calls(writes):
     """In order, whatever it alternates with, and with every wr_id."""
     writes.mine.buffer[:8] = b"12345678"
     wrs: list[Any] = []
@@ -155,7 +159,7 @@ def test_list_mixes_what_is_posted_by_both_interfaces(writes):
     assert found == [text if i % 3 == 2 else i for i in range(12)]
 
 
-def test_unsignaled_atomic_write_retires_with_the_next(writes):
+def test_unsignaled_atomic_write_retires_with_the_next_completion(writes):
     writes.a.post_send(rp.AtomicWrite(atomic_wr=1, send_flags=0, **there(writes)))
     assert writes.a.outstanding.send == 1
     writes.a.post_send(rp.AtomicWrite(atomic_wr=2, wr_id=2, **there(writes, 8)))
@@ -174,7 +178,7 @@ def test_atomic_writes_are_prepared_and_changed(writes):
     assert [at(writes.theirs, 8 * i) for i in range(3)] == [0, VALUE, 2]
 
 
-def test_atomic_writes_from_columns(writes):
+def test_atomic_writes_can_be_posted_from_columns(writes):
     values, where = array("Q", [7, 1 << 63, 9]), array("Q", [16, 0, 8])
     addresses = array("Q", [writes.theirs.addr + offset for offset in where])
     posted = writes.a.post_columns(
@@ -201,14 +205,14 @@ def test_atomic_writes_from_columns(writes):
         ({"send_flags": rp.SendFlags.INLINE}, "INLINE has no meaning on ATOMIC_WRITE"),
     ],
 )
-def test_wrong_atomic_write_is_refused(writes, fields, says):
+def test_atomic_write_with_a_wrong_field_is_refused(writes, fields, says):
     with pytest.raises(rp.PostError, match=says) as caught:
         writes.a.post_send(rp.AtomicWrite(**fields))
     assert caught.value.call == "ibv_wr_atomic_write"
     writes.works()
 
 
-def test_misaligned_atomic_write_unchecked_is_an_invalid_request(connect, context):
+def test_unchecked_misaligned_atomic_write_is_an_invalid_request(connect, context):
     needs_send_op(context, SendOps.ATOMIC_WRITE)
     pair = connect(send_ops_flags=SendOps.ATOMIC_WRITE, checked=False)
     pair.a.post_send(rp.AtomicWrite(atomic_wr=1, **there(pair, 4)))
@@ -303,14 +307,14 @@ def test_default_access_of_a_queue_pair_allows_flushes(context, pd, cq, stack):
         ({"level": 2}, "level=2 is not FlushLevel.RANGE or MR"),
     ],
 )
-def test_wrong_flush_is_refused(flushed, fields, says):
+def test_flush_with_a_wrong_field_is_refused(flushed, fields, says):
     with pytest.raises(rp.PostError, match=says) as caught:
         flushed.pair.a.post_send(flushed.flush(**fields))
     assert caught.value.call == "ibv_wr_flush"
     flushed.pair.works()
 
 
-def test_flushes_from_columns_keep_their_rules(flushed):
+def test_flushes_from_columns_obey_the_rules_of_flushes(flushed):
     levels = array("I", [0, 1, 1, 0])
     where = {"remote_addr": flushed.mr.addr, "rkey": flushed.mr.rkey, "length": 64}
     assert flushed.pair.a.post_columns(rp.Flush, level=levels, **where) == 4
@@ -337,14 +341,14 @@ def test_post_without_send_ops_flags_is_refused(connect, wr, checked):
     pair.works()
 
 
-def test_queue_pair_for_one_opcode_has_not_the_other(writes):
+def test_queue_pair_created_for_atomic_writes_refuses_a_flush(writes):
     with pytest.raises(rp.PostError, match=r"send_ops_flags=SendOps\.FLUSH"):
         writes.a.post_send(rp.Flush())
     assert writes.a.send_ops_flags is SendOps.ATOMIC_WRITE
 
 
 @pytest.mark.parametrize("qp_type", [QPType.UC, QPType.UD])
-def test_type_that_lacks_the_opcode_cannot_be_created_for_it(pd, cq, qp_type):
+def test_queue_pair_type_without_flush_cannot_be_created_for_it(pd, cq, qp_type):
     with pytest.raises(ValueError, match=f"{qp_type.name} queue pairs have no FLUSH"):
         rp.QP(pd, qp_type, cq, send_ops_flags=SendOps.FLUSH)
 
@@ -365,7 +369,7 @@ def test_libibverbs_that_lacks_flush_says_so(context, pd, cq, stack):
     assert not said or "FLUSH needs libibverbs 45 or later" in said or "has no FLUSH" in said
 
 
-def test_other_send_ops_flags_change_nothing(connect):
+def test_send_ops_flags_of_ordinary_opcodes_change_nothing(connect):
     connect(send_ops_flags=SendOps.SEND | SendOps.RDMA_WRITE).works()
 
 
@@ -380,7 +384,7 @@ def soft_pair() -> Any:
         yield Pair(stack, pd, cq, send_ops_flags=BOTH, max_send_wr=8)
 
 
-def test_built_work_requests_are_accepted_as_a_whole_or_not(soft_pair):
+def test_work_requests_of_ibv_wr_calls_are_accepted_all_or_none(soft_pair):
     """As ibv_wr_complete(3) says; those posted before them stand."""
     soft_pair.pd.context.faults.fail_post(5, after=3)
     atomics = [rp.AtomicWrite(wr_id=i, **there(soft_pair, 8 * i)) for i in range(3)]
@@ -395,13 +399,13 @@ def test_built_work_requests_are_accepted_as_a_whole_or_not(soft_pair):
     assert [wc.wr_id for wc in soft_pair.wait(4)] == [0, 1, 2, 8]
 
 
-def test_too_many_to_prepare_names_the_call_that_would_post(soft_pair):
+def test_list_too_long_to_prepare_names_the_call_that_would_post(soft_pair):
     with pytest.raises(rp.PostError, match="max_send_wr") as caught:
         soft_pair.a.prepare([rp.Flush()] * 9)
     assert (caught.value.call, caught.value.index) == ("ibv_wr_flush", 8)
 
 
-def test_flush_and_atomic_write_over_xrc():
+def test_flush_and_atomic_write_work_over_xrc():
     with contextlib.ExitStack() as stack:
         context = stack.enter_context(rp.open_device("soft0"))
         access = ALL | FLUSHES

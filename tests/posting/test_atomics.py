@@ -71,7 +71,7 @@ def test_atomics_wrap_at_2_to_the_64(rc, context):
     assert (value_at(rc.mine), value_at(rc.theirs)) == (0, U64 - 1)
 
 
-def test_misaligned_atomic_is_refused(rc, context):
+def test_misaligned_atomic_is_refused_by_post_send(rc, context):
     needs(context.attr.atomic_cap, "atomics", context)
     with pytest.raises(rp.PostError, match="is not a multiple of 8"):
         rc.a.post_send(rc.wr(rp.AtomicFetchAndAdd, rc.mine[:8], remote_addr=rc.theirs.addr + 4))
@@ -80,7 +80,7 @@ def test_misaligned_atomic_is_refused(rc, context):
 
 
 @pytest.mark.parametrize(("reached", "status"), [(8, "SUCCESS"), (7, "LOC_PROT_ERR")])
-def test_atomic_needs_only_the_sges_that_its_value_reaches(unchecked, reached, status):
+def test_atomic_checks_only_the_sges_that_its_8_bytes_reach(unchecked, reached, status):
     mr, qp = unchecked.mr, unchecked.qp()
     sges = [mr[:reached], rp.SGE(mr.addr + 8, 1, mr.lkey ^ 0xFF00)]
     qp.post_send(rp.AtomicFetchAndAdd(sges, remote_addr=mr.addr + 64, rkey=mr.rkey, compare_add=1))

@@ -73,7 +73,7 @@ COLUMNS: dict[str, Callable[[list[int]], Any]] = {
 
 
 @pytest.mark.parametrize("make", COLUMNS.values(), ids=COLUMNS)
-def test_blocks_are_written_from_and_to_their_indices(rc, make):
+def test_column_writes_go_from_local_to_remote_blocks_by_index(rc, make):
     fill(rc)
     source, target = [5, 0, 3, 1, 4, 2], [1, 7, 2, 0, 9, 4]
     got = rc.a.post_columns(
@@ -91,7 +91,7 @@ def test_blocks_are_written_from_and_to_their_indices(rc, make):
     assert rc.theirs.buffer == expected
 
 
-def test_more_rows_than_a_chunk_are_all_written(deep):
+def test_columns_longer_than_a_chunk_are_posted_whole(deep):
     fill(deep)
     assert write_blocks(deep, 300, wr_id=np.arange(300), signal_every=100) == 300
     assert deep.a.outstanding.send == 300
@@ -107,7 +107,7 @@ def test_more_rows_than_a_chunk_are_all_written(deep):
     ("count", "every", "signaled"),
     [(5, 2, [1, 3, 4]), (4, 2, [1, 3]), (3, 1, [0, 1, 2]), (3, 100, [2]), (1, 2, [0])],
 )
-def test_every_so_many_rows_and_the_last_complete(rc, count, every, signaled):
+def test_signal_every_completes_each_nth_row_and_the_last(rc, count, every, signaled):
     write_blocks(rc, count, wr_id=np.arange(count), signal_every=every)
     assert [wc.check().wr_id for wc in rc.wait(len(signaled))] == signaled
     assert not rc.cq.poll()
@@ -115,7 +115,7 @@ def test_every_so_many_rows_and_the_last_complete(rc, count, every, signaled):
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_what_does_not_fit_the_queue_is_left_and_the_last_that_fits_completes(connect, checked):
+def test_rows_beyond_the_queue_are_left_and_the_last_that_fits_completes(connect, checked):
     rc = connect(checked=checked)
     room = rc.a.max_send_wr
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], wr_id=7, send_flags=SendFlags(0)))
@@ -125,12 +125,12 @@ def test_what_does_not_fit_the_queue_is_left_and_the_last_that_fits_completes(co
     assert rc.a.outstanding.send == 0
 
 
-def test_no_rows_post_nothing(rc):
+def test_columns_of_no_rows_post_nothing(rc):
     assert write_blocks(rc, 0) == 0
     assert rc.a.outstanding.send == 0
 
 
-def test_ranges_have_offsets_and_lengths_of_their_own(rc):
+def test_ranges_of_a_region_give_each_row_its_offset_and_length(rc):
     fill(rc)
     offsets, lengths = np.array([0, 100, 900]), np.array([1, 300, 77])
     where = np.cumsum(lengths) - lengths + rc.theirs.addr
@@ -147,7 +147,7 @@ def test_ranges_have_offsets_and_lengths_of_their_own(rc):
     assert bytes(rc.theirs.buffer[: lengths.sum()]) == b"".join(pieces)
 
 
-def test_rows_may_share_one_sge(rc):
+def test_rows_of_columns_may_share_one_sge(rc):
     rc.mine.buffer[:8] = b"the same"
     rc.a.post_columns(
         rp.RdmaWrite,
@@ -159,7 +159,7 @@ def test_rows_may_share_one_sge(rc):
     assert bytes(rc.theirs.buffer[:32]) == b"the same" * 4
 
 
-def test_inline_rows_are_read_during_the_call_and_hold_nothing(deep, pd):
+def test_inline_rows_are_read_during_the_post_and_hold_no_memory(deep, pd):
     fill(deep)
     with rp.MR(pd, 256, ALL) as lent:
         lent.buffer[:] = bytes(range(256))
@@ -175,7 +175,7 @@ def test_inline_rows_are_read_during_the_call_and_hold_nothing(deep, pd):
     assert bytes(deep.theirs.buffer[:256]) == bytes(range(256))
 
 
-def test_immediate_data_arrive_in_host_order(rc):
+def test_immediate_data_of_columns_arrive_in_host_order(rc):
     rc.b.post_recv_columns(rc.theirs.blocks(np.arange(3), 16), wr_id=np.array([7, 8, 9]))
     assert rc.b.outstanding.recv == 3
     rc.a.post_columns(
@@ -189,7 +189,7 @@ def test_immediate_data_arrive_in_host_order(rc):
     assert rc.b.outstanding.recv == 0
 
 
-def test_atomics_take_a_column_of_operands(rc):
+def test_atomics_can_be_posted_with_a_column_of_operands(rc):
     fill(rc)
     index = np.arange(4)
     rc.a.post_columns(
@@ -203,7 +203,7 @@ def test_atomics_take_a_column_of_operands(rc):
     assert list(rc.theirs.buffer[:32].cast("Q")) == [1, 2**63, 3, 2**64 - 1]
 
 
-def test_datagrams_share_an_address_handle(connect):
+def test_datagrams_of_columns_share_an_address_handle(connect):
     ud = connect(rp.QPType.UD)
     ud.b.post_recv_columns(ud.theirs.blocks(np.arange(3), 128))
     fields = ud.wr(rp.Send)
@@ -217,7 +217,7 @@ def test_datagrams_share_an_address_handle(connect):
     assert [wc.check() for wc in ud.wait(6)]
 
 
-def test_receives_of_an_srq_complete_in_any_order(pd, cq, stack):
+def test_srq_receives_posted_from_columns_may_complete_in_any_order(pd, cq, stack):
     memory = stack.enter_context(rp.MR(pd, 4096, ALL))
     srq = stack.enter_context(rp.SRQ(pd, 8))
     room = srq.max_wr
@@ -242,7 +242,7 @@ def test_receives_of_an_srq_complete_in_any_order(pd, cq, stack):
     srq.close()
 
 
-def test_region_stays_open_until_the_last_row_is_done(rc, pd, stack):
+def test_region_of_columns_stays_open_until_the_last_row_is_done(rc, pd, stack):
     lent = stack.enter_context(rp.MR(pd, 4096, ALL))
     rc.a.post_columns(
         rp.RdmaWrite,
@@ -311,7 +311,7 @@ BAD_ROWS: dict[str, tuple[type, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("row", [0, 1, 130])
 @pytest.mark.parametrize(("wr_type", "bad"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_first_bad_row_is_refused_as_that_work_request_is_alone(deep, wr_type, bad, row):
+def test_first_bad_row_is_refused_with_the_error_of_its_work_request_alone(deep, wr_type, bad, row):
     """And no row is posted; what is the same for all rows is refused at the first."""
     numbers = {"index": 0, "length": 8, "rkey": deep.theirs.rkey, "wr_id": 3}
     numbers["remote_addr"] = deep.theirs.addr
@@ -352,7 +352,7 @@ def test_first_bad_row_is_refused_as_that_work_request_is_alone(deep, wr_type, b
     assert deep.a.outstanding.send == 0
 
 
-def test_refused_state_is_that_of_a_single_post(connect):
+def test_columns_in_a_wrong_state_are_refused_with_the_reason_of_a_single_post(connect):
     pair = connect(to=rp.QPState.RESET)
     with pytest.raises(rp.PostError) as caught:
         write_blocks(pair, 3)
@@ -469,14 +469,14 @@ def test_sg_list_that_is_none_is_refused_as_in_a_work_request(rc):
 
 
 @pytest.mark.parametrize("size", ["8", 8.0, None, np.array([8, 8])])
-def test_size_of_blocks_that_is_no_number_is_named(rc, size):
+def test_size_of_blocks_that_is_no_number_is_refused_by_name(rc, size):
     words = f"size: expected int, got {type(size).__name__}"
     with pytest.raises(TypeError, match=words):
         rc.a.post_columns(rp.RdmaWrite, rc.mine.blocks(np.arange(2), size))
     assert rc.a.outstanding.send == 0
 
 
-def test_buffer_that_is_not_exported_is_not_a_column(rc):
+def test_released_memoryview_is_refused_as_a_column(rc):
     released = memoryview(array.array("q", [1, 2]))
     released.release()
     with pytest.raises(ValueError, match="released memoryview"):
@@ -484,13 +484,13 @@ def test_buffer_that_is_not_exported_is_not_a_column(rc):
     assert rc.a.outstanding.send == 0
 
 
-def test_help_names_the_classes_that_have_no_rows():
+def test_help_of_post_columns_names_the_classes_without_columns():
     assert "wr_type: the class of the work requests: any but BindMW and TSO." in (
         rp.QP.post_columns.__doc__ or ""
     )
 
 
-def test_a_class_that_has_no_rows_is_named_as_a_user_writes_it(rc):
+def test_class_without_columns_is_refused_by_its_public_name(rc):
     blocks = rc.mine.blocks(np.arange(2), 8)
     for wr_type, words in [
         (rp.BindMW, "BindMW cannot be posted by columns"),
@@ -505,7 +505,7 @@ def test_a_class_that_has_no_rows_is_named_as_a_user_writes_it(rc):
     assert rc.a.outstanding.send == 0
 
 
-def test_blocks_of_a_region_are_no_remote_addresses(rc):
+def test_blocks_of_a_region_are_refused_as_remote_addresses(rc):
     with pytest.raises(TypeError, match=r"^remote_addr: Blocks\(.*\) is for addresses"):
         write_blocks(rc, 2, remote_addr=rc.theirs.blocks(np.arange(2), 16))
     assert rc.a.outstanding.send == 0
@@ -525,19 +525,19 @@ def test_list_as_a_column_is_refused_by_the_name_of_its_type(rc):
     assert rc.b.outstanding.recv == 0
 
 
-def test_receives_have_no_signal_every(rc):
+def test_columns_of_receives_take_no_signal_every(rc):
     with pytest.raises(TypeError, match=r"^RecvWR has no field 'signal_every'$"):
         rc.b.post_recv_columns(rc.theirs.blocks(np.arange(2), 8), signal_every=2)
     assert rc.b.outstanding.recv == 0
 
 
-def test_keyword_that_is_made_at_run_time_is_the_same_field(rc):
+def test_column_named_by_a_string_that_is_not_interned_is_found(rc):
     name = "".join(["wr", "_", "id"])  # not interned, as the keywords in source code are
     assert write_blocks(rc, 2, **{name: np.array([8, 9])}) == 2
     assert [wc.check().wr_id for wc in rc.wait(2)] == [8, 9]
 
 
-def test_first_of_the_rows_that_two_columns_make_bad_is_refused(rc):
+def test_first_of_several_bad_rows_is_the_one_refused(rc):
     """In either order of the columns."""
     early, late = np.array([1, -1, 1, 1]), np.array([1, 1, 1, 1 << 32])
     for fields in ({"wr_id": early, "rkey": late}, {"rkey": late, "wr_id": early}):
@@ -548,11 +548,11 @@ def test_first_of_the_rows_that_two_columns_make_bad_is_refused(rc):
 
 def test_inline_row_longer_than_the_queue_allows_is_refused(connect):
     pair = connect(max_inline_data=64)
-    most = pair.a.max_inline_data
-    with pytest.raises(rp.PostError, match=f"{most + 1} bytes") as caught:
+    granted = pair.a.max_inline_data
+    with pytest.raises(rp.PostError, match=f"{granted + 1} bytes") as caught:
         pair.a.post_columns(
             rp.RdmaWrite,
-            pair.mine.ranges(np.zeros(3, "i8"), np.array([8, most, most + 1])),
+            pair.mine.ranges(np.zeros(3, "i8"), np.array([8, granted, granted + 1])),
             remote_addr=pair.theirs.addr,
             rkey=pair.theirs.rkey,
             send_flags=SendFlags.INLINE,
@@ -585,12 +585,15 @@ def test_row_is_refused_if_its_address_would_not_fit_64_bits(tap, stack, base, c
     qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
     qp.connect(qp.endpoint())
     bits = 8 * array.array(code).itemsize
-    least, most = (-1 << bits - 1, (1 << bits - 1) - 1) if code.islower() else (0, (1 << bits) - 1)
+    lowest, highest = 0, (1 << bits) - 1
+    if code.islower():
+        lowest, highest = -1 << bits - 1, (1 << bits - 1) - 1
     end = 1 << 64
     for size in (0, 1, 8, (1 << 32) - 1, 1 << 63, end - 1):
         ends = (-base // size, (end - 1 - base) // size) if size else ()
-        near = {n + more for n in (*ends, least, most, 0, 1 << 31, 1 << 63) for more in (-1, 0, 1)}
-        for index in sorted(n for n in near if least <= n <= most):
+        bounds = (*ends, lowest, highest, 0, 1 << 31, 1 << 63)
+        near = {n + more for n in bounds for more in (-1, 0, 1)}
+        for index in sorted(n for n in near if lowest <= n <= highest):
             address = base + size * index
             there = rp.Blocks(base, array.array(code, [0, index]), size)
             tap.chains.clear()
@@ -604,7 +607,7 @@ def test_row_is_refused_if_its_address_would_not_fit_64_bits(tap, stack, base, c
                 assert (caught.value.index, tap.chains) == (1, [])
 
 
-def test_datagram_whose_queue_pair_number_has_25_bits_is_refused(connect):
+def test_queue_pair_number_of_25_bits_in_a_column_is_refused(connect):
     ud = connect(rp.QPType.UD)
     fields = ud.wr(rp.Send)
     to = {"ah": fields.ah, "remote_qkey": fields.remote_qkey}
@@ -614,7 +617,7 @@ def test_datagram_whose_queue_pair_number_has_25_bits_is_refused(connect):
     assert caught.value.reason == alone(ud, rp.Send(ud.mine[:8], remote_qpn=1 << 24, **to))
 
 
-def test_srq_number_of_25_bits_is_refused(soft):
+def test_srq_number_of_25_bits_in_a_column_is_refused(soft):
     qp, columns = soft.qp(rp.QPType.XRC_SEND), {"remote_srqn": np.array([7, 1 << 24, 7])}
     with pytest.raises(rp.PostError, match="remote_srqn=0x1000000 is not an SRQ number") as caught:
         qp.post_columns(rp.Send, soft.mr[:8], **columns)
@@ -651,7 +654,7 @@ def test_post_columns_with_wrong_arguments_is_a_type_error(rc):
     assert rc.a.outstanding == (0, 0)
 
 
-def test_rows_that_lack_their_fields_are_refused(rc):
+def test_columns_without_a_required_field_are_refused(rc):
     """A tuple's own constructor checks nothing."""
     one = array.array("Q", [1])
     for fields in ((), (rc.mine,), (rc.mine, one), (rc.mine, one, 8, 8)):
@@ -699,7 +702,7 @@ def test_rows_of_a_subclass_are_read_as_the_tuple_that_they_are(rc, base):
         rc.a.post_columns(rp.RdmaWrite, short, rkey=0, remote_addr=0)
 
 
-def test_more_receives_than_an_srq_can_tell_apart_are_refused(pd, rc):
+def test_columns_of_more_receives_than_an_srq_can_number_are_refused(pd, rc):
     """Nothing is posted, and the region can be closed."""
     with rp.SRQ(pd, 16, 1) as srq, rp.MR(pd, 64, ALL) as mr:
         srq._recv.resize(1 << 25)  # deeper than any device's today
@@ -714,7 +717,7 @@ def test_send_flags_are_the_same_for_all_rows(rc):
     rc.wait(3)
 
 
-def test_numpy_numbers_are_numbers(rc):
+def test_numpy_numbers_are_accepted_where_columns_take_a_number(rc):
     assert write_blocks(rc, 2, wr_id=np.int64(5), signal_every=np.uint8(1)) == 2
     assert [wc.wr_id for wc in rc.wait(2)] == [5, 5]
 
@@ -763,7 +766,7 @@ class Acting:
         return self.number
 
 
-def test_what_code_in_the_middle_changes_of_a_column_that_was_read_has_no_effect(rc):
+def test_change_to_a_column_that_the_post_has_read_has_no_effect(rc):
     ids = array.array("q", [1, 2, 3])
 
     def change() -> None:
@@ -783,13 +786,13 @@ def test_what_code_in_the_middle_changes_of_a_column_that_was_read_has_no_effect
         (array.array("d", [8, 8]), "^lengths: a column is a buffer"),
     ],
 )
-def test_errors_about_ranges_name_its_arguments(rc, lengths, text):
+def test_error_about_ranges_names_the_wrong_argument(rc, lengths, text):
     ranges = rc.theirs.ranges(array.array("q", [0, 8]), lengths)
     with pytest.raises((TypeError, ValueError), match=text):
         rc.b.post_recv_columns(ranges)
 
 
-def test_column_that_shrinks_before_it_is_read_has_another_length(rc):
+def test_column_that_shrinks_before_it_is_read_is_refused_for_its_length(rc):
     index = array.array("q", range(50))
     with pytest.raises(ValueError, match="different lengths"):
         rc.a.post_columns(
@@ -802,7 +805,7 @@ def test_column_that_shrinks_before_it_is_read_has_another_length(rc):
 
 
 @pytest.mark.parametrize("what", ["region", "queue pair"])
-def test_what_code_in_the_middle_closes_is_refused(rc, pd, what):
+def test_resource_closed_while_columns_are_read_is_refused(rc, pd, what):
     lent = rp.MR(pd, 4096, ALL)
     closed = lent if what == "region" else rc.a
     with pytest.raises(rp.PostError if what == "region" else rp.ClosedError, match="closed"):
@@ -815,7 +818,7 @@ def test_what_code_in_the_middle_closes_is_refused(rc, pd, what):
     lent.close()
 
 
-def test_region_registered_again_in_the_middle_refuses_rows_outside_it(context, rc, pd):
+def test_region_registered_again_while_columns_are_read_refuses_rows_outside_it(context, rc, pd):
     """Rows are compared with the region as it is when they are posted."""
     needs(context.kind == "soft", "ibv_rereg_mr", context)
     small, large = memoryview(bytearray(64)), memoryview(bytearray(4096))
@@ -830,7 +833,7 @@ def test_region_registered_again_in_the_middle_refuses_rows_outside_it(context, 
         assert rc.a.outstanding.send == 0
 
 
-def test_row_that_is_refused_but_no_longer_there_when_python_looks_is_not_posted(rc):
+def test_refused_row_that_is_mended_before_its_error_is_made_is_not_posted(rc):
     """The error may say less then."""
     rkeys = np.full(3, rc.theirs.rkey, "u8")
     rkeys[1] = 2**40
@@ -852,7 +855,7 @@ def write_blocks_with(pair: Pair, count: int, **fields: Any) -> int:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="Python 3.11 knows no __buffer__")
-def test_buffer_that_is_another_each_time_or_acts_when_it_is_released(rc):
+def test_column_whose_buffer_differs_at_each_export_is_refused_or_posted_safely(rc):
     exported = []
 
     class Hostile:
@@ -880,14 +883,14 @@ class Key(str):
         return self is other
 
 
-def test_same_argument_many_times_is_refused(rc):
+def test_keyword_of_columns_given_many_times_is_refused(rc):
     keys = np.full(2, rc.theirs.rkey)
     with pytest.raises(TypeError):
         rc.a.post_columns(rp.RdmaWrite, **{Key("rkey"): keys for _ in range(60)})
     assert write_blocks(rc, 1) == 1
 
 
-def test_number_that_changes_after_its_row_was_refused_is_still_a_post_error(rc):
+def test_row_refused_for_a_number_that_then_changes_is_still_a_post_error(rc):
     values = [-1, 5, 5]
 
     class Changing:
@@ -919,7 +922,7 @@ def test_queue_pair_can_be_closed_in_another_thread_while_a_refused_row_is_read_
     assert all(ended)
 
 
-def test_posts_that_nest_without_end_are_a_recursion_error(rc):
+def test_columns_that_post_columns_without_end_raise_recursion_error(rc):
     """Each column's number is read by posting again; the C stack must hold all of them."""
 
     class Nested:
@@ -1088,7 +1091,7 @@ def normal(text: str) -> str:
         lambda: rp.SRQ.__new__(rp.SRQ).post_srq_recv_columns(wr_id=[1]),
     ],
 )
-def test_queue_whose_constructor_has_not_run_is_closed(post):
+def test_columns_on_a_queue_that_was_never_initialised_raise_closed_error(post):
     with pytest.raises(rp.ClosedError, match="is closed"):
         post()
 
@@ -1100,7 +1103,7 @@ def test_receives_of_a_queue_pair_with_an_srq_are_refused_with_what_to_use(pd, c
         qp.post_recv_columns(wr_id=np.arange(2))
 
 
-def test_refused_post_whose_queue_pair_is_ready_meanwhile_says_so(rc):
+def test_post_refused_for_a_state_that_has_since_changed_names_both_states(rc):
     """The state is read after the refusal, and another thread may have changed it."""
     from rdmapost.resources import qp as module
 

@@ -16,7 +16,7 @@ import rdmapost as rp
 watched = watching.watched
 
 
-def test_post_from_within_a_post_goes_first(watched):
+def test_post_made_while_another_reads_its_list_is_posted_first(watched):
     """A number's __index__ may post to the same queue: it is read before anything is posted."""
     inner = watched.write(wr_id=1)
     outer = watched.write(
@@ -34,7 +34,7 @@ def in_another_thread(call: Callable[[], Any]) -> None:
     assert not thread.is_alive()
 
 
-def test_queue_is_free_for_another_thread_after_each_call(watched):
+def test_queue_is_unlocked_for_other_threads_after_each_call(watched):
     qp, batch = watched.qp, watched.qp.prepare(watched.write(wr_id=1))
     with contextlib.suppress(rp.PostError):
         qp.post_send([watched.write(wr_id=0), watched.write(rkey=None)])

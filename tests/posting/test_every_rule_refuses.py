@@ -883,12 +883,12 @@ def refuses(soft: Soft, case: Case) -> None:
 
 
 @each(lambda case: case.where != "unchecked")
-def test_each_rule_refuses_its_case(soft, case):
+def test_each_posting_rule_refuses_the_case_that_breaks_it(soft, case):
     refuses(soft, case)
 
 
 @each(lambda case: case.where != "checked")
-def test_rule_about_what_harms_the_process_refuses_unchecked_too(unchecked, case):
+def test_rule_against_harm_to_the_process_holds_on_an_unchecked_queue_pair(unchecked, case):
     refuses(unchecked, case)
 
 
@@ -916,7 +916,7 @@ def test_unchecked_queue_pair_leaves_the_other_rules_to_the_device(unchecked, ca
 
 
 @each(lambda case: case.fits)
-def test_case_next_to_each_refused_one_is_posted(soft, case):
+def test_case_just_within_each_posting_rule_is_posted(soft, case):
     assert case.fits is not None
     for wr in case.fits(soft):
         post, outstanding, _ = poster(soft, case.to)
@@ -952,12 +952,12 @@ def refuses_to_prepare(soft: Soft, case: Case) -> None:
 
 
 @each(lambda case: case.where != "unchecked" and can_be_prepared(case))
-def test_rule_refuses_a_prepared_list(soft, case):
+def test_each_posting_rule_refuses_a_prepared_list_that_breaks_it(soft, case):
     refuses_to_prepare(soft, case)
 
 
 @each(lambda case: case.where != "checked" and can_be_prepared(case))
-def test_rule_refuses_an_unchecked_prepared_list(unchecked, case):
+def test_rule_against_harm_to_the_process_holds_for_an_unchecked_prepared_list(unchecked, case):
     refuses_to_prepare(unchecked, case)
 
 
@@ -980,7 +980,7 @@ BY_SGES = {
 
 
 @each(lambda case: case.where != "unchecked" and can_be_prepared(case) and case.rule in BY_SGES)
-def test_rule_about_sges_refuses_those_of_a_prepared_work_request(soft, case):
+def test_rules_about_sges_hold_for_those_set_on_a_prepared_work_request(soft, case):
     """The text is the same; the list keeps its SGEs."""
     bad = case.make(soft)
     wrong, good, count = bad.sg_list, soft.mr[:8], 1
@@ -1089,7 +1089,7 @@ _UNSIGNALED = "; if none of them is SIGNALED, no slot is ever freed"
 
 @provokes("full")
 @pytest.mark.parametrize("to", [RC, "recv", "srq", "ops"])
-def test_full_queue_takes_no_more(soft, to):
+def test_post_to_a_full_queue_is_refused(soft, to):
     """The errno is ENOMEM, as in the man pages, and no other refusal has it."""
     post, outstanding, good = poster(soft, to)
     name = {RC: "max_send_wr", "recv": "max_recv_wr", "srq": "max_wr", "ops": "max_ops"}[to]
@@ -1122,7 +1122,7 @@ def test_full_queue_takes_no_more(soft, to):
 
 
 @provokes("full")
-def test_prepared_list_goes_in_whole_or_not_at_all(soft):
+def test_prepared_list_is_posted_whole_or_not_at_all(soft):
     qp = soft.qp()
     room = qp.max_send_wr
     one, all_of_it = (qp.prepare([rp.LocalInv()] * n) for n in (1, room))
@@ -1143,7 +1143,7 @@ def test_prepared_list_goes_in_whole_or_not_at_all(soft):
 
 
 @provokes("list_full")
-def test_matching_list_takes_no_more_than_it_has_entries(soft):
+def test_matching_list_takes_no_more_entries_than_its_size(soft):
     srq = soft.srq(SRQType.TM)
     with pytest.raises(rp.PostError) as caught:
         srq.post_srq_ops([rp.TagAdd(tag=i, flags=0) for i in range(6)])
@@ -1159,7 +1159,7 @@ def test_matching_list_takes_no_more_than_it_has_entries(soft):
 
 
 @provokes("tag_not_listed")
-def test_receive_that_is_done_is_not_on_the_list(soft):
+def test_handle_of_a_completed_tagged_receive_is_refused(soft):
     srq = soft.srq(SRQType.TM)
     handle = soft.added().handle
     srq.post_srq_ops(rp.TagDel(handle=handle))
@@ -1251,7 +1251,7 @@ def test_prepared_atomic_write_stays_aligned(soft):
 
 
 @provokes("no_flush_type")
-def test_prepared_flush_keeps_a_type(soft):
+def test_prepared_flush_refuses_a_wrong_type(soft):
     [item] = soft.qp().prepare(soft.valid(Opcode.FLUSH))
     with pytest.raises(ValueError, match=r"^type=4 is not FlushType"):
         item.type = 4
@@ -1260,7 +1260,7 @@ def test_prepared_flush_keeps_a_type(soft):
 
 
 @provokes("no_flush_level")
-def test_prepared_flush_keeps_a_level(soft):
+def test_prepared_flush_refuses_a_wrong_level(soft):
     [item] = soft.qp().prepare(soft.valid(Opcode.FLUSH))
     with pytest.raises(ValueError, match=r"^level=2 is not FlushLevel"):
         item.level = 2
@@ -1270,7 +1270,7 @@ def test_prepared_flush_keeps_a_level(soft):
 
 @provokes("invalid_qp_number")
 @pytest.mark.parametrize("opcode", [Opcode.SEND, Opcode.SEND_WITH_IMM, Opcode.TSO])
-def test_prepared_datagram_keeps_a_qp_number(soft, unchecked, opcode):
+def test_prepared_datagram_refuses_a_qp_number_of_25_bits(soft, unchecked, opcode):
     [item] = soft.qp(UD).prepare(soft.valid(opcode, UD))
     for qpn in (1 << 24, U32):
         with pytest.raises(ValueError, match=f"^remote_qpn={qpn:#x} is not a QP number"):
@@ -1287,7 +1287,7 @@ def test_prepared_datagram_keeps_a_qp_number(soft, unchecked, opcode):
 
 @provokes("invalid_srq_number")
 @pytest.mark.parametrize("opcode", TO_AN_SRQ)
-def test_prepared_xrc_send_keeps_an_srq_number(soft, unchecked, opcode):
+def test_prepared_xrc_send_refuses_an_srq_number_of_25_bits(soft, unchecked, opcode):
     [item] = soft.qp(XRC).prepare(soft.valid(opcode, XRC))
     for srqn in (1 << 24, U32):
         with pytest.raises(ValueError, match=f"^remote_srqn={srqn:#x} is not an SRQ number"):
@@ -1301,7 +1301,7 @@ def test_prepared_xrc_send_keeps_an_srq_number(soft, unchecked, opcode):
 
 
 @provokes("mss")
-def test_prepared_tso_keeps_a_maximum_segment_size(soft):
+def test_prepared_tso_refuses_a_segment_size_of_0(soft):
     [item] = soft.qp(UD).prepare(soft.valid(Opcode.TSO, UD))
     before = item.mss
     with pytest.raises(ValueError, match=r"^mss=0 is not in 1\.\.65535$"):
@@ -1326,7 +1326,7 @@ def refused_bind(soft: Soft, mw: Any, mr: Any, *more: Any, **fields: Any) -> str
 
 
 @provokes("window_of_type_2")
-def test_call_that_binds_takes_windows_of_type_1(soft):
+def test_bind_mw_takes_windows_of_type_1_only(soft):
     mw = soft.window()
     assert refused_bind(soft, mw, soft.mr, soft.mr.addr, 64) == (
         f"{mw} is of type 2, but qp.bind_mw() binds windows of type 1; post a BindMW"
@@ -1334,7 +1334,7 @@ def test_call_that_binds_takes_windows_of_type_1(soft):
     soft.qp().bind_mw(soft.window(MWType.TYPE_1), soft.mr, soft.mr.addr, 4096)
 
 
-def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
+def test_bind_mw_has_the_rules_of_the_opcode_bind_mw(soft, unchecked):
     mw, mr = soft.window(MWType.TYPE_1), soft.mr
     solicited = refused_bind(soft, mw, mr, mr.addr, 8, send_flags=F.SOLICITED)
     assert solicited == "SOLICITED has no meaning on BIND_MW"
@@ -1364,10 +1364,10 @@ def test_call_that_binds_has_the_rules_of_its_opcode(soft, unchecked):
 
 def test_length_of_0_unbinds_a_window_of_type_1(soft):
     """A region must be given, but need not permit the binding."""
-    mw, plain = soft.window(MWType.TYPE_1), soft.region(64)
-    said = f"{plain} was registered without MW_BIND"
-    assert refused_bind(soft, mw, plain, plain.addr, 1) == said
-    soft.qp().bind_mw(mw, plain, 0, 0)
+    mw, unbindable = soft.window(MWType.TYPE_1), soft.region(64)
+    said = f"{unbindable} was registered without MW_BIND"
+    assert refused_bind(soft, mw, unbindable, unbindable.addr, 1) == said
+    soft.qp().bind_mw(mw, unbindable, 0, 0)
     assert soft.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
 
 
@@ -1384,7 +1384,7 @@ SPECIAL = {"not_ready"}
 """The queue pair gives the reason, from its state."""
 
 
-def test_every_rule_is_provoked():
+def test_every_posting_rule_has_a_case_that_breaks_it():
     """Shown here, by a program that ends with its text."""
     provoked = {case.rule for case in CASES} | PROVOKED.keys()
     assert provoked == TEXTS
@@ -1392,7 +1392,7 @@ def test_every_rule_is_provoked():
         assert globals()[test.__name__] is test
 
 
-def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
+def test_every_posting_rule_in_c_has_one_error_text_and_every_text_a_rule():
     """The names in the C sources, however they are written there."""
     sources = ROOT / "rdmapost" / "_c" / "posting"
     if not (sources / "rules.c").exists():
@@ -1410,8 +1410,3 @@ def test_every_rule_of_c_has_a_text_and_every_text_its_rule():
                 named |= set(re.findall(r'"(\w+)"', found))
     assert named - SPECIAL == TEXTS
     assert named >= SPECIAL
-
-
-def test_groups_have_the_number_of_the_specification():
-    """The highest of 24 bits; on soft0 alone, any other would do."""
-    assert opcodes.MULTICAST_QPN == rp.MULTICAST_QPN == 0xFFFFFF

@@ -63,7 +63,7 @@ class OddKey(rp.RdmaWrite):
 @pytest.mark.parametrize(
     "error", [ValueError, AttributeError, OverflowError, ZeroDivisionError, TypeError, BufferError]
 )
-def test_exception_that_a_wrong_value_raises_is_the_reason(watched, error):
+def test_post_error_gives_the_exception_of_a_wrong_value_as_its_reason(watched, error):
     """Reading a field may raise it: a PostError says which work request it was."""
     odd = OddKey(watched.mr[:8])
     odd.error = error("no key")
@@ -73,7 +73,7 @@ def test_exception_that_a_wrong_value_raises_is_the_reason(watched, error):
         assert watched.refused(wr) == "no key"
 
 
-def test_exception_without_a_text_comes_out_as_what_asking_for_it_raises(watched):
+def test_exception_whose_str_raises_comes_out_as_what_its_str_raises(watched):
     class Mute(ValueError):
         def __str__(self) -> str:
             raise Mine("no text")
@@ -102,7 +102,7 @@ class FailingAtOnce(Failing):
 
 
 @pytest.mark.parametrize("kind", [Failing, FailingAtOnce])
-def test_error_of_an_iterator_propagates_unchanged(watched, kind):
+def test_exception_of_a_list_of_work_requests_or_sges_propagates_unchanged(watched, kind):
     """Only for what is not a sequence does the error say what it should be."""
     for error in (Mine("mine"), ValueError("no item")):
         with pytest.raises(type(error)) as caught:
@@ -114,7 +114,7 @@ def test_error_of_an_iterator_propagates_unchanged(watched, kind):
     watched.nothing_posted()
 
 
-def test_type_error_of_an_iterator_propagates(watched):
+def test_type_error_of_an_iterator_of_work_requests_propagates(watched):
     with pytest.raises(TypeError, match="not today"):
         watched.qp.post_send(FailingAtOnce(TypeError("not today")))
     assert watched.refused(rp.Send(FailingAtOnce(TypeError("not today")))) == "not today"
@@ -170,7 +170,7 @@ def test_exception_in_other_sges_of_a_prepared_work_request_comes_out_unchanged(
     assert item.sg_list == (watched.mr[:8],)
 
 
-def test_error_of_an_iterator_is_the_callers(rc):
+def test_exception_of_a_generator_of_work_requests_propagates_and_nothing_is_posted(rc):
     """Nothing is posted, and nothing is counted as posted."""
 
     def generate():
@@ -183,7 +183,7 @@ def test_error_of_an_iterator_is_the_callers(rc):
     rc.works()
 
 
-def test_error_of_a_field_is_the_callers_and_nothing_is_posted(rc):
+def test_exception_of_reading_a_field_propagates_and_nothing_is_posted(rc):
     class Odd(rp.RdmaWrite):
         @property
         def remote_addr(self) -> int:

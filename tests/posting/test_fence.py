@@ -43,9 +43,11 @@ def test_fence_waits_for_the_atomics_before_it(patient, context):
     needs(context.attr.atomic_cap, "atomics", context)
     pair = patient
     old = pair.wr(rp.AtomicFetchAndAdd, pair.mine[:8], compare_add=1)
-    tell = pair.wr(rp.RdmaWrite, pair.mine[:8], remote_addr=pair.theirs.addr + 64, send_flags=FENCE)
+    write = pair.wr(
+        rp.RdmaWrite, pair.mine[:8], remote_addr=pair.theirs.addr + 64, send_flags=FENCE
+    )
     for value in range(8):
-        pair.a.post_send([old, tell])
+        pair.a.post_send([old, write])
         pair.wait(2)
         assert int.from_bytes(pair.theirs.buffer[64:72], sys.byteorder) == value
 
@@ -74,7 +76,7 @@ def test_fence_waits_for_a_read_that_is_answered_late(connect, context):
     assert bytes(pair.theirs.buffer[64:68]) == b"late"
 
 
-def test_fence_and_solicited_are_taken(rc):
+def test_fence_and_solicited_may_be_combined_on_one_send(rc):
     rc.b.post_recv(rp.RecvWR(rc.theirs[:8]))
     flags = SendFlags.SIGNALED | SendFlags.FENCE | SendFlags.SOLICITED
     rc.a.post_send([rc.wr(rp.RdmaRead, rc.mine[:8]), rp.Send(rc.mine[:8], send_flags=flags)])

@@ -25,23 +25,23 @@ INLINE = SendFlags.INLINE | SendFlags.SIGNALED
 
 
 @pytest.mark.parametrize("qp_type", TYPES)
-def test_inline_of_every_length_may_be_overwritten_at_once(connect, qp_type):
+def test_inline_data_of_every_length_may_be_overwritten_after_the_post(connect, qp_type):
     """Up to what the queue pair was granted, from memory that is not registered."""
     pair = connect(qp_type, max_inline_data=64)
     grh = GRH if qp_type is QPType.UD else 0
-    most = pair.a.max_inline_data
-    for size in sorted({0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, most - 1, most}):
+    granted = pair.a.max_inline_data
+    for size in sorted({0, 1, 2, 7, 8, 9, 31, 32, 33, 63, 64, granted - 1, granted}):
         data = bytearray(i % 251 + 1 for i in range(size))
         sent = bytes(data)
         pair.theirs.buffer[:] = bytes(len(pair.theirs))
-        pair.b.post_recv(rp.RecvWR(pair.theirs[: grh + most], wr_id=7))
+        pair.b.post_recv(rp.RecvWR(pair.theirs[: grh + granted], wr_id=7))
         sges = rp.SGE.from_buffer(data) if size else ()
         pair.a.post_send(pair.send(sges, send_flags=INLINE, wr_id=9))
         data[:] = b"\xff" * size
         del sges
         data.clear()
         assert {wc.wr_id: wc.byte_len for wc in pair.wait(2)}[7] == grh + size
-        assert bytes(pair.theirs.buffer[grh : grh + most]) == sent + bytes(most - size)
+        assert bytes(pair.theirs.buffer[grh : grh + granted]) == sent + bytes(granted - size)
 
 
 @pytest.mark.parametrize("wr_type", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
@@ -75,24 +75,24 @@ def test_inline_longer_than_granted_is_refused(connect, wr_type):
     """The limit is on the sum of all SGEs; unchecked, the device enforces it."""
     for checked, words in ((True, "bytes inline, but"), (False, "refused")):
         pair = connect(max_inline_data=32, checked=checked)
-        most = pair.a.max_inline_data
-        sges = [rp.SGE.from_buffer(bytes(most)), rp.SGE.from_buffer(b"1")]
+        granted = pair.a.max_inline_data
+        sges = [rp.SGE.from_buffer(bytes(granted)), rp.SGE.from_buffer(b"1")]
         with pytest.raises(rp.PostError, match=words) as caught:
             pair.a.post_send(pair.wr(wr_type, sges, send_flags=INLINE))
         assert caught.value.errno in (errno.EINVAL, errno.ENOMEM)
         if checked:
-            assert f"max_inline_data={most}" in str(caught.value)
+            assert f"max_inline_data={granted}" in str(caught.value)
         assert pair.cq.poll() == []
 
 
 @pytest.mark.parametrize("wr_type", [rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp])
-def test_inline_has_no_meaning_on_what_fetches(rc, wr_type):
+def test_inline_is_refused_on_opcodes_that_fetch_data(rc, wr_type):
     with pytest.raises(rp.PostError, match=f"INLINE has no meaning on {wr_type.opcode.name}"):
         rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=INLINE))
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC])
-def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
+def test_inline_data_needs_no_region_and_is_free_after_the_post(connect, qp_type):
     """The data is as it was when posted, whatever happens to the buffer later."""
     pair = connect(qp_type, max_inline_data=64)
     for kind in (rp.Send, rp.SendWithImm, rp.RdmaWrite):
@@ -112,10 +112,10 @@ def test_inline_needs_no_region_and_is_free_at_once(connect, qp_type):
 
 def test_inline_that_is_too_long_is_refused(connect):
     pair = connect(max_inline_data=32)
-    most = pair.a.max_inline_data
-    assert most >= 32
-    data = rp.SGE.from_buffer(bytes(most + 1))
-    with pytest.raises(rp.PostError, match=f"max_inline_data={most}") as caught:
+    granted = pair.a.max_inline_data
+    assert granted >= 32
+    data = rp.SGE.from_buffer(bytes(granted + 1))
+    with pytest.raises(rp.PostError, match=f"max_inline_data={granted}") as caught:
         pair.a.post_send(rp.Send(data, send_flags=SendFlags.INLINE))
     assert caught.value.errno == errno.EINVAL
     pair.works()
@@ -192,17 +192,17 @@ def test_inline_buffer_at_an_illegal_address_is_refused(connect, checked):
 def test_memory_of_inline_data_is_free_when_the_post_returns(connect, pd):
     """Memory of the other work requests in the list is not."""
     pair = connect(max_inline_data=64)
-    inline, plain = rp.MR(pd, 64), rp.MR(pd, 64)
-    wrs = [write_from(pair, inline, 1), write_from(pair, plain, 2), write_from(pair, inline, 3)]
+    inline, gathered = rp.MR(pd, 64), rp.MR(pd, 64)
+    wrs = [write_from(pair, inline, 1), write_from(pair, gathered, 2), write_from(pair, inline, 3)]
     for wr in (wrs[0], wrs[2]):
         wr.send_flags = SendFlags.INLINE
     wrs[1].send_flags = SendFlags(0)
     pair.a.post_send(wrs)
     assert pair.a.outstanding.send == 3
     inline.close()
-    assert "wr_id 2" in why_open(plain.close)
+    assert "wr_id 2" in why_open(gathered.close)
     pair.a.to_reset()
-    plain.close()
+    gathered.close()
 
 
 def test_flags_that_only_resemble_inline_release_no_memory(stack):

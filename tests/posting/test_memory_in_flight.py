@@ -28,7 +28,7 @@ def test_region_in_flight_cannot_be_closed(rc):
     assert mr.closed
 
 
-def test_many_work_requests_are_not_all_listed(rc):
+def test_refused_close_of_a_region_lists_only_a_few_of_many_work_requests(rc):
     mr = rp.MR(rc.pd, 64, ALL)
     rc.b.post_recv([rp.RecvWR(mr[:8], wr_id=i) for i in range(10)])
     with pytest.raises(rp.InUseError, match=r"10 outstanding .*\(wr_id 0, 1, 2, 3, \.\.\.\)"):
@@ -48,7 +48,7 @@ def test_unsignaled_work_request_keeps_its_region(rc):
     mr.close()
 
 
-def test_memory_lives_until_the_completion(rc):
+def test_memory_of_a_posted_work_request_lives_until_its_completion(rc):
     """The user has dropped every reference, and the device still writes there."""
     mr = rp.MR(rc.pd, bytearray(64), ALL)
     ref = weakref.ref(mr)
@@ -67,7 +67,7 @@ def test_memory_lives_until_the_completion(rc):
         bytes(view)
 
 
-def test_dropped_queue_pair_lets_its_memory_go(pd, cq):
+def test_dropped_queue_pair_releases_the_memory_of_its_work_requests(pd, cq):
     mr = rp.MR(pd, 64)
     qp = rp.QP(pd, QPType.RC, cq)
     qp.to_init()
@@ -136,7 +136,7 @@ def test_work_requests_with_the_same_regions_each_hold_them(connect, as_list):
             mr.close()
 
 
-def test_each_region_is_held_whatever_reading_a_number_does(watched):
+def test_region_of_a_post_is_held_whatever_reading_its_numbers_runs(watched):
     """What is held so far is a tuple, which the collector exposes to anyone; it is kept here."""
     kept: list[Any] = []
 

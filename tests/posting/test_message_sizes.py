@@ -59,7 +59,7 @@ def test_read_of_any_number_of_packets_arrives_whole(connect, context, packets):
     assert bytes(pair.mine.buffer) == pattern(size) + b"\0"
 
 
-def test_datagram_of_every_size_up_to_the_mtu(connect, context):
+def test_datagram_of_every_size_up_to_the_mtu_arrives(connect, context):
     mtu = context.query_port(1).active_mtu.bytes
     pair = connect(QPType.UD)
     for size in (0, 1, mtu - 1, mtu):
@@ -72,7 +72,7 @@ def test_datagram_of_every_size_up_to_the_mtu(connect, context):
         assert done[7].datagram(recv).payload == pattern(size)
 
 
-def test_size_of_a_datagram_is_the_sum_over_its_sges(connect, context):
+def test_size_of_a_datagram_is_checked_over_all_its_sges(connect, context):
     mtu = context.query_port(1).active_mtu.bytes
     pair = connect(QPType.UD)
     with pytest.raises(rp.PostError, match=f"{mtu + 1} bytes, .* holds at most {mtu}") as caught:
@@ -81,7 +81,7 @@ def test_size_of_a_datagram_is_the_sum_over_its_sges(connect, context):
     pair.works()
 
 
-def test_datagram_longer_than_the_mtu_unchecked_is_the_devices_to_refuse(connect, context):
+def test_unchecked_datagram_longer_than_the_mtu_is_left_to_the_device(connect, context):
     needs(context.kind == "soft", "error for datagrams longer than the MTU", context)
     mtu = context.query_port(1).active_mtu.bytes
     pair = connect(QPType.UD, checked=False)
@@ -116,7 +116,7 @@ def test_message_of_2_to_the_31_bytes_arrives(connect, largest, qp_type):
 
 @pytest.mark.parametrize("kind", [rp.Send, rp.SendWithImm, rp.RdmaWrite, rp.RdmaWriteWithImm])
 @pytest.mark.parametrize("qp_type", CONNECTED)
-def test_more_than_2_to_the_31_bytes_is_refused_by_name(connect, qp_type, kind):
+def test_message_of_more_than_2_to_the_31_bytes_is_refused_by_name(connect, qp_type, kind):
     """The sum over the SGEs counts; each of them alone would be valid."""
     pair = connect(qp_type)
     lkey, addr = pair.mine.lkey, pair.mine.addr
@@ -135,7 +135,7 @@ def test_read_of_more_than_2_to_the_31_bytes_is_refused_by_name(rc):
     rc.works()
 
 
-def test_more_than_2_to_the_31_bytes_unchecked_is_the_devices_to_refuse(connect, largest):
+def test_unchecked_message_of_more_than_2_to_the_31_bytes_is_left_to_the_device(connect, largest):
     pair = connect(max_send_sge=PIECES, checked=False)
     piece = MAX_MSG_SIZE // PIECES
     sges = [*[largest[:piece]] * (PIECES - 1), largest[:]]
@@ -159,7 +159,7 @@ def zero_bytes(pair: Pair, kind: type, **fields: object) -> dict[int, rp.WC]:
         (QPType.RC, rp.RdmaRead),
     ],
 )
-def test_message_of_no_bytes_has_no_sges(connect, qp_type, kind):
+def test_message_without_sges_arrives_with_no_bytes(connect, qp_type, kind):
     pair = connect(qp_type)
     imm = {"imm_data": 5} if kind in (rp.SendWithImm, rp.RdmaWriteWithImm) else {}
     done = zero_bytes(pair, kind, **imm)
@@ -203,7 +203,7 @@ def test_large_message_arrives(connect, qp_type):
     assert pair.theirs.buffer == pair.mine.buffer
 
 
-def test_ud_longer_than_the_mtu_is_refused(connect, context):
+def test_ud_message_longer_than_the_mtu_is_refused(connect, context):
     pair = connect(QPType.UD)
     mtu = context.query_port(1).active_mtu.bytes
     pair.b.post_recv(rp.RecvWR(pair.theirs[: GRH + mtu]))

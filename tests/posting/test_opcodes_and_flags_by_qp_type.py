@@ -39,7 +39,7 @@ def without(*qp_types: QPType) -> list[tuple[QPType, Opcode]]:
 
 
 @pytest.mark.parametrize(("qp_type", "opcode"), without(QPType.RC, QPType.UC, QPType.UD))
-def test_opcode_is_refused_where_the_table_has_no_cross(connect, qp_type, opcode):
+def test_opcode_that_the_table_does_not_give_a_qp_type_is_refused(connect, qp_type, opcode):
     pair = connect(qp_type)
     refused(pair.a, opcode)
     pair.works()
@@ -86,7 +86,7 @@ def test_opcode_of_another_qp_type_is_refused(connect, qp_type, opcode):
 
 
 @pytest.mark.parametrize("opcode", [Opcode.RDMA_READ, Opcode.ATOMIC_FETCH_AND_ADD])
-def test_opcode_of_another_qp_type_unchecked_is_the_devices_to_refuse(connect, opcode):
+def test_unchecked_opcode_of_another_qp_type_is_left_to_the_device(connect, opcode):
     """By the post, or by an error completion; it never succeeds."""
     pair = connect(QPType.UC, checked=False)
     kind = rp.RdmaRead if opcode is Opcode.RDMA_READ else rp.AtomicFetchAndAdd
@@ -144,7 +144,7 @@ def table() -> dict[tuple[Opcode, QPType], bool]:
 
 
 @pytest.mark.parametrize(("opcode", "qp_type"), table())
-def test_opcode_goes_where_the_man_page_says(soft, opcode, qp_type):
+def test_opcodes_of_each_qp_type_are_those_of_the_man_page(soft, opcode, qp_type):
     post, wr = soft.qp(qp_type).post_send, soft.valid(opcode, qp_type)
     if table()[opcode, qp_type]:
         post(wr)
@@ -158,13 +158,13 @@ def test_opcode_goes_where_the_man_page_says(soft, opcode, qp_type):
             ) is (table().get((opcode, other), False))
 
 
-def test_table_has_no_other_rows_or_columns():
+def test_opcode_table_has_no_rows_or_columns_beyond_the_man_page():
     assert {op for ops in OPCODES_BY_QP_TYPE.values() for op in ops} == {op for op, _ in table()}
     rest = set(QPType) - {qp_type for _, qp_type in table()}
     assert all(not OPCODES_BY_QP_TYPE[qp_type] for qp_type in rest)
 
 
-def test_the_opcode_for_drivers_has_no_class():
+def test_opcode_driver1_has_no_work_request_class():
     assert Opcode.DRIVER1 not in WRS
     assert Opcode.DRIVER1 not in {
         getattr(getattr(rp, name), "opcode", None) for name in rp.posting.wr.__all__
@@ -208,7 +208,7 @@ FLAGS = [(op, t, flag) for (op, t), ok in table().items() if ok for flag in Send
 
 
 @pytest.mark.parametrize(("opcode", "qp_type", "flag"), FLAGS)
-def test_flag_goes_where_the_man_page_says(soft, opcode, qp_type, flag):
+def test_flags_of_each_qp_type_are_those_of_the_man_page(soft, opcode, qp_type, flag):
     post, wr = soft.qp(qp_type).post_send, soft.valid(opcode, qp_type, send_flags=flag)
     offloads = DeviceCap(soft.context.attr.device_cap_flags)
     if flag_is_valid(flag, opcode, qp_type, offloads):
@@ -220,7 +220,7 @@ def test_flag_goes_where_the_man_page_says(soft, opcode, qp_type, flag):
 
 
 @pytest.mark.parametrize(("opcode", "qp_type", "flag"), FLAGS)
-def test_flags_follow_the_offloads_of_the_device(opcode, qp_type, flag):
+def test_checksum_flags_are_allowed_according_to_the_devices_offloads(opcode, qp_type, flag):
     for offloads in (~DeviceCap(0), DeviceCap(0)):
         allowed = bool(flags_allowed(qp_type, opcode, offloads) & flag)
         assert allowed is flag_is_valid(flag, opcode, qp_type, offloads)
@@ -247,12 +247,12 @@ def test_checksum_offload_needs_the_capability_of_its_qp_type(soft, qp_type, cap
 
 
 @pytest.mark.parametrize("flags", [1 << 5, 1 << 31, 33])
-def test_bits_that_are_no_flag_are_refused(soft, flags):
+def test_send_flag_bits_without_a_meaning_are_refused(soft, flags):
     said = f"send_flags={flags:#x} has bits that are not send flags"
     assert reason(soft.qp().post_send, rp.Send(send_flags=flags)) == said
 
 
-def test_flags_of_every_opcode_are_known():
+def test_send_flags_that_each_opcode_takes_are_known():
     assert FLAGS_BY_OPCODE.keys() == WRS.keys()
 
 
@@ -260,7 +260,7 @@ U64, U32 = (1 << 64) - 1, (1 << 32) - 1
 
 
 @pytest.mark.parametrize("watched", [False], ids=["unchecked"], indirect=True)
-def test_every_bit_of_the_flags_goes_to_the_device_unchecked(watched):
+def test_unchecked_send_flags_reach_the_device_with_every_bit(watched):
     watched.tap.refuse()
     with pytest.raises(rp.PostError):
         watched.qp.post_send(rp.LocalInv(send_flags=U32))

@@ -27,7 +27,7 @@ def counters(queue: Any) -> Any:
     return (ctypes.c_uint64 * 2).from_address(id(queue) + object.__basicsize__)
 
 
-def test_count_wraps_around(pair, context):
+def test_count_of_outstanding_work_requests_wraps_at_2_to_the_32(pair, context):
     """After 2^32 work requests the cookies start again, and nothing is mixed up."""
     qp = pair.a
     for turn in range(3):
@@ -105,15 +105,17 @@ class Straying(Tap):
 @pytest.fixture
 def straying(stack) -> Any:
     context = stack.enter_context(rp.open_device("soft0"))
-    plain = open_tap(context)  # or the test is skipped
-    plain.close()
-    tap = Straying(plain._library, context)
+    probe = open_tap(context)  # or the test is skipped
+    probe.close()
+    tap = Straying(probe._library, context)
     stack.callback(tap.close)
     return tap
 
 
 @pytest.mark.parametrize("stray", [1, 2, 3, 4, 100, 1 << 31, (1 << 32) - 3, (1 << 32) - 2])
-def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, stray):
+def test_completion_of_a_work_request_that_is_not_outstanding_retires_nothing(
+    straying, stack, stray
+):
     """The cookie is of one not posted yet, or of one already done: a send queue is in order."""
     pd = stack.enter_context(rp.PD(straying.context))
     cq = stack.enter_context(rp.CQ(straying.context))
@@ -138,7 +140,7 @@ def test_completion_of_what_is_not_outstanding_retires_nothing(straying, stack, 
 
 
 @pytest.mark.parametrize("stray", [-1, 1, 15, 16, 17, 0xFFFF, 1 << 24, 0xFFFFFE, 255 << 24])
-def test_completion_of_what_no_slot_has_retires_nothing(straying, stack, stray):
+def test_completion_for_a_slot_that_does_not_exist_retires_nothing(straying, stack, stray):
     """In any order: an SRQ's receives."""
     pd = stack.enter_context(rp.PD(straying.context))
     cq = stack.enter_context(rp.CQ(straying.context))
@@ -162,7 +164,7 @@ def test_completion_of_what_no_slot_has_retires_nothing(straying, stack, stray):
         queue.close()
 
 
-def test_more_can_be_outstanding_than_have_been_at_first(connect, stack):
+def test_outstanding_records_grow_with_the_queue(connect, stack):
     """Their room grows: in a queue used before, and in any order."""
     pair = connect(max_send_wr=200)
     for count in (1, 10, 30, 100, 7, 150):
@@ -238,14 +240,14 @@ def queue(**changed: Any) -> Any:
         ({"in_flight": None}, "InFlight"),
     ],
 )
-def test_queue_of_wrong_arguments_is_refused(wrong, error):
+def test_internal_queue_of_wrong_arguments_is_refused(wrong, error):
     with pytest.raises((TypeError, ValueError), match=error):
         queue(**wrong)
     for verb in range(4):
         queue(verb=verb, wr_types=((0, 0), (len(TYPE_NUMBERS) - 1, 0)))
 
 
-def test_queue_is_initialised_once():
+def test_internal_queue_can_be_initialised_only_once():
     made = queue()
     with pytest.raises(TypeError, match="it has already been initialised"):
         made.__init__(
@@ -266,7 +268,7 @@ def test_queue_is_initialised_once():
         )
 
 
-def test_queue_takes_posts_of_its_owner_only(pair):
+def test_internal_queue_takes_posts_of_its_owner_only(pair):
     """Both before and after its owner's first post."""
     wr, unmade = rp.Send(), rp.QP.__new__(rp.QP)
     for _ in range(2):
@@ -287,7 +289,7 @@ def test_queue_takes_posts_of_its_owner_only(pair):
         pair.wait()
 
 
-def test_what_is_neither_true_nor_false_makes_no_queue_ready():
+def test_readiness_of_a_queue_must_be_true_or_false():
     class Odd:
         def __bool__(self) -> bool:
             raise ArithmeticError("odd")
@@ -296,7 +298,7 @@ def test_what_is_neither_true_nor_false_makes_no_queue_ready():
         queue().set_ready(Odd())
 
 
-def test_cookie_of_nothing_outstanding_is_not_found(pair, pd):
+def test_cookie_of_no_outstanding_work_request_is_not_found(pair, pd):
     """In a send queue, and among the slots of an SRQ."""
     sends, queues = pair.a._send.in_flight, pd.context._queues
 
@@ -356,7 +358,7 @@ def test_tagged_receives_are_of_an_inflight():
 
 
 @pytest.mark.parametrize("name", ["Sent", "TagHandle"])
-def test_what_only_a_post_makes_cannot_be_made(name):
+def test_types_that_only_a_post_makes_cannot_be_instantiated(name):
     with pytest.raises(TypeError, match="cannot create"):
         getattr(native, name)()
 

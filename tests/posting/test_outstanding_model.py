@@ -233,12 +233,12 @@ class InOrder(Machine):
         self.prepared[index] = Entry(wr_id, weakref.ref(mr), before.signaled, tag=before.tag)
         self.unless_held(before)
 
-    @rule(most=st.integers(1, 6))
-    def poll(self, most: int) -> None:
-        completed, self.completed = self.completed[:most], self.completed[most:]
+    @rule(count=st.integers(1, 6))
+    def poll(self, count: int) -> None:
+        completed, self.completed = self.completed[:count], self.completed[count:]
         signaled = [index for index, entry in enumerate(self.model) if entry.signaled]
-        signaled = signaled[: most - len(completed)]
-        done = [wc.check().wr_id for wc in self.cq.poll(most)]
+        signaled = signaled[: count - len(completed)]
+        done = [wc.check().wr_id for wc in self.cq.poll(count)]
         assert done == completed + [self.model[index].wr_id for index in signaled]
         if signaled:
             self.forget(signaled[-1] + 1)
@@ -322,10 +322,10 @@ class AnyOrder(Machine):
         assert self.sent.wait(1)[0].status is WCStatus.SUCCESS
         self.arrived[to].append(self.posts.pop(0))
 
-    @rule(on=st.integers(0, QPS - 1), most=st.integers(1, 3))
-    def poll(self, on: int, most: int) -> None:
-        done, self.arrived[on] = self.arrived[on][:most], self.arrived[on][most:]
-        assert [wc.check().wr_id for wc in self.cqs[on].poll(most)] == [e.wr_id for e in done]
+    @rule(on=st.integers(0, QPS - 1), count=st.integers(1, 3))
+    def poll(self, on: int, count: int) -> None:
+        done, self.arrived[on] = self.arrived[on][:count], self.arrived[on][count:]
+        assert [wc.check().wr_id for wc in self.cqs[on].poll(count)] == [e.wr_id for e in done]
         self.retire(*done)
 
     @precondition(lambda self: self.outstanding)
@@ -416,9 +416,9 @@ class Tagged(Machine):
         self.listed.remove(entry)
         self.completed += [(entry, "match"), (entry, "data")] if long else [(entry, "data")]
 
-    @rule(most=st.integers(1, 4))
-    def poll(self, most: int) -> None:
-        completed, self.completed = self.completed[:most], self.completed[most:]
+    @rule(count=st.integers(1, 4))
+    def poll(self, count: int) -> None:
+        completed, self.completed = self.completed[:count], self.completed[count:]
         # One at a time, to see what each of them releases.
         for entry, what in completed:
             [wc] = self.srq.cq.poll(1)  # type: ignore[union-attr]

@@ -39,7 +39,7 @@ def write(pair: Pair, at: int = 0, wr_id: int = 0) -> rp.RdmaWrite:
     )
 
 
-def test_list_is_posted_many_times(rc):
+def test_prepared_list_is_posted_many_times(rc):
     """Each post sends the memory's current contents, and completes with the caller's wr_ids."""
     batch = rc.a.prepare([write(rc, 8 * i, wr_id=100 + i) for i in range(4)])
     for turn in range(10):
@@ -51,7 +51,7 @@ def test_list_is_posted_many_times(rc):
 
 
 def test_prepared_and_ordinary_posts_complete_in_the_order_of_their_posts(rc):
-    """Prepared lists and plain posts share a queue, and complete in the order of their posts."""
+    """Prepared lists and ordinary posts share a queue, and complete in the order of the posts."""
     batch = rc.a.prepare([write(rc, wr_id=1), write(rc, wr_id=2)])
     rc.a.post_send(write(rc, wr_id=3))
     batch.post()
@@ -72,7 +72,7 @@ def test_unsignaled_work_requests_are_done_with_the_next_completion(rc):
     assert rc.a.outstanding.send == 0
 
 
-def test_fields_are_changed_in_place(rc):
+def test_fields_of_a_prepared_list_are_changed_in_place(rc):
     """A change affects later posts, not outstanding ones."""
     batch = rc.a.prepare([write(rc, wr_id=1)])
     batch.post()
@@ -88,7 +88,7 @@ def test_fields_are_changed_in_place(rc):
     assert batch[0].sg_list == (rc.mine[256:264],)
 
 
-def test_immediate_data_is_changed_in_place(rc):
+def test_immediate_data_of_a_prepared_list_is_changed_in_place(rc):
     """In host order, as in the work request."""
     batch = rc.a.prepare(rp.SendWithImm(rc.mine[:8], imm_data=0x01020304))
     for imm in (0x01020304, 0xFFFF_FFFF, 7):
@@ -99,7 +99,7 @@ def test_immediate_data_is_changed_in_place(rc):
         assert {wc.imm_data for wc in rc.wait(2)} == {None, imm}
 
 
-def test_atomic_is_changed_in_place(rc):
+def test_operands_of_a_prepared_atomic_are_changed_in_place(rc):
     rc.theirs.buffer[:16] = struct.pack("=QQ", 5, 70)
     swap = rp.AtomicCmpAndSwp(
         rc.mine[:8], remote_addr=rc.theirs.addr, rkey=rc.theirs.rkey, compare_add=5, swap=6
@@ -116,7 +116,7 @@ def test_atomic_is_changed_in_place(rc):
         batch[0].remote_addr = rc.theirs.addr + 4
 
 
-def test_receives_are_prepared_too(rc):
+def test_receives_can_be_prepared(rc):
     receives = rc.b.prepare_recv([rp.RecvWR(rc.theirs[i * 8 : i * 8 + 8], wr_id=i) for i in (0, 1)])
     for turn in (b"first...", b"second.."):
         receives.post()
@@ -127,7 +127,7 @@ def test_receives_are_prepared_too(rc):
         assert bytes(rc.theirs.buffer[:16]) == turn * 2
 
 
-def test_datagrams_are_prepared_too(connect: Connect):
+def test_datagrams_can_be_prepared(connect: Connect):
     ud = connect(QPType.UD)
     batch = ud.a.prepare(ud.send(ud.mine[:8], wr_id=1))
     ud.b.post_recv(rp.RecvWR(ud.theirs[:128], wr_id=2))
@@ -138,7 +138,7 @@ def test_datagrams_are_prepared_too(connect: Connect):
         ud.ah.close()
 
 
-def test_inline_data_is_read_at_each_post(connect: Connect):
+def test_inline_data_of_a_prepared_list_is_read_at_each_post(connect: Connect):
     pair = connect(max_inline_data=64)
     data = bytearray(b"inline 1")
     batch = pair.a.prepare(
@@ -165,7 +165,7 @@ def test_inline_data_is_read_at_each_post(connect: Connect):
         ("sg_list", 5, "sg_list: expected SGEs, got int"),
     ],
 )
-def test_wrong_values_are_refused_and_change_nothing(rc, field, value, text):
+def test_wrong_value_for_a_prepared_field_is_refused_and_changes_nothing(rc, field, value, text):
     batch = rc.a.prepare(write(rc))
     before = getattr(batch[0], field)
     wrong_type = "expected" in text
@@ -182,7 +182,7 @@ def test_prepared_work_request_has_no_fields_that_its_opcode_lacks(rc):
         batch[0].imm_data = 1
 
 
-def test_region_of_another_domain_is_refused(rc, context, stack):
+def test_region_of_another_domain_cannot_be_set_on_a_prepared_list(rc, context, stack):
     other = stack.enter_context(rp.MR(stack.enter_context(rp.PD(context)), 64))
     batch = rc.a.prepare(write(rc))
     with pytest.raises(ValueError, match="does not belong to the queue's PD"):
@@ -204,7 +204,7 @@ def test_work_requests_that_cannot_be_posted_cannot_be_prepared(rc):
         rc.a.prepare([])
 
 
-def test_list_that_does_not_fit_is_refused_whole(connect: Connect):
+def test_prepared_list_that_does_not_fit_the_queue_is_refused_whole(connect: Connect):
     pair = connect(max_send_wr=4)
     room = pair.a.max_send_wr
     batch = pair.a.prepare([write(pair)] * 3)
@@ -236,7 +236,7 @@ def test_state_is_checked_at_each_post_of_a_prepared_list(connect: Connect):
         batch.post()
 
 
-def test_a_prepared_list_holds_what_it_names_until_it_is_closed_but_not_the_queue_pair(rc):
+def test_prepared_list_keeps_its_regions_open_until_it_is_closed_but_not_the_queue_pair(rc):
     """What a list names stays open until the list is closed, but not the queue pair."""
     with rc.a.prepare(write(rc)) as batch:
         post = batch.post
@@ -257,7 +257,7 @@ def test_a_prepared_list_holds_what_it_names_until_it_is_closed_but_not_the_queu
     rc.mine.close()
 
 
-def test_nothing_of_a_closed_list_can_be_changed(rc):
+def test_fields_of_a_closed_prepared_list_cannot_be_changed(rc):
     batch = rc.a.prepare([write(rc), write(rc, wr_id=5)])
     item = batch[1]
     batch.close()
@@ -269,7 +269,7 @@ def test_nothing_of_a_closed_list_can_be_changed(rc):
     assert item.sg_list == ()
 
 
-def test_setting_a_wr_id_that_closes_its_list_raises_closed_error(rc):
+def test_setting_a_wr_id_that_closes_its_prepared_list_raises_closed_error(rc):
     batch = rc.a.prepare(write(rc, wr_id=3))
 
     class Closing:
@@ -281,14 +281,14 @@ def test_setting_a_wr_id_that_closes_its_list_raises_closed_error(rc):
         batch[0].wr_id = Closing()  # type: ignore[assignment]
 
 
-def test_largest_wr_id_can_be_put_into_a_list(rc):
+def test_largest_wr_id_can_be_set_on_a_prepared_list(rc):
     batch = rc.a.prepare(write(rc, wr_id=3))
     batch[0].wr_id = (1 << 64) - 1
     batch.post()
     assert [wc.wr_id for wc in rc.wait()] == [(1 << 64) - 1]
 
 
-def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
+def test_field_of_a_prepared_class_reads_and_writes_no_other_object(rc):
     """Whatever object its descriptor is given, nothing else is read or written."""
     [swap, send] = rc.a.prepare([rp.AtomicCmpAndSwp(rc.mine[:8], swap=7), rp.Send()])
     field = type(swap).__dict__["swap"]
@@ -316,7 +316,7 @@ def test_number_of_a_prepared_work_request_is_of_its_class_only(rc):
         field.__init__(rp.Send, 0)
 
 
-def test_inline_memory_of_a_closed_list_is_free_while_it_is_outstanding(connect: Connect, pd):
+def test_inline_memory_of_a_closed_prepared_list_is_free_while_outstanding(connect: Connect, pd):
     """It has been copied, unlike that of receives, whatever their flags."""
     pair = connect(max_inline_data=64)
     inline, other = rp.MR(pd, 64, ALL), rp.MR(pd, 64, ALL)
@@ -334,7 +334,7 @@ def test_inline_memory_of_a_closed_list_is_free_while_it_is_outstanding(connect:
     other.close()
 
 
-def test_region_says_which_open_lists_name_it(rc, pd):
+def test_region_that_cannot_be_closed_says_which_prepared_lists_name_it(rc, pd):
     first, second, third, unnamed = (rp.MR(pd, 64) for _ in range(4))
     send = rc.a.prepare
     batches = [
@@ -359,7 +359,7 @@ def test_region_says_which_open_lists_name_it(rc, pd):
     third.close()
 
 
-def test_work_request_of_a_list_is_within_it(rc):
+def test_index_of_a_prepared_work_request_must_lie_within_its_list(rc):
     batch = rc.a.prepare([write(rc, wr_id=i) for i in range(3)])
     assert [rp.PreparedWR(batch, i).wr_id for i in range(3)] == [0, 1, 2]
     for wrong in (-1, -3, 3, 4, 1 << 32, sys.maxsize, -sys.maxsize):
@@ -379,7 +379,7 @@ def test_work_request_of_a_list_is_within_it(rc):
     assert item.wr_id == 1
 
 
-def test_list_is_made_of_a_queue_and_its_owner(rc):
+def test_prepared_list_of_wrong_internal_arguments_is_refused(rc):
     send = rc.a._send
     for wrong in ((), (send, rc.a), (rc.a, send, []), (send, 5, []), (5, rc.a, [])):
         with pytest.raises(TypeError):
@@ -388,7 +388,7 @@ def test_list_is_made_of_a_queue_and_its_owner(rc):
         rp.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
 
 
-def test_address_of_an_atomic_that_is_no_number_is_not_called_misaligned(rc):
+def test_prepared_atomic_address_that_is_no_number_is_a_type_error(rc):
     """Not as misaligned, if it is not a number at all."""
     [item] = rc.a.prepare(rp.AtomicFetchAndAdd(rc.mine[:8], rkey=rc.theirs.rkey))
 
@@ -410,7 +410,7 @@ def test_address_of_an_atomic_that_is_no_number_is_not_called_misaligned(rc):
     assert item.remote_addr == 0
 
 
-def test_sges_that_close_their_list_while_they_are_read_raise_closed_error(rc):
+def test_sges_that_close_their_prepared_list_while_they_are_read_raise_closed_error(rc):
     for sges in ((rc.mine[:8],), (rc.mine[:8], 5), (5,)):
         batch = rc.a.prepare(write(rc))
 
@@ -423,7 +423,7 @@ def test_sges_that_close_their_list_while_they_are_read_raise_closed_error(rc):
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="the collector runs between calls only")
-def test_sges_that_the_collector_shows_while_they_are_made_are_whole(connect: Connect):
+def test_sges_read_back_from_a_prepared_list_are_never_seen_incomplete(connect: Connect):
     """Reading a tuple with an empty slot crashes."""
     pair, seen = connect(max_send_sge=13), []
     wr = rp.Send([pair.mine[i : i + 1] for i in range(13)])
@@ -456,7 +456,7 @@ class Memory(bytearray):
     batch: object
 
 
-def test_the_collector_takes_a_list_whose_memory_leads_back_to_it(connect: Connect):
+def test_collector_takes_a_prepared_list_whose_memory_refers_to_it(connect: Connect):
     """Through each of its work requests."""
     pair = connect(max_inline_data=64)
     for count in (1, 2, 5):
@@ -478,7 +478,7 @@ def test_the_collector_takes_a_list_whose_memory_leads_back_to_it(connect: Conne
         pair.a.connect(pair.b.endpoint())
 
 
-def test_method_alone_keeps_the_list(rc):
+def test_bound_post_method_alone_keeps_its_prepared_list_open(rc):
     """``post = qp.prepare(...).post`` is all that is needed; dropping it drops the list."""
     post = rc.a.prepare(write(rc, wr_id=9)).post
     gc.collect()
@@ -498,7 +498,7 @@ def test_prepared_list_without_references_releases_its_memory_at_once(rc):
     rc.mine.close()
 
 
-def test_the_collector_may_take_a_list_and_its_region_in_one_cycle(rc, pd, monkeypatch):
+def test_collector_may_take_a_prepared_list_and_its_region_in_one_cycle(rc, pd, monkeypatch):
     raised: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     data = bytearray(64)
@@ -511,7 +511,7 @@ def test_the_collector_may_take_a_list_and_its_region_in_one_cycle(rc, pd, monke
     data.extend(b"nobody holds it")
 
 
-def test_the_collector_may_take_a_list_in_the_middle_of_a_post(context, rc, monkeypatch):
+def test_collector_may_take_a_prepared_list_in_the_middle_of_a_post(context, rc, monkeypatch):
     """A list in a cycle is collected while its own queue is being posted to; nothing deadlocks."""
     needs(context.kind == "soft", "verbs written in Python", context)
     from rdmapost.providers.soft0 import responder
@@ -560,7 +560,7 @@ def test_posts_in_the_middle_of_a_post_follow_it(context, rc, monkeypatch):
     assert {wc.wr_id for wc in rc.wait(2)} == {0, 4}
 
 
-@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "ordinary"])
 def test_ctrl_c_inside_the_device_comes_out_of_the_post(context, rc, monkeypatch, prepared):
     """What was posted is still carried out."""
     needs(context.kind == "soft", "verbs written in Python", context)
@@ -621,7 +621,7 @@ def test_finalizer_that_posts_to_the_same_queue_in_the_middle_of_a_post_does_not
     assert said == [what]
 
 
-def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
+def test_each_work_request_of_a_list_holds_only_its_own_region(rc, pd, stack):
     """A region can be closed once the work request that names it is done, even if others are
     not."""
     regions = [stack.enter_context(rp.MR(pd, 64)) for _ in range(2)]
@@ -639,9 +639,7 @@ def test_each_of_a_list_holds_its_own_region_only(rc, pd, stack):
     assert [wc.wr_id for wc in rc.wait(1)] == [1]
 
 
-def test_work_requests_of_a_prepared_list_that_the_device_refuses_are_named_and_not_outstanding(
-    context, rc
-):
+def test_refused_work_requests_of_a_prepared_list_are_named_and_not_outstanding(context, rc):
     """What the device did not accept is undone, and named."""
     needs(context.kind == "soft", "injected post failures", context)
     batch = rc.a.prepare([write(rc, wr_id=i) for i in range(4)])
@@ -656,7 +654,7 @@ def test_work_requests_of_a_prepared_list_that_the_device_refuses_are_named_and_
     assert [wc.wr_id for wc in rc.wait(4)] == [0, 1, 2, 3]
 
 
-def test_threads_share_a_queue(connect: Connect):
+def test_threads_may_post_to_one_queue_singly_in_lists_and_prepared(connect: Connect):
     """Single posts, lists and prepared lists from several threads: nothing is lost or mixed up."""
     pair = connect(max_send_wr=512)
     turns, failed = 200, []
@@ -687,7 +685,7 @@ def test_threads_share_a_queue(connect: Connect):
         assert mine == [number * 10 + i for i in range(3)] * turns
 
 
-def test_unchecked_list_goes_out_as_it_is(connect: Connect):
+def test_unchecked_prepared_list_reaches_the_device_unchanged(connect: Connect):
     pair = connect(checked=False)
     wr = write(pair)
     wr.rkey ^= 0xFF00
@@ -695,7 +693,7 @@ def test_unchecked_list_goes_out_as_it_is(connect: Connect):
     assert pair.cq.wait(1)[0].status is WCStatus.REM_ACCESS_ERR
 
 
-def test_index_counts_from_either_end(rc):
+def test_index_of_a_prepared_list_counts_from_either_end(rc):
     batch = rc.a.prepare([write(rc, wr_id=n) for n in range(3)])
     assert [batch[n].wr_id for n in (0, 2, -1, -3, True)] == [0, 2, 2, 0, 1]
     for wrong in (3, -4, 1 << 80, -(1 << 80), 1 << 63, -(1 << 31)):
@@ -710,7 +708,7 @@ def test_index_counts_from_either_end(rc):
         batch[0:2]
 
 
-def test_refused_list_that_never_fits_holds_nothing(connect: Connect, pd):
+def test_refused_prepared_list_that_never_fits_holds_nothing(connect: Connect, pd):
     pair = connect()
     with rp.MR(pd, 64, ALL) as mr:
         wr = rp.RdmaWrite(mr[:8], remote_addr=pair.theirs.addr, rkey=pair.theirs.rkey)
@@ -723,7 +721,7 @@ def test_refused_list_that_never_fits_holds_nothing(connect: Connect, pd):
             prepare(wrs[1:]).close()
 
 
-def test_full_queue_says_how_many_more_the_list_has(connect: Connect):
+def test_full_queue_says_how_many_more_a_prepared_list_has(connect: Connect):
     pair = connect(max_send_wr=8)
     room = pair.a.max_send_wr
     pair.a.post_send([write(pair)] * (room - 1))
@@ -743,7 +741,7 @@ def test_repr_and_len_describe_a_prepared_list(rc):
     assert "PreparedWR 1 of prepared list of 2" in repr(batch[1])
 
 
-def test_change_that_a_finalizer_makes_in_the_middle_of_another_stays(rc, pd, stack):
+def test_change_made_by_a_finalizer_during_another_change_of_a_prepared_list_stays(rc, pd, stack):
     """Posts have the wr_ids and hold the regions of both changes, in either order."""
     changed = 0
     acts = False
@@ -829,7 +827,7 @@ PARTS: dict[str, Callable[[rp.Batch], object]] = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_list_that_is_being_prepared_refuses_use(rc, part):
+def test_list_in_the_middle_of_its_preparation_refuses_use(rc, part):
     """The collector exposes it to anyone; it is completed all the same."""
     finder = Finder(PARTS[part])
     wrs = [write(rc, 0, 1), write(rc, 8, 2), write(rc, 16, 3)]
@@ -845,7 +843,7 @@ def test_list_that_is_being_prepared_refuses_use(rc, part):
     assert [wc.wr_id for wc in rc.wait(3)] == [1, 2, 3]
 
 
-def test_refused_list_stays_closed(rc):
+def test_list_whose_preparation_is_refused_stays_closed(rc):
     """Code that finds it under construction can do nothing with it, and it holds nothing."""
     finder = Finder(lambda batch: None)
     wrs = [write(rc, 0, 1), object()]
@@ -863,7 +861,7 @@ def test_refused_list_stays_closed(rc):
     rc.mine.close()
 
 
-def test_list_and_item_that_were_never_initialised_say_so():
+def test_prepared_list_and_item_that_were_never_initialised_say_so():
     batch = rp.Batch.__new__(rp.Batch)
     assert batch.closed
     batch.close()
@@ -877,14 +875,14 @@ def test_list_and_item_that_were_never_initialised_say_so():
             setattr(item, name, 1)
 
 
-def test_fields_of_an_item_cannot_be_deleted(rc):
+def test_fields_of_an_item_of_a_prepared_list_cannot_be_deleted(rc):
     [item] = rc.a.prepare(write(rc))
     for name in ("wr_id", "sg_list", "rkey"):
         with pytest.raises(AttributeError, match=f"{name} cannot be deleted"):
             delattr(item, name)
 
 
-def test_threads_change_close_and_post_a_list(connect: Connect):
+def test_threads_may_change_close_and_post_one_prepared_list(connect: Connect):
     """One thread posts lists, others change and close them: each post's regions are held."""
     pair = connect(max_send_wr=512)
     lists = [pair.a.prepare([write(pair, 0, 1), write(pair, 8, 2)])]
@@ -972,7 +970,7 @@ def test_collection_during_prepare_may_prepare_on_the_same_queue_pair(connect: C
     assert moment > 1
 
 
-def test_finalizer_of_a_list_that_is_being_prepared_does_nothing(connect):
+def test_finalizer_called_in_the_middle_of_a_lists_preparation_does_nothing(connect):
     """Any code can find it through the collector."""
     pair = connect(max_inline_data=64)
     pair.b.post_recv(rp.RecvWR(pair.theirs[:64]))
@@ -1008,7 +1006,7 @@ def test_closed_prepared_list_releases_its_memory_while_it_is_referenced(pair, p
     assert gone(*regions)
 
 
-def test_what_is_refused_of_a_prepared_work_request_keeps_nothing(pair, pd):
+def test_value_refused_for_a_prepared_field_keeps_no_region_open(pair, pd):
     mr = rp.MR(pd, 64)
     region = weakref.ref(mr)
     batch = pair.a.prepare([write_from(pair, mr), write_from(pair, mr)])

@@ -26,7 +26,7 @@ def write(rc):
 
 @pytest.mark.parametrize("name", ["compare_add", "swap"])
 @pytest.mark.parametrize("value", [0, 1, 0xFEDC_BA98_7654_3210, (1 << 64) - 1])
-def test_a_number_of_64_bits_is_kept_whole(one, name, value):
+def test_64_bit_field_of_a_prepared_work_request_is_kept_whole(one, name, value):
     names = ("compare_add", "swap", "remote_addr", "rkey")
     others = {other: getattr(one, other) for other in names if other != name}
     setattr(one, name, value)
@@ -36,7 +36,7 @@ def test_a_number_of_64_bits_is_kept_whole(one, name, value):
 
 @pytest.mark.parametrize("name", ["rkey", "imm_data"])
 @pytest.mark.parametrize("value", [0, 1, 0xFEDC_BA98, (1 << 32) - 1])
-def test_a_number_of_32_bits_is_kept_whole(write, name, value):
+def test_32_bit_field_of_a_prepared_work_request_is_kept_whole(write, name, value):
     names = ("rkey", "imm_data", "remote_addr")
     others = {other: getattr(write, other) for other in names if other != name}
     setattr(write, name, value)
@@ -46,7 +46,9 @@ def test_a_number_of_32_bits_is_kept_whole(write, name, value):
 
 @pytest.mark.parametrize(("name", "bits"), [("remote_addr", 64), ("rkey", 32), ("imm_data", 32)])
 @pytest.mark.parametrize("wrong", [-1, "over", 1.0, "1", None])
-def test_number_that_does_not_fit_is_refused_and_changes_nothing(write, name, bits, wrong):
+def test_number_too_large_for_a_prepared_field_is_refused_and_changes_nothing(
+    write, name, bits, wrong
+):
     before = getattr(write, name)
     value = 1 << bits if wrong == "over" else wrong
     said, error = rf"{name}=.* is not in 0\.\.2\^{bits}-1", ValueError
@@ -59,19 +61,19 @@ def test_number_that_does_not_fit_is_refused_and_changes_nothing(write, name, bi
 
 
 @pytest.mark.parametrize("name", ["remote_addr", "rkey", "imm_data"])
-def test_a_field_cannot_be_deleted(write, name):
+def test_field_of_a_prepared_work_request_cannot_be_deleted(write, name):
     before = getattr(write, name)
     with pytest.raises(AttributeError, match=f"{name} cannot be deleted"):
         delattr(write, name)
     assert getattr(write, name) == before
 
 
-def test_the_class_has_the_field_itself(write):
+def test_field_of_a_prepared_class_is_the_descriptor_itself(write):
     assert type(write).rkey is type(write).__dict__["rkey"]
 
 
 @pytest.mark.parametrize("other", [object(), None, 5, b"x" * 512])
-def test_another_object_has_no_such_field(write, other):
+def test_prepared_field_refuses_an_object_of_another_class(write, other):
     field = type(write).__dict__["rkey"]
     with pytest.raises(TypeError, match="of another class"):
         field.__set__(other, 1)
@@ -80,7 +82,7 @@ def test_another_object_has_no_such_field(write, other):
             field.__get__(other)
 
 
-def test_what_is_no_number_cannot_be_read_as_one(connect):
+def test_prepared_field_that_is_no_number_cannot_be_read_as_a_number(connect):
     """The address handle is a pointer to C, and the SGEs another class's."""
     ud = connect(rp.QPType.UD)
     to = {"ah": ud.a.ah_to(ud.b.endpoint()), "remote_qpn": ud.b.qp_num}
@@ -108,7 +110,7 @@ def test_prepared_work_request_that_no_batch_made_has_no_fields(write):
         made.rkey = 5
 
 
-def test_a_work_request_of_a_batch_stays_that(write):
+def test_prepared_work_request_and_its_fields_cannot_be_initialised_again(write):
     """Another one would be read with the fields of this class."""
     before = write.rkey
     with pytest.raises(TypeError, match="initialised"):

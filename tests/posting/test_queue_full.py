@@ -26,7 +26,7 @@ def test_full_send_queue_is_refused_by_name_and_usable_after_polling(connect):
     pair.works()
 
 
-def test_queue_that_is_emptied_before_the_refusal_is_explained_was_full(connect):
+def test_queue_emptied_before_its_refusal_is_explained_is_still_said_to_be_full(connect):
     """By another thread, for instance; here by a trace function."""
     pair = connect(max_send_wr=16)
     depth = pair.a.max_send_wr
@@ -49,7 +49,7 @@ def test_queue_that_is_emptied_before_the_refusal_is_explained_was_full(connect)
     assert f"the queue was full: max_send_wr={depth}; now there is room" in said
 
 
-def test_list_that_fills_the_queue_stops_where_it_is_full(connect):
+def test_list_longer_than_the_free_slots_is_posted_up_to_the_last_free_slot(connect):
     pair = connect(max_send_wr=16)
     depth = pair.a.max_send_wr
     pair.a.post_send(pair.wr(rp.RdmaWrite, pair.mine[:1], wr_id=0))
@@ -110,7 +110,7 @@ def test_full_receive_queue_is_refused_by_name(connect):
     assert pair.b.outstanding == (0, depth)
 
 
-def test_full_device_queue_unchecked_is_enomem_with_an_index(connect):
+def test_unchecked_post_to_a_full_queue_is_enomem_with_an_index(connect):
     """The device's own ENOMEM: when it decides, and with the index."""
     pair = connect(max_recv_wr=4, checked=False)
     with pytest.raises(rp.PostError) as caught:
@@ -123,7 +123,7 @@ def test_full_device_queue_unchecked_is_enomem_with_an_index(connect):
     assert error.wr.wr_id == error.index
 
 
-def test_a_full_queue_is_no_reason_to_lose_anything(connect, context):
+def test_work_requests_before_the_one_that_overfills_the_queue_complete(connect, context):
     """As many as the queue holds, refused by name beyond, and all of them complete."""
     pair = connect(max_send_wr=8)
     depth = pair.a.max_send_wr

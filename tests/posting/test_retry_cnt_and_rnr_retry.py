@@ -10,46 +10,46 @@ from rdmapost import QPState, WCStatus
 
 
 @pytest.fixture
-def apart(connect) -> Pair:
+def unconnected(connect) -> Pair:
     """Two queue pairs that are not yet connected."""
     return connect(to=QPState.RESET)
 
 
-def test_rnr_retry_7_waits_for_a_receive_forever(apart):
+def test_rnr_retry_7_waits_for_a_receive_forever(unconnected):
     """The default gives up after a moment; 7 never does."""
-    apart.a.connect(apart.b.endpoint(), rnr_retry=7)
-    apart.b.connect(apart.a.endpoint())
-    apart.a.post_send(rp.Send(apart.mine[:8], wr_id=1))
-    nothing_comes(apart.cq)
-    assert apart.a.outstanding == (1, 0)
-    assert apart.a.state is QPState.RTS
-    apart.b.post_recv(rp.RecvWR(apart.theirs[:8], wr_id=2))
-    assert sorted(wc.wr_id for wc in apart.wait(2)) == [1, 2]
-    assert apart.a.outstanding == (0, 0)
+    unconnected.a.connect(unconnected.b.endpoint(), rnr_retry=7)
+    unconnected.b.connect(unconnected.a.endpoint())
+    unconnected.a.post_send(rp.Send(unconnected.mine[:8], wr_id=1))
+    nothing_comes(unconnected.cq)
+    assert unconnected.a.outstanding == (1, 0)
+    assert unconnected.a.state is QPState.RTS
+    unconnected.b.post_recv(rp.RecvWR(unconnected.theirs[:8], wr_id=2))
+    assert sorted(wc.wr_id for wc in unconnected.wait(2)) == [1, 2]
+    assert unconnected.a.outstanding == (0, 0)
 
 
-def test_rnr_retry_0_to_6_gives_up(apart):
-    apart.a.connect(apart.b.endpoint(), rnr_retry=2)
-    apart.b.connect(apart.a.endpoint(), min_rnr_timer=1)
-    apart.a.post_send(rp.Send(apart.mine[:8], wr_id=1))
-    (done,) = apart.cq.wait()
+def test_rnr_retry_0_to_6_gives_up(unconnected):
+    unconnected.a.connect(unconnected.b.endpoint(), rnr_retry=2)
+    unconnected.b.connect(unconnected.a.endpoint(), min_rnr_timer=1)
+    unconnected.a.post_send(rp.Send(unconnected.mine[:8], wr_id=1))
+    (done,) = unconnected.cq.wait()
     assert (done.wr_id, done.status) == (1, WCStatus.RNR_RETRY_EXC_ERR)
 
 
-def test_timeout_0_waits_for_an_answer_forever(apart):
-    apart.a.connect(apart.b.endpoint(), timeout=0, retry_cnt=0)
-    apart.a.post_send(apart.wr(rp.RdmaWrite, apart.mine[:8], wr_id=1))
-    nothing_comes(apart.cq)
-    assert apart.a.outstanding == (1, 0)
-    assert apart.a.state is QPState.RTS
-    apart.a.to_err()
-    assert [(wc.wr_id, wc.status) for wc in apart.cq.wait()] == [(1, WCStatus.WR_FLUSH_ERR)]
+def test_timeout_0_waits_for_an_answer_forever(unconnected):
+    unconnected.a.connect(unconnected.b.endpoint(), timeout=0, retry_cnt=0)
+    unconnected.a.post_send(unconnected.wr(rp.RdmaWrite, unconnected.mine[:8], wr_id=1))
+    nothing_comes(unconnected.cq)
+    assert unconnected.a.outstanding == (1, 0)
+    assert unconnected.a.state is QPState.RTS
+    unconnected.a.to_err()
+    assert [(wc.wr_id, wc.status) for wc in unconnected.cq.wait()] == [(1, WCStatus.WR_FLUSH_ERR)]
 
 
-def test_timeout_and_retries_end_without_an_answer(apart):
-    apart.a.connect(apart.b.endpoint(), timeout=10, retry_cnt=1)
-    apart.a.post_send(apart.wr(rp.RdmaWrite, apart.mine[:8], wr_id=1))
-    (done,) = apart.cq.wait()
+def test_timeout_and_retries_end_a_request_that_nobody_answers(unconnected):
+    unconnected.a.connect(unconnected.b.endpoint(), timeout=10, retry_cnt=1)
+    unconnected.a.post_send(unconnected.wr(rp.RdmaWrite, unconnected.mine[:8], wr_id=1))
+    (done,) = unconnected.cq.wait()
     assert (done.wr_id, done.status) == (1, WCStatus.RETRY_EXC_ERR)
 
 

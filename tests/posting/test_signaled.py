@@ -25,7 +25,7 @@ def test_only_signaled_work_requests_complete(rc):
 
 
 @pytest.mark.parametrize("qp_type", TYPES)
-def test_sq_sig_all_completes_all_of_them(connect, qp_type):
+def test_sq_sig_all_makes_every_send_complete(connect, qp_type):
     pair = connect(qp_type, sq_sig_all=True)
     pair.b.post_recv([rp.RecvWR(pair.theirs[:100], wr_id=100 + i) for i in range(3)])
     pair.a.post_send([pair.send(pair.mine[:8], wr_id=i, send_flags=0) for i in range(3)])
@@ -33,7 +33,7 @@ def test_sq_sig_all_completes_all_of_them(connect, qp_type):
     assert pair.a.outstanding.send == 0
 
 
-def test_a_failure_completes_though_it_is_not_signaled(rc):
+def test_unsignaled_work_request_that_fails_completes(rc):
     """And so do those after it, flushed."""
     wrong = rc.theirs.rkey ^ 0xA5
     rc.a.post_send(

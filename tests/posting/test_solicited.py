@@ -81,6 +81,6 @@ def test_failure_wakes_a_waiter_for_solicited_completions_only(connect, stack, c
 
 
 @pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead])
-def test_solicited_has_no_meaning_on_what_takes_no_receive(rc, wr_type):
+def test_solicited_is_refused_on_opcodes_that_take_no_receive(rc, wr_type):
     with pytest.raises(rp.PostError, match=f"SOLICITED has no meaning on {wr_type.opcode.name}"):
         rc.a.post_send(rc.wr(wr_type, rc.mine[:8], send_flags=SOLICITED))

@@ -43,7 +43,7 @@ def outcome(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_arguments_are_taken_as_by_any_dataclass(kind):
+def test_work_requests_take_arguments_as_dataclasses_do(kind):
     """By position, by name, too many, unknown, twice, and by names that are not interned."""
     other = ordinary(kind)
     names = [f.name for f in dataclasses.fields(kind)]
@@ -101,12 +101,12 @@ def test_classes_derived_from_work_requests_are_initialised_and_posted_like_them
     assert (Own("abc").wr_id, Own("abc").send_flags) == (3, rp.SendFlags.SIGNALED)
 
 
-def test_only_classes_for_an_opcode_can_be_made():
+def test_base_class_of_work_requests_cannot_be_instantiated():
     with pytest.raises(TypeError, match=r"^WR is only a base class; create one of its subclasses$"):
         rp.posting.wr.native.WR(wr_id=1)
 
 
-def test_cycles_are_collected():
+def test_work_request_that_refers_to_itself_is_collected():
     """A work request that refers to itself is collected, with what it refers to."""
 
     class Seen(list[Any]):
@@ -122,7 +122,7 @@ def test_cycles_are_collected():
     assert gone == [True]
 
 
-def test_finalizer_of_an_old_value_may_empty_the_arguments():
+def test_finalizer_of_a_replaced_field_may_clear_the_constructors_arguments():
     """Reinitialising drops a field's old value, which clears the dict of the new ones."""
 
     class Seen(list[Any]):
@@ -220,7 +220,7 @@ TWO_TO_THE_64 = 1 << 64
         ({"sg_list": rp.SGE(1, 1, 1 << 32)}, "an SGE's lkey=4294967296"),
     ],
 )
-def test_field_of_a_wrong_type_is_named(connect, checked, fields, words):
+def test_work_request_field_of_a_wrong_type_is_named(connect, checked, fields, words):
     """Whatever a field holds, the post raises a PostError and the list before it is posted."""
     pair = connect(checked=checked)
     good = writes(pair, 1)[0]
@@ -237,7 +237,7 @@ def test_field_of_a_wrong_type_is_named(connect, checked, fields, words):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_work_request_takes_no_next(connect, checked):
+def test_work_request_has_no_field_next(connect, checked):
     """A work request has no next: the chain is made from a Python list."""
     pair = connect(checked=checked)
     wr = pair.wr(rp.RdmaWrite, pair.mine[:1])
@@ -285,12 +285,12 @@ NO_FIELD = ("nonsense", 0, 4, "N")
         ([NO_FIELD], TypeError),
     ],
 )
-def test_fields_of_a_class_are_within_its_struct(fields, error):
+def test_describe_wr_refuses_a_field_outside_its_struct(fields, error):
     with pytest.raises(error):
         native.describe_wr(rp.SendWithImm, 0, 0, False, False, fields)
 
 
-def test_class_is_of_a_verb_and_has_the_slots_of_one():
+def test_describe_wr_refuses_a_class_of_no_verb_or_with_too_many_slots():
     for wrong in (
         (rp.Send, -1, 0, False, False, (NO_FIELD,)),
         (rp.Send, 4, 0, False, False, (NO_FIELD,)),
@@ -307,7 +307,7 @@ def test_class_is_of_a_verb_and_has_the_slots_of_one():
         native.describe_resource("MR", rp.MR)
 
 
-def test_registering_too_many_classes_is_refused():
+def test_registering_too_many_work_request_classes_is_refused():
     assert prints(
         "import rdmapost as rp\n"
         "from rdmapost._binding import native\n"

@@ -42,7 +42,7 @@ def test_wr_id_of_a_shared_receive_comes_back_whole(connect, stack, pd, context,
     assert (done.wr_id, done.qp_num) == (wr_id, pair.b.qp_num)
 
 
-def test_send_and_receive_with_one_wr_id_on_one_cq(connect):
+def test_send_and_receive_with_one_wr_id_on_one_cq_are_told_apart(connect):
     """Both queues of both sides complete here, all with wr_id 5."""
     pair = connect()
     for _ in range(3):

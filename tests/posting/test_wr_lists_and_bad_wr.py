@@ -23,7 +23,7 @@ def too_many(pair: Pair) -> rp.Send:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_soft_device_has_done_it_when_the_post_returns(rc, context, count):
+def test_soft_device_has_carried_out_the_work_requests_when_the_post_returns(rc, context, count):
     """Before anybody polls."""
     needs(context.kind == "soft", "synchronous execution", context)
     for post in (rc.a.post_send, lambda wrs: rc.a.prepare(wrs).post()):
@@ -153,7 +153,7 @@ def test_post_accepts_an_iterable_a_single_work_request_and_an_empty_list(rc):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, object()])
-def test_what_is_no_work_request_is_a_type_error(rc, wrong):
+def test_post_of_an_object_that_is_no_work_request_is_a_type_error(rc, wrong):
     with pytest.raises(TypeError, match="ibv_post_send: expected SendWR or an iterable of them"):
         rc.a.post_send(wrong)
     with pytest.raises(TypeError, match="ibv_post_recv: expected RecvWR or an iterable of them"):
@@ -181,7 +181,7 @@ def test_work_request_of_the_other_queue_is_refused(rc):
 
 
 @pytest.mark.parametrize("post", ["post_send", "prepare"])
-def test_list_with_two_wrong_work_requests_releases_both_values(rc, post):
+def test_refused_list_with_two_wrong_work_requests_releases_both_wrong_values(rc, post):
     class Unreadable:
         pass
 

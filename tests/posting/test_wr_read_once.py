@@ -37,7 +37,7 @@ U64, U32 = (1 << 64) - 1, (1 << 32) - 1
         (0, 0),
     ],
 )
-def test_number_of_a_class_with_index_is_read_once(watched, given, read):
+def test_number_given_as_an_object_with_index_is_read_once(watched, given, read):
     """An object with __index__ is read once, whatever becomes of the list."""
     wr = watched.write(rkey=given, wr_id=given)
     if isinstance(given, Counted):
@@ -61,8 +61,8 @@ def test_numpy_numbers_are_exact_or_refused(watched, name):
     """Of every width and sign: exact to the last bit, and refused if they do not fit."""
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     kind = getattr(numpy, name)
-    most, least = numpy.iinfo(kind).max, numpy.iinfo(kind).min
-    for value in (0, 1, 100, most):
+    highest, lowest = numpy.iinfo(kind).max, numpy.iinfo(kind).min
+    for value in (0, 1, 100, highest):
         watched.qp.post_send(watched.write(remote_addr=kind(value)))
         [record] = watched.tap.last()
         assert record.wr.wr.rdma.remote_addr == int(value)
@@ -70,9 +70,9 @@ def test_numpy_numbers_are_exact_or_refused(watched, name):
         watched.qp.to_reset()
         watched.qp.connect(watched.qp.endpoint())
     watched.tap.chains.clear()
-    if least < 0:
-        said = watched.refused(watched.write(remote_addr=kind(least)))
-        assert said == f"remote_addr={least} is not in 0..2^64-1"
+    if lowest < 0:
+        said = watched.refused(watched.write(remote_addr=kind(lowest)))
+        assert said == f"remote_addr={lowest} is not in 0..2^64-1"
     sge = rp.SGE(kind(16), kind(8), kind(5))
     watched.qp.post_send(rp.Send(sge))
     assert watched.tap.last()[0].sges == [(16, 8, 5)]
@@ -93,14 +93,14 @@ def test_number_field_of_another_type_is_refused_by_name(watched, value):
         assert watched.refused(wr) == f"an SGE's {name}: expected int, got {kind}"
 
 
-def test_arrays_of_numpy_are_no_numbers(watched):
+def test_numpy_arrays_are_refused_as_numbers(watched):
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     for value in (numpy.zeros(3, "u4"), numpy.float64(1), numpy.ones(1, "f4")):
         assert "expected int" in watched.refused(watched.write(rkey=value))
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 64, 1 << 1000, -(1 << 1000), Int(-1), Counted(-1)])
-def test_numbers_that_do_not_fit_are_refused_by_name(watched, value):
+def test_work_request_numbers_that_do_not_fit_are_refused_by_name(watched, value):
     number = value.value if isinstance(value, Counted) else int.__add__(value, 0)
     for name in ("wr_id", "remote_addr"):
         assert watched.refused(watched.write(**{name: value})).startswith(f"{name}=")
@@ -118,7 +118,7 @@ def test_number_whose_index_is_no_int_is_refused(watched):
 # ---- each is read once ------------------------------------------------------------------
 
 
-def test_each_property_is_read_once(watched):
+def test_each_property_of_a_work_request_is_read_once(watched):
     """A subclass, whose results could differ."""
     read: list[str] = []
 
@@ -164,7 +164,7 @@ def test_property_of_a_subclass_counts_and_not_the_slot_that_it_hides(watched):
     assert watched.cq.wait(1)[0].check().wr_id == 42
 
 
-def test_resources_of_subclasses_are_what_their_base_is(watched):
+def test_resources_of_subclasses_are_posted_as_their_base(watched):
     """A region, an address handle and a window."""
 
     class Region(rp.MR): ...
@@ -311,7 +311,7 @@ class Posing:
     closed = False
 
 
-def test_what_lies_about_its_class_is_not_believed(watched):
+def test_object_with_a_false_class_is_refused_in_a_work_request(watched):
     assert "sg_list holds Posing" in watched.refused(rp.Send([Posing(rp.SGE)]))
     assert "ah: expected AH, got Posing" in watched.refused(rp.Send(ah=Posing(rp.AH)))
     sge = watched.mr[:8]._replace(owner=Posing(rp.MR))
@@ -324,7 +324,7 @@ def test_what_lies_about_its_class_is_not_believed(watched):
         watched.qp.post_send(Posing(rp.Send))
 
 
-def test_sges_behind_a_wrong_one_do_not_make_it_right(watched):
+def test_wrong_sge_is_refused_whatever_sges_follow_it(watched):
     good = watched.mr[:8]
     for wrong, said in (
         (1.5, "sg_list holds float; mr[a:b] makes an SGE"),
@@ -352,7 +352,7 @@ def test_work_request_with_a_deleted_attribute_is_refused(watched):
 # ---- the other queues -------------------------------------------------------------------
 
 
-def test_receives_and_operations_are_read_once_too(watched):
+def test_receives_and_tag_operations_are_read_once(watched):
     mr, number = watched.mr, Counted(5)
     watched.tap.refuse()
     for post, wr in (

@@ -185,7 +185,7 @@ def agrees(wr: Any, record: Record) -> None:
         assert record.hdr == (bytes(wr.hdr) or None)
 
 
-def test_every_field_of_every_class_is_tested():
+def test_every_field_of_every_work_request_class_is_compared_with_its_struct():
     for wr_type, members in MEMBERS.items():
         names = {field.name for field in dataclasses.fields(wr_type)}
         assert members.keys() | (OTHERWISE & names) == names
@@ -244,7 +244,7 @@ def test_every_byte_of_a_struct_is_as_the_work_request_says(device, wr_type, sge
 
 
 @pytest.mark.parametrize("wr_type", MEMBERS)
-def test_fields_that_are_not_given_are_0_in_the_struct(device, wr_type):
+def test_omitted_work_request_fields_are_0_in_the_struct(device, wr_type):
     """A driver may read any of it, and nothing of an earlier post may remain."""
     device.seen([distinct(each, device) for each in (rp.AtomicCmpAndSwp, rp.TSO, rp.BindMW)] * 3)
     wr = wr_type()
@@ -260,7 +260,7 @@ def test_fields_that_are_not_given_are_0_in_the_struct(device, wr_type):
 
 
 @pytest.mark.parametrize("wr_type", MEMBERS)
-def test_every_number_has_its_range(device, wr_type):
+def test_every_number_of_a_work_request_has_the_range_of_its_struct_member(device, wr_type):
     """As wide as its struct member; a number just outside names the field."""
     for name in MEMBERS[wr_type].keys() & BITS.keys() | {"wr_id", "recv_wr_id"} & {
         field.name for field in dataclasses.fields(wr_type)
@@ -285,16 +285,16 @@ def test_every_number_has_its_range(device, wr_type):
     assert device.tap.chains == []
 
 
-def test_numbers_of_sges_have_their_ranges(device):
+def test_numbers_of_an_sge_have_the_ranges_of_their_struct_members(device):
     for name, bits in (("addr", 64), ("length", 32), ("lkey", 32)):
         for value in (-1, 1 << bits):
             with pytest.raises(rp.PostError) as caught:
                 device.qp.post_send(rp.Send(rp.SGE(1, 2, 3)._replace(**{name: value})))
             said = f"an SGE's {name}={value} is not in 0..2^{bits}-1"
             assert caught.value.reason == said
-        most = rp.SGE(1, 2, 3)._replace(**{name: (1 << bits) - 1})
-        [record] = device.seen(rp.Send([rp.SGE(4, 5, 6), most]))
-        assert record.sges == [(4, 5, 6), most[:3]]
+        highest = rp.SGE(1, 2, 3)._replace(**{name: (1 << bits) - 1})
+        [record] = device.seen(rp.Send([rp.SGE(4, 5, 6), highest]))
+        assert record.sges == [(4, 5, 6), highest[:3]]
 
 
 # ---- any values --------------------------------------------------------------------
@@ -305,7 +305,9 @@ sges = st.lists(st.builds(rp.SGE, u64, u32, u32, st.none()), max_size=5)
 
 
 @given(sges, u64, flags, u32, u32, u32, st.booleans())
-def test_send_fields_arrive(device, sg_list, wr_id, send_flags, qpn, qkey, srqn, with_ah):
+def test_fields_of_a_send_reach_the_driver(
+    device, sg_list, wr_id, send_flags, qpn, qkey, srqn, with_ah
+):
     wr = rp.Send(
         sg_list,
         wr_id=wr_id,
@@ -327,7 +329,7 @@ def test_send_fields_arrive(device, sg_list, wr_id, send_flags, qpn, qkey, srqn,
 
 
 @given(u32, st.sampled_from([rp.SendWithImm, rp.RdmaWriteWithImm]))
-def test_immediate_data_goes_out_in_network_order(device, imm, wr_type):
+def test_immediate_data_is_in_network_order_in_the_struct(device, imm, wr_type):
     [record] = device.seen(wr_type(imm_data=imm))
     assert record.wr.imm_data == socket.htonl(imm)
     at = ffi.offsetof("struct ibv_send_wr", "imm_data")
@@ -335,7 +337,7 @@ def test_immediate_data_goes_out_in_network_order(device, imm, wr_type):
 
 
 @given(u32, st.sampled_from([rp.SendWithInv, rp.LocalInv]))
-def test_invalidated_key_stays_in_host_order(device, rkey, wr_type):
+def test_invalidated_key_is_in_host_order_in_the_struct(device, rkey, wr_type):
     [record] = device.seen(wr_type(invalidate_rkey=rkey))
     assert record.wr.invalidate_rkey == rkey
     at = ffi.offsetof("struct ibv_send_wr", "invalidate_rkey")
@@ -343,7 +345,7 @@ def test_invalidated_key_stays_in_host_order(device, rkey, wr_type):
 
 
 @given(u64, u32, u32, st.sampled_from([rp.RdmaWrite, rp.RdmaWriteWithImm, rp.RdmaRead]))
-def test_rdma_fields_arrive(device, addr, rkey, srqn, wr_type):
+def test_fields_of_an_rdma_write_or_read_reach_the_driver(device, addr, rkey, srqn, wr_type):
     wr = wr_type([rp.SGE(1, 2, 3)], remote_addr=addr, rkey=rkey, remote_srqn=srqn)
     [record] = device.seen(wr)
     agrees(wr, record)
@@ -351,7 +353,7 @@ def test_rdma_fields_arrive(device, addr, rkey, srqn, wr_type):
 
 
 @given(u64, u64, u64, u32)
-def test_atomic_fields_arrive(device, addr, compare, swap, rkey):
+def test_fields_of_an_atomic_reach_the_driver(device, addr, compare, swap, rkey):
     wrs = [
         rp.AtomicCmpAndSwp(
             [rp.SGE(1, 8, 3)], remote_addr=addr, rkey=rkey, compare_add=compare, swap=swap
@@ -367,7 +369,7 @@ def test_atomic_fields_arrive(device, addr, compare, swap, rkey):
 
 
 @given(u64, u64, u32, u32)
-def test_bind_fields_arrive(device, addr, length, rkey, access):
+def test_fields_of_a_bind_reach_the_driver(device, addr, length, rkey, access):
     wr = rp.BindMW(
         mw=device.mw, rkey=rkey, mr=device.mr, addr=addr, length=length, mw_access_flags=access
     )
@@ -379,7 +381,7 @@ def test_bind_fields_arrive(device, addr, length, rkey, access):
 
 
 @given(st.binary(max_size=64), u16, u32)
-def test_tso_fields_arrive(device, hdr, mss, qpn):
+def test_fields_of_a_tso_reach_the_driver(device, hdr, mss, qpn):
     """The header is not copied: the pointer is to its buffer."""
     wr = rp.TSO([rp.SGE(1, 2, 3)], hdr=hdr, mss=mss, remote_qpn=qpn)
     [record] = device.seen(wr)
@@ -390,7 +392,9 @@ def test_tso_fields_arrive(device, hdr, mss, qpn):
 
 
 @given(u64, u64, u64, u64, u32, sges)
-def test_tag_operations_arrive(device, wr_id, recv_wr_id, tag, mask, count, sg_list):
+def test_fields_of_a_tag_operation_reach_the_driver(
+    device, wr_id, recv_wr_id, tag, mask, count, sg_list
+):
     add = rp.TagAdd(wr_id=wr_id, recv_wr_id=recv_wr_id, sg_list=sg_list, tag=tag, mask=mask)
     sync = rp.TagSync(unexpected_cnt=count, flags=OpsFlags.TM_SYNC)
     first, second = device.seen([add, sync])
@@ -415,7 +419,7 @@ def is_chain(records: list[Record], wrs: list[Any]) -> None:
 
 
 @given(st.lists(st.tuples(u64, sges), min_size=1, max_size=6), st.sampled_from([RECV, SRQ_RECV]))
-def test_receives_are_chained(device, posts, verb):
+def test_list_of_receives_reaches_the_driver_as_a_chain_of_structs(device, posts, verb):
     wrs = [rp.RecvWR(sg_list, wr_id=wr_id) for wr_id, sg_list in posts]
     records = device.seen(wrs, verb)
     assert len(records) == len(wrs)
@@ -427,7 +431,7 @@ def test_receives_are_chained(device, posts, verb):
 
 
 @pytest.mark.parametrize("times", [1, 2, 20])
-def test_sends_of_every_opcode_are_chained(device, times):
+def test_list_of_sends_of_every_opcode_reaches_the_driver_as_a_chain_of_structs(device, times):
     """Records have different lengths, and the chain goes through all of them."""
     wr_types = [wr_type for wr_type in MEMBERS if issubclass(wr_type, rp.SendWR)]
     wrs = [distinct(wr_type, device, n % 4) for n, wr_type in enumerate(wr_types * times)]
@@ -435,12 +439,12 @@ def test_sends_of_every_opcode_are_chained(device, times):
     is_chain(device.seen(wrs[::-1]), wrs[::-1])
 
 
-def test_operations_are_chained(device):
+def test_list_of_tag_operations_reaches_the_driver_as_a_chain_of_structs(device):
     wrs = [distinct(wr_type, device, n) for n in range(3) for wr_type in (rp.TagAdd, rp.TagSync)]
     is_chain(device.seen(wrs), wrs)
 
 
-def test_records_do_not_overlap(device):
+def test_structs_and_sges_of_one_post_do_not_overlap(device):
     wrs = [rp.Send([rp.SGE(i, 1, 1)] * (i % 5)) for i in range(60)]
     taken: list[tuple[int, int]] = []
     for record in device.seen(wrs):
@@ -452,12 +456,12 @@ def test_records_do_not_overlap(device):
     assert all(at % 8 == 0 for at, _ in taken)
 
 
-def test_flags_travel_as_numbers(device):
+def test_send_flags_reach_the_driver_as_a_number(device):
     [record] = device.seen(rp.Send(send_flags=SendFlags.SIGNALED | SendFlags.FENCE))
     assert record.wr.send_flags == 3
 
 
-def test_a_subclass_is_posted_as_its_base(device):
+def test_subclass_of_a_work_request_is_posted_as_its_base(device):
     class Mine(rp.SendWithImm):
         pass
 
@@ -478,7 +482,7 @@ PREPARED = [
 ]
 
 
-def test_prepared_lists_are_the_same_records(device):
+def test_prepared_list_reaches_the_driver_as_the_same_structs_as_a_post(device):
     wrs = [distinct(wr_type, device, n % 4) for n, wr_type in enumerate(PREPARED)]
     with device.qp.prepare(wrs) as batch:
         for _ in range(2):

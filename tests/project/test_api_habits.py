@@ -35,7 +35,7 @@ def numbers() -> list[Any]:
 
 
 @pytest.mark.parametrize("which", range(3), ids=["int64", "uint64", "uint32"])
-def test_program_whose_numbers_are_all_numpys_works(context: rp.Context, which: int) -> None:
+def test_program_with_only_numpy_numbers_works(context: rp.Context, which: int) -> None:
     """Sizes, limits, keys, offsets, counts, indices; addresses are 64 bits wide."""
     numpy = numbers()
     n: Callable[[int], Any] = numpy[which]

@@ -77,11 +77,11 @@ def needed_libraries(path: str) -> set[str]:
     }
 
 
-def test_module_exports_the_posting_calls_and_nothing_else():
+def test_compiled_module_exports_the_posting_calls_and_nothing_else():
     assert exported_symbols(_verbs.__file__) == EXPORTED
 
 
-def test_module_links_libc_and_nothing_else():
+def test_compiled_module_links_libc_and_nothing_else():
     """That is, the parts of libc; under .ci/sanitize also the sanitizers' runtime."""
     needed = needed_libraries(_verbs.__file__)
     libc = ("libc.", "libdl.", "libpthread.", "ld-linux", "ld-musl", "ld64.")
@@ -130,7 +130,7 @@ def test_import_does_not_load_libibverbs():
     assert "libibverbs" not in maps
 
 
-def test_missing_library_is_an_error_when_a_device_is_opened():
+def test_missing_libibverbs_is_an_error_when_a_device_is_opened():
     said = prints(
         "import rdmapost as rp\n"
         "for name in (None, 'mlx5_0'):\n"
@@ -146,7 +146,7 @@ def test_missing_library_is_an_error_when_a_device_is_opened():
         assert "RDMAPOST_LIBIBVERBS" in line
 
 
-def test_missing_system_library_says_what_to_install():
+def test_missing_libibverbs_says_which_package_to_install():
     """The loader finds nothing, as on a machine without rdma-core."""
     said = prints(
         "import rdmapost.providers.verbs as v, rdmapost as rp\n"
@@ -169,7 +169,7 @@ def test_library_that_is_not_libibverbs_is_refused():
     assert f"{_verbs.__file__} is not libibverbs" in said
 
 
-def test_loading_can_be_tried_again_after_a_failure():
+def test_loading_of_libibverbs_can_be_tried_again_after_a_failure():
     """A failure is not remembered: the next call tries again, and each gives its own reason."""
     said = prints(
         "import sys\n"
@@ -188,7 +188,7 @@ def test_loading_can_be_tried_again_after_a_failure():
     assert said[6] == "no library was named"
 
 
-def test_calls_before_the_library_is_loaded_fail_and_do_not_crash():
+def test_calls_before_libibverbs_is_loaded_fail_and_do_not_crash():
     """Every forwarder has its own answer while the function table is empty."""
     said = prints(
         "import errno\n"
@@ -225,7 +225,7 @@ def declared(keyword: str) -> list[str]:
 @pytest.mark.parametrize(
     "name", [f"{keyword} {name}" for keyword in ("struct", "union") for name in declared(keyword)]
 )
-def test_struct_has_the_layout_of_the_header(name):
+def test_declared_struct_has_the_layout_of_the_header(name):
     """cffi compares size and offsets with the compiled header when the type is completed."""
     assert ffi.sizeof(name) > 0
 
@@ -314,7 +314,7 @@ def header(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", sorted(MEMBERS))
-def test_enumeration_agrees_with_the_header(name, header):
+def test_declared_enumeration_agrees_with_the_header(name, header):
     enumeration, prefix = MEMBERS[name]
     ours = {prefix + member.name: member.value for member in enumeration}
     both = ours.keys() & header[name].keys()

@@ -55,11 +55,11 @@ ELSEWHERE = {
     "sudo modprobe rdma_rxe": "needs root and Soft-RoCE: tests/guest.py does it in the guest",
     ".venv/bin/python tests/guest.py": "boots a machine: .ci/run runs it",
     "sudo ip link set d0 down; rdmapost doctor": "takes a link down: test_diagnose_netdev.py",
-    "rdmapost check -d rxe0": "needs Soft-RoCE: test_table_of_soft_roce_matches_its_kernel",
+    "rdmapost check -d rxe0": "needs Soft-RoCE: test_documented_check_table_matches_soft_roce",
     "export RDMAPOST_TOKEN": TWO_PROCESSES,
     "rdmapost serve --bind 10.0.0.1": TWO_PROCESSES,
-    "rdmapost serve -d roce:lo": "two processes: test_two_terminals_print_what_is_shown",
-    "rdmapost write -d roce:lo": "two processes: test_two_terminals_print_what_is_shown",
+    "rdmapost serve -d roce:lo": "two processes: test_documented_two_terminals_print_what_is_shown",
+    "rdmapost write -d roce:lo": "two processes: test_documented_two_terminals_print_what_is_shown",
     "rdmapost write --data hello 10.0.0.1": TWO_PROCESSES,
     "rdmapost pingpong 10.0.0.2": "needs two hosts: tests/two_hosts/test_pingpong.py",
     "ibv_rc_pingpong": "needs two hosts: tests/two_hosts/test_pingpong.py",
@@ -109,7 +109,7 @@ HERE = [
 ]
 
 
-def test_every_block_of_code_is_run_or_listed() -> None:
+def test_every_documented_block_of_code_is_run_or_listed_as_not_run() -> None:
     """A new block is of a kind that these tests run, or is listed with a reason."""
     others = [
         str(block)
@@ -130,7 +130,7 @@ def test_every_block_of_code_is_run_or_listed() -> None:
     assert len(HERE) > 5
 
 
-def test_every_listed_block_exists() -> None:
+def test_every_documented_block_listed_as_not_run_exists() -> None:
     found = {beginning for _, command in COMMANDS for beginning in elsewhere(command)}
     assert found == set(ELSEWHERE)
     assert {block.text for block in ALL} >= set(CONFIGURATION)
@@ -161,7 +161,9 @@ def skip_if_its_port_is_taken(text: str) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=str)
-def test_python_example_runs(example: Block, names: dict[str, Any], tmp_path: Path) -> None:
+def test_documented_python_example_runs(
+    example: Block, names: dict[str, Any], tmp_path: Path
+) -> None:
     text = example.text.replace(HOST, f'"127.0.0.1", {free_port()}')
     skip_if_its_port_is_taken(text)
     if "import rdmapost as rp\n" in text:
@@ -201,7 +203,7 @@ def test_tutorial_runs_from_its_first_block_to_its_last(
         assert out.getvalue() == (step.output or ""), step
 
 
-def test_examples_in_c_compile() -> None:
+def test_documented_examples_in_c_compile() -> None:
     compiler, header = shutil.which("cc"), Path("/usr/include/infiniband/verbs.h")
     if compiler is None or not header.exists():
         pytest.skip("no C compiler, or no headers of libibverbs")
@@ -223,7 +225,7 @@ def test_examples_in_c_compile() -> None:
         )
 
 
-def test_examples_for_pyverbs_are_python() -> None:
+def test_documented_examples_for_pyverbs_are_valid_python() -> None:
     for example in ALL:
         if example.language == "py":
             compile(example.text, str(example), "exec")
@@ -241,7 +243,7 @@ def test_examples_of_the_readme_run_one_after_another(names: dict[str, Any]) -> 
                 assert out.getvalue() == example.output
 
 
-def test_examples_use_the_names_of_the_first(names: dict[str, Any]) -> None:
+def test_later_examples_use_the_names_made_in_the_first_one(names: dict[str, Any]) -> None:
     """The names that the others use are made in the same way as in the first one."""
     first = EXAMPLES[0]
     assert first.document == "README.md"
@@ -265,7 +267,7 @@ def test_documented_command_prints_what_is_shown(block: Block, command: Command)
         assert ran.out
 
 
-def test_guest_accepts_the_documented_options() -> None:
+def test_guest_script_accepts_the_documented_options() -> None:
     """The commands that boot a machine are accepted by tests/guest.py."""
     usage = subprocess.run(
         [sys.executable, str(ROOT / "tests/guest.py"), "--help"],
@@ -282,7 +284,7 @@ def test_guest_accepts_the_documented_options() -> None:
             assert f"{option} " in usage, text
 
 
-def test_both_installations_install_the_same_packages() -> None:
+def test_both_installations_in_the_readme_install_the_same_packages() -> None:
     """The README's two installations differ only in what they install of Python's."""
     install, tests = (
         command.text
@@ -309,7 +311,7 @@ def rxe(verbs_context: rp.Context) -> rp.Context:
     return verbs_context
 
 
-def test_table_of_soft_roce_matches_its_kernel(rxe: rp.Context) -> None:
+def test_documented_check_table_matches_soft_roce(rxe: rp.Context) -> None:
     table = shown("docs/guest.md", "rdmapost check -d rxe0").replace("rxe0", rxe.name)
     ran = run("check", "-d", rxe.name)
     assert ran.code == 0
@@ -346,7 +348,7 @@ def test_documented_serve_prints_what_is_shown(rxe: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/two-hosts.md"])
-def test_two_terminals_print_what_is_shown(document: str) -> None:
+def test_documented_two_terminals_print_what_is_shown(document: str) -> None:
     skip_unless_free("roce:lo")
     (session,) = (each for each in SESSIONS if each.document == document and "-d roce" in each.text)
     served(*commands_of(session), {})
@@ -409,7 +411,7 @@ def find_command(words: list[str]) -> tuple[click.Command, list[str]]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_commands_in_the_text_exist(document: str) -> None:
+def test_commands_named_in_the_documents_exist(document: str) -> None:
     """A command that the text names exists, with each of its options."""
     for span in spans(document):
         if span.startswith("rdmapost "):
@@ -423,7 +425,7 @@ OBJECTS = {"rp": rp, "qp": rp.QP, "cq": rp.CQ, "mr": rp.MR, "context": rp.Contex
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_names_in_the_text_exist(document: str) -> None:
+def test_names_of_the_library_in_the_documents_exist(document: str) -> None:
     """A dotted name in rdmapost, or an attribute of what the examples make, exists."""
     for span in spans(document):
         match = re.match(r"(rdmapost|connect|rp|qp|cq|mr|context)((?:\.\w+)+)", span)
@@ -447,7 +449,7 @@ def anchors(document: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md"])
-def test_links_have_a_target(document: str) -> None:
+def test_links_in_the_documents_have_a_target(document: str) -> None:
     """Files and headings that a document links to exist."""
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(document)):
         if target.startswith("https://"):
@@ -460,7 +462,7 @@ def test_links_have_a_target(document: str) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_files_in_the_text_exist(document: str) -> None:
+def test_files_named_in_the_documents_exist(document: str) -> None:
     for span in spans(document):
         if re.fullmatch(r"[\w/]+\.(py|md|c|h)", span):
             assert any((ROOT / place / span).is_file() for place in ("", "rdmapost")), span

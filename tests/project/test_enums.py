@@ -31,14 +31,14 @@ def test_all_public_enumerations_are_found() -> None:
 
 
 @every_class
-def test_member_prints_its_name(cls: type[enum.IntEnum]) -> None:
+def test_enumeration_member_prints_its_name(cls: type[enum.IntEnum]) -> None:
     for member in cls:
         assert str(member) == f"{member}" == f"{member!s}" == "%s" % member == member.name  # noqa: UP031
         assert f"{member:>30}" == member.name.rjust(30)
 
 
 @every_class
-def test_member_is_its_number(cls: type[enum.IntEnum]) -> None:
+def test_enumeration_member_equals_its_number(cls: type[enum.IntEnum]) -> None:
     for member in cls:
         number = int(member)
         assert member == number
@@ -49,7 +49,9 @@ def test_member_is_its_number(cls: type[enum.IntEnum]) -> None:
 
 
 @pytest.mark.parametrize("cls", ENUMS, ids=lambda cls: cls.__name__)
-def test_member_that_is_zero_is_true_unless_it_means_none(cls: type[enum.IntEnum]) -> None:
+def test_enumeration_member_that_is_zero_is_true_unless_it_means_none(
+    cls: type[enum.IntEnum],
+) -> None:
     for member in cls:
         assert bool(member) is (member not in [each for each in FALSE if type(each) is cls])
 

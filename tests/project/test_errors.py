@@ -260,7 +260,7 @@ class _Slotted:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_attribute_of_an_exception_is_kept_where_the_protocol_can_pickle_it(protocol: int) -> None:
+def test_attribute_of_an_exception_that_the_protocol_can_pickle_is_kept(protocol: int) -> None:
     error = rp.RdmaError("text")
     error.slotted = _Slotted()  # type: ignore[attr-defined]
     error.slotted.value = 5  # type: ignore[attr-defined]
@@ -271,7 +271,7 @@ def test_attribute_of_an_exception_is_kept_where_the_protocol_can_pickle_it(prot
         assert came.slotted.value == 5
 
 
-def test_what_was_set_on_an_oserror_is_kept() -> None:
+def test_attributes_set_on_an_oserror_are_kept_by_pickling() -> None:
     error = rp.VerbsError("ibv_open_device", errno.EACCES)
     error.filename, error.errno = "/dev/infiniband/uverbs0", errno.EPERM
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
@@ -297,11 +297,11 @@ class Reduced(rp.RdmaError):
         return Reduced, (self.number + 1,)
 
 
-def test_reduce_of_a_derived_exception_is_used() -> None:
+def test_pickling_uses_the_reduce_of_a_derived_exception() -> None:
     assert pickle.loads(pickle.dumps(Reduced(5))).number == 6
 
 
-def test_exception_that_a_user_derives_survives_too() -> None:
+def test_exception_class_of_a_user_survives_pickling_and_copying() -> None:
     error = Mine()
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert whole(other) == whole(error)
@@ -313,14 +313,14 @@ def post_error(index: int | None, count: int) -> str:
     )
 
 
-def test_post_error_says_which_and_why():
+def test_post_error_says_which_work_request_was_refused_and_why():
     assert post_error(3, 8) == "ibv_post_send: work request 4 of 8 (index 3): why [EINVAL]"
     assert post_error(0, 1) == "ibv_post_send: why [EINVAL]"
     assert post_error(None, 1) == "ibv_post_send: why [EINVAL]"
     assert post_error(None, 8) == "ibv_post_send: one of 8 work requests: why [EINVAL]"
 
 
-def test_errors_are_also_the_standard_ones():
+def test_errors_derive_from_the_matching_builtin_exceptions():
     error = rp.VerbsError("ibv_reg_mr", errno.ENOMEM, "raise the limit")
     assert isinstance(error, OSError)
     assert (error.errno, error.strerror) == (errno.ENOMEM, "Cannot allocate memory")

@@ -22,7 +22,7 @@ def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_seed_replays_a_program_of_one_thread_call_by_call():
+def test_fuzz_seed_replays_a_program_of_one_thread_call_by_call():
     pytest.importorskip("numpy", reason="numpy is not installed")
     first, second = (
         fuzz("--seed", "3", "--threads", "1", "--program", "1").stdout for _ in range(2)
@@ -41,7 +41,7 @@ for program in range(8):
 """
 
 
-def test_program_of_one_thread_does_the_same_after_others_as_by_itself():
+def test_fuzz_program_of_one_thread_does_the_same_after_others_as_alone():
     pytest.importorskip("numpy", reason="numpy is not installed")
     alone = fuzz("--seed", "3", "--threads", "1", "--program", "7").stdout
     after = run_python(AFTER, str(FUZZ), PYTHONHASHSEED="0").stdout
@@ -50,7 +50,7 @@ def test_program_of_one_thread_does_the_same_after_others_as_by_itself():
     assert _without_addresses(alone)[1:] == _without_addresses(after)
 
 
-def test_finding_comes_with_the_command_that_replays_it(tmp_path):
+def test_fuzz_finding_comes_with_the_command_that_replays_it(tmp_path):
     pytest.importorskip("numpy", reason="numpy is not installed")
     for module in FUZZ.glob("*.py"):
         text = module.read_text()

@@ -64,7 +64,7 @@ def test_mutants_of_a_function_are_listed(body, said):
     assert set(changes(f"int g(int a)\n{{\n\t{body}\n}}\n")) == {f"g: {text}" for text in said}
 
 
-def test_dropped_check_is_still_evaluated():
+def test_mutant_that_drops_a_check_still_evaluates_its_condition():
     """A condition's side effects happen; only its consequence does not."""
     source = "int g(void) { if (take(&x)) return -1; return x; }"
     assert changes(source)["g: if (take(&x)) -> never"] == source.replace(
@@ -115,7 +115,7 @@ int count(int from, int to)
 """
 
 
-def test_functions_are_found_with_their_parameters():
+def test_mutator_finds_c_functions_with_their_parameters():
     found = {function.name: function.arguments for function in functions_of(SOURCE)}
     assert found == {"is_less": ("p", "than"), "count": ("from", "to")}
     assert functions_of("FUNCTION(poll)\n{\n}\nint table[] = { 1 };\n") == []
@@ -159,7 +159,7 @@ def test_mutant_is_selected_while_the_module_runs(tmp_path):
     assert {edit.where for edit in edits} == {"is_less", "count", "LIMIT"}
 
 
-def test_process_that_starts_selects_by_its_environment(tmp_path):
+def test_environment_selects_the_mutant_of_a_new_process(tmp_path):
     edits = [*File(SOURCE).edits()]
     number = [edit.said for edit in edits].index("1 -> 0") + 1
     library = _library(Selectable(SOURCE, edits).text(), tmp_path)

@@ -37,12 +37,12 @@ def statuses(transcript: Transcript, queue: str) -> list[str]:
 # ---- programs as values -----------------------------------------------------------
 
 
-def test_same_seed_generates_the_same_program():
+def test_same_seed_generates_the_same_differential_program():
     assert [program_of(seed) for seed in SEEDS] == [program_of(seed) for seed in SEEDS]
     assert len({program_of(seed) for seed in SEEDS}) > 110
 
 
-def test_repr_of_a_program_recreates_it():
+def test_repr_of_a_program_evaluates_to_an_equal_program():
     for seed in SEEDS:
         program = program_of(seed)
         names = {name: getattr(model, name) for name in model.__all__}
@@ -58,7 +58,7 @@ def test_repr_of_a_program_leaves_out_defaults():
 # ---- running ----------------------------------------------------------------------
 
 
-def test_run_is_deterministic(bench: Bench):
+def test_run_of_a_generated_program_is_deterministic(bench: Bench):
     for seed in SEEDS:
         first = run(program_of(seed), bench, deviations=())
         again = run(first.program, bench)
@@ -85,7 +85,7 @@ def test_generated_programs_reach_every_status(bench: Bench):
     assert seen["SUCCESS"] > seen["WR_FLUSH_ERR"]
 
 
-def test_step_waits_for_late_completions(bench: Bench):
+def test_step_of_a_generated_program_waits_for_late_completions(bench: Bench):
     # A receive that is never posted: the send fails after its retry, and the next is flushed.
     program = Program((Pair("RC", rnr_retry=1),), (Post(0, (W("SEND"),)), Post(0, (W("SEND"),))))
     transcript = run(program, bench)
@@ -182,7 +182,7 @@ def test_window_that_is_not_bound_is_not_invalidated_on_a_device_that_dies_of_it
 # ---- comparing --------------------------------------------------------------------
 
 
-def test_difference_names_queue_and_completion(bench: Bench):
+def test_difference_of_two_runs_names_its_step_queue_and_completion(bench: Bench):
     one = run(Program(RC, (Post(0, (WRITE,)), Post(0, (READ,)))), bench)
     other = run(one.program, bench)
     done = other.queues["qp0.send"]
@@ -245,7 +245,7 @@ def test_every_deviation_has_a_reason_and_a_program_that_shows_it():
     ("release", "kernel"),
     [("6.1.0-56-amd64", "6.1"), ("6.12.117+deb12", "6.12"), ("6.8.0", "6.1"), ("7.0.1", "6.12")],
 )
-def test_unknown_kernel_is_treated_as_the_nearest_known(release: str, kernel: str):
+def test_deviations_of_an_unknown_kernel_are_those_of_the_nearest_known(release: str, kernel: str):
     assert kernel_of(release) == kernel
 
 
@@ -257,7 +257,7 @@ def test_programs_fitted_to_a_device_need_no_further_change(bench: Bench, releas
         assert run(fitted, bench, deviations=table).program == fitted
 
 
-def test_move_brings_a_queue_pair_to_err(bench: Bench):
+def test_generated_move_brings_a_queue_pair_to_err(bench: Bench):
     transcript = run(Program(RC, (Recv(0, (R(),)), Move(0, "ERR"))), bench)
     assert statuses(transcript, "qp0.recv") == ["WR_FLUSH_ERR"]
     assert transcript.states[-1] == ("ERR", "RTS")

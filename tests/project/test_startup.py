@@ -27,7 +27,7 @@ def modules_after(statements: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_import_loads_nothing_else() -> None:
+def test_importing_rdmapost_loads_none_of_its_modules() -> None:
     """Importing the package loads none of its modules, and of Python's only a built-in one."""
     before = modules_after("pass")
     assert modules_after("import rdmapost") - before == {"rdmapost", "atexit"}
@@ -59,7 +59,7 @@ except ImportError as error:
 """
 
 
-def test_compiled_module_of_older_sources_is_reported() -> None:
+def test_compiled_module_built_from_older_sources_is_reported() -> None:
     """And not the name that was asked for."""
     said = prints(OUTDATED)
     assert "'Queue'" in said
@@ -86,7 +86,7 @@ def test_every_public_name_is_available_and_a_missing_one_is_named() -> None:
         ("wcdtype", "WC_DTYPE"),
     ],
 )
-def test_name_in_other_letters_or_without_underscores_suggests_the_right_one(
+def test_public_name_misspelt_in_case_or_underscores_suggests_the_right_one(
     name: str, meant: str
 ) -> None:
     """Once: Python adds its own suggestion to some of them, and none to WC_STATUS."""
@@ -109,7 +109,7 @@ def test_name_in_other_letters_or_without_underscores_suggests_the_right_one(
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_type_checkers_see_the_same_names() -> None:
+def test_type_checkers_see_every_public_name() -> None:
     """What the package imports for type checkers is what it has at run time."""
     (source,) = (pathlib.Path(place) / "__init__.py" for place in rp.__path__)
     (block,) = (
@@ -141,7 +141,7 @@ def test_help_imports_neither_the_library_nor_a_command() -> None:
 
 
 @pytest.mark.parametrize("name", list(app.commands))
-def test_list_of_commands_shows_the_summary_of_each(name: str) -> None:
+def test_command_list_shows_the_summary_of_each_command(name: str) -> None:
     """A command's line in the list is its own, as if its module had been imported."""
     shown = app.commands[name]
     assert isinstance(shown, LazyCommand)
@@ -151,7 +151,7 @@ def test_list_of_commands_shows_the_summary_of_each(name: str) -> None:
     assert (shown.hidden, shown.deprecated) == (command.hidden, command.deprecated)
 
 
-def test_every_command_is_listed() -> None:
+def test_command_list_has_every_command() -> None:
     """Every top-level command that a module of the command line defines is listed."""
     (place,) = importlib.import_module("rdmapost.cli").__path__
     defined = {}

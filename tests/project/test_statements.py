@@ -169,13 +169,13 @@ def members(ctype: Any, name: str) -> Iterator[str]:
             yield from members(field.type, f"{name}.{member}")
 
 
-def test_every_statement_names_an_existing_test() -> None:
+def test_every_posting_statement_names_an_existing_test() -> None:
     named = [(said.text, test) for said in STATEMENTS for test in said.tests or [None]]
     assert [(text, test) for text, test in named if test not in collected()] == []
     assert [item for item, n in Counter(named).items() if n > 1] == []
 
 
-def test_devices_are_those_on_which_the_tests_run() -> None:
+def test_posting_statements_name_the_devices_on_which_their_tests_run() -> None:
     wrong = []
     for said in STATEMENTS:
         where = frozenset().union(*(collected()[test].devices for test in said.tests))
@@ -184,11 +184,11 @@ def test_devices_are_those_on_which_the_tests_run() -> None:
     assert wrong == []
 
 
-def test_statement_not_shown_on_a_real_device_says_what_it_lacks() -> None:
+def test_posting_statement_not_shown_on_a_real_device_says_what_it_lacks() -> None:
     assert [s.text for s in STATEMENTS if bool(s.lacks) != (s.devices == {"soft0"})] == []
 
 
-def test_statement_of_a_check_has_a_test_that_sees_the_refusal() -> None:
+def test_posting_statement_that_is_checked_has_a_test_that_sees_the_refusal() -> None:
     """By one of its tests, that waits for the exception or asks for the reason."""
     refusing = re.compile(r"\braises\(|\breason\(|\brefused\(")
     assert [
@@ -199,26 +199,26 @@ def test_statement_of_a_check_has_a_test_that_sees_the_refusal() -> None:
     ] == []
 
 
-def test_statement_is_a_sentence_and_impossible_checked_or_shown() -> None:
+def test_posting_statement_is_a_sentence_and_impossible_checked_or_shown() -> None:
     assert [s.text for s in STATEMENTS if s.text[-1] != "."] == []
     assert {said.how for said in STATEMENTS} == {"impossible", "checked", "shown"}
 
 
-def test_no_statement_is_repeated() -> None:
+def test_no_posting_statement_is_repeated() -> None:
     assert [text for text, n in Counter(said.text for said in STATEMENTS).items() if n > 1] == []
 
 
-def test_every_section_of_the_man_pages_has_statements() -> None:
+def test_every_section_of_the_posting_man_pages_has_statements() -> None:
     parts = [part for part, _ in itertools.groupby((s.source, s.section) for s in STATEMENTS)]
     assert parts == [(source, part) for source, parts in SECTIONS.items() for part in parts]
 
 
 @pytest.mark.parametrize(("section", "words"), [(s, w) for s, ws in TOPICS.items() for w in ws])
-def test_every_topic_of_the_tutorial_has_statements(section: str, words: str) -> None:
+def test_every_topic_of_the_posting_tutorial_has_statements(section: str, words: str) -> None:
     assert [s for s in STATEMENTS if s.section == section and words in s.text] != []
 
 
-def test_every_member_opcode_and_flag_has_one_statement() -> None:
+def test_every_struct_member_opcode_and_flag_has_one_posting_statement() -> None:
     """And of only one, so that it is clear which one applies."""
     structs = {name: ffi.typeof(f"struct {name}") for name in STRUCTS}
     wanted = [
@@ -237,22 +237,28 @@ def test_every_member_opcode_and_flag_has_one_statement() -> None:
     ("name", "devices"),
     [
         ("test_send::test_send_arrives_in_the_peers_receive_buffer", {"soft0", "verbs"}),
-        ("test_mw_type_2_bind_and_invalidate::test_each_rule_of_bind_info_refuses_its_case", set()),
+        (
+            "test_mw_type_2_bind_and_invalidate::test_each_rule_of_bind_info_refuses_the_bind_that_breaks_it",
+            set(),
+        ),
         (
             "test_soft_tag_ops::test_tag_operation_on_a_queue_without_a_matching_list_is_refused",
             {"soft0"},
         ),
         ("test_xrc::test_xrc_queue_pairs_refuse_what_their_end_cannot_do", {"soft0"}),
         ("test_qp_states::test_unchecked_send_before_rts_is_refused_by_the_device", {"soft0"}),
-        ("test_driver_errnos::test_tag_matching_is_not_supported", {"verbs"}),
-        ("test_soft_faults::TestFaults::test_a_post_is_refused", {"soft0"}),
+        (
+            "test_driver_errnos::test_tag_matching_on_a_device_without_it_is_an_unsupported_error",
+            {"verbs"},
+        ),
+        ("test_soft_faults::TestFaults::test_planned_fault_refuses_a_post", {"soft0"}),
     ],
 )
-def test_devices_of_one_test_have_their_own_names(name: str, devices: set[str]) -> None:
+def test_devices_of_a_test_are_read_from_its_parameters(name: str, devices: set[str]) -> None:
     assert collected()[name].devices == devices
 
 
-def test_list_of_statements_is_parsed() -> None:
+def test_list_of_posting_statements_is_parsed() -> None:
     assert read(
         "# Title\n\nWords.\n\n- not one\n\n## page(3)\n\n### NOTES\n\n- This.\n"
         "  Shown, on soft0 (Soft-RoCE lacks XRC). About `a.b`, `C`.\n  - `f::t`\n  - `f::u`\n"

@@ -26,7 +26,7 @@ def use(qp: rp.QP) -> None:
 """
 
 
-def test_types_are_as_wide_as_the_documents_say(tmp_path: pathlib.Path) -> None:
+def test_type_hints_accept_all_that_the_documents_say(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
     source = tmp_path / "calls.py"
     source.write_text(CALLS)

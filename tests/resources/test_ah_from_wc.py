@@ -49,7 +49,7 @@ def server(connect: Connect) -> Server:
     return Server(connect(QPType.UD))
 
 
-def test_answer_reaches_the_sender(server: Server) -> None:
+def test_reply_over_an_address_handle_from_a_completion_reaches_the_sender(server: Server) -> None:
     """The server knows nothing but what arrived."""
     wc, datagram = server.request(b"question")
     assert datagram.payload == b"question"
@@ -57,7 +57,7 @@ def test_answer_reaches_the_sender(server: Server) -> None:
         assert server.answer(wc, ah) == b"answer"
 
 
-def test_path_is_that_of_the_datagram_backwards(server: Server) -> None:
+def test_address_handle_from_a_completion_reverses_the_path_of_the_datagram(server: Server) -> None:
     wc, datagram = server.request(b"question")
     grh, context = datagram.grh, server.pair.pd.context
     assert grh is not None
@@ -68,7 +68,7 @@ def test_path_is_that_of_the_datagram_backwards(server: Server) -> None:
         assert (ah.attr.port_num, ah.attr.dlid, ah.attr.sl) == (1, wc.slid, wc.sl)
 
 
-def test_every_gid_of_the_port_can_be_answered(
+def test_datagram_from_every_gid_of_the_port_can_be_answered(
     context: rp.Context, pd: rp.PD, cq: rp.CQ, stack: contextlib.ExitStack
 ) -> None:
     """IPv4 and IPv6, whose headers differ."""
@@ -104,7 +104,7 @@ def test_datagram_to_a_multicast_group_is_answered_with_an_ahattr(server: Server
         assert server.answer(wc, ah) == b"answer"
 
 
-def test_what_is_missing_is_named(server: Server) -> None:
+def test_ah_from_wc_names_what_is_missing(server: Server) -> None:
     wc, datagram = server.request(b"question")
     pd, grh = server.pair.pd, datagram.grh
     with pytest.raises(ValueError, match="grh is missing: the datagram has one"):
@@ -138,7 +138,7 @@ class Endless(Short):
 
 
 @pytest.mark.parametrize("kind", [Short, Endless])
-def test_header_of_another_size_is_refused(server: Server, kind: type[rp.GRH]) -> None:
+def test_ah_from_wc_refuses_a_grh_of_another_size(server: Server, kind: type[rp.GRH]) -> None:
     """No memory beyond what it packs is read."""
     wc, datagram = server.request(b"question")
     assert datagram.grh is not None
@@ -164,7 +164,7 @@ def test_header_of_another_size_is_refused(server: Server, kind: type[rp.GRH]) -
         ("opcode", "RECV", TypeError, "wc.opcode: expected int, got str"),
     ],
 )
-def test_completion_that_was_changed_is_checked(
+def test_ah_from_wc_refuses_a_completion_with_changed_fields(
     server: Server, field: str, value: object, error: type[Exception], text: str
 ) -> None:
     wc, datagram = server.request(b"question")
@@ -191,7 +191,7 @@ def test_completion_that_was_changed_is_checked(
     ],
 )
 @pytest.mark.parametrize("version", [4, 6])
-def test_header_with_a_wrong_field_is_refused(
+def test_grh_with_a_wrong_field_is_refused(
     version: int, field: str, value: object, error: type[Exception], text: str
 ) -> None:
     gid = rp.GID("::ffff:10.0.0.1")
@@ -207,7 +207,7 @@ def test_header_with_a_wrong_field_is_refused(
         rp.GRH(rp.GID("::ffff:10.0.0.1"), rp.GID("::ffff:10.0.0.2"), 8, 0, 100, 17, 64, 4),
     ],
 )
-def test_packed_header_is_read_back(grh: rp.GRH) -> None:
+def test_packed_grh_is_read_back(grh: rp.GRH) -> None:
     assert rp.GRH.parse(grh.pack()) == grh
     assert len(grh.pack()) == GRH
     largest = 65535 if grh.version == 6 else 65515
@@ -219,7 +219,7 @@ def test_packed_header_is_read_back(grh: rp.GRH) -> None:
         replace(grh, payload_length=largest + 1).pack()
 
 
-def test_header_of_version_4_has_ipv4_addresses_and_no_flow_label() -> None:
+def test_ipv4_grh_has_ipv4_addresses_and_no_flow_label() -> None:
     gid = rp.GID("::ffff:10.0.0.1")
     with pytest.raises(ValueError, match="flow_label=1: an IPv4 header has no flow label"):
         rp.GRH(gid, gid, 0, 1, 8, 17, 64, 4).pack()

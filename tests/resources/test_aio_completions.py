@@ -92,7 +92,7 @@ def test_async_for_yields_completions_one_at_a_time(rc):
     run(main)
 
 
-def test_timeout_says_what_came_and_leaves_it(rc):
+def test_timed_out_await_says_which_completions_came_and_leaves_them(rc):
     async def main():
         rc.a.post_send([write(rc, i) for i in range(3)])
         await rc.cq.completions(1)
@@ -146,7 +146,7 @@ def test_small_waits_are_not_blocked_by_larger_ones(rc):
     run(main)
 
 
-def test_tasks_that_want_as_many_get_them_in_the_order_in_which_they_asked(rc):
+def test_tasks_awaiting_equal_numbers_of_completions_get_them_in_order(rc):
     async def main():
         tasks = [await waiting(rc.cq, 2) for _ in range(5)]
         rc.a.post_send([write(rc, i) for i in range(10)])
@@ -198,7 +198,7 @@ def test_ten_thousand_operations_of_several_tasks_are_all_accounted_for(connect,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_cancelling_at_any_point_loses_nothing(rc, seed):
+def test_cancelling_an_await_at_any_point_loses_no_completion(rc, seed):
     """Takers are cancelled, time out and give up at random; others take their place."""
     rng, rounds = random.Random(seed), 400
 
@@ -412,7 +412,7 @@ def test_event_loops_of_two_threads_take_turns(rc):
 # ---- timeouts -----------------------------------------------------------------
 
 
-def test_each_of_several_waits_ends_at_its_own_time(rc):
+def test_each_of_several_awaits_times_out_at_its_own_time(rc):
     async def main():
         ended = []
 
@@ -458,7 +458,7 @@ def test_timers_of_waits_that_have_ended_do_not_pile_up(rc):
 # ---- wake-ups -----------------------------------------------------------------
 
 
-def test_no_wake_up_is_lost(rc):
+def test_no_wake_up_of_a_task_that_awaits_completions_is_lost(rc):
     """A thread posts one at a time, at moments all over the wait; each needs its own wake-up."""
     rounds, rng = 1500, random.Random(1)
     go = threading.Semaphore(0)
@@ -484,7 +484,7 @@ def test_no_wake_up_is_lost(rc):
     poster.join(10)
 
 
-def test_what_soft0_tries_again_later_goes_on_while_a_task_waits(connect):
+def test_retry_on_soft0_is_made_while_a_task_awaits_completions(connect):
     """The receiver is not ready; nothing polls, yet the attempts are made."""
     pair = connect(rnr_retry=3)
 
@@ -496,7 +496,7 @@ def test_what_soft0_tries_again_later_goes_on_while_a_task_waits(connect):
     run(main)
 
 
-def test_a_receive_that_is_posted_late_is_used(connect):
+def test_receive_posted_while_a_task_awaits_completions_is_used(connect):
     pair = connect(rnr_retry=7)
 
     async def main():

@@ -142,7 +142,7 @@ def test_tasks_ask_for_the_events_of_a_channel(context, pd, stack, channel):
 # ---- who may wait -------------------------------------------------------------
 
 
-def test_closing_ends_the_tasks_that_wait(context, channel):
+def test_closing_a_channel_ends_the_tasks_that_wait_for_its_events(context, channel):
     cqs = rp.CQ(context), rp.CQ(context, channel=channel)
 
     async def main():
@@ -169,7 +169,7 @@ def test_closing_ends_the_tasks_that_wait(context, channel):
     run(main)
 
 
-def test_closing_in_another_thread_ends_the_tasks_that_wait(context):
+def test_closing_a_channel_in_another_thread_ends_the_tasks_that_wait(context):
     async def main():
         for _ in range(20):
             cq, channel = rp.CQ(context), rp.CompChannel(context)
@@ -382,7 +382,7 @@ def test_threads_and_tasks_do_not_share_the_events_of_a_device(context):
 # ---- arguments ----------------------------------------------------------------
 
 
-def test_wait_with_a_wrong_argument_leaves_no_waiter(rc, context, channel):
+def test_await_with_a_wrong_argument_leaves_no_waiter(rc, context, channel):
     """It is refused by name, and the next task gets what arrives."""
     calls = {
         "timeout: expected seconds or None, got timedelta": (

@@ -33,14 +33,14 @@ class Narrow:
     ("start", "stop", "found"),
     [(64, None, (64, 192)), (-64, None, (192, 64)), (None, -1, (0, 255)), (8, 16, (8, 8))],
 )
-def test_bounds_of_a_slice_are_numbers_of_any_type(pd, start, stop, found):
+def test_bounds_of_a_region_slice_may_be_numbers_of_any_type(pd, start, stop, found):
     with rp.MR(pd, 256) as mr:
         sge = mr[start and Narrow(start) : stop and Narrow(stop)]
         assert (sge.addr - mr.addr, sge.length) == found
         assert {type(sge.addr), type(sge.length)} == {int}
 
 
-def test_bounds_of_a_slice_that_are_no_whole_numbers_are_refused(pd):
+def test_bounds_of_a_region_slice_that_are_no_whole_numbers_are_refused(pd):
     with rp.MR(pd, 256) as mr:
         for bound in (1.0, 1.5, "1", (1,)):
             with pytest.raises(
@@ -53,7 +53,7 @@ def test_bounds_of_a_slice_that_are_no_whole_numbers_are_refused(pd):
                 mr[:bound]
 
 
-def test_size_of_a_region_is_a_number_of_any_type(pd):
+def test_size_of_a_region_may_be_a_number_of_any_type(pd):
     with rp.MR(pd, Narrow(4096), Narrow(1)) as mr:
         assert (mr.length, mr.access) == (4096, rp.Access.LOCAL_WRITE)
     numpy = pytest.importorskip("numpy")
@@ -64,7 +64,7 @@ def test_size_of_a_region_is_a_number_of_any_type(pd):
         assert mr.length == 4
 
 
-def test_limits_are_numbers_of_any_type(context, pd):
+def test_queue_limits_may_be_numbers_of_any_type(context, pd):
     with rp.CQ(context, Narrow(5)) as cq:
         assert type(cq.cqe) is int
         limits = dict.fromkeys(("max_send_wr", "max_recv_wr", "max_send_sge"), Narrow(2))
@@ -78,7 +78,7 @@ def test_limits_are_numbers_of_any_type(context, pd):
         assert srq.query().srq_limit == 3
 
 
-def test_limit_that_is_no_whole_number_is_refused_by_name(context, pd, cq):
+def test_queue_limit_that_is_no_whole_number_is_refused_by_name(context, pd, cq):
     for wrong in (1.0, "1", None):
         words = f"expected int, got {type(wrong).__name__}"
         with pytest.raises(TypeError, match=f"cqe: {words}"):
@@ -117,7 +117,7 @@ def test_timeout_that_is_no_number_of_seconds_is_refused_by_name(context, cq, st
                 wait(wrong)
 
 
-def test_timeout_is_a_number_of_any_type(cq):
+def test_timeout_may_be_a_number_of_any_type(cq):
     class Seconds:
         def __float__(self):
             return 0.002

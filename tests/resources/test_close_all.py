@@ -64,7 +64,7 @@ def populate(context: rp.Context) -> list[Any]:
     return made
 
 
-def test_everything_on_the_device_is_closed(context, opened):
+def test_close_all_closes_everything_on_the_device(context, opened):
     """However it was made, and whatever is in flight; a second device is left alone."""
     before = set(_all_open())
     made = populate(opened)
@@ -78,14 +78,14 @@ def test_everything_on_the_device_is_closed(context, opened):
     opened.close_all()  # nothing is left
 
 
-def test_what_nobody_refers_to_any_more_is_closed_too(opened):
+def test_close_all_closes_resources_that_nobody_refers_to(opened):
     populate(opened)
     opened.close_all()
     assert opened.closed
     assert open_children(opened) == []
 
 
-def test_threads_and_tasks_that_wait_get_a_closed_error(opened):
+def test_threads_and_tasks_that_wait_beside_close_all_get_a_closed_error(opened):
     cq, raised = rp.CQ(opened), []
 
     def wait() -> None:
@@ -112,7 +112,7 @@ def test_threads_and_tasks_that_wait_get_a_closed_error(opened):
     asyncio.run(task())
 
 
-def test_what_cannot_be_closed_is_reported_and_the_rest_is_closed(on_null):
+def test_close_all_reports_what_cannot_be_closed_and_closes_the_rest(on_null):
     """The device keeps a region; a queue pair, a CQ and another PD go."""
     text = on_null(
         """
@@ -383,7 +383,7 @@ def test_close_all_that_a_resource_refuses_once_leaves_nothing_to_the_garbage_co
         gc.enable()
 
 
-def test_resources_that_are_equal_to_others_are_closed(opened):
+def test_close_all_closes_resources_that_compare_equal_to_others(opened):
     """A class with __eq__ has no hash."""
 
     class Equal(rp.MW):

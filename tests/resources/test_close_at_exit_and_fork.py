@@ -6,7 +6,7 @@ from support import LOSES_MEMORY, prints
 from support.open_stack import SETUP
 
 
-def test_interpreter_ends_quietly_with_everything_open(context):
+def test_interpreter_ends_quietly_with_open_resources_in_cycles_and_exceptions(context):
     """With a caught exception, a cycle, and another order."""
     said = prints(
         SETUP + "class Mine(Exception): pass\n"
@@ -27,7 +27,7 @@ def test_interpreter_ends_quietly_with_everything_open(context):
     assert said == "mine\nclosed"
 
 
-def test_interpreter_ends_quietly_while_a_thread_waits(context):
+def test_interpreter_ends_quietly_while_a_thread_waits_for_completions(context):
     said = prints(
         SETUP + "import threading\n"
         "things = make()\n"
@@ -40,17 +40,17 @@ def test_interpreter_ends_quietly_while_a_thread_waits(context):
     assert said == "ends"
 
 
-def test_child_of_a_fork_closes_nothing(context):
+def test_forked_child_closes_nothing_of_its_parent_however_it_ends(context):
     """The child ends in every possible way, and the parent continues."""
     said = prints(
         SETUP + "things = make()\n"
-        "for way in ('exit', 'close', 'garbage'):\n"
+        "for action in ('exit', 'close', 'garbage'):\n"
         "    sys.stdout.flush()\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
-        "        if way == 'close':\n"
+        "        if action == 'close':\n"
         "            for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n"
-        "        if way == 'garbage':\n"
+        "        if action == 'garbage':\n"
         "            del things; gc.collect()\n"
         "        sys.exit(0)\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
@@ -81,12 +81,12 @@ def test_forking_loses_nothing_of_the_parent(context):
         "    while not polls.is_set(): things['cq'].poll()\n"
         "thread = threading.Thread(target=poll)\n"
         "thread.start()\n"
-        "for way in ('nothing', 'close', 'garbage'):\n"
+        "for action in ('nothing', 'close', 'garbage'):\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
-        "        if way == 'close':\n"
+        "        if action == 'close':\n"
         "            for name in ('a', 'b', 'mr', 'cq', 'pd', 'context'): things[name].close()\n"
-        "        if way == 'garbage':\n"
+        "        if action == 'garbage':\n"
         "            things.clear(); gc.collect()\n"
         "        os._exit(0)\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
@@ -179,7 +179,7 @@ def test_child_of_a_fork_ends_at_once_beside_threads(context):
     assert said == "ends"
 
 
-def test_everything_goes_at_exit_in_an_order_that_devices_accept():
+def test_resources_are_closed_at_exit_in_an_order_that_devices_accept():
     """Windows before queue pairs and regions: some devices wait for them, others refuse."""
     said = prints(
         "import atexit, rdmapost as rp\n"
@@ -238,7 +238,7 @@ def test_exit_does_not_wait_for_a_verb_of_a_daemon_thread():
 closed: list[str] = []
 
 
-def test_what_another_keeps_busy_is_closed_at_exit_too():
+def test_resource_that_another_keeps_busy_is_closed_at_exit():
     """A region that posted work requests name closes only after their queue pair."""
     said = prints(
         "import atexit\n"

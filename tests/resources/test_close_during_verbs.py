@@ -56,7 +56,7 @@ def made(context: rp.Context) -> dict[str, Any]:
     """The objects that the verbs below use, besides the resource being closed."""
     pd, cq = rp.PD(context), rp.CQ(context)
     ud = rp.QP(pd, QPType.UD, cq)
-    return {"pd": pd, "cq": cq, "ud": ud, "way": ud.path_to(ud.endpoint())}
+    return {"pd": pd, "cq": cq, "ud": ud, "path": ud.path_to(ud.endpoint())}
 
 
 Make = Callable[[rp.Context, dict[str, Any]], Any]
@@ -74,7 +74,7 @@ AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {
     "ibv_alloc_pd": (lambda c, _: rp.open_device(c.name), lambda c, _: rp.PD(c).close()),
     "ibv_create_cq": (lambda c, _: rp.open_device(c.name), lambda c, _: rp.CQ(c).close()),
     "ibv_reg_mr": (lambda c, _: rp.PD(c), lambda pd, _: rp.MR(pd, 64).close()),
-    "ibv_create_ah": (lambda c, _: rp.PD(c), lambda pd, m: rp.AH(pd, m["way"]).close()),
+    "ibv_create_ah": (lambda c, _: rp.PD(c), lambda pd, m: rp.AH(pd, m["path"]).close()),
     "ibv_create_qp": (lambda c, _: rp.PD(c), lambda pd, m: rp.QP(pd, QPType.RC, m["cq"]).close()),
     "ibv_query_qp": (lambda c, m: rp.QP(m["pd"], QPType.RC, m["cq"]), lambda qp, _: qp.query()),
     "ibv_modify_qp": (
@@ -98,7 +98,7 @@ AGAINST_CLOSE: dict[str, tuple[Make, Use]] = {
 
 @pytest.mark.usefixtures("_switch_often")
 @pytest.mark.parametrize("verb", AGAINST_CLOSE)
-def test_verb_against_close_succeeds_or_raises_closed_error(context, verb):
+def test_verb_beside_a_close_succeeds_or_raises_closed_error(context, verb):
     """Two threads use a resource while another closes it; no other error occurs."""
     make, use = AGAINST_CLOSE[verb]
     if verb == "rkey":
@@ -203,7 +203,7 @@ OPEN: dict[str, Make] = {
     "CQ": lambda c, _: rp.CQ(c),
     "SRQ": lambda _, m: rp.SRQ(m["pd"]),
     "QP": lambda _, m: rp.QP(m["pd"], QPType.RC, m["cq"]),
-    "AH": lambda _, m: rp.AH(m["pd"], m["way"]),
+    "AH": lambda _, m: rp.AH(m["pd"], m["path"]),
 }
 
 
@@ -297,7 +297,7 @@ def test_close_inside_a_verb_of_the_same_thread_is_put_off():
     assert context.closed
 
 
-def test_close_that_is_put_off_while_a_child_is_closed_follows_it(monkeypatch):
+def test_close_put_off_while_a_child_is_closed_follows_that_close(monkeypatch):
     """A signal handler closes a child and its parents in the middle of the child's close."""
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
@@ -315,7 +315,7 @@ def test_close_that_is_put_off_while_a_child_is_closed_follows_it(monkeypatch):
     assert not reported
 
 
-def test_refusal_that_was_put_off_is_reported(monkeypatch):
+def test_refusal_of_a_close_that_was_put_off_is_reported(monkeypatch):
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", reported.append)
     pd = Thing("pd")
@@ -329,7 +329,7 @@ def test_refusal_that_was_put_off_is_reported(monkeypatch):
     pd.close()
 
 
-def test_second_closer_waits_for_what_comes_of_the_first():
+def test_second_thread_that_closes_waits_for_the_result_of_the_first():
     inside, go = threading.Event(), threading.Event()
 
     def refuse(_: object) -> None:
@@ -455,15 +455,15 @@ def test_resource_cannot_be_copied_or_pickled(context, pd, cq):
     with rp.MR(pd, 64) as mr, rp.QP(pd, QPType.RC, cq) as qp:
         for resource in (context, pd, cq, mr, qp):
             name = type(resource).__name__
-            for way in (copy.copy, copy.deepcopy, pickle.dumps):
+            for copies in (copy.copy, copy.deepcopy, pickle.dumps):
                 with pytest.raises(TypeError, match=f"^cannot copy or pickle '{name}' object"):
-                    way(resource)
+                    copies(resource)
 
 
 # ---- interrupts ---------------------------------------------------------------
 
 
-def test_interrupt_while_something_is_closed_destroys_it_once(verbs_context):
+def test_interrupted_close_destroys_its_resource_once(verbs_context):
     """A Ctrl-C during the device's call is raised after it; what it freed is not freed again."""
     said = prints(
         "import contextlib, signal, sys, rdmapost as rp\n"

@@ -78,7 +78,7 @@ def all_end(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_closing_is_idempotent():
+def test_resource_may_be_closed_twice():
     thing = Thing("pd")
     assert not thing.closed
     thing.close()
@@ -88,7 +88,7 @@ def test_closing_is_idempotent():
     assert "(closed)" in repr(thing)
 
 
-def test_use_after_close_names_the_resource():
+def test_use_after_close_raises_an_error_that_names_the_resource():
     thing = Thing("pd")
     thing.close()
     with pytest.raises(rp.ClosedError, match="pd is closed"):
@@ -148,7 +148,7 @@ def test_old_pd_of_a_region_closes_once_another_thread_is_done_with_its_move():
         new.close()
 
 
-def test_parent_that_its_child_closes_while_it_ends_is_refused_at_once():
+def test_parent_that_is_closed_from_within_its_childs_close_is_refused_at_once():
     raised: list[str] = []
 
     class Closer(Thing):
@@ -169,6 +169,7 @@ def test_closed_window_is_named_without_its_key(pd):
     """Its name includes the device's key only while it is open."""
     needs(pd.context.attr.max_mw, "memory windows", pd.context)
     mw = rp.MW(pd)
+    assert f"{mw.rkey:#x}" in str(mw)
     mw.close()
     assert str(mw) == "MW"
     with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
@@ -192,7 +193,7 @@ def test_parent_with_open_children_names_them():
     assert closed == ["qp", "mr", "pd"]
 
 
-def test_many_children_are_counted():
+def test_refused_close_with_many_open_children_counts_them():
     pd = Thing("pd")
     mrs = [Thing(f"mr{i}", pd) for i in range(7)]
     with pytest.raises(rp.InUseError, match=r"mr0, mr1, mr2, mr3 and 3 more still open"):
@@ -211,7 +212,7 @@ def test_resource_that_the_device_keeps_stays_open():
     assert closed == ["pd"]
 
 
-def test_error_inside_with_is_the_one_that_is_seen():
+def test_error_inside_a_with_block_is_the_one_that_is_raised():
     """The error of the close, an open child, does not hide it."""
     pd = Thing("pd")
     opened: list[Thing] = []
@@ -251,7 +252,7 @@ REFUSED = "qp could not be closed: ibv_destroy_thing: EBUSY (16, Device or resou
         (Nameless, ZeroDivisionError, None),
     ],
 )
-def test_error_inside_with_notes_what_could_not_be_closed(kind, error, notes):
+def test_error_inside_a_with_block_notes_what_could_not_be_closed(kind, error, notes):
     """Whatever the note runs into, the body's error is raised."""
     thing = kind("qp")
     thing.device.broken = True
@@ -270,7 +271,7 @@ def test_error_inside_with_notes_what_could_not_be_closed(kind, error, notes):
     thing.close()
 
 
-def test_with_closes_and_open_children_are_an_error():
+def test_with_block_closes_its_resource_and_open_children_are_an_error():
     with Thing("pd") as pd:
         pass
     assert pd.closed
@@ -281,7 +282,7 @@ def test_with_closes_and_open_children_are_an_error():
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(["context", "pd", "cq", "mr", "qp"])])
-def test_dropped_in_any_order_everything_is_closed(order):
+def test_resources_dropped_in_any_order_are_all_closed(order):
     """A parent dropped first is closed by its last child."""
     things = tree()
     for name in order:
@@ -330,7 +331,7 @@ class Fails:
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 100])
-def test_what_is_gone_is_closed_whatever_is_raised_while_it_is_forgotten(times):
+def test_destroyed_resource_is_closed_whatever_its_bookkeeping_raises(times):
     """The first exception comes out, and it is tried again until it is over, within reason."""
 
     class Rude(Thing):
@@ -398,7 +399,7 @@ def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, ti
     assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
 
 
-def test_warning_that_is_an_error_does_not_get_lost(monkeypatch):
+def test_warning_of_a_failed_close_turned_into_an_error_is_reported(monkeypatch):
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
     thing = Thing("pd")
@@ -484,7 +485,7 @@ def test_exception_of_a_handler_comes_out_although_the_device_refuses_then():
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_garbage_that_was_just_in_use_is_closed_without_a_warning(times):
+def test_garbage_that_was_in_use_for_a_moment_is_closed_without_a_warning(times):
     class Busy(Thing):
         def _release(self) -> None:
             was_busy()
@@ -498,7 +499,7 @@ def test_garbage_that_was_just_in_use_is_closed_without_a_warning(times):
     assert was_busy.calls == times + 1
 
 
-def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeypatch):
+def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised(monkeypatch):
     """It is reported, and the resource is kept."""
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
@@ -517,7 +518,7 @@ def test_exception_that_comes_each_time_garbage_is_closed_is_no_handlers(monkeyp
     assert closed == ["pd"]
 
 
-def test_incomplete_resource_is_collected_without_a_warning():
+def test_resource_whose_constructor_failed_is_collected_without_a_warning():
     """A constructor that fails leaves an object that was never made."""
 
     class Half(Thing):
@@ -575,7 +576,7 @@ def test_close_waits_for_what_another_close_does_after_the_destruction():
     assert closed == ["pd"]
 
 
-def test_what_is_closed_is_not_used_by_what_closing_it_calls_afterwards():
+def test_closed_resource_is_not_used_by_callbacks_of_its_close():
     class Curious(Thing):
         def _forget(self) -> None:
             with pytest.raises(rp.ClosedError, match="pd is closed"):
@@ -626,7 +627,7 @@ def test_closing_releases_all_that_the_resource_held():
     assert closed == ["pd"]
 
 
-def test_constructor_that_makes_twice_is_refused():
+def test_constructor_that_creates_its_handle_twice_is_refused():
     class Again(Thing):
         def __init__(self) -> None:
             self.name = "again"
@@ -741,7 +742,7 @@ def test_close_waits_for_a_close_that_waits_for_another():
     assert closed == ["second", "first", "third"]
 
 
-def test_child_of_a_fork_closes_nothing():
+def test_close_in_a_forked_child_destroys_nothing():
     """The objects are the parent's: the child only forgets them."""
     things = tree()
     reading, writing = os.pipe()
@@ -791,7 +792,7 @@ def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypat
         assert device.closed
 
 
-def test_interpreter_ends_quietly_with_everything_open():
+def test_resources_open_at_exit_are_closed_children_first():
     """At exit the whole tree is closed, children first."""
     said = prints(
         "from rdmapost.resources.resource import Resource\n"

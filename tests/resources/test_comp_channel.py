@@ -52,7 +52,9 @@ def test_the_descriptor_is_readable_when_there_is_an_event(context, pd, channel,
     assert channel.get_cq_event(0) is far_cq
 
 
-def test_solicited_only_wakes_for_solicited_messages_alone(context, pd, channel, cq, mr, stack):
+def test_req_notify_with_solicited_only_wakes_for_solicited_messages_alone(
+    context, pd, channel, cq, mr, stack
+):
     far_cq = stack.enter_context(rp.CQ(context, 8, channel=channel))
     near, far = connected(stack, pd, cq, far_cq)
     far.post_recv([rp.RecvWR(mr[64:128], wr_id=n) for n in range(2)])
@@ -83,7 +85,7 @@ def test_a_thread_asleep_on_the_channel_wakes(context, pd, channel, cq, mr, stac
     assert woken == [far_cq]
 
 
-def test_misuse_of_channels_is_refused_with_advice(context, pd, channel, cq, stack):
+def test_misuse_of_completion_channels_is_refused_with_advice(context, pd, channel, cq, stack):
     shared = stack.enter_context(rp.CQ(context, 8, channel=channel))
     with pytest.raises(rp.RdmaError, match="uses a shared completion channel"):
         shared.wait(1, 0)

@@ -74,7 +74,7 @@ def made(request, context, pd, cq):
         yield thing, arguments
 
 
-def test_every_class_of_resources_is_made_here():
+def test_every_resource_class_has_a_constructor_test():
     assert len(CLASSES) == 10
 
 
@@ -89,7 +89,7 @@ def test_second_call_of_a_constructor_changes_nothing(made):
     assert not thing.closed
 
 
-def test_constructor_that_fails_leaves_what_another_one_makes_meanwhile(context):
+def test_failing_constructor_leaves_what_a_second_constructor_call_makes(context):
     """That one may begin as soon as the first has failed, before its exception is raised."""
     cq = rp.CQ.__new__(rp.CQ)
 
@@ -109,7 +109,7 @@ def test_constructor_that_fails_leaves_what_another_one_makes_meanwhile(context)
 
 
 @pytest.mark.parametrize("name", ["MR", "CQ"])
-def test_constructor_that_runs_is_alone(name, context, pd):
+def test_second_thread_in_the_constructor_of_one_object_is_refused(name, context, pd):
     """Of two threads that construct one object, one is refused, and changes nothing."""
 
     class Stops:
@@ -245,7 +245,7 @@ def test_region_without_its_struct_cannot_be_posted(rc):
     assert rc.a.outstanding.send == 0
 
 
-def test_subclass_may_set_attributes_before_its_constructor(context):
+def test_subclass_of_a_resource_may_set_attributes_before_super_init(context):
     class Own(rp.CQ):
         def __init__(self, context):
             self.context, self.note = context, "mine"
@@ -276,7 +276,7 @@ def test_diagnose_beside_a_thread_that_makes_queue_pairs(rc, pd):
         sys.setswitchinterval(interval)
 
 
-def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monkeypatch):
+def test_resource_is_listed_as_open_once_its_constructor_has_ended(context, pd, cq, monkeypatch):
     found = []
 
     class Late(rp.QP):
@@ -287,15 +287,6 @@ def test_resource_is_found_when_its_constructor_has_ended(context, pd, cq, monke
     with Late(pd, QPType.RC, cq) as qp:
         assert found == [False]
         assert qp in open_handles()
-
-
-def test_closed_window_is_named_without_its_rkey(pd):
-    """Its name includes its rkey, which only an open one has."""
-    mw = rp.MW(pd)
-    assert f"{mw.rkey:#x}" in str(mw)
-    mw.close()
-    with pytest.raises(rp.ClosedError, match=r"^MW is closed$"):
-        mw.next_rkey()
 
 
 def test_constructor_of_an_open_region_cannot_be_called_again(pd):

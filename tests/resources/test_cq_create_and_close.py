@@ -17,7 +17,7 @@ from rdmapost.resources.aio import _rearm
 
 
 @pytest.mark.parametrize("cqe", [0, -1, 1 << 31])
-def test_size_of_a_cq_is_checked(context, cqe):
+def test_cq_of_a_size_out_of_range_is_refused(context, cqe):
     with pytest.raises(ValueError, match=f"cqe={cqe} is not in 1.."):
         rp.CQ(context, cqe)
 
@@ -124,7 +124,7 @@ def test_cq_with_open_queue_pairs_cannot_be_closed(rc):
 @pytest.mark.parametrize(
     "call", [rp.CQ.poll, rp.CQ.wait, lambda cq: cq.wait(0), lambda cq: _rearm(cq, 1)]
 )
-def test_call_on_a_closed_cq_names_it(context, call):
+def test_call_on_a_closed_cq_raises_an_error_that_names_the_cq(context, call):
     cq = rp.CQ(context, 16)
     name = str(cq)
     cq.close()

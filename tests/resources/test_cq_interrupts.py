@@ -476,7 +476,7 @@ def test_interrupt_at_any_moment_keeps_no_lock(context, timeout):
         signal.signal(signal.SIGALRM, before)
 
 
-def test_interrupted_wait_loses_nothing(rc):
+def test_interrupted_wait_loses_no_completion(rc):
     """A signal whose handler raises arrives in the middle of a wait."""
 
     class Enough(Exception):

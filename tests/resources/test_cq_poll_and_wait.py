@@ -29,7 +29,7 @@ def test_poll_takes_at_most_as_many_as_asked(rc):
     assert [wc.wr_id for wc in got] == list(range(10))
 
 
-def test_wait_times_out_and_loses_nothing(rc):
+def test_wait_that_times_out_loses_no_completion(rc):
     rc.a.post_send([write(rc, i) for i in range(3)])
     rc.wait(1)
     with pytest.raises(rp.WaitTimeout, match=r"2 of 3 completions came within 0\.3 s"):
@@ -39,14 +39,12 @@ def test_wait_times_out_and_loses_nothing(rc):
         rc.cq.wait(timeout=0)
 
 
-def test_wait_takes_any_timeout(rc):
-    for timeout in (None, float("inf"), 1e12, 0.001):
+def test_wait_accepts_none_infinite_huge_and_short_timeouts(rc):
+    for timeout in (None, float("inf"), 1e12):
         rc.a.post_send(write(rc))
-        if timeout == 0.001:
-            time.sleep(0)
-            rc.wait()
-        else:
-            rc.cq.wait(timeout=timeout)
+        rc.cq.wait(timeout=timeout)
+    with pytest.raises(rp.WaitTimeout, match=r"within 0\.001 s"):
+        rc.cq.wait(timeout=0.001)
 
 
 def test_wait_sleeps_until_the_completion_comes(rc):
@@ -60,7 +58,7 @@ def test_wait_sleeps_until_the_completion_comes(rc):
     assert [wc.wr_id for wc in got] == list(range(8))
 
 
-def test_waiters_of_one_cq_all_get_theirs(rc):
+def test_each_of_several_threads_waiting_on_one_cq_gets_a_completion(rc):
     """Each waits for one; none stays asleep while its completion is available."""
     count = 6
     got: queue.Queue[int] = queue.Queue()
@@ -165,7 +163,7 @@ def test_completions_promised_to_tasks_are_left_to_them(rc):
 
 
 @pytest.mark.parametrize("call", ["poll", "wait", "completions"])
-def test_a_negative_number_of_completions_is_refused(cq, call):
+def test_polling_for_a_negative_number_of_completions_is_refused(cq, call):
     def in_a_loop(count: int) -> list[rp.WC]:
         return asyncio.run(cq.completions(count))
 

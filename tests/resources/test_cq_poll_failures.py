@@ -61,7 +61,7 @@ def test_a_poll_that_fails_says_why_and_loses_nothing(failed):
     assert failed[6] == [1, 2]
 
 
-def test_a_wait_that_spins_keeps_what_came(failed):
+def test_spinning_wait_that_times_out_keeps_the_completions_that_came(failed):
     """On a device on which a wait first polls repeatedly."""
     assert failed[7:] == ["1 of 2 completions came within 0.01 s", [3]]
 
@@ -90,11 +90,11 @@ print(_rearm(cq, 3), [wc.wr_id for wc in cq.poll(1)], [wc.wr_id for wc in cq.pol
 """
 
 
-@pytest.mark.parametrize("way", ["close", "to_reset"])
-def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, way):
+@pytest.mark.parametrize("call", ["close", "to_reset"])
+def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, call):
     """Those of other queue pairs in the same batch are delivered, and what is there stays."""
     said = prints(
-        null_device.SETUP + GONE, way, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
+        null_device.SETUP + GONE, call, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
     )
     assert said.splitlines() == ["[7] 0", "2 [8] [9]"]
 
@@ -138,7 +138,7 @@ class Polled:
     """What one call of the shim returned, and what it wrote."""
 
     def __init__(
-        self, cq: PolledCQ, extended: bool, most: int, least: int = 0, spin_ns: int = 0
+        self, cq: PolledCQ, extended: bool, max_entries: int, min_entries: int = 0, spin_ns: int = 0
     ) -> None:
         room = 8
         self.wc = ffi.new("struct ibv_wc[]", room)
@@ -147,14 +147,14 @@ class Polled:
             ffi.buffer(array)[:] = b"\xee" * ffi.sizeof(array)
         address = ffi.cast("struct ibv_cq *", cq.address)
         more = self.more if extended else ffi.NULL
-        self.count = lib.rp_poll_cq(address, self.wc, more, most, least, spin_ns)
+        self.count = lib.rp_poll_cq(address, self.wc, more, max_entries, min_entries, spin_ns)
         self.errno = ffi.errno if self.count < 0 else 0
         self.wr_ids = [self.wc[i].wr_id for i in range(max(self.count, 0))]
 
 
 @BOTH
 @pytest.mark.parametrize(
-    ("answers", "most", "least", "spin_ns", "count", "polls"),
+    ("answers", "max_entries", "min_entries", "spin_ns", "count", "polls"),
     [
         ([2], 4, 0, 0, 2, 1),
         ([4], 4, 4, 0, 4, 1),
@@ -166,14 +166,16 @@ class Polled:
         ([2, -1], 4, 4, SECOND, 2, 2),
     ],
 )
-def test_polls_go_on_until_there_are_enough(extended, answers, most, least, spin_ns, count, polls):
+def test_wait_polls_until_it_has_enough_completions_and_no_longer(
+    extended, answers, max_entries, min_entries, spin_ns, count, polls
+):
     """And no longer; completions before a failure are not lost."""
     cq = PolledCQ(extended, answers)
-    done = Polled(cq, extended, most, least, spin_ns)
+    done = Polled(cq, extended, max_entries, min_entries, spin_ns)
     assert (done.count, done.wr_ids, cq.polls) == (count, [*range(count)], polls)
     there = 0
     for at, (asked, answer) in enumerate(zip(cq.asked, answers, strict=False)):
-        assert asked == (0 if extended else most - there), f"poll {at}"
+        assert asked == (0 if extended else max_entries - there), f"poll {at}"
         there += max(answer, 0)
     assert cq.ended == (count if extended else 0)
 
@@ -199,15 +201,15 @@ def test_a_device_that_returns_more_than_there_is_room_for_has_failed(answers, c
 
 
 @BOTH
-@pytest.mark.parametrize(("most", "least"), [(0, 0), (-1, -1), (1, 2)])
-def test_poll_for_more_than_the_array_holds_is_einval(extended, most, least):
+@pytest.mark.parametrize(("max_entries", "min_entries"), [(0, 0), (-1, -1), (1, 2)])
+def test_poll_for_more_than_the_array_holds_is_einval(extended, max_entries, min_entries):
     cq = PolledCQ(extended, [1])
-    done = Polled(cq, extended, most, least)
+    done = Polled(cq, extended, max_entries, min_entries)
     assert (done.count, done.errno, cq.polls) == (-1, errno.EINVAL, 0)
 
 
 @BOTH
-def test_spinning_ends_when_its_time_is_over(extended):
+def test_spinning_wait_ends_when_its_time_is_over(extended):
     """It is longer than a second, so that the nanoseconds wrap."""
     cq = PolledCQ(extended, [])
     begun = time.monotonic_ns()

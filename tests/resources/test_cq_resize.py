@@ -27,7 +27,7 @@ def test_resized_cq_holds_more_and_keeps_what_is_in_it(context, stack, pd):
     assert [wc.check().wr_id for wc in cq.wait(136)] == [*range(136)]
 
 
-def test_size_is_the_devices_after_two_threads_have_resized_it(context):
+def test_cq_size_is_the_devices_after_two_threads_have_resized_it(context):
     """The second resizes it while the first is about to note the size that it got."""
 
     class Contested(rp.CQ):
@@ -77,11 +77,11 @@ def test_cq_is_not_resized_below_the_completions_in_it(context, stack, pd):
     assert cq.wait()[0].check().wr_id == 9
 
 
-def test_size_that_the_device_cannot_have_is_refused_with_the_range(context, stack):
+def test_cq_size_that_the_device_cannot_have_is_refused_with_the_range(context, stack):
     cq = stack.enter_context(rp.CQ(context, 16))
-    size, most = cq.cqe, context.attr.max_cqe
-    for wrong in (0, -1, most + 1, 1 << 40):
-        with pytest.raises(ValueError, match=rf"^cqe={wrong} is not in 1\.\.{most}, the max_cqe"):
+    size, limit = cq.cqe, context.attr.max_cqe
+    for wrong in (0, -1, limit + 1, 1 << 40):
+        with pytest.raises(ValueError, match=rf"^cqe={wrong} is not in 1\.\.{limit}, the max_cqe"):
             cq.resize(wrong)
     for what in (None, "16", 16.0):
         with pytest.raises(TypeError, match=r"^cqe: expected int, got "):
@@ -110,7 +110,7 @@ def test_cq_is_resized_while_a_thread_waits_for_its_completions(context, stack, 
     assert found == [*range(200)]
 
 
-def test_interrupted_resize_leaves_the_size_that_the_cq_has(soft):
+def test_interrupted_cq_resize_leaves_the_size_that_the_cq_has(soft):
     with rp.open_device(soft) as context, rp.CQ(context, 16) as cq:
 
         def resize() -> None:
@@ -131,7 +131,7 @@ def test_soft0_cq_overruns_at_its_new_size(soft):
                 cq.wait(3, timeout=0)
 
 
-def test_device_without_the_call_says_so(on_null):
+def test_cq_resize_on_a_device_without_it_is_an_unsupported_error(on_null):
     """The null device cannot resize CQs."""
     text = on_null("""
     context, pd, cq = resources()

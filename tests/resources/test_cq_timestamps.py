@@ -26,7 +26,7 @@ def stamped(context):
         yield cq
 
 
-def test_completions_say_when_they_completed(context, stamped, stack, pd):
+def test_completion_timestamps_are_in_order_between_post_and_poll(context, stamped, stack, pd):
     """By the device's clock and by the system's: in order, and between the post and the poll."""
     pair = Pair(stack, pd, stamped)
     earlier, earlier_wallclock = context.query_rt_values(), time.time_ns()
@@ -43,7 +43,7 @@ def test_completions_say_when_they_completed(context, stamped, stack, pd):
     assert [wc.wr_id for wc in found] == [*range(4)]
 
 
-def test_time_is_that_of_the_completion_not_that_of_the_poll(context, stamped, stack, pd):
+def test_completion_timestamp_is_of_the_completion_and_not_of_the_poll(context, stamped, stack, pd):
     """soft0's clock counts nanoseconds."""
     pair = Pair(stack, pd, stamped)
     pair.a.post_send(writes(pair, 2))
@@ -56,7 +56,7 @@ def test_time_is_that_of_the_completion_not_that_of_the_poll(context, stamped, s
         assert polled - wc.completion_ts > ticks
 
 
-def test_clock_of_the_device_runs_at_its_frequency(context):
+def test_clock_of_the_device_advances_at_its_documented_frequency(context):
     needs(context.attr.completion_timestamp_mask, "completion timestamps", context)
     begun, host = context.query_rt_values(), time.monotonic_ns()
     time.sleep(0.2)
@@ -147,11 +147,11 @@ def test_vlan_and_flow_tags_that_the_device_does_not_report_are_named(context, w
 def test_vlan_or_flow_tag_is_shown_if_the_cq_was_created_with_it(soft, stack, monkeypatch, field):
     """No device of the tests reports one: soft0's, which are 0, are shown as if asked for."""
     flag = WCExFlags[f"WITH_{field.upper()}"]
-    plain = native.Poller
+    poller = native.Poller
     monkeypatch.setattr(
         native,
         "Poller",
-        lambda cq, of, keys, flags, *rest: plain(cq, of, keys, flags | flag, *rest),
+        lambda cq, of, keys, flags, *rest: poller(cq, of, keys, flags | flag, *rest),
     )
     context = stack.enter_context(rp.open_device(soft))
     pd = stack.enter_context(rp.PD(context))

@@ -34,19 +34,19 @@ HOW = pytest.mark.parametrize("wait", [by_thread, by_task])
 
 @HOW
 @pytest.mark.parametrize(
-    ("count", "most", "gets"),
+    ("count", "max_entries", "gets"),
     [(1, 3, 3), (2, 2, 2), (5, 5, 5), (1, 100, 5), (0, 4, 4), (0, 0, 0), (5, None, 5)],
 )
-def test_wait_returns_what_is_there_up_to_max_entries(rc, wait, count, most, gets):
+def test_wait_returns_available_completions_up_to_max_entries(rc, wait, count, max_entries, gets):
     rc.a.post_send(writes(rc, 5))
     time.sleep(MOMENT)  # all have come
-    found = wait(rc.cq, count, 5, max_entries=most)
+    found = wait(rc.cq, count, 5, max_entries=max_entries)
     assert [wc.check().wr_id for wc in found] == [*range(gets)]
     assert [wc.wr_id for wc in rc.wait(5 - gets)] == [*range(gets, 5)]
 
 
 @HOW
-def test_wait_for_a_range_waits_for_the_least_only(rc, wait):
+def test_wait_for_a_range_of_completions_waits_for_the_least_only(rc, wait):
     """Three of a hundred are enough."""
     rc.a.post_send(writes(rc, 2))
     third = threading.Timer(MOMENT, lambda: rc.a.post_send(write(rc, 2)))
@@ -57,7 +57,7 @@ def test_wait_for_a_range_waits_for_the_least_only(rc, wait):
 
 
 @HOW
-def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
+def test_wait_that_gets_fewer_than_the_least_times_out_and_takes_nothing(rc, wait):
     rc.a.post_send(writes(rc, 2))
     with pytest.raises(rp.WaitTimeout, match="2 of 3 completions came"):
         wait(rc.cq, 3, MOMENT, max_entries=8)
@@ -65,7 +65,7 @@ def test_fewer_than_the_least_is_a_timeout_and_takes_nothing(rc, wait):
 
 
 @HOW
-def test_max_entries_less_than_count_is_refused(cq, wait):
+def test_wait_with_max_entries_less_than_count_is_refused(cq, wait):
     with pytest.raises(ValueError, match=r"^max_entries=2 is less than count=3$"):
         wait(cq, 3, 0, max_entries=2)
     with pytest.raises(ValueError, match=r"^count=-1 is negative"):
@@ -98,15 +98,15 @@ def wrong_key(pair: Any, wr_id: int) -> rp.RdmaWrite:
     )
 
 
-WAYS: dict[str, Callable[[rp.CQ], object]] = {
+WAITS_FOR_3: dict[str, Callable[[rp.CQ], object]] = {
     "wait": lambda cq: cq.wait(3, MOMENT),
     "wait_into": lambda cq: cq.wait_into(bytearray(48 * 8), 3, MOMENT),
     "completions": lambda cq: by_task(cq, 3, MOMENT),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_timeout_names_the_completion_that_failed(rc, way):
+@pytest.mark.parametrize("wait_for_3", WAITS_FOR_3)
+def test_wait_timeout_names_the_completion_that_failed(rc, wait_for_3):
     """It is not taken, nor is what came before it."""
     rc.a.post_send(write(rc, 1))
     rc.a.post_send(wrong_key(rc, 2))
@@ -116,7 +116,7 @@ def test_timeout_names_the_completion_that_failed(rc, way):
     )
     for _ in range(2):
         with pytest.raises(rp.WaitTimeout, match=text) as caught:
-            WAYS[way](rc.cq)
+            WAITS_FOR_3[wait_for_3](rc.cq)
         failed = caught.value.failed
         assert isinstance(failed, rp.WC)
         assert (failed.wr_id, failed.status) == (2, rp.WCStatus.REM_ACCESS_ERR)
@@ -126,7 +126,7 @@ def test_timeout_names_the_completion_that_failed(rc, way):
     assert [wc.wr_id for wc in rc.cq.wait(2)] == [1, 2]
 
 
-def test_timeout_without_a_failure_names_none(rc):
+def test_wait_timeout_without_a_failure_names_no_completion(rc):
     rc.a.post_send(write(rc, 1))
     with pytest.raises(rp.WaitTimeout) as caught:
         rc.cq.wait(2, MOMENT)
@@ -139,7 +139,7 @@ def test_timeout_without_a_failure_names_none(rc):
     rc.wait()
 
 
-def test_failure_that_was_put_back_is_named_too(rc):
+def test_wait_timeout_names_a_failed_completion_that_was_put_back(rc):
     """An interrupt has left it undelivered, as a WC."""
     rc.a.post_send(wrong_key(rc, 7))
     (failed,) = rc.cq.wait(1)
@@ -201,7 +201,7 @@ def test_cancel_waits_does_not_affect_later_waits(rc):
         rc.cq.wait(1, 0)
 
 
-def test_waits_are_cancelled_for_good(rc):
+def test_waits_cancelled_for_good_end_every_later_wait(rc):
     """A loop needs no flag, wherever it is when cancel_waits() is called; polls go on."""
     cq = rc.cq
     rc.a.post_send(writes(rc, 2))
@@ -223,7 +223,7 @@ def test_waits_are_cancelled_for_good(rc):
     assert found == [0, 1]
 
 
-def test_no_wait_that_is_about_to_begin_misses_that_it_is_cancelled(rc):
+def test_wait_that_is_about_to_begin_does_not_miss_its_cancellation(rc):
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -402,7 +402,7 @@ def test_cancelling_often_while_completions_come_loses_none(rc):
     assert found == [*range(300)]
 
 
-def test_interrupted_wait_for_a_range_loses_nothing(soft):
+def test_interrupted_wait_for_a_range_loses_no_completion(soft):
     """Wherever it is interrupted, before its caller has the list."""
     with (
         rp.open_device(soft) as context,

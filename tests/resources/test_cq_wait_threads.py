@@ -40,10 +40,10 @@ def idle(attempt: Callable[[], object]) -> bool:
         began, used = time.monotonic(), time.process_time()
         attempt()
         took, used = time.monotonic() - began, time.process_time() - used
-        began, most = time.monotonic(), time.process_time()
+        began, cpu_before = time.monotonic(), time.process_time()
         while time.monotonic() < began + 0.1:
             pass
-        if used < (time.process_time() - most) * took / 0.1 / 4:
+        if used < (time.process_time() - cpu_before) * took / 0.1 / 4:
             return True
     return False
 
@@ -111,7 +111,7 @@ def source(request, context, stack) -> Iterator[tuple[Any, Callable[[Any, float 
     return lambda: stack.enter_context(make(context)), wait
 
 
-def test_close_ends_a_wait_at_once(source):
+def test_closing_a_cq_ends_a_wait_at_once(source):
     make, wait = source
 
     def attempt() -> float:
@@ -316,7 +316,7 @@ with rp.open_device("soft0") as context, rp.CQ(context) as cq, rp.CompChannel(co
     ]
 
 
-def test_exception_of_a_handler_ends_a_wait_in_the_middle_of_a_wait(rc):
+def test_handlers_exception_ends_a_wait_inside_another_signal_handler(rc):
     """A handler of one signal waits, and that of another raises."""
 
     class Struck(Exception):

@@ -8,7 +8,7 @@ from support import null_device
 import rdmapost as rp
 
 
-def test_device_is_in_the_list(context):
+def test_opened_device_is_in_the_device_list(context):
     (info,) = [info for info in rp.list_devices() if info.name == context.name]
     assert (info.kind, info.guid) == (context.kind, context.guid)
     assert context.attr.node_guid == context.guid
@@ -35,7 +35,7 @@ def test_gid_table_has_no_empty_entries(context):
     assert len({entry.gid_index for entry in table}) == len(table)
 
 
-def test_device_that_is_not_there_names_those_that_are(context):
+def test_missing_device_names_those_that_exist(context):
     with pytest.raises(rp.NoDeviceError, match="there is no RDMA device nosuch0"):
         rp.open_device("nosuch0")
 
@@ -89,7 +89,7 @@ def test_device_of_libibverbs_creates_uses_and_releases_everything_for_a_post(on
     assert lines[3] == "Outstanding(send=1, recv=0)"
 
 
-def test_without_a_name_a_device_with_an_active_port_is_wanted(on_null):
+def test_open_device_without_a_name_needs_a_device_with_an_active_port(on_null):
     text = on_null("print(said(rp.open_device))", NULL_PORT_STATE="1")
     assert text == (
         "NoDeviceError: no RDMA device has an active port (null0 port 1 is DOWN); "

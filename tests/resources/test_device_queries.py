@@ -180,7 +180,7 @@ def test_speed_beyond_the_older_field_is_read_where_the_library_has_it(on_null, 
     assert said == f"32 {speed} 0"
 
 
-def test_one_gid_is_the_entry_of_the_table(context: rp.Context) -> None:
+def test_query_gid_returns_the_entry_of_the_gid_table(context: rp.Context) -> None:
     for entry in context.query_gid_table(1):
         assert context.query_gid(1, entry.gid_index) == entry.gid
         assert context.query_gid_ex(1, entry.gid_index) == entry
@@ -210,7 +210,7 @@ def test_gid_of_a_missing_port_is_an_error(context: rp.Context) -> None:
         context.query_gid(9, 0)
 
 
-def test_index_of_a_pkey_leads_back_to_it(context: rp.Context) -> None:
+def test_pkey_index_of_a_pkey_leads_back_to_that_pkey(context: rp.Context) -> None:
     pkey = context.query_pkey(1, 0)
     index = context.get_pkey_index(pkey)
     assert context.query_pkey(1, index) == pkey

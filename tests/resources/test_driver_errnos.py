@@ -87,7 +87,7 @@ def test_region_that_the_device_keeps_for_a_window_is_in_use(on_null, code):
     assert text == "True False"
 
 
-def test_what_the_library_does_not_have_is_not_supported(on_null):
+def test_verb_that_the_library_lacks_is_an_unsupported_error(on_null):
     """The null device has neither the calls of multicast nor those of extended CQs."""
     text = on_null("""
     context, pd, cq = resources()
@@ -105,7 +105,7 @@ def test_what_the_library_does_not_have_is_not_supported(on_null):
     assert extended.startswith("UnsupportedError: ibv_create_cq_ex is not supported")
 
 
-def test_tag_matching_is_not_supported(verbs_context):
+def test_tag_matching_on_a_device_without_it_is_an_unsupported_error(verbs_context):
     """The message is more than errno 95."""
     needs(verbs_context.attr.max_srq, "shared receive queues", verbs_context)
     with rp.PD(verbs_context) as pd, rp.SRQ(pd) as srq:

@@ -43,7 +43,7 @@ def test_endpoint_with_a_change_is_another_or_none(endpoint, data):
     assert Endpoint.parse(str(parsed)) == parsed
 
 
-def test_fields_that_are_missing_are_named():
+def test_missing_fields_of_an_endpoint_are_named():
     with pytest.raises(ValueError, match=r"psn=0x5'; it has no gid, lid, mtu$"):
         Endpoint.parse("qp_num=0x12 psn=0x5")
     with pytest.raises(ValueError, match=r"^not an endpoint: 'hello'$"):
@@ -89,7 +89,7 @@ HEX = "a hexadecimal number such as 0x1f"
         ),
     ],
 )
-def test_fields_that_are_wrong_are_named(line, why):
+def test_wrong_fields_of_an_endpoint_are_named(line, why):
     with pytest.raises(ValueError, match="not an endpoint") as caught:
         Endpoint.parse(line)
     assert str(caught.value) == f"not an endpoint: {line!r}; {why}"
@@ -111,7 +111,7 @@ def test_garbage_is_no_endpoint(text):
         "qp_num=0x1 psn=0x2 gid=::1 lid=0x0 mtu=\u0661\u0660\u0662\u0664",
     ],
 )
-def test_line_that_is_nearly_right_is_refused(line):
+def test_endpoint_line_that_is_nearly_right_is_refused(line):
     with pytest.raises(ValueError, match=r"^not an endpoint: "):
         Endpoint.parse(line)
 
@@ -127,13 +127,13 @@ def test_line_that_is_nearly_right_is_refused(line):
         ({"mtu": "1000"}, "^mtu=1000 is not one of 256, 512, 1024, 2048, 4096$"),
     ],
 )
-def test_field_of_a_line_that_is_out_of_range_is_named(changed, text):
+def test_field_of_an_endpoint_line_that_is_out_of_range_is_named(changed, text):
     fields = {"qp_num": "0x1", "psn": "0x2", "gid": "::1", "lid": "0x0", "mtu": "1024", **changed}
     with pytest.raises(ValueError, match=text):
         Endpoint.parse(" ".join(f"{name}={value}" for name, value in fields.items()))
 
 
-def test_long_garbage_is_not_quoted_whole():
+def test_refused_endpoint_line_of_long_garbage_is_not_quoted_whole():
     with pytest.raises(ValueError, match="not an endpoint") as caught:
         Endpoint.parse("x" * 10_000)
     assert len(str(caught.value)) < 200

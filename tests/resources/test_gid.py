@@ -39,7 +39,7 @@ def test_gid_knows_a_link_local_address():
 
 
 @pytest.mark.parametrize("wrong", ["", "10.0.0.1", "fe80", "::g", b"", b"x" * 15, b"x" * 17])
-def test_what_is_no_gid_is_a_value_error(wrong):
+def test_text_or_bytes_that_are_no_gid_are_a_value_error(wrong):
     with pytest.raises(ValueError):  # noqa: PT011 - the standard library has several texts
         GID(wrong)
 
@@ -110,7 +110,7 @@ def test_gid_of_a_queue_pair_of_a_closed_device_is_refused_although_it_was_read_
         _ = qp.gid
 
 
-def test_preferred_gid_of_equals_is_that_with_the_lower_index():
+def test_preferred_gid_of_equal_ones_has_the_lower_index():
     pair = (V2, "::ffff:10.0.0.2", ""), (V2, "::ffff:10.0.0.1", "")
     worse = (V1, "::ffff:10.0.0.1", "")
     assert preferred_gid(gid_table(worse, *pair)).gid_index == 1

@@ -56,18 +56,18 @@ def test_region_over_any_writable_buffer_is_that_memory(rc, name):
 @pytest.mark.parametrize(
     "memory", [b"bytes", "text", None, memoryview(b"read-only"), [1, 2], 1.5, object()]
 )
-def test_what_is_no_writable_buffer_is_refused(pd, memory):
+def test_region_over_an_object_without_a_writable_buffer_is_refused(pd, memory):
     with pytest.raises(TypeError, match="a memory region needs a writable buffer, not"):
         rp.MR(pd, memory)
 
 
-def test_read_only_array_is_refused_as_one(pd):
+def test_region_over_a_read_only_array_is_refused_as_read_only(pd):
     numpy = pytest.importorskip("numpy", reason="numpy is not installed")
     with pytest.raises(TypeError, match=r"not ndarray \(it is read-only\), or an access without L"):
         rp.MR(pd, numpy.frombuffer(b"8 bytes!", numpy.uint8))
 
 
-def test_read_only_map_is_refused(pd):
+def test_region_over_a_read_only_map_is_refused(pd):
     with (
         mmap.mmap(-1, 4096, prot=mmap.PROT_READ) as memory,
         pytest.raises(TypeError, match="needs a writable buffer, not mmap"),
@@ -81,7 +81,7 @@ def test_empty_region_is_refused(pd, memory):
         rp.MR(pd, memory)
 
 
-def test_buffer_with_gaps_is_refused(pd):
+def test_region_over_a_buffer_with_gaps_is_refused(pd):
     with pytest.raises(ValueError, match="has gaps"):
         rp.MR(pd, memoryview(bytearray(64))[::2])
 
@@ -131,13 +131,13 @@ def test_slice_of_a_region_has_the_address_and_length_of_its_bytes(pd):
 
 
 @pytest.mark.parametrize("bounds", [(0, 101), (-101, None), (101, 101), (50, 40), (90, 1 << 70)])
-def test_slice_outside_the_region_is_an_index_error(pd, bounds):
+def test_slice_outside_its_region_is_an_index_error(pd, bounds):
     with rp.MR(pd, 100) as mr, pytest.raises(IndexError, match="is not within MR of 100 bytes"):
         mr[slice(*bounds)]
 
 
 @pytest.mark.parametrize("index", [0, "a", (1, 2), slice(0, 10, 2)])
-def test_only_a_slice_without_a_step_is_an_sge(pd, index):
+def test_region_index_with_a_step_or_without_a_slice_is_refused(pd, index):
     with rp.MR(pd, 100) as mr, pytest.raises(TypeError, match="with no step"):
         mr[index]
 

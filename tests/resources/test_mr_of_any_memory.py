@@ -175,7 +175,7 @@ def test_inline_from_a_region_of_an_address_is_refused_in_words(connect, checked
         (4096, None, TypeError, "length: expected int, got NoneType"),
     ],
 )
-def test_address_that_can_be_none_is_refused(pd, address, length, error, text):
+def test_address_of_a_region_that_cannot_exist_is_refused(pd, address, length, error, text):
     with pytest.raises(error, match=text):
         rp.MR.at(pd, address, length)
 
@@ -407,7 +407,7 @@ def test_dlpack_tensor_of_negative_extents_is_refused_and_deleted(pd, deleter, m
 
 
 @pytest.mark.parametrize("capsule", [None, 1, "a capsule"])
-def test_what_is_no_dlpack_capsule_is_refused(pd, capsule):
+def test_object_returned_by_dlpack_that_is_no_capsule_is_refused(pd, capsule):
     class Liar:
         def __dlpack__(self, **_):
             return capsule
@@ -435,12 +435,12 @@ def test_fields_of_an_array_are_refused_if_a_field_between_them_refers_to_object
                 rp.MR(pd, memory)
     with pytest.raises(TypeError, match="the device would send references to Python objects"):
         rp.MR(pd, array[["x"]][0], READ)
-    plain = _numpy().zeros(8, [("x", "i8"), ("y", "i8")])
-    with rp.MR(pd, plain[["x"]]) as mr:
+    numbers = _numpy().zeros(8, [("x", "i8"), ("y", "i8")])
+    with rp.MR(pd, numbers[["x"]]) as mr:
         assert len(mr) == 128
 
 
-def test_region_of_plain_memory_is_not_registered_again_over_hidden_objects(pd):
+def test_rereg_refuses_an_array_whose_gaps_hide_python_objects(pd):
     array = _numpy().zeros(8, [("x", "i8"), ("o", "O")])
     with rp.MR(pd, bytearray(128)) as mr:
         with pytest.raises(TypeError, match="would write over references to Python objects"):
@@ -622,7 +622,7 @@ def test_advice_is_followed_or_the_device_says_that_it_cannot(pd):
         ((0, [], 2), ValueError, "flags=0x2 is not a combination of AdviseMRFlags"),
     ],
 )
-def test_arguments_of_advice_are_checked(pd, arguments, error, text):
+def test_arguments_of_advise_are_checked(pd, arguments, error, text):
     with pytest.raises(error, match=text):
         pd.advise_mr(*arguments)
 
@@ -634,7 +634,7 @@ def test_advice_about_a_closed_region_is_refused(pd):
         pd.advise_mr(0, sge)
 
 
-def test_no_attribute_of_an_exporter_is_read(pd):
+def test_registering_a_buffer_reads_no_attribute_of_its_exporter(pd):
     """It may be anyone's code, or a field in memory that can no longer be read."""
 
     class Map(mmap.mmap):

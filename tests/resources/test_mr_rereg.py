@@ -46,7 +46,7 @@ def _write(rc, mr, data=b"8 bytes!"):
     return rc.cq.wait()[0].status
 
 
-def test_region_moves_to_other_memory(rc):
+def test_rereg_moves_a_region_to_other_memory(rc):
     old, new = bytearray(64), bytearray(128)
     with rp.MR(rc.pd, old, ALL) as mr:
         with _or_unsupported(rc.pd.context):
@@ -65,7 +65,7 @@ def test_region_moves_to_other_memory(rc):
     new.append(1)
 
 
-def test_region_may_move_to_memory_of_another_kind(rc):
+def test_rereg_may_move_a_region_to_memory_of_another_kind(rc):
     with rp.MR(rc.pd, bytearray(64), ALL) as mr:
         with _or_unsupported(rc.pd.context):
             mr.rereg(memory=4096)
@@ -78,7 +78,7 @@ def test_region_may_move_to_memory_of_another_kind(rc):
         assert rc.mine.buffer[8:16] == b"8 bytes!"
 
 
-def test_access_changes_and_nothing_else(rc):
+def test_rereg_of_the_access_changes_nothing_else(rc):
     with rp.MR(rc.pd, 64, Access.LOCAL_WRITE) as mr:
         addr, buffer = mr.addr, mr.buffer
         with _or_unsupported(rc.pd.context):
@@ -92,7 +92,7 @@ def test_access_changes_and_nothing_else(rc):
         assert _write(rc, mr) is WCStatus.REM_ACCESS_ERR
 
 
-def test_region_moves_to_another_pd(rc):
+def test_rereg_moves_a_region_to_another_pd(rc):
     with rp.PD(rc.pd.context) as other, contextlib.ExitStack() as stack:
         mr = stack.enter_context(rp.MR(rc.pd, 64, ALL))
         with _or_unsupported(rc.pd.context):
@@ -116,7 +116,7 @@ def test_pd_that_a_region_has_left_can_be_closed(context):
             mr.close()
 
 
-def test_new_access_does_not_make_a_read_only_buffer_writable(pd):
+def test_rereg_with_new_access_does_not_make_a_read_only_buffer_writable(pd):
     with rp.MR(pd, b"8 bytes!", 0) as mr:
         with pytest.raises(TypeError, match="cannot have LOCAL_WRITE: its memory is read-only"):
             mr.rereg(access=Access.LOCAL_WRITE)
@@ -125,7 +125,7 @@ def test_new_access_does_not_make_a_read_only_buffer_writable(pd):
         assert mr.buffer == b"8 bytes!"
 
 
-def test_new_access_does_not_make_an_array_writable_that_is_read_only(pd):
+def test_rereg_with_new_access_does_not_make_a_read_only_array_writable(pd):
     """Nor does one that has no buffer in Python, whose interface says that it is."""
     memory = bytearray(64)
 
@@ -146,7 +146,7 @@ def test_new_access_does_not_make_an_array_writable_that_is_read_only(pd):
         assert mr.writable
 
 
-def test_arguments_that_cannot_be_are_refused_and_the_region_is_as_it_was(pd, stack):
+def test_wrong_arguments_of_rereg_are_refused_and_the_region_is_as_it_was(pd, stack):
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     other = stack.enter_context(rp.open_device(pd.context.name))
     foreign = stack.enter_context(rp.PD(other))
@@ -165,7 +165,7 @@ def test_arguments_that_cannot_be_are_refused_and_the_region_is_as_it_was(pd, st
     assert (mr.access, mr.length, mr.pd) == (ALL, 64, pd)
 
 
-def test_zero_based_region_stays_one_in_its_place(pd):
+def test_zero_based_region_registered_again_in_place_stays_zero_based(pd):
     needs(pd.context.kind == "soft", "ZERO_BASED", pd.context)
     with rp.MR(pd, 64, ALL | Access.ZERO_BASED) as mr:
         for changes in ({"memory": 64}, {"access": ALL}):
@@ -225,7 +225,7 @@ def test_region_is_not_registered_again_while_a_window_is_bound_to_it(rc):
             mr.rereg(memory=64)
 
 
-def test_sge_of_the_memory_that_was_reaches_nothing(rc):
+def test_sge_of_memory_that_a_region_has_left_reaches_nothing(rc):
     """Its address is refused if the region is elsewhere, and its key is no key any more."""
     with rp.MR(rc.pd, 4096, ALL) as mr:
         sge, rkey, addr = mr[:8], mr.rkey, mr.addr
@@ -238,7 +238,7 @@ def test_sge_of_the_memory_that_was_reaches_nothing(rc):
         assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
-def test_device_that_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
+def test_rereg_that_the_device_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
     _refuse(monkeypatch, rc.pd.context, -1, errno.EINVAL)
     memory, new = bytearray(64), bytearray(64)
     with rp.MR(rc.pd, memory, ALL) as mr:
@@ -312,16 +312,16 @@ def _from_columns(rc, mw):
     ("invalidate", "completions"),
     [(_by_peer, 2), (_by_itself, 1), (_from_a_list, 1), (_from_columns, 2)],
 )
-@pytest.mark.parametrize("into", [False, True], ids=["wait", "wait_into"])
+@pytest.mark.parametrize("as_rows", [False, True], ids=["wait", "wait_into"])
 def test_region_of_an_invalidated_window_is_registered_again(
-    rc, windowed, invalidate, completions, into
+    rc, windowed, invalidate, completions, as_rows
 ):
     """By either side; once that completion is polled."""
     mw, region = windowed
     assert _refused(mw, region)
     invalidate(rc, mw)
     assert _refused(mw, region)
-    if into:
+    if as_rows:
         assert rc.cq.wait_into(bytearray(48 * completions), completions, 10) == completions
     else:
         rc.wait(completions)
@@ -333,7 +333,9 @@ def test_region_of_an_invalidated_window_is_registered_again(
 
 @pytest.mark.parametrize(("invalidate", "completions"), [(_by_peer, 2), (_by_itself, 1)])
 @pytest.mark.parametrize("verb", ["close", "rereg"])
-def test_only_windows_that_are_bound_are_named(rc, stack, windowed, invalidate, completions, verb):
+def test_refused_rereg_names_only_the_windows_that_are_bound(
+    rc, stack, windowed, invalidate, completions, verb
+):
     unbound, region = windowed
     bound = stack.enter_context(rp.MW(rc.pd))
     _bind(rc, bound, region)
@@ -524,7 +526,7 @@ def test_invalidation_that_is_polled_after_its_window_was_closed_leaves_no_recor
     assert index not in invalidated_of(context)
 
 
-def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
+def test_rereg_on_a_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
     _refuse(monkeypatch, rc.pd.context, -4, errno.EOPNOTSUPP)
     with rp.MR(rc.pd, 64, ALL) as mr:
         name = rc.pd.context.name
@@ -534,7 +536,7 @@ def test_device_without_the_verb_leaves_the_region_as_it_was(rc, monkeypatch):
         assert _write(rc, mr) is WCStatus.SUCCESS
 
 
-def test_library_without_the_verb_is_named(on_null):
+def test_library_without_ibv_rereg_mr_is_named(on_null):
     said = on_null("""
         context, pd, cq = resources()
         mr = rp.MR(pd, 64)
@@ -552,7 +554,9 @@ def test_library_without_the_verb_is_named(on_null):
 
 
 @pytest.mark.parametrize("code", [-4, -5, 22])
-def test_failure_in_the_middle_leaves_a_region_that_can_only_be_closed(rc, monkeypatch, code):
+def test_failure_in_the_middle_of_a_rereg_leaves_a_region_that_can_only_be_closed(
+    rc, monkeypatch, code
+):
     _refuse(monkeypatch, rc.pd.context, code, errno.EIO)
     memory, new = bytearray(64), bytearray(64)
     mr, there = rp.MR(rc.pd, memory, ALL), rp.PD(rc.pd.context)
@@ -579,7 +583,7 @@ def test_failure_in_the_middle_leaves_a_region_that_can_only_be_closed(rc, monke
     there.close()
 
 
-def test_region_that_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
+def test_region_whose_rereg_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
     _refuse(monkeypatch, pd.context, -4, errno.EIO)
     memory = bytearray(64)
     mr = rp.MR(pd, memory, ALL)
@@ -590,7 +594,7 @@ def test_region_that_failed_is_closed_when_it_is_dropped(pd, monkeypatch):
     memory.append(1)
 
 
-def test_error_of_the_device_after_the_change_is_not_raised(rc, monkeypatch):
+def test_error_of_the_device_after_a_rereg_took_effect_is_not_raised(rc, monkeypatch):
     """The old pages could not be made to be copied in a fork: the new region is valid."""
     _refuse(monkeypatch, rc.pd.context, -3, errno.ENOMEM)
     memory, new = bytearray(64), bytearray(128)

@@ -9,7 +9,7 @@ import rdmapost as rp
 from rdmapost import Access, SendFlags, WCStatus
 
 
-def test_refusal_names_the_flag_and_the_device(verbs_context, stack):
+def test_refused_zero_based_region_names_the_flag_and_the_device(verbs_context, stack):
     pd = stack.enter_context(rp.PD(verbs_context))
     refused = ""
     try:
@@ -36,7 +36,7 @@ def region(context, rc, stack) -> rp.MR:
     return mr
 
 
-def test_address_of_an_sge_counts_from_the_start_of_the_region(region):
+def test_address_of_an_sge_counts_from_the_start_of_a_zero_based_region(region):
     assert region.addr == 0
     assert region[64:72][:3] == (64, 8, region.lkey)
 
@@ -50,7 +50,7 @@ def test_data_is_gathered_from_and_scattered_into_a_zero_based_region(rc, region
     assert bytes(region.buffer[100:103]) == b"lo\0"
 
 
-def test_remote_address_counts_from_the_start_too(rc, region):
+def test_remote_address_counts_from_the_start_of_a_zero_based_region(rc, region):
     rc.mine.buffer[:5] = b"hello"
     rc.a.post_send(
         rp.RdmaWrite(rc.mine[:5], remote_addr=region.addr + 64, rkey=region.rkey, wr_id=1)
@@ -63,7 +63,7 @@ def test_remote_address_counts_from_the_start_too(rc, region):
     assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
-def test_bounds_are_checked_from_the_start(rc, region):
+def test_bounds_of_a_zero_based_region_are_checked_from_its_start(rc, region):
     with pytest.raises(IndexError):
         region[250:257]
     with pytest.raises(rp.PostError, match="lies outside MR of 256 bytes"):
@@ -71,7 +71,7 @@ def test_bounds_are_checked_from_the_start(rc, region):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_inline_cannot_find_its_buffer(connect, region, checked):
+def test_inline_data_of_a_zero_based_region_is_refused(connect, region, checked):
     """The address is not in this process: a driver that copied from there would crash it."""
     pair = connect(max_inline_data=64, checked=checked)
     flags = SendFlags.INLINE | SendFlags.SIGNALED

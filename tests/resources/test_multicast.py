@@ -14,6 +14,7 @@ from support import ALL, GRH, ROOT, needs
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
+from rdmapost.resources.device import provider_of
 from rdmapost.resources.qp import DEFAULT_QKEY
 
 SOFT_ROCE = 0xFFFFFF
@@ -164,12 +165,21 @@ def test_closed_queue_pair_leaves_its_groups(party, group):
     assert len(stays.heard(1)) == 1
 
 
-def test_attached_queue_pair_can_be_closed(pd, cq, group):
-    """A device refuses to destroy an attached one, so it is detached first."""
+def test_attached_queue_pair_that_is_closed_is_detached_first(pd, cq, group, monkeypatch):
+    """A real device refuses to destroy an attached one; soft0 does not."""
+    provider, detached = provider_of(pd.context), []
+    detach = provider.detach_mcast
+
+    def detach_mcast(*args):
+        detached.append(qp.closed)
+        return detach(*args)
+
+    monkeypatch.setattr(provider, "detach_mcast", detach_mcast)
     with rp.QP(pd, QPType.UD, cq) as qp:
         qp.connect()
         qp.attach_mcast(group)
     assert qp.closed
+    assert detached == [False]
 
 
 def test_attached_queue_pair_still_receives_unicast_messages(connect, group):

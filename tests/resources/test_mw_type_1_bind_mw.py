@@ -86,7 +86,7 @@ def test_bound_window_can_be_bound_again(region, mw, rc):
     assert write(rc, region.addr, mw.rkey - 1) is WCStatus.REM_ACCESS_ERR
 
 
-def test_bind_of_length_0_unbinds(pd, mw, rc):
+def test_bind_of_length_0_unbinds_a_window(pd, mw, rc):
     """The key then grants nothing, and the region can be closed."""
     region = rp.MR(pd, 256, BINDABLE)
     rc.b.bind_mw(mw, region, region.addr, 64, READ_WRITE)
@@ -166,7 +166,7 @@ def test_bind_that_would_do_harm_is_refused_unchecked_too(
         ({"mw": "type 2"}, "is of type 2, but .*; post a BindMW"),
         ({"mw": "foreign window"}, r"MW \(rkey .*the queue pair's PD"),
         ({"mr": "foreign region"}, r"MR of 64 bytes .*the queue pair's PD"),
-        ({"mr": "plain"}, "was registered without MW_BIND"),
+        ({"mr": "unbindable"}, "was registered without MW_BIND"),
         ({"length": 257}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
         ({"send_flags": rp.SendFlags.INLINE}, "INLINE has no meaning on BIND_MW"),
@@ -184,7 +184,7 @@ def test_bind_that_breaks_a_rule_is_refused_by_a_checked_queue_pair(
         "type 2": lambda: rp.MW(rc.pd),
         "foreign window": lambda: rp.MW(other, MWType.TYPE_1),
         "foreign region": lambda: rp.MR(other, 64, BINDABLE),
-        "plain": lambda: rp.MR(rc.pd, 256, ALL),
+        "unbindable": lambda: rp.MR(rc.pd, 256, ALL),
     }
     made = {
         value: stack.enter_context(stand_for[value]())
@@ -244,7 +244,7 @@ def test_unchecked_bind_before_rts_may_have_gone_in(connect, region, mw):
         mw.close()
 
 
-def test_full_queue_is_refused_by_name(connect, region, mw):
+def test_bind_mw_on_a_full_queue_is_refused_by_name(connect, region, mw):
     pair = connect(max_send_wr=4)
     depth = pair.b.max_send_wr
     for _ in range(depth):
@@ -299,7 +299,9 @@ class TestOnSoft0:
         with rp.open_device("soft0") as opened:
             yield opened
 
-    def test_bind_that_the_device_refuses_leaves_nothing(self, context, rc, region, mw):
+    def test_bind_that_the_device_refuses_leaves_the_rkey_and_nothing_outstanding(
+        self, context, rc, region, mw
+    ):
         before = mw.rkey
         context.faults.fail_post(errno.ENOMEM)
         with pytest.raises(rp.PostError, match="soft0 says that the queue is full") as caught:
@@ -309,7 +311,7 @@ class TestOnSoft0:
         rc.b.bind_mw(mw, region, region.addr, 64, READ_WRITE, wr_id=3)
         assert [wc.wr_id for wc in rc.wait()] == [3]
 
-    def test_shim_follows_no_pointer_that_is_not_there(self, rc, region, mw):
+    def test_rp_bind_mw_refuses_null_pointers(self, rc, region, mw):
         qp, window, null = rc.b._handle, mw._handle, ffi.NULL
         bind = ffi.new("struct ibv_mw_bind *")
         assert lib.rp_bind_mw(qp, window, bind) == errno.EINVAL

@@ -171,14 +171,14 @@ def test_window_and_region_of_a_posted_bind_stay_open(rc, window):
         ({"mr": None}, "BIND_MW needs a memory window"),
         ({"length": 1000}, "lies outside MR of 256 bytes"),
         ({"addr": 5}, "lies outside"),
-        ({"mr": "plain"}, "was registered without MW_BIND"),
+        ({"mr": "unbindable"}, "was registered without MW_BIND"),
         ({"mw": "region"}, "mw: expected MW, got MR"),
         ({"mr": "window"}, "mr: expected MR, got MW"),
     ],
 )
-def test_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
+def test_type_2_bind_with_a_wrong_field_is_refused(rc, window, fields, words):
     mw, region = window
-    stand_for = {"plain": rc.theirs, "region": region, "window": mw}
+    stand_for = {"unbindable": rc.theirs, "region": region, "window": mw}
     given = {name: stand_for.get(value, value) for name, value in fields.items()}
     wr = rp.BindMW(
         **{
@@ -295,7 +295,7 @@ def test_invalidated_rkey_is_in_the_completion(connect, stack, context, qp_type)
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_any_of_several_rows_may_say_that_a_window_is_invalidated(rc, window, context, at):
+def test_any_of_several_polled_rows_may_report_an_invalidated_window(rc, window, context, at):
     needs(context.kind == "soft", "WITH_INV flag in completions", context)
     mw, region = window
     rkey = bind(rc, mw, region)
@@ -316,7 +316,7 @@ def test_any_of_several_rows_may_say_that_a_window_is_invalidated(rc, window, co
     region.rereg(access=BINDABLE)
 
 
-def test_each_rule_of_bind_info_refuses_its_case(soft):
+def test_each_rule_of_bind_info_refuses_the_bind_that_breaks_it(soft):
     """The statements about struct ibv_mw_bind_info, one by one."""
     post = soft.qp().post_send
     for wrong in (
@@ -386,7 +386,7 @@ def test_status_of_a_bind_says_which_region_the_window_holds(stack, status, boun
     assert all(gone(ref) for ref in refs.values())
 
 
-def test_window_of_type_2_that_is_bound_to_nothing_of_a_region_holds_it_all_the_same(stack):
+def test_type_2_window_bound_to_no_bytes_of_a_region_holds_that_region(stack):
     """A length of 0 unbinds only a type 1 window."""
     context = stack.enter_context(rp.open_device("soft0"))
     pd = stack.enter_context(rp.PD(context))

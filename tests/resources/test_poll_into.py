@@ -96,7 +96,7 @@ def test_failed_completion_has_what_is_valid_and_zeros(rc):
     assert [row[name] for name in ("opcode", "byte_len", "imm_data", "wc_flags")] == [0] * 4
 
 
-def test_more_than_a_batch_fits_a_call(connect):
+def test_one_call_of_wait_into_fills_more_rows_than_are_polled_at_a_time(connect):
     pair = connect(max_send_wr=300)
     write(pair, 300)
     settle(pair, 100)
@@ -105,7 +105,7 @@ def test_more_than_a_batch_fits_a_call(connect):
     assert got["wr_id"][:300].tolist() == list(range(300))
 
 
-def test_what_does_not_fit_stays(rc):
+def test_completions_that_the_buffer_of_wait_into_cannot_hold_stay_in_the_cq(rc):
     write(rc, 10)
     got = rows(4)
     seen = []
@@ -115,7 +115,7 @@ def test_what_does_not_fit_stays(rc):
     assert seen == list(range(10))
 
 
-def test_any_writable_buffer_of_whole_rows_will_do(rc):
+def test_poll_into_takes_any_writable_buffer_of_whole_rows(rc):
     for buffer in (bytearray(96), array.array("q", bytes(96)), memoryview(bytearray(96))):
         write(rc, 2, first=7)
         assert rc.cq.wait_into(buffer, 2) == 2
@@ -147,7 +147,7 @@ def test_any_writable_buffer_of_whole_rows_will_do(rc):
     ],
     ids=["bytes", "memoryview with gaps", "array with gaps", "part of a row", "list", "None"],
 )
-def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error, text):
+def test_poll_into_refuses_unsuitable_buffers_and_loses_no_completion(rc, buffer, error, text):
     write(rc, 1)
     with pytest.raises(error, match=text):
         rc.cq.poll_into(buffer)
@@ -157,7 +157,7 @@ def test_other_buffers_are_refused_and_no_completion_is_lost(rc, buffer, error, 
     assert [wc.wr_id for wc in rc.wait(1)] == [0]
 
 
-def test_wait_that_times_out_or_cannot_fit_leaves_what_is_there(rc):
+def test_wait_into_that_times_out_or_cannot_fit_leaves_the_completions(rc):
     write(rc, 2)
     with pytest.raises(rp.WaitTimeout, match="2"):
         rc.cq.wait_into(rows(3), 3, timeout=0.05)
@@ -204,7 +204,7 @@ POINTERS = {
 
 @pytest.mark.parametrize("by", ["poll_into", "wait_into"])
 @pytest.mark.parametrize("name", POINTERS)
-def test_completions_do_not_overwrite_pointers(rc, by, name):
+def test_poll_into_and_wait_into_refuse_a_buffer_of_pointers(rc, by, name):
     if name == "__buffer__" and sys.version_info < (3, 12):
         pytest.skip("classes have no __buffer__ before Python 3.12")
     write(rc, 1)
@@ -214,14 +214,14 @@ def test_completions_do_not_overwrite_pointers(rc, by, name):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="classes have no __buffer__")
-def test_buffer_that_changes_between_calls_is_checked(rc):
+def test_buffer_of_poll_into_that_changes_between_calls_is_checked(rc):
     write(rc, 1)
     with pytest.raises(TypeError, match="references to Python objects"):
         rc.cq.poll_into(Exporter(bytearray(48), np.zeros(6, object)))
     assert [wc.wr_id for wc in rc.cq.wait()] == [0]
 
 
-def test_buffer_is_free_after_the_call(rc):
+def test_buffer_of_poll_into_is_free_after_the_call(rc):
     buffer = bytearray(48)
     assert rc.cq.poll_into(buffer) == 0
     buffer.extend(b"x")  # a BufferError while it is exported
@@ -247,7 +247,7 @@ def test_waits_for_rows_and_wcs_share_a_queue(rc):
     assert sorted(seen) == list(range(40))
 
 
-def test_rows_may_start_at_any_address(rc):
+def test_rows_of_poll_into_may_start_at_any_address(rc):
     memory = bytearray(48 * 3)
     for by in (rc.cq.poll_into, rc.cq.wait_into):
         for at in (1, 2, 7):
@@ -286,13 +286,13 @@ print(lost)
 
 
 @pytest.mark.parametrize("by", ["poll_into", "wait_into"])
-def test_call_that_runs_out_of_memory_loses_no_completion(by):
+def test_poll_into_that_runs_out_of_memory_loses_no_completion(by):
     """The number of rows is an object, too."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     assert prints(LACKS_MEMORY, str(TESTS), by, **LOSES_MEMORY) == "[]"
 
 
-def test_empty_buffer_may_be_nowhere(rc):
+def test_poll_into_takes_an_empty_buffer_without_an_address(rc):
     ffi = cffi.FFI()
     nowhere = ffi.buffer(ffi.cast("char *", 0), 0)
     assert rc.cq.poll_into(nowhere) == 0
@@ -302,7 +302,7 @@ def test_empty_buffer_may_be_nowhere(rc):
     assert len(rc.cq.wait(1, 10)) == 1
 
 
-def test_cq_whose_constructor_has_not_run_is_closed():
+def test_poll_into_on_a_cq_that_was_never_initialised_raises_closed_error():
     with pytest.raises(rp.ClosedError, match="CQ is closed"):
         rp.CQ.__new__(rp.CQ).poll_into(bytearray(48))
 

@@ -46,7 +46,7 @@ def test_connect_takes_no_unknown_option(connect):
     assert pair.a.state is QPState.RESET
 
 
-def test_connect_goes_on_from_where_it_is(connect):
+def test_connect_continues_from_init_or_rtr(connect):
     pair = connect(to=QPState.RESET)
     pair.a.to_init(ALL & ~Access.LOCAL_WRITE)
     climb(pair.b, QPState.RTR, pair.a.endpoint())

@@ -35,17 +35,17 @@ def test_queue_pair_gets_at_least_what_was_asked(pd, cq):
 
 
 @pytest.mark.parametrize("name", ["max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge"])
-def test_limit_that_was_exceeded_is_named(pd, cq, context, name):
-    most = context.attr.max_qp_wr if name.endswith("wr") else context.attr.max_sge
+def test_queue_pair_limit_of_the_device_that_was_exceeded_is_named(pd, cq, context, name):
+    limit = context.attr.max_qp_wr if name.endswith("wr") else context.attr.max_sge
     with pytest.raises(
-        rp.VerbsError, match=f"{name}={most + 1} is more than the device's max_.*={most}$"
+        rp.VerbsError, match=f"{name}={limit + 1} is more than the device's max_.*={limit}$"
     ):
-        rp.QP(pd, QPType.RC, cq, **{name: most + 1})
+        rp.QP(pd, QPType.RC, cq, **{name: limit + 1})
 
 
 @pytest.mark.parametrize("value", [-1, 1 << 32])
 @pytest.mark.parametrize("name", ["max_send_wr", "max_recv_sge", "max_inline_data"])
-def test_number_that_does_not_fit_is_named(pd, cq, name, value):
+def test_queue_pair_argument_that_does_not_fit_is_named(pd, cq, name, value):
     with pytest.raises(ValueError, match=f"{name}={value}"):
         rp.QP(pd, QPType.RC, cq, **{name: value})
 
@@ -56,7 +56,7 @@ def test_max_inline_data_beyond_the_device_is_named(pd, cq):
 
 
 @pytest.mark.parametrize("port_num", [0, -1, 2, 255, 300])
-def test_port_that_is_not_there_is_named(pd, cq, context, port_num):
+def test_queue_pair_on_a_port_that_does_not_exist_names_the_port(pd, cq, context, port_num):
     if port_num <= context.attr.phys_port_cnt and port_num > 0:
         pytest.skip(f"{context.name} has a port {port_num}")
     with pytest.raises(ValueError, match=f"{context.name} has no port {port_num}"):
@@ -72,7 +72,7 @@ def test_cq_of_another_open_device_is_refused(pd, context):
         rp.QP(pd, QPType.RC, cq)
 
 
-def test_closed_parents_are_refused(pd, cq, context):
+def test_queue_pair_on_closed_parents_is_refused(pd, cq, context):
     other = rp.PD(context)
     other.close()
     with pytest.raises(rp.ClosedError, match="PD is closed"):
@@ -105,7 +105,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_queue_pair_that_cannot_be_made_says_what_may_be_too_much(on_null):
+def test_queue_pair_that_cannot_be_created_says_which_sizes_may_be_too_large(on_null):
     text = on_null(
         """
         context, pd, cq = resources()
@@ -127,7 +127,7 @@ def test_queue_pair_that_cannot_be_made_says_what_may_be_too_much(on_null):
     assert "null0 may not have RAW_PACKET queue pairs, or no more of them (max_qp=" in kind
 
 
-def test_raw_packets_without_the_right_to_them_name_it(on_null):
+def test_raw_packet_queue_pair_without_its_capability_names_cap_net_raw(on_null):
     """By the queue pair itself, by the loopback pair, and by the checks."""
     said = on_null(
         """
@@ -148,7 +148,7 @@ def test_raw_packets_without_the_right_to_them_name_it(on_null):
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_segmentation_that_the_device_lacks_is_refused(checked):
+def test_queue_pair_for_segmentation_that_the_device_lacks_is_refused(checked):
     """Unchecked, the driver decides: this one fails the work requests."""
     with rp.open_device("roce:127.0.0.79") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
         options = {"max_tso_header": 64, "checked": checked}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 from decimal import Decimal
 from fractions import Fraction
 
@@ -11,11 +10,10 @@ import pytest
 from support import needs, null_device
 
 import rdmapost as rp
-from rdmapost import QPAttrMask, QPState, QPType
-from rdmapost.standard.qp_states import FIELDS, OPTIONAL, REQUIRED, missing_attributes
+from rdmapost import QPState, QPType
 
 
-def test_step_without_an_attribute_names_it(connect):
+def test_modify_without_a_required_attribute_names_it(connect):
     pair = connect(to=QPState.RESET)
     qp = pair.a
     with pytest.raises(
@@ -33,7 +31,7 @@ def test_step_without_an_attribute_names_it(connect):
     assert qp.state is QPState.RTR
 
 
-def test_only_the_transition_is_left_to_the_driver_without_checks(connect):
+def test_unchecked_modify_leaves_only_the_transition_to_the_driver(connect):
     """docs/guides/drivers.md says how."""
     qp = connect(checked=False).a
     rts = {"qp_state": QPState.RTS, "cur_qp_state": QPState.RTR}
@@ -46,7 +44,7 @@ def test_only_the_transition_is_left_to_the_driver_without_checks(connect):
         qp.modify(qp_state=QPState.RTR)
 
 
-def test_step_that_does_not_exist_is_refused(connect):
+def test_state_transition_that_does_not_exist_is_refused(connect):
     qp = connect(to=QPState.RESET).a
     with pytest.raises(ValueError, match=r"cannot go from RESET to RTS; .* ERR, INIT, RESET"):
         qp.modify(qp_state=QPState.RTS)
@@ -72,14 +70,14 @@ def test_step_that_does_not_exist_is_refused(connect):
         ({"ah_attr": rp.AHAttr(sl=256)}, ValueError, "sl=256 is not in 0..15"),
     ],
 )
-def test_attribute_that_is_none_is_named(rc, attrs, error, words):
+def test_modify_attribute_that_is_none_is_named(rc, attrs, error, words):
     with pytest.raises(error, match=words.replace("(", r"\(")):
         rc.a.modify(**attrs)
     rc.works()
 
 
 @pytest.mark.parametrize("wrong", [Decimal("0.01"), Fraction(1, 100), 0.5], ids=repr)
-def test_option_of_a_step_is_a_whole_number(connect, wrong):
+def test_option_of_a_state_transition_must_be_a_whole_number(connect, wrong):
     said = f": expected int, got {type(wrong).__name__}"
     for name in (
         "min_rnr_timer",
@@ -100,7 +98,7 @@ def test_option_of_a_step_is_a_whole_number(connect, wrong):
 
 
 @pytest.mark.parametrize("access", [-1, 1 << 10, 1 << 31, 1 << 64])
-def test_access_of_a_step_has_no_other_bits(connect, access):
+def test_access_flags_of_a_state_transition_may_have_no_unknown_bits(connect, access):
     pair = connect(to=QPState.RESET)
     with pytest.raises(ValueError, match=f"^access={access:#x} is not a combination of Access"):
         pair.a.connect(pair.b.endpoint(), access=access)
@@ -109,7 +107,7 @@ def test_access_of_a_step_has_no_other_bits(connect, access):
 @pytest.mark.parametrize(
     ("name", "value"), [("min_rnr_timer", 32), ("timeout", 32), ("retry_cnt", 8), ("rnr_retry", 8)]
 )
-def test_number_out_of_range_is_named(connect, name, value):
+def test_modify_attribute_out_of_range_is_named(connect, name, value):
     pair = connect(QPType.RC, to=QPState.RESET)
     with pytest.raises(ValueError, match=rf"^{name}={value} is not in 0\.\.\d+ \(ibv_modify_qp"):
         pair.a.connect(pair.b.endpoint(), **{name: value})
@@ -127,7 +125,7 @@ def test_number_out_of_range_is_named(connect, name, value):
         ("alt_timeout", 32),
     ],
 )
-def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
+def test_modify_attribute_out_of_range_is_refused_before_the_device_sees_it(connect, name, value):
     pair = connect(QPType.RC, to=QPState.RESET)
     pair.a.to_init()
     attrs = {"path_mtu": 1, "dest_qp_num": 1, "rq_psn": 0, name: value}
@@ -140,7 +138,7 @@ def test_number_out_of_range_is_refused_before_the_device_sees_it(connect, name,
 
 
 @pytest.mark.parametrize("name", ["max_dest_rd_atomic", "max_rd_atomic"])
-def test_number_beyond_the_devices_limit_is_named(connect, context, name):
+def test_modify_attribute_beyond_the_devices_limit_is_named(connect, context, name):
     """If the device just returns EINVAL."""
     looks = context.kind == "soft" or name == "max_rd_atomic"
     needs(looks, f"check of {name}", context)
@@ -165,87 +163,12 @@ def test_number_beyond_the_devices_limit_is_named(connect, context, name):
     ],
     ids=["one", "two", "of a step"],
 )
-def test_an_attribute_that_a_step_cannot_change_is_named(rc, context, attrs, words):
+def test_attribute_that_a_state_transition_cannot_change_is_named(rc, context, attrs, words):
     looks = context.kind == "soft" or "qp_state" in attrs
     needs(looks, "check of attributes given without a state", context)
     with pytest.raises(rp.VerbsError, match=rf"EINVAL.*: {words} "):
         rc.a.modify(**attrs)
     rc.works()
-
-
-# The tables of ibv_modify_qp(3); every step also takes IBV_QP_STATE.
-MODIFY = {
-    QPType.UD: ("PKEY_INDEX PORT QKEY", "", "SQ_PSN"),
-    QPType.UC: ("PKEY_INDEX PORT ACCESS_FLAGS", "AV PATH_MTU DEST_QPN RQ_PSN", "SQ_PSN"),
-    QPType.RC: (
-        "PKEY_INDEX PORT ACCESS_FLAGS",
-        "AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER",
-        "SQ_PSN MAX_QP_RD_ATOMIC RETRY_CNT RNR_RETRY TIMEOUT",
-    ),
-    QPType.RAW_PACKET: ("PORT", "", ""),
-}
-
-WAY_UP = [QPState.RESET, QPState.INIT, QPState.RTR, QPState.RTS]
-
-
-@pytest.mark.parametrize("qp_type", MODIFY)
-@pytest.mark.parametrize("step", range(3))
-def test_step_needs_the_attributes_of_the_man_page(qp_type, step):
-    start, end = itertools.pairwise(WAY_UP[step : step + 2]).__next__()
-    names = MODIFY[qp_type][step].split()
-    full = QPAttrMask(0)
-    for name in names:
-        full |= QPAttrMask[name]
-    assert REQUIRED[qp_type][start, end] == full
-    assert missing_attributes(qp_type, start, end, full) is None
-    for name in names:
-        refused = missing_attributes(qp_type, start, end, full & ~QPAttrMask[name])
-        field = next(field for field, bit in FIELDS.items() if bit is QPAttrMask[name])
-        assert f"{start.name} to {end.name}" in str(refused)
-        assert f"also needs {field} " in str(refused)
-
-
-@pytest.mark.parametrize("qp_type", REQUIRED)
-def test_every_state_can_be_left_for_reset_and_err(qp_type):
-    for state in QPState:
-        for end in (QPState.RESET, QPState.ERR):
-            assert missing_attributes(qp_type, state, end, QPAttrMask(0)) is None
-
-
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [
-        (QPState.RESET, QPState.RTR),
-        (QPState.RESET, QPState.RTS),
-        (QPState.INIT, QPState.RTS),
-        (QPState.RTR, QPState.INIT),
-        (QPState.RTS, QPState.RTR),
-        (QPState.ERR, QPState.RTS),
-        (QPState.SQE, QPState.RTR),
-        (QPState.RTS, QPState.SQE),
-    ],
-)
-def test_step_that_does_not_exist_names_those_that_do(start, end):
-    refused = str(missing_attributes(QPType.RC, start, end, ~QPAttrMask(0)))
-    assert f"cannot go from {start.name} to {end.name}" in refused
-    assert "RESET" in refused.split("can go to")[1]
-
-
-def test_optional_attributes_belong_to_steps_that_exist():
-    for qp_type, steps in OPTIONAL.items():
-        for step, mask in steps.items():
-            assert step in REQUIRED[qp_type]
-            assert not mask & REQUIRED[qp_type][step]
-
-
-def test_attributes_of_modify_are_fields_of_struct_ibv_qp_attr():
-    """Every name that modify() accepts is a field of struct ibv_qp_attr."""
-    from rdmapost._binding import ffi
-
-    struct = {name for name, _ in ffi.typeof("struct ibv_qp_attr").fields}
-    assert FIELDS.keys() <= struct
-    several = {bit for bit in FIELDS.values() if list(FIELDS.values()).count(bit) > 1}
-    assert several <= {QPAttrMask.ALT_PATH}
 
 
 null = null_device.null

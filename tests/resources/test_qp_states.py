@@ -328,14 +328,14 @@ def test_each_connection_has_its_own_psn(rc):
     assert len(psns) > 1
 
 
-def test_psn_that_nothing_was_sent_with_stays(rc):
+def test_psn_of_a_reset_queue_pair_that_has_sent_nothing_stays(rc):
     """The peer may have been told."""
     for qp in (rc.a, rc.b):
         qp.to_reset()
-    told = rc.a.psn
+    psn = rc.a.psn
     rc.a.to_init()
     rc.a.to_reset()
-    assert rc.a.psn == rc.a.endpoint().psn == told
+    assert rc.a.psn == rc.a.endpoint().psn == psn
 
 
 def test_sqd_holds_what_is_posted(rc):
@@ -395,7 +395,7 @@ def test_states_before_rts_refuse_sends(state):
         assert refused is None
 
 
-def test_error_names_the_step_that_continues():
+def test_error_for_a_state_before_rts_names_the_call_that_continues():
     assert "qp.connect" in str(check_send_state(QPState.RESET))
     assert "qp.connect" in str(check_send_state(QPState.INIT))
     assert "qp.to_rts" in str(check_send_state(QPState.RTR))
@@ -745,12 +745,12 @@ def test_psn_of_an_endpoint_stays_although_a_reset_in_another_thread_has_not_ret
     monkeypatch.setattr(provider, "query_qp", query_qp)
     with thread(pair.a.to_reset) as raised:
         assert made.wait(LIMIT)
-        told = pair.a.endpoint().psn
+        psn = pair.a.endpoint().psn
         pair.a.to_init()
-        assert pair.a.psn == told
+        assert pair.a.psn == psn
         goes_on.set()
     assert not raised
-    assert pair.a.psn == told
+    assert pair.a.psn == psn
 
 
 def test_receive_that_a_device_has_taken_in_reset_stays_outstanding():
@@ -818,7 +818,7 @@ def test_state_after_an_interrupted_reset_is_not_one_that_another_thread_has_rea
     pair.works()
 
 
-def test_state_after_a_change_beside_a_reset_is_the_device_s(connect, monkeypatch):
+def test_state_after_a_change_beside_a_reset_is_the_devices(connect, monkeypatch):
     """The device makes the reset last, although it began first."""
     pair = connect()
     pair.a.to_sqd()

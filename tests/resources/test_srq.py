@@ -21,7 +21,9 @@ def queues(context):
 
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_list_stops_at_the_first_that_cannot_be_posted(connect, stack, pd, checked, bad):
+def test_list_of_shared_receives_stops_at_the_first_that_cannot_be_posted(
+    connect, stack, pd, checked, bad
+):
     """Those before it stay posted, and messages use them in order."""
     srq = stack.enter_context(rp.SRQ(pd, max_wr=16, max_sge=2, checked=checked))
     pair = connect(b_options={"srq": srq})

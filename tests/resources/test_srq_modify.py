@@ -26,7 +26,7 @@ def srq(resizes, pd, stack):
 
 @pytest.mark.usefixtures("resizes")
 @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
-def test_resized_queue_takes_more_receives_and_keeps_those_posted(connect, stack, pd, checked):
+def test_resized_srq_takes_more_receives_and_keeps_those_posted(connect, stack, pd, checked):
     """Messages use all of them, in the order in which they were posted."""
     srq = stack.enter_context(rp.SRQ(pd, max_wr=32, checked=checked))
     before = srq.max_wr
@@ -46,7 +46,7 @@ def test_resized_queue_takes_more_receives_and_keeps_those_posted(connect, stack
     assert found == [*range(total)]
 
 
-def test_smaller_queue_refuses_receives_earlier(srq):
+def test_srq_made_smaller_refuses_receives_earlier(srq):
     before = srq.max_wr
     srq.modify(max_wr=8)
     size = srq.max_wr
@@ -57,7 +57,7 @@ def test_smaller_queue_refuses_receives_earlier(srq):
     assert srq.outstanding == size
 
 
-def test_queue_is_not_made_smaller_than_what_is_posted(srq):
+def test_srq_is_not_made_smaller_than_what_is_posted(srq):
     before = srq.query()
     srq.post_srq_recv([rp.RecvWR(wr_id=n) for n in range(20)])
     words = "ibv_modify_srq: EINVAL .*: max_wr=10 is less than the 20 receives that are posted"
@@ -69,15 +69,15 @@ def test_queue_is_not_made_smaller_than_what_is_posted(srq):
     srq.post_srq_recv([rp.RecvWR()] * (before.max_wr - 20))
 
 
-def test_size_above_the_devices_limit_is_refused_and_names_it(context, srq):
-    most = context.attr.max_srq_wr
-    words = rf"max_wr={most + 1} is more than the device's max_srq_wr={most}$"
+def test_srq_size_above_the_devices_limit_is_refused_and_named(context, srq):
+    limit = context.attr.max_srq_wr
+    words = rf"max_wr={limit + 1} is more than the device's max_srq_wr={limit}$"
     with pytest.raises(rp.VerbsError, match=words):
-        srq.modify(max_wr=most + 1)
+        srq.modify(max_wr=limit + 1)
     assert srq.query().max_wr == srq.max_wr
 
 
-def test_size_of_0_is_outside_the_range(context, srq):
+def test_srq_size_of_0_is_refused_with_the_range(context, srq):
     with pytest.raises(rp.VerbsError, match=rf"max_wr=0 is not in 1..{context.attr.max_srq_wr}$"):
         srq.modify(max_wr=0)
     assert srq.query().max_wr == srq.max_wr
@@ -114,7 +114,7 @@ def test_srq_modify_names_wrong_arguments(srq):
         srq.modify(max_wr=8)
 
 
-def test_size_is_the_devices_after_two_threads_have_modified_it(resizes, pd):
+def test_srq_size_is_the_devices_after_two_threads_have_modified_it(resizes, pd):
     """The second modifies it while the first is about to note the size that it got."""
 
     class Contested(rp.SRQ):
@@ -137,7 +137,7 @@ def test_size_is_the_devices_after_two_threads_have_modified_it(resizes, pd):
         assert srq.outstanding == 1000
 
 
-def test_interrupted_resize_leaves_the_size_that_the_queue_has(soft):
+def test_interrupted_srq_resize_leaves_the_size_that_the_srq_has(soft):
     with rp.open_device(soft) as context, rp.PD(context) as pd, rp.SRQ(pd, 16) as srq:
 
         def resize() -> None:
@@ -153,14 +153,14 @@ def test_interrupted_resize_leaves_the_size_that_the_queue_has(soft):
 
 @pytest.mark.usefixtures("resizes")
 @pytest.mark.parametrize("name", ["max_wr", "max_sge"])
-def test_limit_that_creation_exceeds_is_named(context, pd, name):
-    most = getattr(context.attr, name.replace("max_", "max_srq_"))
-    words = rf"^ibv_create_srq: E\w+ .*: {name}={most + 1} is more than the device's \w+={most}$"
+def test_srq_limit_of_the_device_that_creation_exceeds_is_named(context, pd, name):
+    limit = getattr(context.attr, name.replace("max_", "max_srq_"))
+    words = rf"^ibv_create_srq: E\w+ .*: {name}={limit + 1} is more than the device's \w+={limit}$"
     with pytest.raises(rp.VerbsError, match=words):
-        rp.SRQ(pd, **{name: most + 1})
+        rp.SRQ(pd, **{name: limit + 1})
 
 
-def test_refusal_without_a_limit_exceeded_says_how_many_there_may_be(on_null):
+def test_srq_refused_within_all_limits_says_how_many_there_may_be(on_null):
     said = on_null(
         """
         context, pd, cq = resources()

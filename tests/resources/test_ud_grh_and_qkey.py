@@ -19,7 +19,7 @@ IPV4 = bytes.fromhex("45080048000040004011269b0a0000010a000002")
 OVER_IPV4 = rp.GID("::ffff:10.0.0.1"), rp.GID("::ffff:10.0.0.2")
 
 
-def test_header_of_ipv6_is_read():
+def test_grh_with_an_ipv6_header_is_read():
     assert rp.GRH.parse(IPV6 + b"payload") == rp.GRH(
         sgid=SRC,
         dgid=DST,
@@ -32,7 +32,7 @@ def test_header_of_ipv6_is_read():
     )
 
 
-def test_header_of_ipv4_stands_in_the_last_20_bytes():
+def test_ipv4_header_stands_in_the_last_20_bytes_of_a_grh():
     assert rp.GRH.parse(bytes(20) + IPV4) == rp.GRH(
         *OVER_IPV4,
         traffic_class=8,
@@ -51,19 +51,19 @@ def test_ipv4_header_is_recognised_by_its_checksum(checksum, version):
     assert rp.GRH.parse(data).version == version
 
 
-def test_empty_ipv4_checksum_is_not_verified():
+def test_ipv4_header_checksum_of_0_is_not_verified():
     """A packet that stays on the machine has none."""
     assert rp.GRH.parse(bytes(20) + IPV4[:10] + bytes(2) + IPV4[12:]).version == 4
 
 
 @pytest.mark.parametrize("data", [b"", IPV6[:39], bytes(40), b"x" * 60, bytes(20) + b"\x46" * 20])
-def test_what_is_no_header_is_a_value_error(data):
+def test_grh_from_bytes_that_are_no_header_is_a_value_error(data):
     with pytest.raises(ValueError, match=r"a GRH has 40 bytes|are not a GRH"):
         rp.GRH.parse(data)
 
 
 @pytest.mark.parametrize("data", [None, 40, "text"])
-def test_what_has_no_bytes_is_a_type_error(data):
+def test_grh_from_an_object_without_bytes_is_a_type_error(data):
     with pytest.raises(TypeError):
         rp.GRH.parse(data)
 
@@ -100,7 +100,7 @@ def test_completion_offers_the_payload_and_the_header(connect):
 @pytest.mark.parametrize("imm", [False, True])
 @pytest.mark.parametrize(("gid_index", "version"), [(0, 6), (1, 4)])
 @pytest.mark.parametrize("size", [0, 7, 8])
-def test_soft_device_writes_the_header_of_its_roce_v2_packet(
+def test_soft_device_writes_the_ip_header_of_its_roce_v2_packet_into_the_grh(
     context, connect, gid_index, version, size, imm
 ):
     needs(context.kind == "soft", "known GID table", context)
@@ -141,7 +141,7 @@ def test_soft_device_writes_the_header_of_its_roce_v2_packet(
         assert raw[0] >> 4 == 6
 
 
-def test_header_says_where_to_answer(connect):
+def test_grh_says_where_to_reply(connect):
     """What ibv_init_ah_from_wc(3) does: the source becomes the destination."""
     pair = connect(QPType.UD)
     recv = rp.RecvWR(pair.theirs[: GRH + 64], wr_id=1)
@@ -167,7 +167,7 @@ def test_header_says_where_to_answer(connect):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100])
-def test_header_and_payload_come_from_any_buffers(connect, size):
+def test_grh_and_payload_come_from_buffers_of_any_type(connect, size):
     """The header may end in the middle of one."""
     pair = connect(QPType.UD)
     theirs = pair.theirs
@@ -180,7 +180,7 @@ def test_header_and_payload_come_from_any_buffers(connect, size):
     assert grh.sgid == pair.a.gid.gid
 
 
-def test_buffer_can_be_given_instead_of_the_receive(connect):
+def test_datagram_can_be_read_from_a_buffer_instead_of_the_receive(connect):
     pair = connect(QPType.UD)
     recv = rp.RecvWR(pair.theirs[64 : 64 + GRH + 64], wr_id=1)
     wc = receive(pair, recv, b"payload")
@@ -188,7 +188,7 @@ def test_buffer_can_be_given_instead_of_the_receive(connect):
     assert wc.datagram(bytes(pair.theirs.buffer[64 : 64 + GRH + 7])).payload == b"payload"
 
 
-def test_message_without_a_header_has_its_payload_in_the_same_place(connect):
+def test_datagram_without_a_grh_has_its_payload_at_the_same_offset(connect):
     """On InfiniBand a message of the same subnet has none."""
     pair = connect(QPType.UD)
     recv = rp.RecvWR(pair.theirs[: GRH + 64], wr_id=1)

@@ -41,7 +41,7 @@ on_null = null_device.on_null
         rp.WCStatus,
     ],
 )
-def test_unknown_value_is_a_number_with_a_name(enum) -> None:
+def test_unknown_enumeration_value_is_a_number_with_a_name(enum) -> None:
     """A program that prints the name, as most do, goes on."""
     unknown = reported(enum, 77)
     assert unknown == 77

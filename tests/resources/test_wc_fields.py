@@ -94,7 +94,7 @@ def completed(null):
     return found
 
 
-def test_each_field_is_what_the_device_said(completed):
+def test_each_field_of_a_completion_is_what_the_device_reported(completed):
     """Numbers that fill their fields, so that truncation or a mix-up shows."""
     wc = completed["receive"]
     assert {name: wc[name] for name in SAME} == {name: GIVEN[name] for name in SAME}
@@ -117,7 +117,7 @@ def test_invalidated_key_is_there_where_the_flags_say_so(completed):
 
 
 @pytest.mark.parametrize("flag", [WCFlags.WITH_IMM, WCFlags.WITH_INV])
-def test_sender_has_no_data_of_the_receiver(completed, flag):
+def test_completion_of_a_send_has_no_immediate_data_or_invalidated_key(completed, flag):
     """Some drivers set the flags there, too."""
     wc = completed[f"send, {flag.name}"]
     assert (wc["imm_data"], wc["invalidated_rkey"]) == (None, None)
@@ -139,18 +139,18 @@ def test_error_completion_has_only_its_valid_fields(completed, flag):
 
 
 @pytest.mark.parametrize("status", [31, 32, 200])
-def test_a_status_without_a_name_is_its_number(completed, status):
+def test_completion_status_without_a_name_is_its_number(completed, status):
     """A later library may have more of them."""
     assert completed[f"status {status}"]["status"] == status
 
 
 @pytest.mark.parametrize("opcode", [228, 255, 256])
-def test_an_opcode_without_a_name_is_its_number(completed, opcode):
+def test_completion_opcode_without_a_name_is_its_number(completed, opcode):
     assert completed[f"opcode {opcode}"]["opcode"] == opcode
 
 
 @pytest.mark.parametrize("flags", [0x7F, 0x80, 1 << 20])
-def test_flags_without_a_name_are_kept(completed, flags):
+def test_completion_flags_without_a_name_are_kept(completed, flags):
     assert completed[f"flags {flags:#x}"]["wc_flags"] == flags
 
 

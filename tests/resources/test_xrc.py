@@ -53,7 +53,7 @@ def xrc(context, pd, stack) -> Xrc:
     return Xrc(stack, pd)
 
 
-def test_each_message_names_the_queue_that_it_is_for(xrc):
+def test_each_xrc_message_names_the_srq_that_it_is_for(xrc):
     """The receive completes on that queue's CQ, with the target's number."""
     first, second = xrc.srqs
     assert first.srq_num != second.srq_num
@@ -91,7 +91,7 @@ def test_xrc_messages_carry_immediate_data_and_invalidate_keys(xrc, pd):
         assert found[2].invalidated_rkey == mr.rkey
 
 
-def test_remote_memory_is_of_the_named_queues_domain(xrc, context, stack):
+def test_remote_memory_over_xrc_is_of_the_named_srqs_domain(xrc, context, stack):
     """The keys belong to the SRQ's PD, as the target has none."""
     number = xrc.srqs[0].srq_num
     xrc.mine.buffer[:8] = b"12345678"
@@ -178,7 +178,7 @@ def test_xrc_queue_pairs_refuse_what_their_end_cannot_do(xrc):
             qp.post_recv(rp.RecvWR(xrc.theirs[:8]))
 
 
-def test_target_has_no_pd_and_no_cqs_of_its_own(xrc):
+def test_xrc_target_has_no_pd_and_no_cqs_of_its_own(xrc):
     """It lives as long as its domain, and is diagnosed and reset like any other."""
     assert (xrc.b.pd, xrc.b.send_cq, xrc.b.recv_cq) == (None, None, None)
     assert xrc.b.context is xrc.pd.context
@@ -222,7 +222,7 @@ def test_missing_xrc_argument_is_named(context, xrc, pd, cq):
             make()
 
 
-def test_domain_outlives_what_is_in_it(xrc):
+def test_xrc_domain_cannot_be_closed_before_what_is_in_it(xrc):
     with pytest.raises(rp.InUseError, match=r"XRCD cannot be closed: XRC SRQ of .* XRC_RECV QP"):
         xrc.xrcd.close()
     xrc.b.close()
@@ -232,7 +232,7 @@ def test_domain_outlives_what_is_in_it(xrc):
     xrc.xrcd.close()
 
 
-def test_limit_event_counts_the_named_queue(xrc):
+def test_srq_limit_event_over_xrc_counts_the_named_srq(xrc):
     srq = xrc.srqs[0]
     srq.post_srq_recv([rp.RecvWR(xrc.theirs[:64]) for _ in range(2)])
     srq.arm_limit(2)
@@ -240,7 +240,7 @@ def test_limit_event_counts_the_named_queue(xrc):
     assert srq.query().srq_limit == 0
 
 
-def test_closing_the_queue_delivers_its_completions(xrc):
+def test_closing_an_xrc_srq_delivers_its_completions(xrc):
     srq = xrc.srqs[0]
     srq.post_srq_recv(rp.RecvWR(xrc.theirs[:64], wr_id=8))
     assert xrc.post(rp.Send(xrc.mine[:1], remote_srqn=srq.srq_num)) == 0

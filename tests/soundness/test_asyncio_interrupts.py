@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from connected_pair import LIMIT, Rig, until
-from interrupts import Interrupted, Moment, interrupt_at_each_moment
+from support.connected_pair import LIMIT, Rig, until
+from support.interrupts import Interrupted, Moment, interrupt_at_each_moment
 
 import rdmapost as rp
 

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from connected_pair import LIMIT, Number, Rig, thread, until
-from interrupts import Moment, interrupt_at_each_moment
-from isolated import TIMES, isolated
+from support.connected_pair import LIMIT, Number, Rig, thread, until
+from support.interrupts import Moment, interrupt_at_each_moment
+from support.isolated import TIMES, isolated
 from support.threads import repeating
 
 import rdmapost as rp

@@ -13,9 +13,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from connected_pair import Rig
-from isolated import isolated
 from support import ALL
+from support.connected_pair import Rig
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost._binding import native

@@ -6,16 +6,16 @@ import pathlib
 import time
 
 import pytest
-from isolated import TIMES, isolated, run_python
+from support.isolated import TIMES, isolated, run_python
 
-HERE = pathlib.Path(__file__).resolve().parent
+TESTS = pathlib.Path(__file__).resolve().parent.parent
 
 OPEN = """
 import contextlib, faulthandler, os, sys, threading
 faulthandler.enable()
 faulthandler.dump_traceback_later(float(sys.argv[2]), exit=True)
-sys.path[:0] = sys.argv[3:]
-from connected_pair import *
+sys.path.insert(0, sys.argv[3])
+from support.connected_pair import *
 rig = Rig(sys.argv[1])
 """
 
@@ -93,13 +93,13 @@ raise SystemExit(7)
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_program_exits_promptly_and_silently_with(how, device):
+def test_program_with_anything_open_exits_promptly_and_silently(how, device):
     """A device may take minutes over a queue pair whose window is bound; nobody waits for that."""
     limit = min(10.0 * TIMES, 30.0)
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"
     start = time.monotonic()
     status, out, err = run_python(
-        ["-W", "error", "-c", program, device, limit, HERE, HERE.parent], limit + 10, {}
+        ["-W", "error", "-c", program, device, limit, TESTS], limit + 10, {}
     )
     assert (status, err) == (7 if how == "uncaught exception" else 0, "")
     assert out == ("" if status else "the end\n")
@@ -111,7 +111,7 @@ def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
     """Threads keep posting during the exit, which does not wait for them."""
     import threading
 
-    from connected_pair import Rig
+    from support.connected_pair import Rig
 
     import rdmapost as rp
 
@@ -141,7 +141,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
     import os
     import threading
 
-    from connected_pair import Rig
+    from support.connected_pair import Rig
 
     class Owner:
         def __init__(self) -> None:
@@ -165,7 +165,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
 def test_finalizer_at_exit_does_not_retry_a_close_that_the_device_refused(others):
     """Threads were stopped in the middle of waits and posts, and still hold their locks."""
     program = OPEN + KEPT_BUSY + OTHERS[others] + "time.sleep(0.3)"
-    status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, HERE, HERE.parent], 60, {})
+    status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, TESTS], 60, {})
     assert (status, out) == (0, "nothing happened\n")
     assert "close it, or what uses it" not in err
 

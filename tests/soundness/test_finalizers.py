@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from connected_pair import ALL, INLINE, Number, Rig
-from interrupts import Interrupted, Moment, interrupt_at_each_moment
-from isolated import TIMES, isolated
 from support import run_python
+from support.connected_pair import ALL, INLINE, Number, Rig
+from support.interrupts import Interrupted, Moment, interrupt_at_each_moment
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback
@@ -564,7 +564,9 @@ def test_collector_may_finalize_in_the_middle_of_the_first_use_of_a_verb(
 
 
 @pytest.mark.parametrize("kind", ["CompChannel", "CQ", "QP"])
-def test_constructor_that_another_thread_closes_says_so(context: rp.Context, kind: str) -> None:
+def test_resource_closed_by_another_thread_during_its_constructor_raises_closed_error(
+    context: rp.Context, kind: str
+) -> None:
     """It reads no struct that has been destroyed."""
     before, latest, ended = sys.getswitchinterval(), list[Any](), threading.Event()
 

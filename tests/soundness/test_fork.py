@@ -17,8 +17,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
-from connected_pair import LIMIT, Rig, open_files
-from isolated import TIMES, isolated
+from support.connected_pair import LIMIT, Rig, open_files
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -403,7 +403,7 @@ def test_pool_of_forked_processes_can_open_its_own_devices(soft):
 @isolated(silent=True, timeout=20)
 def test_child_forked_within_a_verb_can_exit(soft):
     """A handler or a finalizer may fork; the child goes on out of the verb and ends."""
-    from interrupts import Moment, interrupt_at_each_moment
+    from support.interrupts import Moment, interrupt_at_each_moment
 
     class Child(BaseException):
         """Leads the child out of everything."""
@@ -443,7 +443,7 @@ IN_A_VERB: dict[str, Callable[[Any], object]] = {
 @isolated(silent=True, timeout=30)
 def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb, soft):
     """ClosedError and what to do, where it does not return; close() does nothing."""
-    from interrupts import Moment, interrupt_at_each_moment
+    from support.interrupts import Moment, interrupt_at_each_moment
 
     parent = os.getpid()
     reading, writing = os.pipe()

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from connected_pair import INLINE, Number, Rig
-from isolated import isolated
+from support.connected_pair import INLINE, Number, Rig
+from support.isolated import isolated
 
 import rdmapost as rp
 

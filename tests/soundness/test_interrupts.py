@@ -19,9 +19,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
-from interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
-from isolated import TIMES, isolated
+from support.connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
+from support.interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
+from support.isolated import TIMES, isolated
 from support.roce import open_roce
 
 import rdmapost as rp
@@ -963,7 +963,7 @@ IN_THE_MIDDLE = {"changes-list": _change_and_post_list, "posts": _post_another}
 
 @pytest.mark.parametrize("waits", ["rnr", "fault"])
 @pytest.mark.parametrize("nested", IN_THE_MIDDLE)
-@pytest.mark.parametrize("outer", ["list", "plain"])
+@pytest.mark.parametrize("outer", ["list", "objects"])
 @isolated(silent=True, timeout=60)
 def test_handler_within_a_post_does_not_change_what_is_posted(outer, nested, waits, soft):
     """The interrupted post is unchanged; what the handler posts follows it."""

@@ -11,9 +11,9 @@ import threading
 import time
 
 import pytest
-from connected_pair import LIMIT, Rig, thread
-from isolated import TIMES, isolated
 from support import LOSES_MEMORY, prints
+from support.connected_pair import LIMIT, Rig, thread
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 from rdmapost import Access
@@ -31,7 +31,7 @@ def _can(mr: rp.MR) -> bool:
 
 
 @isolated()
-def test_posts_race_with_a_region_that_moves(device):
+def test_posts_beside_a_rereg_name_the_region_as_it_is_or_are_refused(device):
     """A post names the region as it is, or is refused; what it writes to is always mapped."""
     rig = Rig(device)
     mr = rp.MR(rig.pd, mmap.PAGESIZE, ALL)
@@ -116,7 +116,7 @@ def test_reregs_of_several_threads_take_turns(device):
 
 
 @isolated()
-def test_close_races_with_a_region_that_moves(device):
+def test_close_beside_a_rereg_closes_the_region(device):
     rig = Rig(device)
     end = time.monotonic() + SECONDS
     with rp.MR(rig.pd, 4096, ALL) as first:
@@ -140,7 +140,7 @@ def test_close_races_with_a_region_that_moves(device):
 
 
 @isolated()
-def test_close_all_races_with_regions_that_are_registered_again():
+def test_close_all_beside_a_rereg_closes_the_region():
     """close_all() closes the region too, at any moment of rereg."""
     for _ in range(15):
         context = rp.open_device("soft0")

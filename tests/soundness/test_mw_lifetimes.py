@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from connected_pair import BINDABLE, LIMIT, Memory, Rig, thread
-from interrupts import Interrupted
-from isolated import isolated
+from support.connected_pair import BINDABLE, LIMIT, Memory, Rig, thread
+from support.interrupts import Interrupted
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost import MWType

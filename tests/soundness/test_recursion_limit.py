@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from connected_pair import INLINE, Rig
-from interrupts import Moment, interrupt_at_each_moment
-from isolated import isolated
 from support import LOSES_MEMORY
+from support.connected_pair import INLINE, Rig
+from support.interrupts import Moment, interrupt_at_each_moment
+from support.isolated import isolated
 from support.threads import thread
 
 import rdmapost as rp

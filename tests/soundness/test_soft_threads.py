@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from connected_pair import Rig, thread
-from isolated import TIMES, isolated
+from support.connected_pair import Rig, thread
+from support.isolated import TIMES, isolated
 
 import rdmapost as rp
 

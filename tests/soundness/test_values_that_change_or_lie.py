@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from connected_pair import Rig
-from isolated import isolated
+from support.connected_pair import Rig
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost import QPType, SendFlags
 
 
-@pytest.mark.parametrize("inline", [True, False], ids=["inline", "plain"])
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "gathered"])
 @isolated(silent=True, warnings="ignore")
 def test_sge_of_numpy_integers_cannot_reach_outside_its_region(inline, soft):
     """Before it, behind it, and around the end of the numbers."""

@@ -319,13 +319,13 @@ def refused(pair: Pair, wr: rp.SendWR, words: str) -> None:
 def climb(qp: rp.QP, state: QPState, remote: rp.Endpoint) -> None:
     """Bring a queue pair up from RESET to a state, and down to SQD from RTS."""
     connected = qp.qp_type is not QPType.UD
-    ways = {
+    transitions = {
         QPState.INIT: qp.to_init,
         QPState.RTR: lambda: qp.to_rtr(remote if connected else None),
         QPState.RTS: lambda: qp.to_rts(rnr_retry=1),
         QPState.SQD: qp.to_sqd,
     }
-    for step, way in ways.items():
+    for step, move in transitions.items():
         if qp.state < step <= state:
-            way()
+            move()
     assert qp.state is state

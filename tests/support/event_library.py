@@ -137,8 +137,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     cc = os.environ.get("CC", "cc").split()
     if shutil.which(cc[0]) is None:
         pytest.skip("there is no C compiler")
-    into = tmp_path_factory.mktemp("events")
-    (into / "events.c").write_text(LIBRARY)
+    directory = tmp_path_factory.mktemp("events")
+    (directory / "events.c").write_text(LIBRARY)
     built = subprocess.run(
         [
             *cc,
@@ -149,8 +149,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
             "-I",
             ROOT / "tests/bench",
             "-o",
-            into / "events.so",
-            into / "events.c",
+            directory / "events.so",
+            directory / "events.c",
         ],
         env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"},
         check=False,
@@ -158,7 +158,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     )
     if built.returncode:
         pytest.skip("the null device does not compile here: are libibverbs' headers there?")
-    return into / "events.so"
+    return directory / "events.so"
 
 
 @pytest.fixture

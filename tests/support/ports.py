@@ -49,7 +49,7 @@ def wait_for_port(port: int, server: subprocess.Popen[str] | None = None) -> Non
 
 
 @contextlib.contextmanager
-def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+def impostor(respond: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
     """Listen as a foreign service that sends this to the first client; yield the address."""
     with socket.create_server((HOST, 0)) as listener:
 
@@ -57,7 +57,7 @@ def impostor(talk: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]
             sock, _ = listener.accept()
             with sock:
                 sock.settimeout(LIMIT)
-                talk(sock)
+                respond(sock)
 
         thread = threading.Thread(target=run)
         thread.start()

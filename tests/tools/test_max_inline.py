@@ -46,8 +46,8 @@ def test_max_inline_bytes_can_be_posted_inline(connect, pd, cq, context):
 
 @pytest.mark.parametrize("enough", [0, 1, 63, 64, 65, 100])
 def test_max_inline_returns_at_most_at_most(pd, cq, context, enough):
-    most = rp.max_inline(pd, QPType.RC, cq)
-    assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, most)
+    granted = rp.max_inline(pd, QPType.RC, cq)
+    assert rp.max_inline(pd, QPType.RC, cq, at_most=enough) == min(enough, granted)
 
 
 def test_max_inline_leaves_no_queue_pair_open(context, cq):
@@ -58,7 +58,7 @@ def test_max_inline_leaves_no_queue_pair_open(context, cq):
 
 
 @pytest.mark.parametrize("at_most", [Fraction(1, 100), Decimal(64), 64.5, 64.0, "64", None])
-def test_at_most_that_is_not_an_integer_is_refused(pd, cq, at_most, monkeypatch):
+def test_max_inline_refuses_an_at_most_that_is_not_an_integer(pd, cq, at_most, monkeypatch):
     """It is refused before the search, which would not end."""
     monkeypatch.setattr(
         rp.tools.max_inline, "QP", lambda *_, **__: pytest.fail("a queue pair was made")
@@ -69,16 +69,16 @@ def test_at_most_that_is_not_an_integer_is_refused(pd, cq, at_most, monkeypatch)
 
 
 @pytest.mark.parametrize("at_most", [-1, (1 << 31) + 1])
-def test_at_most_that_does_not_fit_is_refused(pd, cq, at_most):
+def test_max_inline_refuses_an_at_most_that_does_not_fit(pd, cq, at_most):
     with pytest.raises(ValueError, match=f"at_most={at_most} is not in"):
         rp.max_inline(pd, QPType.RC, cq, at_most=at_most)
 
 
 def test_max_inline_of_a_refused_queue_pair_raises_its_error(pd, cq, context):
     """The device refuses another argument, not the inline data."""
-    most = context.attr.max_qp_wr
-    with pytest.raises(rp.VerbsError, match=f"max_send_wr={most + 1} is more than the device's"):
-        rp.max_inline(pd, QPType.RC, cq, max_send_wr=most + 1)
+    limit = context.attr.max_qp_wr
+    with pytest.raises(rp.VerbsError, match=f"max_send_wr={limit + 1} is more than the device's"):
+        rp.max_inline(pd, QPType.RC, cq, max_send_wr=limit + 1)
     with pytest.raises(TypeError, match="max_inline_data"):
         rp.max_inline(pd, QPType.RC, cq, max_inline_data=8)
 
@@ -146,13 +146,13 @@ def test_queue_pair_that_cannot_be_destroyed_is_not_taken_for_one_that_was_refus
     assert driver.attempts == 2
 
 
-def test_interrupt_leaves_no_queue_pair_open_however_long_it_is_kept(pd, cq):
+def test_interrupted_max_inline_leaves_no_queue_pair_open(pd, cq):
     """Only the first probe is interrupted; the others are alike."""
     assert interrupt_everywhere(lambda: rp.max_inline(pd, QPType.RC, cq, at_most=0)) > 50
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO])
-def test_refusal_for_another_reason_is_reported(monkeypatch, code):
+def test_max_inline_reports_a_refusal_for_another_reason(monkeypatch, code):
     driver = Driver(100, "refuses", code)
     monkeypatch.setattr(rp.tools.max_inline, "QP", driver)
     with pytest.raises(rp.VerbsError, match=errno.errorcode[code]):
@@ -160,6 +160,6 @@ def test_refusal_for_another_reason_is_reported(monkeypatch, code):
     assert driver.open == 0
 
 
-def test_size_to_find_cannot_be_given(pd, cq):
+def test_max_inline_refuses_the_option_max_inline_data(pd, cq):
     with pytest.raises(TypeError, match=r"multiple values for keyword argument .max_inline_data."):
         rp.max_inline(pd, QPType.RC, cq, max_inline_data=64)

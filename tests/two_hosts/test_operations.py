@@ -12,6 +12,6 @@ from .remote import DEVICE
 pytestmark = pytest.mark.two_hosts
 
 
-def test_ten_thousand_operations_arrive_once_in_order_with_their_data(device: rp.Context) -> None:
+def test_ten_thousand_operations_between_two_hosts_arrive_once_in_order(device: rp.Context) -> None:
     """The other machine checks each send and write, and a read checks the last."""
     exchange(device, DEVICE, 10_000)

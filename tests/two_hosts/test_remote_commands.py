@@ -153,7 +153,7 @@ def refusal(ran: Ran, start: float) -> str:
     return ran.err
 
 
-def test_a_stopped_server_times_out(serving: Serving) -> None:
+def test_command_to_a_stopped_server_times_out(serving: Serving) -> None:
     """The server's kernel accepts the connection, and nothing answers."""
     serving.remote.signal(signal.SIGSTOP)
     start = time.monotonic()

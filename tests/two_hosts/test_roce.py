@@ -85,14 +85,18 @@ def done(devices: tuple[str, str]) -> Callable[..., dict[str, Any]]:
 
 
 @TYPES
-def test_message_arrives_whole(serving: Serving, done, qp_type: str) -> None:
+def test_message_between_two_hosts_over_roce_arrives_whole(
+    serving: Serving, done, qp_type: str
+) -> None:
     doc = done("send", serving.where, "--data", "over there", "--imm", "0x12", "--qp-type", qp_type)
     assert (doc["received"], doc["imm_data"]) == ("over there", 18)
     arrived = serving.event("arrived")
     assert (arrived["opcode"], arrived["data"]) == ("RECV", "over there")
 
 
-def test_memory_is_written_read_and_changed_atomically(serving: Serving, done) -> None:
+def test_memory_of_another_host_is_written_read_and_changed_atomically(
+    serving: Serving, done
+) -> None:
     assert done("write", serving.where, "--size", "1M")["byte_len"] == 1 << 20
     assert done("write", serving.where, "--data", "abc", "--offset", "16")["received"] == "abc"
     assert done("read", serving.where, "--size", "1M")["byte_len"] == 1 << 20
@@ -100,7 +104,9 @@ def test_memory_is_written_read_and_changed_atomically(serving: Serving, done) -
     assert doc["new"] - doc["olds"][0] == 15
 
 
-def test_operations_arrive_once_in_order_with_their_data(devices: tuple[str, str]) -> None:
+def test_operations_between_two_hosts_over_roce_arrive_once_in_order(
+    devices: tuple[str, str],
+) -> None:
     near, far = devices
     with rp.open_device(near) as device:
         exchange(device, far, COUNT)

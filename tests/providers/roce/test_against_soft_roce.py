@@ -22,7 +22,7 @@ ends = cables.ends
 # ---- what succeeds ------------------------------------------------------------------------
 
 
-def test_both_sides_take_the_mtu_of_the_cable(ends: Ends):
+def test_roce_and_soft_roce_agree_on_the_mtu_of_the_cable(ends: Ends):
     near, far = ends.near.make("RC"), ends.far.make("RC")
     assert ends.far.connect(near["endpoint"]) == ends.mtu
     assert ends.near.connect(far["endpoint"]) == ends.mtu
@@ -30,7 +30,9 @@ def test_both_sides_take_the_mtu_of_the_cable(ends: Ends):
 
 @pytest.mark.parametrize("qp_type", ["RC", "UC"])
 @pytest.mark.parametrize("name", ["Send", "SendWithImm", "RdmaWrite", "RdmaWriteWithImm"])
-def test_messages_of_every_opcode_and_size_arrive(ends: Ends, name: str, qp_type: str):
+def test_messages_between_roce_and_soft_roce_of_every_opcode_and_size_arrive(
+    ends: Ends, name: str, qp_type: str
+):
     exposed = ends.connect(qp_type)
     fields: dict[str, int] = {}
     if "Imm" in name:
@@ -55,7 +57,7 @@ def test_messages_of_every_opcode_and_size_arrive(ends: Ends, name: str, qp_type
         assert ends.far.peek(7, size) == data
 
 
-def test_datagrams_arrive(ends: Ends):
+def test_datagrams_between_roce_and_soft_roce_arrive(ends: Ends):
     exposed = ends.connect("UD")
     for size in (0, 1, ends.mtu):
         data = noise(size)
@@ -69,7 +71,7 @@ def test_datagrams_arrive(ends: Ends):
 
 
 @pytest.mark.parametrize("size", [1, 4097, 500_000])
-def test_reads_return_the_peers_memory(ends: Ends, size: int):
+def test_reads_between_roce_and_soft_roce_return_the_peers_memory(ends: Ends, size: int):
     exposed = ends.connect("RC")
     data = noise(size)
     ends.far.fill(3, data)
@@ -78,7 +80,7 @@ def test_reads_return_the_peers_memory(ends: Ends, size: int):
     assert ends.near.peek(100, size) == data
 
 
-def test_atomics_change_the_peers_memory_and_return_what_was_there(ends: Ends):
+def test_atomics_between_roce_and_soft_roce_change_memory_and_return_the_old_value(ends: Ends):
     exposed = ends.connect("RC")
     there = {"remote_addr": exposed["addr"], "rkey": exposed["rkey"]}
     ends.far.fill(0, (40).to_bytes(8, "little").hex())
@@ -92,7 +94,7 @@ def test_atomics_change_the_peers_memory_and_return_what_was_there(ends: Ends):
 
 
 @pytest.mark.parametrize("mw_type", [rp.MWType.TYPE_1, rp.MWType.TYPE_2], ids=["type 1", "type 2"])
-def test_window_of_the_peer_is_written_within_its_bounds_only(ends: Ends, mw_type: rp.MWType):
+def test_soft_roce_peers_window_is_written_within_its_bounds_only(ends: Ends, mw_type: rp.MWType):
     exposed = ends.connect("RC")
     rkey = ends.far.window(int(mw_type), 4096, 64)
     ends.near.fill(0, noise(65))
@@ -168,7 +170,7 @@ def test_capture_has_the_headers_of_soft_roces_packets(ends: Ends, tmp_path: Pat
     ],
     ids=str,
 )
-def test_key_or_bounds_that_are_wrong_end_with_rem_access_err(
+def test_wrong_key_or_bounds_at_a_soft_roce_peer_end_with_rem_access_err(
     ends: Ends, name: str, change: dict[str, int]
 ):
     exposed = ends.connect("RC")
@@ -179,7 +181,7 @@ def test_key_or_bounds_that_are_wrong_end_with_rem_access_err(
     assert ends.statuses(2) == ["REM_ACCESS_ERR", "WR_FLUSH_ERR"]
 
 
-def test_unaligned_atomic_ends_with_rem_inv_req_err(ends: Ends):
+def test_unaligned_atomic_at_a_soft_roce_peer_ends_with_rem_inv_req_err(ends: Ends):
     if ends.near is ends.cable.rxe:
         pytest.skip("Soft-RoCE's library refuses to post it")
     exposed = ends.connect("RC", checked=False)
@@ -187,13 +189,13 @@ def test_unaligned_atomic_ends_with_rem_inv_req_err(ends: Ends):
     assert ends.statuses(1) == ["REM_INV_REQ_ERR"]
 
 
-def test_send_without_a_receive_ends_with_rnr_retry_exc_err(ends: Ends):
+def test_send_without_a_receive_at_a_soft_roce_peer_ends_with_rnr_retry_exc_err(ends: Ends):
     ends.connect("RC", rnr_retry=2)
     ends.near.post("Send", 0, 8)
     assert ends.statuses(1) == ["RNR_RETRY_EXC_ERR"]
 
 
-def test_send_waits_for_a_receive(ends: Ends):
+def test_send_to_a_soft_roce_peer_waits_for_a_receive(ends: Ends):
     ends.connect("RC", rnr_retry=7)
     ends.near.fill(0, noise(5))
     ends.near.post("Send", 0, 5)
@@ -202,14 +204,14 @@ def test_send_waits_for_a_receive(ends: Ends):
     assert ends.far.peek(50, 5) == noise(5)
 
 
-def test_peer_that_is_gone_ends_with_retry_exc_err(ends: Ends):
+def test_soft_roce_peer_that_is_gone_ends_with_retry_exc_err(ends: Ends):
     ends.connect("RC", timeout=12, retry_cnt=2)
     ends.far.reset()
     ends.near.post("Send", 0, 8)
     assert ends.statuses(1) == ["RETRY_EXC_ERR"]
 
 
-def test_send_longer_than_the_receive_fails_on_both_sides(ends: Ends):
+def test_send_longer_than_the_receive_of_a_soft_roce_peer_fails_on_both_sides(ends: Ends):
     ends.connect("RC")
     ends.far.recv(0, 8)
     ends.near.post("Send", 0, 9)
@@ -238,7 +240,7 @@ def ours(cable: Cable, qp_type: str, *more: str) -> list[str]:
 
 
 @QP_TYPES
-def test_pingpong_client_on_roce_with_the_stock_server(cable: Cable, qp_type: str):
+def test_pingpong_client_on_roce_works_with_the_stock_server(cable: Cable, qp_type: str):
     with Remote(cable.theirs, *stock(cable, qp_type)) as server:
         wait_for_port(PINGPONG_PORT)
         with Remote(cable.ours, *ours(cable, qp_type, "10.9.0.1")) as client:
@@ -253,7 +255,7 @@ def test_pingpong_client_on_roce_with_the_stock_server(cable: Cable, qp_type: st
 
 
 @QP_TYPES
-def test_pingpong_server_on_roce_with_the_stock_client(cable: Cable, qp_type: str):
+def test_pingpong_server_on_roce_works_with_the_stock_client(cable: Cable, qp_type: str):
     with Remote(cable.ours, *ours(cable, qp_type, "--wait", "60")) as server:
         server.until("err", "waiting for a client")
         with Remote(cable.theirs, *stock(cable, qp_type, "10.9.0.2")) as client:

@@ -115,7 +115,7 @@ def received(ends: Ends) -> list[tuple[str, int]]:
 
 @on_ipv4
 @pytest.mark.parametrize("netem", NETWORKS.values(), ids=NETWORKS)
-def test_every_operation_is_carried_out_once_over_a_network_that(ends: Ends, netem: str):
+def test_every_operation_is_carried_out_once_over_a_network_with_one_fault(ends: Ends, netem: str):
     check_operations(ends, netem)
 
 
@@ -164,7 +164,7 @@ away = pytest.mark.parametrize("away", [everything_lost, link_down])
 
 @on_ipv4
 @away
-def test_operations_survive_a_network_that_is_away_for_a_second(ends: Ends, away: Away):
+def test_operations_survive_a_network_that_fails_for_a_second(ends: Ends, away: Away):
     with away(ends):
         # A busy emulated machine takes up to 8 seconds to change the link, so retry for 15.
         begin(ends, timeout=19)
@@ -175,7 +175,7 @@ def test_operations_survive_a_network_that_is_away_for_a_second(ends: Ends, away
 
 @on_ipv4
 @away
-def test_network_that_is_away_for_longer_than_the_retries_ends_with_retry_exc_err(
+def test_network_that_fails_for_longer_than_the_retries_ends_with_retry_exc_err(
     ends: Ends, away: Away
 ):
     with away(ends):

@@ -124,7 +124,7 @@ OPCODES = {
 
 
 @pytest.mark.parametrize("qp_type", TYPES, ids=lambda t: t.name)
-def test_packets_are_those_of_the_wire_with_their_work_requests(
+def test_captured_packets_are_those_of_the_wire_with_their_work_requests(
     context, connect, qp_type, tmp_path
 ):
     pair, path = connect(qp_type), tmp_path / "packets.pcapng"
@@ -138,7 +138,8 @@ def test_packets_are_those_of_the_wire_with_their_work_requests(
     times = [each.time_ns for each in seen]
     assert times == sorted(times)
     # Everything was sent and received here, once each, in the same packets.
-    sent, received = ([each for each in seen if each.is_sent is way] for way in (True, False))
+    sent = [each for each in seen if each.is_sent]
+    received = [each for each in seen if not each.is_sent]
     assert len(sent) == len(received)
     assert {each.frame for each in sent} == {each.frame for each in received}
     there = f"QP {pair.a.qp_num:#x} to {pair.b.qp_num:#x}"
@@ -155,7 +156,7 @@ def test_packets_are_those_of_the_wire_with_their_work_requests(
 
 
 @pytest.mark.parametrize("qp_type", TYPES, ids=lambda t: t.name)
-def test_wireshark_dissects_every_packet(context, connect, qp_type, tmp_path):
+def test_wireshark_dissects_every_captured_packet(context, connect, qp_type, tmp_path):
     pair, path = connect(qp_type), tmp_path / "packets.pcapng"
     with context.capture(path):
         every_operation(pair)
@@ -175,7 +176,7 @@ def test_wireshark_dissects_every_packet(context, connect, qp_type, tmp_path):
         assert int(flags, 16) & 3 == 2 if each.is_sent else 1
 
 
-def test_batches_are_split_into_the_packets_of_the_wire(on_lo, stack, tmp_path):
+def test_segmented_batches_are_captured_as_the_packets_of_the_wire(on_lo, stack, tmp_path):
     """The kernel cuts and joins them; each keeps its identification and its ICRC."""
     path, size = tmp_path / "packets.pcapng", 200_000
     enter = stack.enter_context
@@ -203,7 +204,7 @@ def test_batches_are_split_into_the_packets_of_the_wire(on_lo, stack, tmp_path):
     assert len(numbers) > 1
 
 
-def test_damaged_packet_and_one_for_no_queue_pair_are_named(on_lo, tmp_path):
+def test_capture_names_damaged_packets_and_those_for_no_queue_pair(on_lo, tmp_path):
     path = tmp_path / "packets.pcapng"
     host = str(on_lo.choose_gid(1).gid).removeprefix("::ffff:")
     with on_lo.capture(path) as capture:
@@ -235,7 +236,7 @@ def test_captures_follow_each_other_and_overlap(context, connect, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["soft0"])
-def test_other_devices_say_what_to_use(device, tmp_path):
+def test_capture_on_soft0_is_refused_with_what_to_use(device, tmp_path):
     with (
         rp.open_device(device) as soft,
         pytest.raises(rp.UnsupportedError, match="soft0 has no packets; use a roce device"),
@@ -245,12 +246,12 @@ def test_other_devices_say_what_to_use(device, tmp_path):
 
 
 @pytest.mark.rdma
-def test_real_devices_say_what_to_use(verbs_context, tmp_path):
+def test_capture_on_a_real_device_is_refused_with_what_to_use(verbs_context, tmp_path):
     with pytest.raises(rp.UnsupportedError, match=r"tcpdump .* 'ibdump'"):
         verbs_context.capture(tmp_path / "packets")
 
 
-def test_file_that_cannot_be_created_is_named(on_lo, tmp_path):
+def test_pcap_file_that_cannot_be_created_is_named(on_lo, tmp_path):
     missing = tmp_path / "missing" / "packets"
     with pytest.raises(FileNotFoundError, match=str(missing)):
         on_lo.capture(missing)
@@ -259,7 +260,9 @@ def test_file_that_cannot_be_created_is_named(on_lo, tmp_path):
     until(none_is_left)
 
 
-def test_file_of_another_capture_is_refused_and_stays_whole(context, connect, tmp_path):
+def test_file_of_another_capture_is_refused_for_a_capture_and_stays_whole(
+    context, connect, tmp_path
+):
     """By whatever name, and from another device of the process."""
     pair, path, link = connect(), tmp_path / "packets", tmp_path / "link"
     with context.capture(path):
@@ -306,12 +309,12 @@ with rp.open_device("roce:lo") as context:
 """
 
 
-def test_pipe_that_nobody_has_opened_to_read_is_refused(tmp_path):
+def test_capture_to_a_pipe_without_a_reader_is_refused(tmp_path):
     """In a process of its own: a capture must not wait for a reader, nor does the test."""
     assert prints(UNREAD, str(tmp_path / "pipe")) == "the FIFO has no reader"
 
 
-def test_what_a_reader_gets_from_a_pipe_is_the_whole_capture(on_lo, connect_on_lo, tmp_path):
+def test_reader_of_a_pipe_gets_the_whole_capture(on_lo, connect_on_lo, tmp_path):
     """Also if it waits in its open(), as a program does."""
     pipe, path = tmp_path / "pipe", tmp_path / "packets"
     os.mkfifo(pipe)
@@ -331,7 +334,7 @@ def test_what_a_reader_gets_from_a_pipe_is_the_whole_capture(on_lo, connect_on_l
     assert len(read(path)) == capture.packets == 80
 
 
-def test_end_of_the_device_ends_it(tmp_path):
+def test_closing_the_device_ends_its_capture(tmp_path):
     path = tmp_path / "packets"
     context = open_roce(DEVICE)
     capture = context.capture(path)
@@ -343,7 +346,7 @@ def test_end_of_the_device_ends_it(tmp_path):
         context.capture(path)
 
 
-def test_dropped_capture_ends(on_lo, connect_on_lo, tmp_path):
+def test_dropped_capture_is_ended_and_its_file_is_complete(on_lo, connect_on_lo, tmp_path):
     pair, path = connect_on_lo, tmp_path / "packets"
     capture = on_lo.capture(path)
     pair.works()
@@ -352,7 +355,7 @@ def test_dropped_capture_ends(on_lo, connect_on_lo, tmp_path):
     assert len(read(path)) == 4
 
 
-def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
+def test_interrupted_start_of_a_capture_leaves_no_thread_and_no_descriptor(on_lo, tmp_path):
     """Neither a thread nor a descriptor."""
 
     def descriptors() -> int:
@@ -365,7 +368,9 @@ def test_interrupted_call_leaves_nothing_behind(on_lo, tmp_path):
     assert descriptors() <= before
 
 
-def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect, tmp_path, caplog):
+def test_write_error_of_a_capture_file_ends_the_capture_and_not_the_device(
+    context, connect, tmp_path, caplog
+):
     pair, path = connect(), tmp_path / "packets"
     with files_of_at_most(4096):
         capture = context.capture(path)
@@ -387,7 +392,9 @@ def test_error_of_the_file_ends_the_capture_and_not_the_device(context, connect,
     assert len(read(path, is_whole=False)) == capture.packets > 0
 
 
-def test_error_of_the_file_does_not_hide_that_of_the_block(context, connect, tmp_path):
+def test_write_error_of_a_capture_file_does_not_hide_the_error_of_the_block(
+    context, connect, tmp_path
+):
     pair = connect()
 
     def fail() -> None:
@@ -401,7 +408,7 @@ def test_error_of_the_file_does_not_hide_that_of_the_block(context, connect, tmp
     assert ["File too large" in note for note in caught.value.__notes__] == [True]
 
 
-def test_file_that_is_not_written_costs_bounded_memory_and_no_time(
+def test_capture_to_a_stalled_file_costs_bounded_memory_and_no_time(
     context, connect, tmp_path, monkeypatch
 ):
     """A pipe that nobody reads: what does not fit is dropped, and counted."""
@@ -448,7 +455,7 @@ class InStep:
             self._function()
 
 
-def test_close_in_the_middle_of_a_step_does_not_wait(
+def test_capture_closed_in_the_middle_of_a_step_of_the_device_does_not_wait(
     on_lo, connect_on_lo, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(capture_module, "_AT_CLOSE", 2.0)
@@ -464,7 +471,7 @@ def test_close_in_the_middle_of_a_step_does_not_wait(
     assert caplog.text == ""
 
 
-def test_slow_file_does_not_hold_up_the_step_that_its_close_interrupts(
+def test_closing_a_capture_to_a_slow_file_does_not_hold_up_the_step_it_interrupts(
     on_lo, connect_on_lo, tmp_path, monkeypatch, caplog
 ):
     """A pipe that nobody reads. The error that close() does not wait for is logged."""
@@ -488,7 +495,7 @@ def test_slow_file_does_not_hold_up_the_step_that_its_close_interrupts(
         capture.close()
 
 
-def test_capture_is_refused_in_the_middle_of_a_step(on_lo, connect_on_lo, tmp_path):
+def test_capture_is_refused_in_the_middle_of_a_step_of_the_device(on_lo, connect_on_lo, tmp_path):
     path, errors = tmp_path / "packets", []
 
     def begin() -> None:
@@ -518,7 +525,9 @@ class ClosesWhenLogged(logging.Handler):
             self.raised.append(str(error))
 
 
-def test_handler_of_the_log_may_close_it(on_lo, connect_on_lo, tmp_path):
+def test_logging_handler_may_close_the_capture_whose_failure_it_reports(
+    on_lo, connect_on_lo, tmp_path
+):
     pair, path = connect_on_lo, tmp_path / "packets"
     with files_of_at_most(4096):
         capture = on_lo.capture(path)
@@ -540,7 +549,9 @@ class DropsWhatIsLogged(logging.Handler):
         pass
 
 
-def test_close_does_not_wait_for_the_log(on_lo, connect_on_lo, tmp_path, monkeypatch):
+def test_closing_a_capture_does_not_wait_for_a_logging_handler(
+    on_lo, connect_on_lo, tmp_path, monkeypatch
+):
     """Its caller may be a signal handler that has interrupted a handler of the log."""
     monkeypatch.setattr(capture_module, "_AT_CLOSE", 2.0)
     pair, handler = connect_on_lo, DropsWhatIsLogged()
@@ -564,14 +575,14 @@ def test_close_does_not_wait_for_the_log(on_lo, connect_on_lo, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("path", ["/tmp/x\0y", "/tmp/\udfff", b"/tmp/x\0y"])
-def test_path_that_cannot_be_one_is_refused(on_lo, path):
+def test_capture_to_a_malformed_path_is_refused(on_lo, path):
     with pytest.raises(ValueError, match=r"null|surrogates"):
         on_lo.capture(path)
     until(none_is_left)
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_file_that_takes_no_beginning_is_refused(on_lo, caplog):
+def test_capture_to_a_file_that_takes_no_first_bytes_is_refused(on_lo, caplog):
     """Every time, and not only if the thread is quick."""
     for _ in range(20):
         with pytest.raises(OSError, match="No space left on device"):
@@ -594,11 +605,11 @@ with rp.open_device("roce:lo") as context:
 """
 
 
-def test_whatever_opening_raises_is_raised(tmp_path):
+def test_exception_of_opening_the_capture_file_is_raised_unchanged(tmp_path):
     assert prints(AUDITED, str(tmp_path / "packets")) == "not this file"
 
 
-def test_thread_that_ends_without_a_word_has_failed(on_lo, tmp_path, monkeypatch):
+def test_capture_whose_thread_ends_unexpectedly_has_failed(on_lo, tmp_path, monkeypatch):
     """As one does that lacks memory to say more: nobody waits for it."""
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     capture = on_lo.capture(tmp_path / "packets")
@@ -654,7 +665,7 @@ print(at > 40)
 
 
 @pytest.mark.parametrize("burst", [1, 3])
-def test_lack_of_memory_is_reported(tmp_path, burst):
+def test_capture_that_runs_out_of_memory_reports_so(tmp_path, burst):
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     ran = run_python(NO_MEMORY, str(tmp_path / "packets"), str(burst))
     # What a thread lacks memory for may be on standard error.
@@ -666,7 +677,7 @@ def test_lack_of_memory_is_reported(tmp_path, burst):
 
 FORKED = """
 import os, signal, sys, threading, time, rdmapost as rp
-path, way = sys.argv[1:]
+path, moment = sys.argv[1:]
 os.mkfifo(path)
 context = rp.open_device("roce:lo")
 parent, children = os.getpid(), []
@@ -683,7 +694,7 @@ def wait():
     print(len(children))
 
 signal.signal(signal.SIGUSR1, fork)
-if way == "begin":
+if moment == "begin":
     # The handler runs while capture() waits for a file that is slow to open.
     from rdmapost.providers.roce import capture_thread
     is_opening, may_open = threading.Event(), threading.Event()
@@ -744,10 +755,12 @@ context.close_all()
 """
 
 
-@pytest.mark.parametrize(("way", "children"), [("begin", "1"), ("end", "10")])
-def test_child_of_a_fork_waits_for_no_thread_of_its_parent(tmp_path, way, children):
+@pytest.mark.parametrize(("moment", "children"), [("begin", "1"), ("end", "10")])
+def test_forked_child_of_a_capturing_process_waits_for_no_thread_of_its_parent(
+    tmp_path, moment, children
+):
     """Not even if a signal handler forks while its parent waits."""
-    assert prints(FORKED, str(tmp_path / "pipe"), way) == children
+    assert prints(FORKED, str(tmp_path / "pipe"), moment) == children
 
 
 EXITED = """
@@ -772,11 +785,11 @@ write()
 """
 
 
-@pytest.mark.parametrize("way", ["exit", "fork"])
-def test_file_is_complete_after_the_process(on_lo, tmp_path, way):
+@pytest.mark.parametrize("end", ["exit", "fork"])
+def test_capture_file_is_complete_after_the_process_has_ended(on_lo, tmp_path, end):
     """And the child of a fork writes nothing to it."""
     path = tmp_path / "packets"
-    assert prints(EXITED, str(path), way) == ""
+    assert prints(EXITED, str(path), end) == ""
     seen = read(path)
     # A write and its acknowledgement, sent and received.
     assert len(seen) == 4

@@ -35,7 +35,7 @@ def context() -> Iterator[rp.Context]:
         yield opened
 
 
-def test_counters_begin_at_0(context):
+def test_counters_of_a_roce_device_begin_at_0(context):
     assert context.counters() == rp.Counters(*[0] * len(rp.Counters._fields))
 
 
@@ -50,7 +50,7 @@ def test_packets_and_bytes_are_counted_with_their_headers(context, connect):
     assert not any(now[4:])
 
 
-def test_naks_are_of_two_kinds(context, connect):
+def test_rnr_naks_and_other_naks_are_counted_apart(context, connect):
     pair: Pair = connect()
     pair.a.post_send(pair.send(pair.mine[:8]))
     (wc,) = pair.cq.wait(1, LIMIT)
@@ -156,7 +156,7 @@ def received(now: rp.Counters) -> int:
     return now.packets_received + now.rcvbuf_errors
 
 
-def test_packets_that_the_receive_buffer_cannot_hold_are_counted():
+def test_packets_that_overflow_the_receive_buffer_are_counted():
     now = flood("127.0.0.114", 20_000)
     assert received(now) == 20_000
     assert now.rcvbuf_errors > 0
@@ -168,13 +168,13 @@ def test_receive_buffer_exceeds_the_limit_where_the_process_may():
     assert flood("127.0.0.115", 1500).rcvbuf_errors == 0
 
 
-def test_closed_device_has_none(context):
+def test_counters_of_a_closed_roce_device_raise_closed_error(context):
     context.close()
     with pytest.raises(rp.ClosedError):
         context.counters()
 
 
-def test_soft0_has_none():
+def test_soft0_has_no_packet_counters_and_says_which_devices_have():
     with (
         rp.open_device("soft0") as soft,
         pytest.raises(rp.UnsupportedError, match="soft0 has no packets; use a roce device"),
@@ -183,12 +183,12 @@ def test_soft0_has_none():
 
 
 @pytest.mark.rdma
-def test_real_devices_say_where_theirs_are(verbs_context):
+def test_counters_of_a_real_device_are_refused_with_where_sysfs_has_them(verbs_context):
     with pytest.raises(rp.UnsupportedError, match="/sys/class/infiniband/NAME/ports/PORT/hw_cou"):
         verbs_context.counters()
 
 
-def test_devices_shows_them_if_verbose(context):
+def test_verbose_devices_command_prints_the_counters(context):
     shown = run("devices", DEVICE, "-v")
     assert shown.code == 0
     lines = [line.split() for line in shown.out.splitlines()]
@@ -197,7 +197,7 @@ def test_devices_shows_them_if_verbose(context):
     assert "packets_sent" not in run("devices", DEVICE).out
 
 
-def test_devices_puts_them_into_the_document(context, connect):
+def test_verbose_devices_command_puts_the_counters_into_its_json(context, connect):
     connect().works()
     (device,) = run("devices", DEVICE, "-v", "--json").doc["devices"]
     assert device["counters"] == context.counters()._asdict()
@@ -208,7 +208,7 @@ def test_devices_puts_them_into_the_document(context, connect):
     assert "counters" not in device
 
 
-def test_posting_commands_note_them_if_verbose(context):
+def test_verbose_posting_command_notes_the_counters(context):
     ran = run("write", "-d", DEVICE, "--data", "hello", "-v")
     assert ran.code == 0
     assert "counters packets_sent 2, packets_received 2, bytes_sent " in ran.err

@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from network import ROWS_BY_NAME
 from support import ALL, GRH, LIMIT, LOSES_MEMORY, Pair, prints, run_python, until
 from support.cli_runner import run
 from support.roce import open_roce
+from support.roce_network import ROWS_BY_NAME
 
 import rdmapost as rp
 from rdmapost import QPType, WCStatus
@@ -91,7 +91,7 @@ def test_delayed_packet_of_a_connection_before_a_reset_does_not_reach_the_next(c
 # ---- in one process ------------------------------------------------------------------------
 
 
-def test_device_says_what_it_is(context):
+def test_roce_device_says_what_it_is(context):
     assert (context.name, context.kind) == (DEVICE, "roce")
     (entry,) = context.query_gid_table()
     assert entry.gid_type is rp.GIDType.ROCE_V2
@@ -102,7 +102,7 @@ def test_device_says_what_it_is(context):
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD], ids=lambda t: t.name)
-def test_messages_of_each_qp_type_arrive(connect, qp_type):
+def test_messages_of_each_qp_type_arrive_over_roce(connect, qp_type):
     pair = connect(qp_type)
     grh = GRH if qp_type is QPType.UD else 0
     for size in (1, 3, 4, 1000, 4096 if grh else 7777):
@@ -114,7 +114,7 @@ def test_messages_of_each_qp_type_arrive(connect, qp_type):
         assert pair.theirs.buffer[grh : grh + size] == pair.mine.buffer[:size]
 
 
-def test_large_write_and_read_arrive_whole(pd, cq, stack, connect):
+def test_large_write_and_read_arrive_whole_over_roce(pd, cq, stack, connect):
     """Each is many batches of packets, and more than the socket's buffer."""
     size = 3_000_001
     pair = connect()
@@ -130,7 +130,9 @@ def test_large_write_and_read_arrive_whole(pd, cq, stack, connect):
     assert near.buffer == far.buffer
 
 
-def test_thread_that_registers_a_region_in_a_loop_starves_no_verb_and_no_close(pd, stack, connect):
+def test_registering_a_region_in_a_loop_starves_no_verb_and_no_close_of_the_device(
+    pd, stack, connect
+):
     """Its verbs release the GIL only while they have the device."""
     pair, stop = connect(), threading.Event()
     mr = stack.enter_context(rp.MR(pd, 4096, ALL))
@@ -156,7 +158,7 @@ def test_thread_that_registers_a_region_in_a_loop_starves_no_verb_and_no_close(p
 
 
 @pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead, rp.Send])
-def test_message_of_1_gib_arrives_whole(pd, stack, connect, wr_type):
+def test_message_of_1_gib_arrives_whole_over_roce(pd, stack, connect, wr_type):
     """Most of its source is never written, and so takes no memory of the machine's."""
     size = 1 << 30
     if available() < 2 * size:
@@ -185,7 +187,7 @@ def available() -> int:
     return int(line.split()[1]) << 10
 
 
-def test_read_that_arrives_together_with_a_write_sees_what_it_wrote(connect):
+def test_read_that_arrives_together_with_a_write_returns_what_was_written(connect):
     """The kernel joins datagrams of one size; the read sees what was written."""
     pair = connect()
     for turn in range(50):
@@ -205,14 +207,14 @@ def test_read_that_arrives_together_with_a_write_sees_what_it_wrote(connect):
         assert (bytes(pair.mine.buffer[16:24]), new) == (turn.to_bytes(8), old + 1)
 
 
-def test_wrong_key_ends_with_the_status_of_a_real_device(connect):
+def test_wrong_rkey_on_roce_ends_with_rem_access_err(connect):
     pair = connect()
     pair.a.post_send(rp.RdmaWrite(pair.mine[:8], remote_addr=pair.theirs.addr, rkey=1))
     (wc,) = pair.cq.wait(1)
     assert wc.status is WCStatus.REM_ACCESS_ERR
 
 
-def test_peer_that_is_gone_ends_with_retry_exc_err(pd, cq, stack):
+def test_closed_roce_peer_ends_a_request_with_retry_exc_err_after_all_retries(pd, cq, stack):
     """After retry_cnt retransmissions, each after the timeout."""
     a, b = (stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(2))
     mr = stack.enter_context(rp.MR(pd, 64))
@@ -225,7 +227,7 @@ def test_peer_that_is_gone_ends_with_retry_exc_err(pd, cq, stack):
     assert time.monotonic() - begin > 3 * 4.096e-6 * 2**10
 
 
-def test_numbers_and_keys_cannot_be_guessed(pd, cq, stack):
+def test_roce_qp_numbers_and_keys_cannot_be_guessed(pd, cq, stack):
     made = [stack.enter_context(rp.QP(pd, QPType.RC, cq)) for _ in range(32)]
     keys = [stack.enter_context(rp.MR(pd, 64)).rkey for _ in range(32)]
     for numbers in ([qp.qp_num for qp in made], keys):
@@ -246,19 +248,19 @@ def test_numbers_and_keys_cannot_be_guessed(pd, cq, stack):
     ],
     ids=["XRC", "RAW_PACKET", "DRIVER", "tag matching"],
 )
-def test_what_the_device_lacks_is_refused_by_name(context, pd, stack, make, says):
+def test_feature_that_a_roce_device_lacks_is_refused_by_name(context, pd, stack, make, says):
     cq = stack.enter_context(rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
     with pytest.raises(rp.RdmaError, match=says):
         make(context, pd, cq)
 
 
 @pytest.mark.parametrize("name", ["roce:", "roce:nosuch0", "roce:203.0.113.9", "roce:lo0"])
-def test_place_that_is_not_here_is_named_with_those_that_are(name):
+def test_unknown_network_device_or_address_is_named_with_those_of_this_machine(name):
     with pytest.raises(rp.NoDeviceError, match=r"no network device or address .* it has lo \(127"):
         rp.open_device(name)
 
 
-def test_address_that_another_device_has_is_refused_with_its_holder(context):
+def test_roce_address_already_in_use_is_refused_with_its_holder(context):
     with pytest.raises(
         rp.VerbsError,
         match=r"UDP port 4791 of .* is taken by roce:lo, which this process has opened",
@@ -270,7 +272,7 @@ def test_address_that_another_device_has_is_refused_with_its_holder(context):
     assert "use another address" in found["not-opened"].remedy
 
 
-def test_address_may_be_written_as_the_gid_that_it_is():
+def test_roce_address_may_be_given_as_a_gid():
     host = "127.0.4.9"
     with open_roce(f"roce:::ffff:{host}") as opened:
         assert address(opened) == host
@@ -353,7 +355,7 @@ def test_peer_that_ends_in_the_middle_of_a_message_costs_no_shared_receive(
 # ---- the device's thread -----------------------------------------------------------------------
 
 
-def test_thread_that_lacked_memory_goes_on(context, connect, peer, monkeypatch):
+def test_device_thread_goes_on_after_a_lack_of_memory(context, connect, peer, monkeypatch):
     """Nobody else looks for packets: this process does not poll."""
     pair, run, lacked = connect(), native.run_device, threading.Event()
 
@@ -445,7 +447,9 @@ def test_device_that_cannot_be_opened_for_lack_of_descriptors_leaves_no_thread(c
     assert prints(FULL_TABLE) == "EMFILE opened"
 
 
-def test_long_read_of_a_peer_leaves_others_their_turn(context, pd, cq, stack, peer, monkeypatch):
+def test_long_read_of_one_peer_does_not_delay_other_peers(
+    context, pd, cq, stack, peer, monkeypatch
+):
     """Each verb answers a part of it."""
     stop_thread(context, monkeypatch)
     size = 1 << 27
@@ -467,7 +471,7 @@ def test_long_read_of_a_peer_leaves_others_their_turn(context, pd, cq, stack, pe
     assert longest < 0.1
 
 
-def test_thread_goes_on_with_what_verbs_have_left(context, pd, cq, stack, peer):
+def test_device_thread_goes_on_with_the_work_that_verbs_have_left(context, pd, cq, stack, peer):
     size = 1 << 25
     mr = stack.enter_context(rp.MR(pd, mmap.mmap(-1, size), ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
@@ -496,7 +500,7 @@ def test_answer_that_waits_in_the_socket_is_read_before_a_timeout_counts(
 
 
 @pytest.mark.parametrize("count", [63, 64, 65, 128])
-def test_timer_runs_whatever_the_number_of_packets_before_it(
+def test_retransmission_timer_expires_whatever_packets_arrive_before_it(
     context, pd, cq, stack, peer, monkeypatch, count
 ):
     """Even if the device's thread, which takes turns of 64, empties the socket with its last."""
@@ -516,7 +520,7 @@ def test_timer_runs_whatever_the_number_of_packets_before_it(
     until(lambda: counted.retransmitted > before)
 
 
-def test_thread_goes_on_with_work_that_was_left_for_lack_of_memory(
+def test_device_thread_goes_on_with_work_left_for_lack_of_memory(
     context, pd, cq, stack, peer, monkeypatch
 ):
     """Memory is there again later, but no packet and no verb comes."""
@@ -619,7 +623,7 @@ def test_no_failed_allocation_stops_the_timers(context):
     assert run_python(STARVED_TIMER, **LOSES_MEMORY).stdout == "ended\n"
 
 
-def test_thread_sleeps_after_a_lack_of_memory_whatever_other_devices_do(
+def test_device_thread_sleeps_after_a_lack_of_memory_whatever_other_devices_do(
     context, pd, cq, stack, peer, monkeypatch
 ):
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
@@ -697,7 +701,7 @@ def pauses(monkeypatch) -> list[float]:
     return slept
 
 
-def test_thread_answers_at_once_while_no_other_thread_uses_the_device(
+def test_device_thread_answers_at_once_while_no_other_thread_uses_the_device(
     context, pd, cq, stack, peer, pauses
 ):
     data = bytearray(8)
@@ -717,7 +721,7 @@ def test_thread_answers_at_once_while_no_other_thread_uses_the_device(
 # ---- packets of strangers --------------------------------------------------------------------
 
 
-def test_garbage_is_counted_and_changes_nothing(context, connect):
+def test_garbage_packets_are_counted_and_change_nothing(context, connect):
     pair = connect()
     before = counters(context)
     rng = random.Random(3)
@@ -733,7 +737,7 @@ def test_garbage_is_counted_and_changes_nothing(context, connect):
     assert after["dropped"] - before["dropped"] == damaged
 
 
-def test_flood_of_garbage_leaves_others_their_turn(context, connect):
+def test_flood_of_garbage_packets_does_not_delay_other_peers(context, connect):
     pair, stop = connect(), threading.Event()
 
     def flood() -> None:
@@ -785,7 +789,7 @@ def served() -> Iterator[str]:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_commands_reach_a_server_in_another_process(context, served, command, shows):
+def test_commands_on_roce_reach_a_server_in_another_process(context, served, command, shows):
     name, *options = command
     if name == "atomic":
         name, *options = command[:2], *options[1:]
@@ -812,7 +816,7 @@ print(time.process_time() - before < 0.01)
 """
 
 
-def test_idle_device_takes_no_cpu(context):
+def test_idle_roce_device_takes_no_cpu(context):
     assert prints(IDLE) == "True"
 
 
@@ -824,7 +828,7 @@ qp = rp.QP(pd, rp.QPType.RC, cq)
 """
 
 
-def test_process_may_end_with_its_device_open(context):
+def test_process_may_end_with_its_roce_device_open(context):
     assert run_python(LEFT_OPEN).returncode == 0
 
 
@@ -850,7 +854,7 @@ if child := os.fork():
 """
 
 
-def test_thread_ends_before_the_interpreter_does(context):
+def test_device_thread_ends_before_the_interpreter_does(context):
     """A thread that the end of the interpreter stops never releases its memory."""
     child, parent = ["1"], ["2", "1"]
     assert prints(ENDED).split() == child + parent
@@ -934,7 +938,7 @@ os.waitpid(child, 0)
 """
 
 
-def test_child_that_does_not_use_the_device_leaves_its_address_to_the_parent(context):
+def test_forked_child_that_does_not_use_the_device_leaves_its_address_to_the_parent(context):
     assert prints(FORKED_AND_FORGOTTEN, "127.0.1.2") == "opened again"
 
 
@@ -957,11 +961,11 @@ print(state() == before)
 """
 
 
-def test_closed_device_leaves_neither_descriptors_nor_threads(context):
+def test_closed_roce_device_leaves_neither_descriptors_nor_threads(context):
     assert prints(OPENED_AND_CLOSED) == "True"
 
 
-def test_pair_of_threads_gets_every_completion_once(connect):
+def test_completions_awaited_beside_a_posting_thread_arrive_once_each(connect):
     """One posts, the other waits."""
     pair: Pair = connect(max_send_wr=32)
     got: list[int] = []

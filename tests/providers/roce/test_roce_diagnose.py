@@ -50,7 +50,7 @@ def test_peer_that_is_not_open_is_closed_if_no_other_process_can_have_it(
         assert f"QP {there.qp_num:#x}" in finding.evidence
 
 
-def test_timeout_that_is_short_for_a_process_is_named() -> None:
+def test_timeout_too_short_for_a_roce_peer_process_is_named() -> None:
     with contextlib.ExitStack() as stack:
         context = stack.enter_context(open_roce("roce:lo"))
         pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))

@@ -48,7 +48,7 @@ def context(opened: rp.Context) -> Iterator[rp.Context]:
 # ---- the plan ------------------------------------------------------------------------------
 
 
-def test_same_seed_is_the_same_plan():
+def test_packet_faults_of_the_same_seed_are_the_same_plan():
     plan = NONE._replace(**EVERYTHING)
     first = [fate_of(plan, 1, n) for n in range(1000)]
     assert first == [fate_of(plan, 1, n) for n in range(1000)]
@@ -59,7 +59,7 @@ def test_same_seed_is_the_same_plan():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.5, 1.0])
-def test_rates_are_kept_and_independent(kind, rate):
+def test_packet_fault_rates_are_kept_and_independent(kind, rate):
     count = 20_000
     alone = NONE._replace(**{kind: rate}, seed=7)
     at = KINDS.index(kind)
@@ -97,7 +97,7 @@ def test_packets_are_dropped_duplicated_or_damaged_as_planned():
     assert admit(direction(drop=1, duplicate=1, corrupt=1), "a") == []
 
 
-def test_delayed_packet_arrives_later():
+def test_packet_delayed_by_a_planned_fault_arrives_later():
     delayed = direction(delay=1, delay_by=2.0)
     assert admit(delayed, "a", 10.0) == admit(delayed, "b", 11.0) == []
     assert delayed.due == 12.0
@@ -122,7 +122,7 @@ def test_next_packet_overtakes_one_that_is_reordered():
     assert made.release(5.002) == ["last"]
 
 
-def test_plan_that_ends_loses_nothing():
+def test_packet_fault_plan_that_ends_loses_no_waiting_packet():
     delayed = direction(delay=1, delay_by=2.0)
     admit(delayed, "a")
     delayed.begin(None)
@@ -169,12 +169,12 @@ def test_damaged_packet_has_a_wrong_icrc_whatever_bit_is_chosen(address):
         ({"seed": 1.5}, TypeError, "seed: expected int, got float"),
     ],
 )
-def test_wrong_plan_is_refused_and_the_old_one_stays(context, options, error, says):
+def test_wrong_packet_fault_plan_is_refused_and_the_old_one_stays(context, options, error, says):
     with pytest.raises(error, match=says):
         context.faults.packets(**options)
 
 
-def test_soft0_has_no_packets():
+def test_packet_faults_on_soft0_are_refused():
     with (
         rp.open_device("soft0") as soft,
         pytest.raises(rp.UnsupportedError, match="soft0 has no packets; use a roce device"),
@@ -183,7 +183,7 @@ def test_soft0_has_no_packets():
 
 
 @pytest.mark.rdma
-def test_real_devices_have_no_faults(verbs_context):
+def test_packet_faults_on_a_real_device_are_refused(verbs_context):
     with pytest.raises(rp.UnsupportedError, match="only soft0 and roce devices support it"):
         _ = verbs_context.faults
 
@@ -196,7 +196,7 @@ def faults(context: rp.Context) -> int:
 
 
 @pytest.mark.parametrize("both", ["sent", "received"])
-def test_what_is_lost_on_every_attempt_ends_with_retry_exc_err(context, connect, both):
+def test_packet_lost_on_every_attempt_ends_with_retry_exc_err(context, connect, both):
     pair: Pair = connect(to=rp.QPState.RESET)
     pair.a.connect(pair.b.endpoint(), timeout=10, retry_cnt=1)
     pair.b.connect(pair.a.endpoint())
@@ -208,7 +208,7 @@ def test_what_is_lost_on_every_attempt_ends_with_retry_exc_err(context, connect,
     assert faults(context) > 0
 
 
-def test_plan_of_one_direction_leaves_that_of_the_other(context, connect):
+def test_packet_faults_of_one_direction_leave_those_of_the_other(context, connect):
     pair: Pair = connect()
     context.faults.packets(duplicate=1, received=False)
     context.faults.packets(duplicate=1, sent=False)
@@ -265,7 +265,7 @@ def test_receiver_sees_the_same_faults_with_the_same_seed(context, connect):
     assert numbers == sorted(numbers)
 
 
-def test_datagrams_are_overtaken(context, connect):
+def test_reordered_datagrams_are_overtaken_by_the_next(context, connect):
     pair = connect(QPType.UD, size=64 * 256, max_recv_wr=256)
     pair.theirs.buffer[:] = bytes(len(pair.theirs.buffer))
     numbers = datagrams(context, pair, reorder=0.2, delay=0.1)[:-1]
@@ -326,7 +326,7 @@ def patient(pair: Pair) -> None:
 
 @pytest.mark.parametrize("where", ["sent", "received"])
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(plan))
-def test_programs_end_right_on_a_bad_network(context, connect, plan, where):
+def test_generated_programs_end_as_specified_on_a_bad_network(context, connect, plan, where):
     pair: Pair = connect(to=rp.QPState.RESET, size=1 << 18)
     patient(pair)
     before = faults(context)
@@ -424,7 +424,7 @@ def test_a_read_that_has_begun_ignores_a_planned_status(context, connect):
 
 
 @pytest.mark.parametrize("device", ["soft0", "roce:lo"])
-def test_planned_success_has_the_length_of_a_real_one(device):
+def test_planned_success_reports_the_length_of_a_real_one(device):
     skip_unless_free(device)
     with rp.open_device(device) as context:
         lengths = []

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from network import (
+from support.roce_network import (
     WQE,
     Buffer,
     Completion,

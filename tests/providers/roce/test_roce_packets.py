@@ -118,7 +118,7 @@ def test_packet_from_another_address_or_port_is_damaged(addresses):
         assert native.roce_check(bytearray(built), len(built), len(built), flow) == 1
 
 
-def test_resv8a_of_the_bth_is_not_covered():
+def test_icrc_does_not_cover_resv8a_of_the_bth():
     built = build(flow_of(V4), [bth(0x04)], (b"abcd",), 4)
     built[4] = 0x5A
     assert native.roce_check(built, len(built), len(built), flow_of(V4)) == 0
@@ -134,7 +134,7 @@ def test_packets_too_short_for_a_header_are_damaged():
 # ---- batches ------------------------------------------------------------------
 
 
-def test_runs_end_where_opcode_destination_or_order_change():
+def test_runs_of_packets_end_where_opcode_destination_or_order_change():
     flow = flow_of(V4)
     size = BTH_BYTES + 64 + ICRC_BYTES
 
@@ -153,12 +153,12 @@ def test_runs_end_where_opcode_destination_or_order_change():
     assert run_of(bth(7, 5), bth(7, 6 | packets.ACK_REQ), bth(7, 7)) == 3
 
 
-def test_last_packet_of_another_size_is_not_in_the_run():
+def test_last_packet_of_another_size_is_not_in_the_run_of_packets():
     batch = build(flow_of(V4), [bth(7, psn) for psn in range(3)], (bytes(64 * 2 + 8),), 64)
     assert native.roce_run(batch, len(batch), BTH_BYTES + 64 + ICRC_BYTES, 0) == 2
 
 
-def test_payloads_are_gathered_without_headers():
+def test_payloads_of_a_run_are_gathered_without_headers():
     data = random.Random(3).randbytes(640)
     batch = build(flow_of(V4), [bth(7, psn) for psn in range(10)], (data[:100], data[100:]), 64)
     size = BTH_BYTES + 64 + ICRC_BYTES
@@ -211,7 +211,7 @@ def test_packet_may_fill_the_buffer_exactly_whatever_the_mtu(size):
         ("roce_send", (-1, bytes(3), bytearray(9), 9, 9, 0)),
     ],
 )
-def test_what_is_out_of_bounds_is_refused(call, args):
+def test_packet_functions_in_c_refuse_what_is_out_of_bounds(call, args):
     with pytest.raises(ValueError, match=r"."):
         getattr(native, call)(*args)
 
@@ -299,7 +299,7 @@ def address_of(bound: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )
-def test_batch_goes_through_the_kernel_whole_and_in_order(family, host, joined):
+def test_batch_of_packets_goes_through_the_kernel_whole_and_in_order(family, host, joined):
     """One system call sends it; the kernel splits it, and may join it again for the receiver."""
     sender, receiver = sockets(family, host)
     with sender, receiver:
@@ -409,7 +409,7 @@ def test_every_packet_is_decoded_as_it_was_encoded(row):
         assert packet.imm.to_bytes(4, sys.byteorder) == values["immediate"]
 
 
-def test_run_is_decoded_once_and_can_lose_its_beginning():
+def test_run_of_packets_is_decoded_once_and_can_lose_its_beginning():
     data = random.Random(6).randbytes(64 * 6)
     headers = [bth(7, 0xFFFFFE + n & 0xFFFFFF) for n in range(5)]
     headers.append(bth(7, 3 | packets.ACK_REQ))
@@ -434,7 +434,7 @@ def test_run_is_decoded_once_and_can_lose_its_beginning():
 @pytest.mark.parametrize(
     ("change", "at"), [(0x0F, 1), (0x7F, 2), (0x20, 0)], ids=["TVer", "P_Key", "opcode"]
 )
-def test_packets_that_are_none_of_ours_are_not_decoded(change, at):
+def test_packets_of_other_protocols_are_not_decoded(change, at):
     whole = build(flow_of(V4), [bth(0x11) + bytes(4)])
     assert packets.parse(memoryview(whole), 0, len(whole)) is not None
     whole[at] ^= change
@@ -456,7 +456,7 @@ def test_every_work_request_of_a_service_has_its_packets():
     ]
 
 
-def test_distance_of_psns_wraps():
+def test_distance_of_psns_wraps_at_2_to_the_24():
     assert packets.distance(1, 0xFFFFFF) == 2
     assert packets.distance(0xFFFFFF, 1) == -2
     assert packets.distance(5, 5) == 0

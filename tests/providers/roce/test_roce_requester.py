@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import pytest
-from network import PEER_QPN, SQ_PSN, WQE, Alone, Buffer, PairOf, connect, gid, polled
+from support.roce_network import PEER_QPN, SQ_PSN, WQE, Alone, Buffer, PairOf, connect, gid, polled
 
 from rdmapost.enums import (
     MTU,
@@ -79,7 +79,7 @@ def test_message_is_cut_into_first_middle_and_last(alone):
     assert got[2].immediate == (0x01020304).to_bytes(4, sys.byteorder)
 
 
-def test_write_says_once_where_it_goes(alone):
+def test_rdma_write_has_its_remote_address_in_its_first_packet_only(alone):
     post(alone, send(alone, 1, 2500, Opcode.RDMA_WRITE))
     got = alone.peer.take()
     assert names(got) == ["RDMA_WRITE_FIRST", "RDMA_WRITE_MIDDLE", "RDMA_WRITE_LAST"]
@@ -174,7 +174,7 @@ def test_datagram_goes_where_its_address_handle_points():
 
 
 @pytest.mark.parametrize("opcode", [Opcode.SEND, Opcode.RDMA_READ])
-def test_no_more_than_the_window_is_on_its_way(alone, opcode):
+def test_no_more_packets_than_the_send_window_are_unacknowledged(alone, opcode):
     post(alone, send(alone, 1, 300 * MTU_BYTES, opcode))
     sent = alone.peer.take()
     if opcode is Opcode.SEND:
@@ -185,7 +185,7 @@ def test_no_more_than_the_window_is_on_its_way(alone, opcode):
         assert sum(packet.dma_length for packet in sent) == WINDOW * MTU_BYTES
 
 
-def test_window_opens_as_packets_are_acknowledged(alone):
+def test_send_window_opens_as_packets_are_acknowledged(alone):
     post(alone, send(alone, 1, 100 * MTU_BYTES))
     assert psns(alone.peer.take()) == list(range(64))
     alone.ack(SQ_PSN + 31)
@@ -197,7 +197,7 @@ def test_window_opens_as_packets_are_acknowledged(alone):
     assert statuses(alone) == [(1, SUCCESS)]
 
 
-def test_window_with_room_for_part_of_a_burst_waits_for_an_acknowledgement(alone):
+def test_send_window_with_room_for_part_of_a_burst_waits_for_an_acknowledgement(alone):
     post(alone, send(alone, 1, 200 * MTU_BYTES, Opcode.RDMA_WRITE))
     # The first packet is longer than the others, so it is sent in a burst of its own.
     sent = alone.peer.take()
@@ -244,7 +244,7 @@ def test_request_that_nothing_answers_ends_after_its_retries(retry_cnt):
     assert alone.qp.state is QPState.ERR
 
 
-def test_progress_gives_the_attempts_back():
+def test_acknowledgement_of_progress_restores_all_attempts():
     alone = Alone(timeout=TIMEOUT, retry_cnt=1)
     post(alone, *[send(alone, n) for n in range(5)])
     for n in range(5):
@@ -272,7 +272,7 @@ def test_later_posts_do_not_put_the_timeout_off():
     assert statuses(alone)[0] == (0, WCStatus.RETRY_EXC_ERR)
 
 
-def test_without_a_timeout_the_peer_may_take_as_long_as_it_likes():
+def test_peer_may_take_as_long_as_it_likes_without_a_timeout():
     alone = Alone(timeout=0, retry_cnt=0)
     alone.network.interrupts = False
     post(alone, send(alone, 1))
@@ -282,7 +282,7 @@ def test_without_a_timeout_the_peer_may_take_as_long_as_it_likes():
     assert statuses(alone) == [(1, SUCCESS)]
 
 
-def test_without_a_timeout_responses_that_are_missing_cost_no_attempt():
+def test_missing_responses_cost_no_attempt_without_a_timeout():
     alone = Alone(timeout=0, retry_cnt=0)
     post(alone, send(alone, 1, 4, Opcode.RDMA_READ), send(alone, 2))
     alone.peer.take()
@@ -309,7 +309,7 @@ def test_sequence_error_nak_acknowledges_and_has_the_rest_sent_again(alone):
     assert alone.peer.take() == []
 
 
-def test_what_arrives_while_it_is_sent_again_is_done(alone):
+def test_request_acknowledged_while_it_is_sent_again_completes(alone):
     post(alone, send(alone, 1, 100 * MTU_BYTES))
     alone.peer.take()
     alone.nak(SQ_PSN, packets.PSN_SEQUENCE_ERROR)
@@ -514,7 +514,7 @@ def test_read_goes_on_where_its_responses_stopped(alone):
     assert alone.device.counters.retransmitted == 1
 
 
-def test_responses_that_overtook_each_other_cost_nothing(alone):
+def test_responses_that_overtook_each_other_cost_no_retransmission(alone):
     post(alone, send(alone, 1, 3 * MTU_BYTES, Opcode.RDMA_READ), send(alone, 2))
     alone.peer.take()
     alone.ack(SQ_PSN + 3)
@@ -618,7 +618,7 @@ def test_atomic_stores_what_the_peer_found(alone):
     assert int.from_bytes(alone.memory.view[:8], sys.byteorder) == 0x0102030405060708
 
 
-def test_no_more_reads_and_atomics_than_the_peer_takes():
+def test_no_more_reads_and_atomics_are_sent_than_the_peer_takes():
     alone = Alone(max_rd_atomic=2)
     post(alone, *[send(alone, n, 4, Opcode.RDMA_READ) for n in range(4)])
     assert len(alone.peer.take()) == 2
@@ -647,7 +647,7 @@ def test_fenced_request_waits_for_reads(alone):
 # ---- errors of its own ----------------------------------------------------------------
 
 
-def test_local_error_waits_for_earlier_requests(alone):
+def test_local_error_completes_after_earlier_requests(alone):
     bad = send(alone, 3)
     bad.sges = ((alone.memory.addr, 8, 0x77),)
     post(alone, send(alone, 1), send(alone, 2), bad, send(alone, 4))
@@ -689,7 +689,7 @@ def test_memory_of_a_read_is_checked_when_the_response_arrives(alone):
         (QPType.RC, Opcode.ATOMIC_FETCH_AND_ADD, 7, WCStatus.LOC_LEN_ERR),
     ],
 )
-def test_what_cannot_be_sent_ends_with_a_local_status(qp_type, opcode, size, status):
+def test_request_that_cannot_be_sent_ends_with_a_local_status(qp_type, opcode, size, status):
     alone = Alone(qp_type)
     path = AddressHandle(gid(1), gid(2), 0, 0, 64, 0)
     post(alone, send(alone, 1, size, opcode, ah=path, remote_qkey=1), send(alone, 2, ah=path))
@@ -838,7 +838,7 @@ def test_send_queue_has_drained_when_the_last_acknowledgement_is_there(alone):
     assert psns(alone.peer.take()) == [100]
 
 
-def test_drained_queue_says_so_at_once(alone):
+def test_send_queue_already_drained_raises_sq_drained_at_once(alone):
     drain = QPAttrMask.STATE | QPAttrMask.EN_SQD_ASYNC_NOTIFY
     assert alone.qp.modify(drain, {"qp_state": QPState.SQD, "en_sqd_async_notify": 1})
     assert alone.events() == [EventType.SQ_DRAINED]
@@ -875,7 +875,7 @@ def test_unreliable_messages_are_done_when_they_are_sent():
 
 
 @pytest.mark.parametrize("mtu", list(MTU))
-def test_bursts_fit_a_datagram_at_any_mtu(mtu):
+def test_bursts_of_packets_fit_a_datagram_at_any_mtu(mtu):
     """The model of the device checks each burst."""
     pair = PairOf(path_mtu=mtu, size=1 << 20)
     size = 300_003

@@ -11,7 +11,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from network import (
+from support.roce_network import (
     ALL_ACCESS,
     PEER_QPN,
     RQ_PSN,
@@ -99,7 +99,7 @@ def completions(alone: Alone) -> list[tuple[int, WCStatus, int]]:
 # ---- acknowledgements -----------------------------------------------------------------
 
 
-def test_request_is_acknowledged_when_it_asks_for_it(alone):
+def test_request_that_asks_for_an_acknowledgement_gets_one(alone):
     post_recv(alone, 1, 100)
     post_recv(alone, 2, 100)
     inject(alone, 0, "SEND_ONLY", size=8, ack_req=False)
@@ -205,7 +205,7 @@ def test_missing_request_is_asked_for_once_after_what_came_is_acknowledged(alone
     assert bytes(alone.memory.view[:16]) == b"\1\1\1\1\1\1\1\1\2\2\2\2\3\3\3\3"
 
 
-def test_second_gap_is_asked_for_too(alone):
+def test_second_gap_in_the_psns_is_asked_for(alone):
     for n in (1, 3):
         inject(alone, n, "RDMA_WRITE_ONLY", *reth(alone, 0, 0))
     alone.network.run(alone.network.now + HOLD_SECONDS)
@@ -232,7 +232,7 @@ def test_early_packet_longer_than_the_mtu_is_not_held(alone):
     assert not alone.qp.held
 
 
-def test_run_that_was_partly_there_is_executed_from_where_it_goes_on(alone):
+def test_run_of_packets_partly_executed_before_is_executed_from_the_first_new_one(alone):
     length = 6 * MTU_BYTES
     inject(alone, 0, "RDMA_WRITE_FIRST", *reth(alone, 0, length), size=MTU_BYTES)
     pieces = [
@@ -249,7 +249,7 @@ def test_run_that_was_partly_there_is_executed_from_where_it_goes_on(alone):
 # ---- duplicates -------------------------------------------------------------------------------
 
 
-def test_duplicate_is_acknowledged_and_not_executed(alone):
+def test_duplicate_request_is_acknowledged_and_not_executed(alone):
     post_recv(alone, 1, 100)
     post_recv(alone, 2, 100)
     for _ in range(3):
@@ -258,11 +258,11 @@ def test_duplicate_is_acknowledged_and_not_executed(alone):
     assert completions(alone) == [(1, SUCCESS, 8)]
 
 
-def test_duplicate_that_does_not_ask_is_acknowledged(alone):
+def test_duplicate_request_that_asks_for_no_acknowledgement_is_acknowledged(alone):
     """The end of a burst, which asks, may be lost each time that the peer repeats the burst."""
     for expected in ([], [ack(0)]):
-        into = reth(alone, 0, 2 * MTU_BYTES)
-        inject(alone, 0, "RDMA_WRITE_FIRST", *into, size=MTU_BYTES, ack_req=False)
+        reth_fields = reth(alone, 0, 2 * MTU_BYTES)
+        inject(alone, 0, "RDMA_WRITE_FIRST", *reth_fields, size=MTU_BYTES, ack_req=False)
         assert answers(alone) == expected
 
 
@@ -341,7 +341,7 @@ def test_duplicate_reads_displace_neither_each_other_nor_the_read_in_progress(al
     assert sent == [*range(2 * count, 3 * count), *range(count), *range(count, 2 * count)]
 
 
-def test_duplicate_read_is_no_way_around_a_limit_of_none():
+def test_duplicate_read_is_not_answered_where_no_reads_are_allowed():
     alone = Alone(max_dest_rd_atomic=0)
     inject(alone, 0, "RDMA_WRITE_ONLY", *reth(alone, 0, 4), size=4)
     alone.peer.take()
@@ -416,7 +416,7 @@ def test_read_of_part_of_a_message_begins_with_first_or_only(alone):
     assert (empty.psn, empty.length) == (RQ_PSN + 3 & PSN_MASK, 0)
 
 
-def test_huge_read_of_a_foreign_peer_is_answered_in_steps_and_in_order(alone):
+def test_huge_read_is_answered_in_parts_and_in_order(alone):
     """What comes meanwhile waits: its acknowledgement would say that all of it was sent."""
     count = 200
     alone.memory.view[: count * MTU_BYTES] = random.Random(1).randbytes(count * MTU_BYTES)
@@ -531,7 +531,7 @@ def test_write_that_brings_more_or_less_than_it_said_is_refused():
         ("FLUSH", {"max_dest_rd_atomic": 0}),
     ],
 )
-def test_what_the_queue_pair_does_not_allow_is_refused(name, options):
+def test_access_that_the_responders_queue_pair_does_not_allow_is_refused(name, options):
     alone = Alone(**options)
     size = {"RDMA_WRITE_FIRST": MTU_BYTES, "RDMA_WRITE_ONLY": 8, "ATOMIC_WRITE": 8}.get(name, 0)
     extensions: tuple[int, ...] = reth(alone, 0, 2 * size if name.endswith("FIRST") else 8)
@@ -585,7 +585,7 @@ def other_window(alone: Alone) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name", ["RDMA_WRITE_ONLY", "RDMA_WRITE_FIRST", "RDMA_READ_REQUEST", "FETCH_ADD"]
 )
-def test_memory_that_the_key_does_not_give_is_not_touched(alone, name, place):
+def test_memory_that_the_rkey_does_not_give_is_not_touched(alone, name, place):
     addr, rkey = place(alone)
     size = {"RDMA_WRITE_ONLY": 8, "RDMA_WRITE_FIRST": MTU_BYTES}.get(name, 0)
     extensions = (addr, rkey, size + (8 if name != "RDMA_WRITE_ONLY" else 0))
@@ -606,7 +606,7 @@ def test_key_that_goes_away_in_the_middle_of_a_write_ends_it(alone):
     assert bytes(alone.memory.view[MTU_BYTES : 2 * MTU_BYTES]) == bytes(MTU_BYTES)
 
 
-def test_misaligned_atomic_is_refused(alone):
+def test_misaligned_atomic_request_is_refused_by_the_responder(alone):
     inject(alone, 0, "FETCH_ADD", alone.memory.addr + 4, alone.memory.mr.rkey, 1, 0)
     assert answers(alone) == [nak(0, INVALID)]
 
@@ -632,7 +632,7 @@ def test_receive_into_memory_that_cannot_be_written_is_an_operational_error(alon
 
 
 @pytest.mark.parametrize("name", ["SEND_ONLY", "SEND_FIRST", "RDMA_WRITE_ONLY_WITH_IMMEDIATE"])
-def test_message_without_a_receive_is_asked_for_later(name):
+def test_message_without_a_receive_is_answered_with_an_rnr_nak(name):
     alone = Alone(min_rnr_timer=17)
     size = MTU_BYTES if name == "SEND_FIRST" else 8
     extensions = (*reth(alone, 0, 8), b"abcd") if "WRITE" in name else ()
@@ -736,7 +736,7 @@ def test_write_to_memory_that_is_gone_further_on_is_refused_there(alone):
     assert alone.events() == [EventType.QP_ACCESS_ERR]
 
 
-def test_write_beyond_the_key_is_refused_before_anything_is_written(alone):
+def test_write_beyond_its_region_is_refused_before_anything_is_written(alone):
     mr = file_region(alone, 2 * mmap.PAGESIZE)
     inject(alone, 0, "RDMA_WRITE_FIRST", mr.addr, mr.rkey, 2 * mmap.PAGESIZE + 1, size=MTU_BYTES)
     assert answers(alone) == [nak(0, ACCESS)]
@@ -746,7 +746,7 @@ def test_write_beyond_the_key_is_refused_before_anything_is_written(alone):
 # ---- whose packets -----------------------------------------------------------------------------
 
 
-def test_other_senders_other_services_and_other_states_are_not_listened_to(alone):
+def test_packets_of_another_sender_service_or_state_are_ignored(alone):
     send_write = ("RC_RDMA_WRITE_ONLY", RQ_PSN, *reth(alone, 0, 4))
     alone.peer.gid = gid(3)
     alone.inject(*send_write, payload=b"evil")
@@ -869,7 +869,7 @@ def test_message_that_lost_a_packet_leaves_its_receive_to_the_next():
     assert uc.peer.take() == []
 
 
-def test_what_an_unreliable_service_cannot_execute_is_dropped():
+def test_request_that_an_unreliable_service_cannot_execute_is_dropped():
     uc = Alone(QPType.UC)
     inject(uc, 0, "SEND_ONLY", size=8)
     addr, rkey, _ = reth(uc, 0, 0)
@@ -913,7 +913,7 @@ def garbage(alone: Alone, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_garbage_raises_nothing_and_costs_little_memory(qp_type):
+def test_garbage_packets_raise_nothing_and_cost_little_memory(qp_type):
     rng = random.Random(3)
     tracemalloc.start()
     try:
@@ -946,7 +946,7 @@ def test_garbage_raises_nothing_and_costs_little_memory(qp_type):
         tracemalloc.stop()
 
 
-def test_devices_may_be_the_same_one():
+def test_queue_pair_may_be_its_own_peer():
     """A queue pair that is its own peer."""
     pair = PairOf()
     device = pair.devices[0]

@@ -321,7 +321,7 @@ def test_python_executes_what_has_more_than_four_sges(connect, context, executed
     assert executed == [rp.Opcode.RDMA_WRITE] * 2
 
 
-def test_first_work_request_after_a_change_is_executed_by_python(rc, executed):
+def test_first_work_request_after_a_qp_modify_is_executed_by_python(rc, executed):
     for _ in range(3):
         rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8])] * 2)
         rc.b.modify(min_rnr_timer=1)
@@ -357,7 +357,7 @@ def test_memory_that_may_be_unmapped_is_accessed_by_python(rc, pd, stack, execut
 
 @pytest.mark.parametrize("beyond", [0, 1])
 @pytest.mark.parametrize("where", ["local", "remote", "receive"])
-def test_range_may_end_with_its_region_but_not_later(connect, where, beyond):
+def test_remote_or_local_range_may_end_with_its_region_but_not_later(connect, where, beyond):
     rc = connect(checked=False)
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
     end = rc.mine.addr + len(rc.mine.buffer) - 8 + beyond
@@ -380,20 +380,20 @@ def test_range_may_end_with_its_region_but_not_later(connect, where, beyond):
     assert done[:2] == [WCStatus.SUCCESS, expected]
 
 
-def test_address_before_the_region_is_refused(connect):
+def test_address_before_its_region_ends_with_an_access_error(connect):
     rc = connect(checked=False)
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], remote_addr=rc.theirs.addr - 1))
     assert [wc.status.name for wc in rc.cq.wait(2)] == ["SUCCESS", "REM_ACCESS_ERR"]
 
 
-def test_key_with_another_low_byte_is_refused(rc):
+def test_key_with_another_low_byte_ends_with_an_access_error(rc):
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8])] * 2)
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], rkey=rc.theirs.rkey ^ 1))
     assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "REM_ACCESS_ERR"]
 
 
-def test_many_regions_are_told_apart(rc, pd, stack):
+def test_work_requests_over_more_regions_than_c_caches_use_the_right_ones(rc, pd, stack):
     """More than C remembers at a time."""
     regions = [stack.enter_context(rp.MR(pd, bytearray([i] * 8), ALL)) for i in range(200)]
     stack.callback(rc.a.close)
@@ -429,14 +429,14 @@ def test_zero_based_region_takes_offsets_and_no_addresses(rc, pd, stack):
     assert bytes(mr.buffer[8:20]) == b"base" + bytes(4) + b"base"
 
 
-def test_length_0_means_2_to_the_31_bytes(connect):
+def test_sge_length_0_means_2_to_the_31_bytes_on_the_fast_path(connect):
     rc = connect(checked=False)
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
     rc.a.post_send(rc.wr(rp.RdmaWrite, rp.SGE(rc.mine.addr, 0, rc.mine.lkey)))
     assert [wc.status.name for wc in rc.cq.wait(2)] == ["SUCCESS", "LOC_PROT_ERR"]
 
 
-def test_read_cannot_be_inline(connect):
+def test_rdma_read_with_inline_fails_on_the_fast_path(connect):
     rc = connect(checked=False, max_inline_data=64)
     inline = SendFlags.SIGNALED | SendFlags.INLINE
     rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:4])] * 2)
@@ -444,7 +444,7 @@ def test_read_cannot_be_inline(connect):
     assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "LOC_QP_OP_ERR"]
 
 
-def test_views_of_memory_are_let_go_with_their_regions(rc, pd):
+def test_fast_path_releases_views_of_memory_with_their_regions(rc, pd):
     """Apart from the 64 regions that C remembers."""
 
     def count() -> int:

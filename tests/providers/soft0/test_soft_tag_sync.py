@@ -51,7 +51,7 @@ def test_unexpected_messages_ask_for_a_sync_when_software_is_far_behind(server):
     assert surprise(server, 1)[0].wc_flags == NO_FLAGS
 
 
-def test_request_for_a_sync_is_met_by_it(server):
+def test_held_tag_entry_matches_once_a_sync_has_the_right_count(server):
     """An entry that was held matches as soon as the counts agree, and not before."""
     surprise(server, 2)
     server.srq.post_srq_ops(rp.TagAdd(tag=1, recv_wr_id=7, sg_list=server.mr[:64], wr_id=1))
@@ -64,7 +64,7 @@ def test_request_for_a_sync_is_met_by_it(server):
     assert (wc.wr_id, wc.wc_flags) == (7, MATCHED)
 
 
-def test_count_without_the_flag_is_refused_and_with_it_taken(server):
+def test_unexpected_cnt_is_refused_without_the_flag_tm_sync_and_taken_with_it(server):
     surprise(server, 1)
     with pytest.raises(rp.PostError, match="unexpected_cnt=1 is ignored without OpsFlags"):
         server.srq.post_srq_ops(rp.TagAdd(tag=1, unexpected_cnt=1))
@@ -72,7 +72,7 @@ def test_count_without_the_flag_is_refused_and_with_it_taken(server):
     assert server.one().wc_flags == NO_FLAGS
 
 
-def test_sync_changes_nothing_on_the_list(server):
+def test_tag_sync_leaves_the_matching_list_as_it_is(server):
     add = server.add(5, recv_wr_id=6)
     server.srq.post_srq_ops(rp.TagSync(unexpected_cnt=0))
     assert server.one().opcode is WCOpcode.TM_SYNC

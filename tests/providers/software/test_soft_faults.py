@@ -32,7 +32,7 @@ class TestFaults:
         yield context.faults
         context.faults.clear()
 
-    def test_a_post_is_refused(self, faults, pd, cq, mr, stack):
+    def test_planned_fault_refuses_a_post(self, faults, pd, cq, mr, stack):
         near, _ = connected(stack, pd, cq, cq)
         write = rp.RdmaWrite(mr[0:8], remote_addr=mr.addr + 64, rkey=mr.rkey)
         faults.fail_post(errno.ENOMEM, after=2)
@@ -42,7 +42,9 @@ class TestFaults:
         near.post_send([write] * 2)
         assert [wc.status for wc in cq.wait(4)] == [WCStatus.SUCCESS] * 4
 
-    def test_a_work_request_completes_with_a_status(self, faults, pd, cq, mr, stack):
+    def test_planned_fault_completes_a_work_request_with_its_status(
+        self, faults, pd, cq, mr, stack
+    ):
         near, _ = connected(stack, pd, cq, cq)
         write = {"remote_addr": mr.addr + 64, "rkey": mr.rkey}
         faults.complete_with(7, WCStatus.RETRY_EXC_ERR)
@@ -56,7 +58,9 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("times", "status"), [(1, WCStatus.SUCCESS), (2, WCStatus.RNR_RETRY_EXC_ERR)]
     )
-    def test_a_receiver_is_not_ready(self, faults, pd, cq, mr, stack, times, status):
+    def test_planned_fault_makes_a_receiver_not_ready(
+        self, faults, pd, cq, mr, stack, times, status
+    ):
         """rnr_retry is 1 here: the second refusal is one too many."""
         near, far = connected(stack, pd, cq, cq)
         far.post_recv(rp.RecvWR(mr[64:128], wr_id=1))
@@ -66,7 +70,7 @@ class TestFaults:
         assert {wc.wr_id: wc.status for wc in sent}[2] is status
 
 
-def test_only_the_software_device_can_inject_faults(context):
+def test_faults_of_a_real_device_are_refused_with_the_devices_that_have_them(context):
     if context.kind == "soft":
         context.faults.clear()
         return

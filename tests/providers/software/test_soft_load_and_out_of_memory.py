@@ -185,7 +185,7 @@ def test_exception_in_the_device_is_logged_and_fails_the_work_request(context, c
         assert "ZeroDivisionError: planted" in caplog.text
 
 
-def test_a_bug_is_not_logged_if_memory_lacks_to_fail_the_work_which_is_done_later(
+def test_bug_that_meets_a_lack_of_memory_is_not_logged_and_its_work_is_done_later(
     context, caplog, monkeypatch
 ):
     """The other thread logs errors after its verb has ended."""
@@ -755,7 +755,7 @@ except (ZeroDivisionError, MemoryError):
 """
 
 
-def test_rollback_needs_no_memory():
+def test_rollback_of_a_device_step_needs_no_memory():
     pytest.importorskip("_testcapi")
     assert prints(ROLLED_BACK) == "True"
 
@@ -920,8 +920,8 @@ def kept(act, at):
     act(a)
     return [wc.wr_id for wc in cq.poll()] == [*range(5)], (a, b, cq)
 
-case, most = sys.argv[1], int(sys.argv[2])
-for at in range(most):
+case, allocations = sys.argv[1], int(sys.argv[2])
+for at in range(allocations):
     good, made = {
         "a post before RTS": posted, "a retry": retried, "an event of a CQ": announced,
         "an event of the device": reported, "reset": lambda at: kept(rp.QP.to_reset, at),

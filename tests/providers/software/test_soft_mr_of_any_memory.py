@@ -673,7 +673,7 @@ def test_file_mapped_behind_anonymous_memory_in_the_range_is_found(fd):
 # ---- memory that the kernel copies ------------------------------------------------------
 
 
-def test_room_is_read_and_written_by_the_kernel(fd):
+def test_memory_copied_by_the_kernel_is_read_and_written_whole(fd):
     memory = mmap.mmap(fd, 4 * PAGE)
     room = native.Room(_address(memory) + 8, 4 * PAGE - 8, memory)
     assert len(room) == 4 * PAGE - 8

@@ -45,7 +45,7 @@ def works(pair: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Numbers, RandomNumbers])
-def test_every_number_is_given_once_and_no_other(kind):
+def test_allocator_gives_every_number_once_and_no_other(kind):
     numbers, given = kind(3, 9), set()
     for _ in range(7):
         given.add(numbers.choose("verb", "numbers", given.__contains__))
@@ -56,7 +56,7 @@ def test_every_number_is_given_once_and_no_other(kind):
     assert numbers.choose("verb", "numbers", given.__contains__) == 5
 
 
-def test_number_that_is_free_again_is_the_last_to_be_given():
+def test_allocator_gives_a_freed_number_last():
     numbers = Numbers(2, 5)
     given = [numbers.choose("verb", "numbers", set().__contains__) for _ in range(6)]
     assert given == [2, 3, 4, 5, 2, 3]
@@ -65,7 +65,7 @@ def test_number_that_is_free_again_is_the_last_to_be_given():
 # ---- queue pairs and SRQs ------------------------------------------------------------
 
 
-def test_queue_pairs_after_the_last_number_take_none_in_use(context, pd, cq, connect, stack):
+def test_queue_pair_numbers_wrap_around_and_skip_those_in_use(context, pd, cq, connect, stack):
     """As after 2^24 queue pairs."""
     pair, numbers = connect(), device_of(context).numbers
     numbers._next = pair.a.qp_num
@@ -101,7 +101,7 @@ def test_queue_pair_takes_no_number_of_an_srq(pd, cq, numbers):
 # ---- keys and handles ------------------------------------------------------------------
 
 
-def test_region_after_the_last_key_takes_none_in_use(context, connect, pd):
+def test_region_keys_wrap_around_and_skip_those_in_use(context, connect, pd):
     """As after 2^23 keys."""
     pair, indices = connect(), device_of(context).memory.indices
     indices._next = (pair.theirs.lkey >> 8) & 0x7FFFFF
@@ -119,7 +119,7 @@ def test_region_after_the_last_key_takes_none_in_use(context, connect, pd):
         ("ibv_alloc_mw", lambda pd, mr: rp.MW(pd, rp.MWType.TYPE_2)),
     ],
 )
-def test_lack_of_keys_is_named(context, pd, monkeypatch, call, make):
+def test_lack_of_free_memory_keys_is_named(context, pd, monkeypatch, call, make):
     memory = device_of(context).memory
     with rp.MR(pd, 64) as mr:
         index = mr.lkey >> 8
@@ -129,7 +129,7 @@ def test_lack_of_keys_is_named(context, pd, monkeypatch, call, make):
         assert not mr.closed
 
 
-def test_handles_after_the_last_one_take_none_in_use(context, pd, cq, monkeypatch):
+def test_object_handles_wrap_around_and_skip_those_in_use(context, pd, cq, monkeypatch):
     """As after 2^32 handles."""
     handle = pd._handle.handle
     monkeypatch.setattr(state, "_handles", Numbers(handle, handle + (1 << 20)))

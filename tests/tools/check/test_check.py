@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import rdmapost as rp
-from rdmapost import QPType, check, frames
+from rdmapost import QPType, check
 from rdmapost.check import ROWS, Failed, Result, Trial, run_checks
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 from rdmapost.tools.check import runner
@@ -103,7 +103,7 @@ def test_check_runs_alone_and_leaks_no_resource(soft: rp.Context, row: Any) -> N
             context.close()
 
 
-def test_row_of_the_users_own_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_added_by_the_user_is_run(soft: rp.Context, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example in the documentation."""
     _, example = check.__doc__.split("too::\n")
     rows = list(ROWS)
@@ -192,40 +192,3 @@ def test_frames_that_do_not_arrive_are_unsupported(
     raw = [result for result in found if result.qp_type == "RAW_PACKET"]
     assert {result.status for result in raw} == {"unsupported"}
     assert all("flow rule" in result.detail for result in raw)
-
-
-# ---- segments -----------------------------------------------------------------------
-
-
-def segments(qp_type: QPType, payload: bytes, mss: int) -> list[bytes]:
-    """Make the right segments of a payload with the device's own code."""
-    from rdmapost.providers.soft0 import offload
-
-    link = offload.ethernet if qp_type is QPType.RAW_PACKET else offload.ipoib
-    return list(offload.segments(frames.tcp(qp_type), link, payload, mss))
-
-
-@pytest.mark.parametrize("qp_type", [QPType.RAW_PACKET, QPType.UD])
-def test_any_wrong_byte_in_a_segment_is_found(qp_type: QPType) -> None:
-    payload, mss = bytes(range(100)), 40
-    right = segments(qp_type, payload, mss)
-    hdr = frames.tcp(qp_type)
-    assert frames.what_is_wrong(right, hdr, qp_type, payload, mss) is None
-    for number, packet in enumerate(right):
-        for at in range(len(packet)):
-            broken = bytearray(packet)
-            broken[at] ^= 0x40
-            packets = [*right[:number], bytes(broken), *right[number + 1 :]]
-            wrong = frames.what_is_wrong(packets, hdr, qp_type, payload, mss)
-            assert wrong is not None, (number, at)
-            assert wrong.startswith(f"segment {number + 1} of 3: its ")
-
-
-def test_missing_and_swapped_segments_are_found() -> None:
-    payload, qp_type = bytes(range(100)), QPType.UD
-    right = segments(qp_type, payload, 50)
-    hdr = frames.tcp(qp_type)
-    assert frames.what_is_wrong(right[:1], hdr, qp_type, payload, 50) == (
-        "1 segment arrived, not 2"
-    )
-    assert "payload" in str(frames.what_is_wrong(right[::-1], hdr, qp_type, payload, 50))

@@ -9,7 +9,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_the_checks_see_that_nothing_has_been_done(on_null):
+def test_checks_fail_on_a_device_that_only_claims_to_carry_out_work(on_null):
     """None passes, and none stops the others."""
     said = on_null(
         LIES

@@ -174,7 +174,7 @@ def test_asyncio_adial_can_be_cancelled(context: rp.Context) -> None:
 def test_asyncio_adial_names_what_answers_in_place_of_a_server(
     context: rp.Context, sent: bytes | None, expected: str
 ) -> None:
-    def talk(sock: socket.socket) -> None:
+    def respond(sock: socket.socket) -> None:
         sock.recv(4096)
         if sent is not None:
             with contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ def test_asyncio_adial_names_what_answers_in_place_of_a_server(
                 sock.shutdown(socket.SHUT_WR)
         read_to_end(sock)
 
-    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=expected):
+    with impostor(respond) as address, pytest.raises(connect.ConnectError, match=expected):
         asyncio.run(connect.adial(context, *address, timeout=0.3))
 
 
@@ -266,7 +266,7 @@ def test_asyncio_connection_refuses_another_event_loop(context: rp.Context, meth
 
 
 @pytest.mark.parametrize("elsewhere", ["thread", "loop"])
-def test_closed_elsewhere_leaves_a_late_answer_to_the_connections_event_loop(
+def test_closed_read_in_another_thread_leaves_a_late_answer_to_the_event_loop(
     context: rp.Context, elsewhere: str
 ) -> None:
     async def main() -> None:

@@ -266,7 +266,9 @@ def test_report_that_times_out_names_the_seconds_that_were_asked_for(
     assert "did not answer within 1.3 s;" in str(caught.value)
 
 
-def test_timeout_refuses_what_dial_refuses(serve: Callable[..., Served]) -> None:
+def test_connection_timeout_refuses_the_values_that_dial_refuses(
+    serve: Callable[..., Served],
+) -> None:
     with serve().dial(timeout=LIMIT) as peer:
         for timeout, error in ((0, ValueError), (math.inf, ValueError), (None, TypeError)):
             with pytest.raises(error, match=r"^timeout"):

@@ -236,12 +236,12 @@ with rp.open_device("soft0") as context:
 
 def test_both_sides_notice_within_a_minute_that_the_network_is_down() -> None:
     unshare = shutil.which("unshare")
-    apart = [unshare or "unshare", "--user", "--map-root-user", "--net"]
-    if unshare is None or subprocess.run([*apart, "true"], check=False).returncode:
+    unshared = [unshare or "unshare", "--user", "--map-root-user", "--net"]
+    if unshare is None or subprocess.run([*unshared, "true"], check=False).returncode:
         pytest.skip("no network namespace of one's own (unshare --user --net)")
     began = time.monotonic()
     done = subprocess.run(
-        [*apart, sys.executable, "-P", "-W", "error", "-c", NETWORK_THAT_GOES],
+        [*unshared, sys.executable, "-P", "-W", "error", "-c", NETWORK_THAT_GOES],
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -323,7 +323,7 @@ def test_dial_times_out_where_the_server_sends_nothing(context: rp.Context) -> N
 def test_dial_names_what_answers_in_place_of_a_server(
     context: rp.Context, sent: bytes, expected: str
 ) -> None:
-    def talk(sock: socket.socket) -> None:
+    def respond(sock: socket.socket) -> None:
         sock.recv(4096)
         # The client may have hung up by now.
         with contextlib.suppress(OSError):
@@ -331,5 +331,5 @@ def test_dial_names_what_answers_in_place_of_a_server(
             sock.shutdown(socket.SHUT_WR)
         read_to_end(sock)
 
-    with impostor(talk) as address, pytest.raises(connect.ConnectError, match=expected):
+    with impostor(respond) as address, pytest.raises(connect.ConnectError, match=expected):
         connect.dial(context, *address)

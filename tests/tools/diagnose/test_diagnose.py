@@ -105,7 +105,7 @@ def test_times_until_a_send_fails_are_reported(rc):
     assert "rnr_retry=1 x the peer's min_rnr_timer=12 (0.64 ms) = 0.64 ms" in evidence
 
 
-def test_finding_prints_as_one_line():
+def test_diagnose_finding_prints_as_one_line():
     problem = Finding("odd", "problem", "it is odd", "mend it", "QP 0x11")
     assert str(problem) == "problem: odd: it is odd; mend it"
     assert str(dataclasses.replace(problem, severity="ok", remedy="")) == "ok: odd: it is odd"
@@ -131,7 +131,7 @@ def test_queue_pair_in_reset_or_init_is_a_problem(unconnected):
     assert "qp.connect(remote)" in finding.remedy
 
 
-def test_peer_left_in_init_is_found(unconnected):
+def test_peer_left_in_init_is_found_by_diagnose(unconnected):
     unconnected.b.to_init(GRANTED)
     unconnected.a.connect(unconnected.b.endpoint())
     finding = named(unconnected.a.diagnose(), "peer-state")
@@ -174,7 +174,7 @@ def test_ud_peer_without_a_qkey_is_a_peer_to_connect_and_no_qkey_mismatch(connec
     assert "qkey-mismatch" not in [finding.name for finding in pair.b.diagnose(pair.a)]
 
 
-def test_qkey_that_a_message_must_carry_is_found(connect):
+def test_qkey_that_a_message_must_carry_is_found_by_diagnose(connect):
     pair = connect(QPType.UD, to=QPState.RESET)
     pair.a.connect()
     pair.b.connect(qkey=5)
@@ -278,7 +278,7 @@ def test_closed_queue_pair_is_a_finding(rc):
         assert "if it was in this process, it is closed" in finding.remedy
 
 
-def test_peer_on_another_open_of_the_device_is_found(context, connect):
+def test_peer_on_another_open_of_the_device_is_found_by_diagnose(context, connect):
     a = connect(to=QPState.RESET).a
     with (
         rp.open_device(context.name) as again,
@@ -340,7 +340,7 @@ def test_diagnosing_leaves_posted_work_requests_alone(rc):
 # ---- timers -----------------------------------------------------------------------
 
 
-def test_timeout_0_is_found(unconnected):
+def test_timeout_0_is_found_by_diagnose(unconnected):
     join(unconnected, {"timeout": 0})
     finding = named(unconnected.a.diagnose(), "timeout-0")
     assert finding.severity == "problem"
@@ -349,13 +349,13 @@ def test_timeout_0_is_found(unconnected):
     assert wrong(unconnected.b) == []
 
 
-def test_timeout_of_hours_is_found(unconnected):
+def test_timeout_of_hours_is_found_by_diagnose(unconnected):
     join(unconnected, {"timeout": 31, "retry_cnt": 6})
     finding = named(unconnected.a.diagnose(), "timeout-long")
     assert "17.1 hours until RETRY_EXC_ERR" in finding.evidence
 
 
-def test_rnr_retry_7_without_a_receive_is_found(context, unconnected):
+def test_rnr_retry_7_without_a_receive_is_found_by_diagnose(context, unconnected):
     join(unconnected, {"rnr_retry": 7})
     a, b = unconnected.a, unconnected.b
     # Nothing is posted, so nothing waits forever yet.
@@ -418,7 +418,7 @@ def test_unusual_attributes_are_warnings(unconnected):
     assert "min_rnr_timer=0 (0.655 s): 0 is the longest wait" in finding.evidence
 
 
-def test_max_rd_atomic_above_the_limit_of_the_peer_is_found(unconnected):
+def test_max_rd_atomic_above_the_limit_of_the_peer_is_found_by_diagnose(unconnected):
     join(unconnected, {"max_rd_atomic": 8}, {"max_dest_rd_atomic": 2})
     finding = named(unconnected.a.diagnose(), "rd-atomic-mismatch")
     assert "max_rd_atomic=8, but the peer's max_dest_rd_atomic=2" in finding.evidence
@@ -434,7 +434,7 @@ def test_peer_that_takes_no_reads_is_what_to_change(unconnected):
 # ---- the path ---------------------------------------------------------------------
 
 
-def test_gid_that_is_not_the_peers_is_found(context, unconnected):
+def test_gid_that_is_not_the_peers_is_found_by_diagnose(context, unconnected):
     """Both GIDs are the port's, but of two types."""
     port = context.query_port(1)
     needs(port.link_layer is rp.LinkLayer.ETHERNET, "GIDs made of IP addresses", context)
@@ -456,7 +456,7 @@ def test_gid_that_is_not_the_peers_is_found(context, unconnected):
     assert any(f"{b} has {b.gid.gid}" in finding.evidence for finding in found)
 
 
-def test_gid_of_no_device_is_found(context, unconnected):
+def test_gid_of_no_device_is_found_by_diagnose(context, unconnected):
     needs(context.kind == "soft", "network confined to this machine", context)
     a, b = unconnected.a, unconnected.b
     a.connect(dataclasses.replace(b.endpoint(), gid=rp.GID("::ffff:10.9.9.9")))
@@ -476,7 +476,7 @@ def test_link_local_gid_is_a_warning(context, stack, pd, cq):
     assert warned & {"gid-link-local", "gid-roce-v1"}
 
 
-def test_gid_index_that_the_port_lacks_is_found(stack, pd, cq, monkeypatch):
+def test_gid_index_that_the_port_lacks_is_found_by_diagnose(stack, pd, cq, monkeypatch):
     """The network device has lost its address since the queue pair was created."""
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, gid_index=0))
     monkeypatch.setattr(rp.Context, "query_gid_table", lambda *_: [])
@@ -494,7 +494,7 @@ def test_different_path_mtus_are_found(unconnected):
     assert finding.evidence.startswith("path_mtu 256, but the peer's is ")
 
 
-def test_psn_mismatch_is_found(unconnected):
+def test_psn_mismatch_is_found_by_diagnose(unconnected):
     far = unconnected.b.endpoint()
     unconnected.a.connect(dataclasses.replace(far, psn=far.psn ^ 0x800000))
     unconnected.b.connect(unconnected.a.endpoint())
@@ -539,7 +539,7 @@ def test_access_that_the_peer_denies_is_reported(unconnected):
     assert "does not allow REMOTE_WRITE, REMOTE_ATOMIC" in finding.evidence
 
 
-def test_access_for_flush_is_said(connect, context):
+def test_diagnose_reports_access_for_flush(connect, context):
     needs_send_op(context, rp.SendOps.FLUSH)
     pair = connect(to=QPState.RESET, send_ops_flags=rp.SendOps.FLUSH)
     access = Access.REMOTE_READ | Access.FLUSH_PERSISTENT
@@ -562,7 +562,7 @@ def test_peer_on_another_pd_is_reported(context, stack, pd, cq):
 # ---- queues -----------------------------------------------------------------------
 
 
-def test_full_send_queue_is_found(connect):
+def test_full_send_queue_is_found_by_diagnose(connect):
     """None of the sends is SIGNALED: the classic mistake."""
     pair = connect(max_send_wr=4)
     depth = pair.a.max_send_wr
@@ -590,7 +590,7 @@ def test_remedy_for_a_full_queue_of_signaled_sends_is_to_poll(connect):
     assert named(pair.a.diagnose(), "outstanding").severity == "ok"
 
 
-def test_cq_that_is_too_small_is_found(context, pd, stack):
+def test_cq_that_is_too_small_is_found_by_diagnose(context, pd, stack):
     cq = stack.enter_context(rp.CQ(context, 1))
     mr = stack.enter_context(rp.MR(pd, 64, ALL))
     qp = stack.enter_context(rp.QP(pd, QPType.UD, cq, max_recv_wr=2 * cq.cqe + 2))
@@ -738,7 +738,7 @@ def test_refused_write_on_uc_is_said_to_be_dropped(connect):
     assert pair.b.state is QPState.RTS
 
 
-def test_psn_that_the_endpoint_does_not_have_is_found(unconnected):
+def test_psn_that_the_endpoint_does_not_have_is_found_by_diagnose(unconnected):
     far = unconnected.b.endpoint()
     unconnected.a.connect(dataclasses.replace(far, psn=far.psn ^ 1))
     assert wrong(unconnected.a, far) == ["psn-mismatch"]

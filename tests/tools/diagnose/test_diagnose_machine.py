@@ -89,7 +89,7 @@ def test_memlock_limit_does_not_matter_for_the_software_device():
     assert prints(LIMITED, "0", "0", "soft0").startswith("info")
 
 
-def test_nearly_all_files_open_is_found():
+def test_nearly_all_files_open_is_found_by_diagnose():
     said = prints(
         "import resource\n"
         "from rdmapost.diagnose import diagnose_machine\n"
@@ -132,7 +132,7 @@ def test_machine_without_rdma_is_reported_with_a_remedy():
     assert 'open_device("roce:lo")' in finding.remedy
 
 
-def test_library_that_cannot_be_loaded_is_found():
+def test_library_that_cannot_be_loaded_is_found_by_diagnose():
     said = prints(
         "from rdmapost.diagnose import diagnose_machine\n"
         "found = [f for f in diagnose_machine() if f.name == 'libibverbs-missing']\n"
@@ -161,7 +161,7 @@ def test_modules_and_device_nodes_are_found(roce):
     assert named(findings, "provider-missing").severity == "problem"
 
 
-def test_node_without_permission_is_found(roce):
+def test_node_without_permission_is_found_by_diagnose(roce):
     node = roce / "dev/infiniband/uverbs0"
     node.chmod(0o600)
     for place in (roce, *roce.parents):
@@ -280,7 +280,7 @@ def test_route_to_a_peer_is_looked_up(roce, source, dgid, netdev, name, says):
     assert says in finding.evidence
 
 
-def test_address_without_a_route_is_found(roce):
+def test_address_without_a_route_is_found_by_diagnose(roce):
     (roce / "proc/net/route").write_text("Iface\tDestination\n")
     entry = rp.GIDTableEntry(3, rp.GID("::ffff:10.0.0.5"), rp.GIDType.ROCE_V2, "eth7")
     peer = rp.GID("::ffff:192.0.2.1")

@@ -75,7 +75,7 @@ def port_settles(context: rp.Context, state: rp.PortState) -> None:
     pytest.fail(f"the port is not {state.name} after 10 s")
 
 
-def test_port_that_is_down_is_found(context, netdev, rc):
+def test_port_that_is_down_is_found_by_diagnose(context, netdev, rc):
     try:
         with undone((f"link set {netdev} down", f"link set {netdev} up")):
             port_settles(context, rp.PortState.DOWN)
@@ -96,7 +96,7 @@ def test_port_that_is_down_is_found(context, netdev, rc):
     assert "port-down" not in wrong(rc.a)
 
 
-def test_mtu_that_has_shrunk_is_found(context, netdev, rc):
+def test_mtu_that_has_shrunk_is_found_by_diagnose(context, netdev, rc):
     mtu = System().netdev_mtu(netdev)
     active = context.query_port(1).active_mtu
     needs(active > rp.MTU.MTU_256, "adjustable MTU", context)
@@ -106,7 +106,7 @@ def test_mtu_that_has_shrunk_is_found(context, netdev, rc):
     assert "mtu-mismatch" not in wrong(rc.a)
 
 
-def test_address_that_was_taken_away_is_found(context, netdev, connect):
+def test_address_that_was_taken_away_is_found_by_diagnose(context, netdev, connect):
     """The queue pairs keep a GID that the port no longer has."""
     gid = "::ffff:192.168.77.1"
     add = (f"addr add 192.168.77.1/24 dev {netdev}", f"addr flush dev {netdev} to 192.168.77.1")
@@ -129,7 +129,7 @@ def test_address_that_was_taken_away_is_found(context, netdev, connect):
         pair.b.close()
 
 
-def test_gid_of_another_network_is_found(context, netdev, connect):
+def test_gid_of_another_network_is_found_by_diagnose(context, netdev, connect):
     gid = "::ffff:192.168.77.1"
     add = (f"addr add 192.168.77.1/24 dev {netdev}", f"addr flush dev {netdev} to 192.168.77.1")
     with undone(add):

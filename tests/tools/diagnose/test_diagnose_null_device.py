@@ -8,7 +8,7 @@ null = null_device.null
 on_null = null_device.on_null
 
 
-def test_the_doctor_finds_what_cannot_be_listed_or_opened(on_null):
+def test_doctor_finds_devices_that_cannot_be_listed_or_opened(on_null):
     code = """
     from rdmapost.diagnose import diagnose_machine
     for found in diagnose_machine("null0"):

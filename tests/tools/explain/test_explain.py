@@ -108,7 +108,7 @@ def test_every_errno_has_causes_and_a_next_step(name: str) -> None:
     assert found.look_at
 
 
-def test_usual_causes_come_first() -> None:
+def test_explanation_lists_the_usual_causes_first() -> None:
     """For the two most common statuses, the first cause listed is the one to rule out first."""
     assert "not in RTR or RTS" in explain("RETRY_EXC_ERR")[0].causes[0]
     assert "no receive" in explain("RNR_RETRY_EXC_ERR")[0].causes[0]
@@ -133,11 +133,11 @@ def test_usual_causes_come_first() -> None:
         ("EOPNOTSUPP", "ibv_rereg_mr"),
     ],
 )
-def test_cause_is_listed(name: str, cause: str) -> None:
+def test_known_causes_of_a_status_or_errno_are_listed(name: str, cause: str) -> None:
     assert cause in " ".join(explain(name)[0].causes)
 
 
-def test_no_two_texts_are_alike() -> None:
+def test_no_two_explanations_are_alike() -> None:
     said = Counter(re.sub(r"\W+", " ", text.lower()) for one in EVERY for text in texts(one))
     # The opcodes of a QP type are a column of the table; two types have the same opcodes.
     said = Counter({text: times for text, times in said.items() if text[:8] != "opcodes "})
@@ -165,7 +165,7 @@ def test_fields_of_an_opcode_are_those_of_its_work_request(wr: type) -> None:
     assert found.far_side
 
 
-def test_texts_name_only_existing_constants() -> None:
+def test_explanations_name_only_existing_constants() -> None:
     """A misspelt status or attribute would send its reader looking for nothing."""
     known = (
         {member.name for name in enums.__all__ for member in getattr(enums, name)}
@@ -218,7 +218,7 @@ def test_texts_name_only_existing_constants() -> None:
         ("error", rp.PostError),
     ],
 )
-def test_texts_name_only_existing_attributes(variable: str, owner: type) -> None:
+def test_explanations_name_only_existing_attributes(variable: str, owner: type) -> None:
     named = set(re.findall(rf"\b{variable}\.([a-z_]+)", PROSE))
     made = (
         set(vars(owner(*("x", 22, "y"), index=0, posted=0, count=1)))
@@ -240,7 +240,7 @@ COMMANDS = sorted(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_in_the_texts_run(command: str) -> None:
+def test_commands_in_the_explanations_run(command: str) -> None:
     words = shlex.split(command)[1:]
     ran = run(*words) if words[0] == "explain" or "-d" in words else run(*words, "-d", "soft0")
     assert ran.code == 0, ran.err
@@ -299,7 +299,7 @@ def found(what: str | int) -> list[tuple[str, str]]:
         ("IBV_WR_FLUSH", "opcode", "FLUSH"),
     ],
 )
-def test_name_in_any_spelling_is_found(what: str | int, kind: str, name: str) -> None:
+def test_name_to_explain_is_found_in_any_spelling(what: str | int, kind: str, name: str) -> None:
     assert found(what) == [(kind, name)]
 
 
@@ -324,7 +324,7 @@ def test_every_status_is_found_by_number(status: WCStatus) -> None:
     assert ("status", status.name) in found(str(int(status)))
 
 
-def test_word_that_resembles_no_name_suggests_nothing() -> None:
+def test_word_to_explain_that_resembles_no_name_suggests_nothing() -> None:
     with pytest.raises(UnknownNameError, match=r"event, verb, exception or finding$") as caught:
         explain("frobnicate")
     assert caught.value.nearest == ()
@@ -362,13 +362,13 @@ def test_text_that_is_nothing_like_a_name_has_no_suggestion(what: str | int) -> 
     assert len(str(caught.value)) < 200
 
 
-def test_number_too_long_to_print_is_shown_as_its_size() -> None:
+def test_number_too_long_to_print_is_explained_by_its_size() -> None:
     with pytest.raises(UnknownNameError, match=r"^\(70001 bits\) is not the number of a status"):
         explain(1 << 70_000)
 
 
 @pytest.mark.parametrize("what", [None, 1.0, b"EINVAL", ["EINVAL"]])
-def test_what_is_no_name_is_a_type_error(what: object) -> None:
+def test_explaining_an_object_that_is_no_name_is_a_type_error(what: object) -> None:
     with pytest.raises(TypeError, match=r"^what: expected a name or a number, got"):
         explain(what)  # type: ignore[arg-type]
 
@@ -393,7 +393,7 @@ def test_name_of_an_errno_is_never_that_of_a_status(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(itertools.chain.from_iterable(names().values()))))
-def test_page_fits_80_columns(name: str) -> None:
+def test_explain_page_fits_80_columns(name: str) -> None:
     ran = run("explain", name)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -405,7 +405,7 @@ def test_page_fits_80_columns(name: str) -> None:
             assert " ".join(text.split()) in printed
 
 
-def test_page_of_an_opcode_shows_its_row_of_the_table() -> None:
+def test_explain_page_of_an_opcode_shows_its_row_of_the_table() -> None:
     lines = run("explain", "rdma_read").out.splitlines()
     head = next(line for line in lines if line.startswith("OPCODE"))
     row = lines[lines.index(head) + 1]
@@ -429,11 +429,11 @@ def test_explain_without_a_name_lists_all() -> None:
     assert run("explain", "--json").doc == {"names": names()}
 
 
-def test_phrase_needs_no_quotes() -> None:
+def test_phrase_to_explain_needs_no_quotes() -> None:
     assert run("explain", "local", "protection", "error").out.startswith("LOC_PROT_ERR: ")
 
 
-def test_negative_number_is_not_an_option() -> None:
+def test_negative_number_to_explain_is_not_taken_for_an_option() -> None:
     ran = run("explain", "-22")
     assert (ran.code, ran.out.split()[0]) == (0, "EINVAL:")
 
@@ -603,7 +603,7 @@ def test_help_of_explain_fits_80_columns() -> None:
     assert "explain" in run("--help").out
 
 
-def test_json_document_has_every_field() -> None:
+def test_json_of_explain_has_every_field() -> None:
     doc = run("explain", "13", "--json").doc
     assert doc.keys() == {"name", "explanations"}
     assert doc["name"] == "13"
@@ -619,7 +619,7 @@ def test_json_document_has_every_field() -> None:
 
 
 @pytest.mark.parametrize("name", ["RNR_RETRY", "nonsense", "-x", "31337"])
-def test_unknown_name_is_a_usage_error(name: str) -> None:
+def test_unknown_name_to_explain_is_a_usage_error(name: str) -> None:
     ran = run("explain", name)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith("rdmapost explain: ")

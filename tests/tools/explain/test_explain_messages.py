@@ -320,7 +320,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "names"), LINES, ids=[line[:40] for line, _ in LINES])
-def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None:
+def test_log_line_is_explained_by_the_names_in_it(line: str, names: list[str]) -> None:
     mentioned = [mention.explanation.name for mention in explain_lines([line])]
     found = set(mentioned)
     assert mentioned[0] == names[0]
@@ -343,7 +343,7 @@ def test_line_is_explained_by_what_it_names(line: str, names: list[str]) -> None
         (0x64, "NAK, invalid RD request"),
     ],
 )
-def test_syndrome_of_an_answer_is_named(syndrome: int, meaning: str) -> None:
+def test_syndrome_of_an_acknowledgement_is_explained(syndrome: int, meaning: str) -> None:
     (mention,) = explain_lines([f"b->a  PSN 1  ACKNOWLEDGE, syndrome {syndrome:#x}"])
     assert re.match(meaning, mention.explanation.meaning)
 
@@ -353,7 +353,7 @@ def test_unquoted_line_is_explained_like_a_quoted_one() -> None:
     assert run("explain", *line.split()) == run("explain", line)
 
 
-def test_state_in_a_failure_is_not_what_is_explained() -> None:
+def test_state_named_beside_a_failure_is_not_explained() -> None:
     for args in (["RTR failed"], ["RTR", "failed"], ["Failed", "to", "modify", "QP", "to", "RTR"]):
         ran = run("explain", *args)
         assert ran.code == 0
@@ -370,7 +370,7 @@ def test_events_of_every_connection_are_left_out_of_a_log() -> None:
     assert [one.explanation.name for one in explain_lines(log)] == ["REJECTED", "DISCONNECTED"]
 
 
-def test_lines_that_come_again_are_counted_and_cost_little() -> None:
+def test_repeated_log_lines_are_counted_and_cost_little() -> None:
     line = "NCCL INFO Channel 00/02 : node 0[0] -> 1[0] via P2P/IPC status=12 wr_id 7 " * 20
     distinct = [f"{line}{number}" for number in range(1500)]
     started = time.process_time()
@@ -386,7 +386,7 @@ def test_line_with_letters_that_grow_in_lower_case_is_explained() -> None:
     assert [one.explanation.name for one in explain_lines([line])] == ["LOC_PROT_ERR", "ENOMEM"]
 
 
-def test_several_lines_and_names_are_explained_in_turn() -> None:
+def test_several_log_lines_and_names_are_explained_in_order() -> None:
     ran = run("explain", "--json", "[Errno 12] Cannot allocate memory", "RNR_RETRY_EXC_ERR")
     assert [one["name"] for one in ran.doc["explanations"]] == ["ENOMEM", "RNR_RETRY_EXC_ERR"]
 
@@ -400,7 +400,7 @@ def test_messages_of_this_library_are_explained(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("place", [1, 2, 12, 110])
-def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
+def test_index_of_a_work_request_in_a_log_line_is_not_taken_for_an_errno(place: int) -> None:
     line = f"ibv_post_send: work request {place} of {place} (index {place - 1}): 9 SGEs [EINVAL]"
     assert [mention.explanation.name for mention in explain_lines([line])] == ["EINVAL"]
 
@@ -457,7 +457,7 @@ def test_place_of_a_work_request_in_its_list_is_no_errno(place: int) -> None:
         "ok       machine: memlock",
     ],
 )
-def test_line_without_an_error_names_nothing(line: str) -> None:
+def test_log_line_without_an_error_gets_no_explanation(line: str) -> None:
     assert explain_lines([line]) == ()
 
 
@@ -602,7 +602,7 @@ def test_every_text_of_libibverbs_is_known() -> None:
             ]
 
 
-def test_argument_of_several_lines_is_read_as_lines() -> None:
+def test_argument_of_several_lines_is_explained_line_by_line() -> None:
     lines = "first: Failed status transport retry counter exceeded\nthen: ret=-22"
     found = run("explain", "--json", lines).doc["explanations"]
     assert [one["name"] for one in found] == ["RETRY_EXC_ERR", "EINVAL"]

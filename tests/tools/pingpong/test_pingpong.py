@@ -22,13 +22,13 @@ from rdmapost.pingpong import Address, Latency, Pingpong, PingpongError, Result,
 # ---- the figures --------------------------------------------------------------
 
 
-def test_latency_percentiles_are_of_the_nearest_rank():
+def test_pingpong_latency_percentiles_are_of_the_nearest_rank():
     latency = Latency.of(array("Q", (1000 * n for n in range(1000, 0, -1))))
     assert latency == Latency(min=1, p50=500, p90=900, p99=990, p99_9=999, max=1000)
     assert Latency.of(array("Q", [7000])) == Latency(7, 7, 7, 7, 7, 7)
 
 
-def test_rates_count_both_ways():
+def test_pingpong_rates_count_both_directions():
     here = Address(0, 1, 2, rp.GID("::1"))
     result = Result("client", "x:1", here, here, 1000, 500, 500, 0.25, None, False)
     assert result.messages_per_second == 4000
@@ -43,7 +43,7 @@ def test_rates_count_both_ways():
 
 
 @TYPES
-def test_both_sides_measure_every_round_trip(context, qp_type):
+def test_both_sides_of_a_pingpong_measure_every_round_trip(context, qp_type):
     client, server = done(run_pair(context, qp_type, iters=200))
     assert (client.role, server.role) == ("client", "server")
     assert (client.local, client.remote) == (server.remote, server.local)

@@ -280,7 +280,8 @@ def test_listen_names_a_port_in_use_and_an_address_of_another_machine():
 
 def test_listen_accepts_on_every_address_by_default():
     with listen(None, 0) as listener:
-        socket.create_connection((HOST, listener.getsockname()[1]), 5).close()
+        for host in (HOST, "127.0.0.2"):
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
 
 
 def test_a_validating_server_reports_a_client_that_does_not_mark_pages(context):

@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from isolated import TIMES
-from support import threads
-
 import rdmapost as rp
 from rdmapost.providers.software.state import objects
+from support import threads
+from support.isolated import TIMES
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
 BINDABLE = ALL | rp.Access.MW_BIND

@@ -17,7 +17,7 @@ class Adds:
         self.stack.add(self.pd)
 
 
-def test_stack_closes_everything_although_resources_are_added_meanwhile() -> None:
+def test_resource_stack_closes_resources_that_are_added_while_it_closes() -> None:
     with rp.open_device("soft0") as context:
         stack = ResourceStack()
         held = [stack.add(rp.PD(context)) for _ in range(9)]

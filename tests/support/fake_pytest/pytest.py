@@ -1,6 +1,7 @@
-"""What the body of a test needs of pytest, in a process that runs one test (``isolated``).
+"""Stands in for pytest in a process that runs one test (``support.isolated``).
 
-pytest itself takes longer to import than most of them to run.
+It has what the bodies of such tests use. pytest itself takes longer to import than most of them to
+run.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from typing import Any
 
 import pytest
 
-HERE = pathlib.Path(__file__).resolve().parent
+FAKE_PYTEST = pathlib.Path(__file__).resolve().parent / "fake_pytest"
 TIMES = 1 if os.environ.get("RDMAPOST_REQUIRE_DEVICE") != "1" else 5
 """How much longer things may take: a guest is emulated."""
 
 _BOOT = """
 import faulthandler, gc, json, os, sys, time
-path, name, arguments, seconds = sys.argv[1:]
+path, name, arguments, seconds, fake_pytest = sys.argv[1:]
 faulthandler.enable()
 end = time.monotonic() + float(seconds)
 watch = lambda: faulthandler.dump_traceback_later(max(0.1, end - time.monotonic()), exit=True)
@@ -35,7 +35,7 @@ watch()
 # At its end a child would wait for the thread that watches, which it does not have.
 os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=watch)
 here = path.rpartition("/")[0]
-sys.path[:0] = [here + "/alone", here, here.rpartition("/")[0]]
+sys.path[:0] = [fake_pytest, here, here.rpartition("/")[0]]
 module = __import__(path.rpartition("/")[2].removesuffix(".py"))
 gc.freeze()  # What has been imported is not looked at by the many collections of a test.
 getattr(module, name).__wrapped__(**json.loads(arguments))
@@ -62,11 +62,8 @@ def isolated(
         def run(**arguments: Any) -> None:
             __tracebackhide__ = True
             seconds = timeout * TIMES
-            status, out, err = run_python(
-                ["-W", warnings, "-c", _BOOT, path, test.__name__, json.dumps(arguments), seconds],
-                seconds + 10,
-                env,
-            )
+            passed = (path, test.__name__, json.dumps(arguments), seconds, FAKE_PYTEST)
+            status, out, err = run_python(["-W", warnings, "-c", _BOOT, *passed], seconds + 10, env)
             if status:
                 pytest.fail(f"it {how(status)}\n{out}{err}", pytrace=False)
             if silent and err:

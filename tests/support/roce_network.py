@@ -269,11 +269,11 @@ def _first(item: tuple[Any, Any]) -> int:
     return item[0] if isinstance(item[0], int) else id(item[0])
 
 
-def state_of(*roots: Any, most: int = 1 << 16) -> tuple[dict[int, Any], list[Any]]:
+def state_of(*roots: Any, max_bytes: int = 1 << 16) -> tuple[dict[int, Any], list[Any]]:
     """Return everything reachable from objects, to compare; and them, to keep them.
 
     Args:
-        most: how many bytes of each memory to compare.
+        max_bytes: how many bytes of each memory to compare.
     """
     found: dict[int, Any] = {}
     left: list[Any] = list(roots)
@@ -287,7 +287,7 @@ def state_of(*roots: Any, most: int = 1 << 16) -> tuple[dict[int, Any], list[Any
             found[id(each)] = each if isinstance(each, (int, float)) else None
             continue
         if isinstance(each, memoryview):
-            found[id(each)] = zlib.crc32(each[:most])
+            found[id(each)] = zlib.crc32(each[:max_bytes])
             continue
         if isinstance(each, _MANY):
             parts = list(each)

@@ -23,7 +23,7 @@ from rdmapost.standard.wire import GRH_BYTES
 
 
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UC, QPType.UD])
-def test_message_arrives_on_every_qp_type(context: rp.Context, qp_type: QPType) -> None:
+def test_loopback_message_arrives_on_every_qp_type(context: rp.Context, qp_type: QPType) -> None:
     with Loopback(context, qp_type, remote_size=64) as pair:
         pair.local.mr.buffer[:3] = b"abc"
         pair.receive(16)
@@ -35,7 +35,7 @@ def test_message_arrives_on_every_qp_type(context: rp.Context, qp_type: QPType) 
         assert pair.headroom == (GRH_BYTES if qp_type is QPType.UD else 0)
 
 
-def test_waits_share_a_deadline(context: rp.Context) -> None:
+def test_waits_of_a_loopback_share_a_deadline(context: rp.Context) -> None:
     with Loopback(context, timeout=0.1) as pair:
         with pytest.raises(rp.WaitTimeout, match=r"did not complete within 0\.1 s") as caught:
             pair.sent()
@@ -48,7 +48,7 @@ def test_waits_share_a_deadline(context: rp.Context) -> None:
 
 @pytest.mark.parametrize("error", [False, True], ids=["quiet", "error"])
 @pytest.mark.parametrize("qp_type", [QPType.RC, QPType.UD])
-def test_closes_with_work_requests_outstanding(
+def test_loopback_closes_with_work_requests_outstanding(
     context: rp.Context, qp_type: QPType, error: bool
 ) -> None:
     def use() -> None:
@@ -70,7 +70,7 @@ def test_closes_with_work_requests_outstanding(
     pair.close()
 
 
-def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
+def test_loopback_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     context: rp.Context,
 ) -> None:
     pair = Loopback(context)
@@ -85,7 +85,7 @@ def test_close_that_one_part_refuses_closes_the_rest_and_can_be_repeated(
     assert cq.closed
 
 
-def test_close_closes_what_other_code_created_on_the_pd(context: rp.Context) -> None:
+def test_loopback_close_closes_what_other_code_created_on_its_pd(context: rp.Context) -> None:
     with Loopback(context) as pair:
         region = rp.MR(pair.local.mr.pd, 64)
         pair.local.qp.post_recv(rp.RecvWR(region[:]))
@@ -104,7 +104,7 @@ def test_thread_that_posts_while_the_loopback_is_closed_is_told_so(
         assert [type(error) for error in raised] == [rp.ClosedError]
 
 
-def test_region_closed_early_frees_its_memory(context: rp.Context) -> None:
+def test_region_of_a_loopback_closed_early_frees_its_memory(context: rp.Context) -> None:
     with Loopback(context) as pair:
         seen = []
         for _ in range(20):
@@ -115,7 +115,9 @@ def test_region_closed_early_frees_its_memory(context: rp.Context) -> None:
         assert sum(ref() is not None for ref in seen) <= 2
 
 
-def test_failed_close_is_a_note_on_the_error_of_the_block(context: rp.Context) -> None:
+def test_failed_close_of_a_loopback_is_a_note_on_the_error_of_its_block(
+    context: rp.Context,
+) -> None:
     left: list[rp.QP] = []
 
     def use(pd: rp.PD) -> None:
@@ -152,19 +154,19 @@ def test_failed_close_is_a_note_on_the_error_of_the_block(context: rp.Context) -
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
 )
-def test_wrong_argument_is_named(
+def test_wrong_argument_of_loopback_is_named(
     context: rp.Context, wrong: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):
         Loopback(context, **wrong)
 
 
-def test_object_that_is_not_a_context_is_refused() -> None:
+def test_loopback_of_an_object_that_is_not_a_context_is_refused() -> None:
     with pytest.raises(TypeError, match="context: expected Context, got NoneType"):
         Loopback(None)  # type: ignore[arg-type]
 
 
-def test_failed_constructor_closes_everything(context: rp.Context) -> None:
+def test_failed_constructor_of_loopback_closes_everything(context: rp.Context) -> None:
     # Not in the port's GID table, or an entry that is empty.
     missing = "gid_index=99 is not in 0|no GID with index 99"
     with pytest.raises(ValueError, match=missing):
@@ -178,7 +180,7 @@ def test_failed_constructor_closes_everything(context: rp.Context) -> None:
 
 
 @pytest.mark.parametrize("completes", [True, False])
-def test_window_is_closed_before_a_region_that_was_created_later(
+def test_loopback_closes_a_window_before_a_region_that_was_created_later(
     context: rp.Context, completes: bool
 ) -> None:
     """Both after the bind's completion has been polled and while the bind is outstanding."""
@@ -194,7 +196,7 @@ def test_window_is_closed_before_a_region_that_was_created_later(
     assert region.closed
 
 
-def test_close_in_a_forked_child_does_nothing(context: rp.Context) -> None:
+def test_loopback_closed_in_a_forked_child_does_nothing(context: rp.Context) -> None:
     with Loopback(context) as pair:
         pid = os.fork()
         if not pid:
@@ -355,14 +357,14 @@ def test_traceback_of_a_missing_feature_names_an_error_that_explain_knows(
         (lambda pair: pair.settled(b"z", -1), IndexError, "1 byte at offset -1"),
     ],
 )
-def test_range_outside_the_memory_is_refused(
+def test_loopback_range_outside_its_memory_is_refused(
     context: rp.Context, use: Any, error: type[Exception], said: str
 ) -> None:
     with Loopback(context) as pair, pytest.raises(error, match=said):
         use(pair)
 
 
-def test_ends_of_the_memory_are_within_it(context: rp.Context) -> None:
+def test_loopback_range_may_touch_both_ends_of_its_memory(context: rp.Context) -> None:
     with Loopback(context) as pair:
         assert pair.cut(pair.local, 4096, 0) == []
         assert pair.cut(pair.local, 4095, 1)[0].length == 1
@@ -371,7 +373,7 @@ def test_ends_of_the_memory_are_within_it(context: rp.Context) -> None:
         assert pair.settled(bytes(8), 4088)
 
 
-def test_settled_compares_the_bytes_of_a_buffer_of_any_format(context: rp.Context) -> None:
+def test_loopback_settled_compares_the_bytes_of_a_buffer_of_any_format(context: rp.Context) -> None:
     numbers = array("I", [1, 2, 3])
     with Loopback(context, timeout=0.1) as pair:
         pair.remote.mr.buffer[8:20] = numbers.tobytes()
