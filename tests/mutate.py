@@ -415,6 +415,14 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "providers/soft0/test_soft_tag_matching.py",
     ),
+    "rdmapost/_c/posting/build_wr.c": ("posting/test_atomic_write_and_flush.py",),
+    "rdmapost/_c/roce/icrc.c": ("providers/roce/test_roce_packets.py",),
+    "rdmapost/_c/roce/packets.c": (
+        "providers/roce/test_roce_packets.py",
+        "providers/roce/test_roce_responder.py",
+        "providers/roce/test_roce_requester.py",
+        "providers/roce/test_roce_device.py",
+    ),
     "rdmapost/_c/memory/dlpack.c": ("resources/test_mr_of_any_memory.py",),
     "rdmapost/_c/software/mapped_memory.c": ("providers/software/test_soft_mr_of_any_memory.py",),
     "rdmapost/_c/posting/sge.c": (
