@@ -6,6 +6,7 @@ import pathlib
 import time
 
 import pytest
+from support import LOSES_MEMORY
 from support.isolated import TIMES, isolated, run_python
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent
@@ -99,14 +100,14 @@ def test_program_with_anything_open_exits_promptly_and_silently(how, device):
     program = OPEN + ENDS[how] + "print('the end', flush=True)\n"
     start = time.monotonic()
     status, out, err = run_python(
-        ["-W", "error", "-c", program, device, limit, TESTS], limit + 10, {}
+        ["-W", "error", "-c", program, device, limit, TESTS], limit + 10, LOSES_MEMORY
     )
     assert (status, err) == (7 if how == "uncaught exception" else 0, "")
     assert out == ("" if status else "the end\n")
     assert time.monotonic() - start < limit
 
 
-@isolated(timeout=30)
+@isolated(timeout=30, **LOSES_MEMORY)
 def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
     """Threads keep posting during the exit, which does not wait for them."""
     import threading
@@ -165,7 +166,7 @@ def test_finalizer_during_interpreter_exit_may_close(soft):
 def test_finalizer_at_exit_does_not_retry_a_close_that_the_device_refused(others):
     """Threads were stopped in the middle of waits and posts, and still hold their locks."""
     program = OPEN + KEPT_BUSY + OTHERS[others] + "time.sleep(0.3)"
-    status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, TESTS], 60, {})
+    status, out, err = run_python(["-c", program, "soft0", 10 * TIMES, TESTS], 60, LOSES_MEMORY)
     assert (status, out) == (0, "nothing happened\n")
     assert "close it, or what uses it" not in err
 

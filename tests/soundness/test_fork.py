@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
+from support import LOSES_MEMORY
 from support.connected_pair import LIMIT, Rig, open_files
 from support.isolated import TIMES, isolated
 
@@ -114,7 +115,7 @@ def everything(rig: Rig) -> dict[str, Callable[[], object]]:
     }
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_use_in_a_forked_child_names_the_owner_and_the_remedy(device):
     """By the parent's process id; and it changes nothing in the parent."""
     rig = Rig(device)
@@ -157,7 +158,7 @@ def test_use_in_a_forked_child_names_the_owner_and_the_remedy(device):
     rig.close()
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
     rig = Rig(device)
     rig.b.post_recv([rig.receive(10), rig.receive(11)])
@@ -184,7 +185,7 @@ def test_forked_child_that_polls_takes_no_completion_of_its_parent(device):
 
 
 @pytest.mark.parametrize("waits", ["wait", "get_cq_event", "get_async_event"])
-@isolated(silent=True, timeout=30)
+@isolated(silent=True, timeout=30, **LOSES_MEMORY)
 def test_child_forked_while_threads_wait_can_start_threads_and_exit(waits, device):
     """The threads that waited are not in it, and others have their stacks."""
     rig = Rig(device)
@@ -230,7 +231,7 @@ def test_child_forked_while_threads_wait_can_start_threads_and_exit(waits, devic
 
 
 @pytest.mark.parametrize("ending", ["exit", "fall off", "del", "close", "exception"])
-@isolated(silent=True, timeout=30)
+@isolated(silent=True, timeout=30, **LOSES_MEMORY)
 def test_forked_child_exits_promptly_whatever_other_threads_were_doing(ending, device):
     """One posts a prepared list, one lists and INLINE, one polls, at the moment of the fork."""
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -296,7 +297,7 @@ def test_forked_child_exits_promptly_whatever_other_threads_were_doing(ending, d
     rig.close()
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_forked_child_can_open_its_own_device(device):
     """It posts on that device; the parent's resources are unaffected."""
     rig = Rig(device)
@@ -312,7 +313,7 @@ def test_forked_child_can_open_its_own_device(device):
     rig.close()
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_child_forked_within_a_constructor_can_close_what_it_opens(soft):
     """There, the constructor fails; closes are no longer deferred to its end."""
     context = rp.open_device(soft)
@@ -338,7 +339,7 @@ def test_child_forked_within_a_constructor_can_close_what_it_opens(soft):
     assert context.closed
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_forked_child_has_a_copy_of_a_regions_memory(device):
     with rp.open_device(device) as context, rp.PD(context) as pd, rp.MR(pd, 64) as mr:
         mr.buffer[:] = b"p" * 64
@@ -350,7 +351,7 @@ def test_forked_child_has_a_copy_of_a_regions_memory(device):
         assert bytes(mr.buffer) == b"p" * 64
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_use_in_a_grandchild_is_refused_and_it_can_open_its_own_device(soft):
     rig = Rig(soft)
     child = os.fork()
@@ -384,7 +385,7 @@ def _work(number: int) -> int:
     return number
 
 
-@isolated(silent=True, timeout=30)
+@isolated(silent=True, timeout=30, **LOSES_MEMORY)
 def test_pool_of_forked_processes_can_open_its_own_devices(soft):
     import multiprocessing
 
@@ -400,7 +401,7 @@ def test_pool_of_forked_processes_can_open_its_own_devices(soft):
     rig.close()
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_child_forked_within_a_verb_can_exit(soft):
     """A handler or a finalizer may fork; the child goes on out of the verb and ends."""
     from support.interrupts import Moment, interrupt_at_each_moment
@@ -440,7 +441,7 @@ IN_A_VERB: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("verb", IN_A_VERB)
-@isolated(silent=True, timeout=30)
+@isolated(silent=True, timeout=30, **LOSES_MEMORY)
 def test_verb_interrupted_by_a_forking_handler_names_the_owner_in_the_child(verb, soft):
     """ClosedError and what to do, where it does not return; close() does nothing."""
     from support.interrupts import Moment, interrupt_at_each_moment
@@ -495,7 +496,7 @@ class Slow(rp.PD):
 
 
 @pytest.mark.parametrize("busy", ["in a verb", "closing"])
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_waiting_close_returns_in_the_child_of_a_forking_handler(busy, device):
     """The child lacks the thread that the close waits for, and destroys nothing of its parent's."""
     parent = os.getpid()
@@ -531,7 +532,7 @@ def test_waiting_close_returns_in_the_child_of_a_forking_handler(busy, device):
     rig.close()
 
 
-@isolated(silent=True, timeout=20)
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
 def test_child_forked_before_a_destroy_leaves_it_to_the_parent():
     """A driver would execute the child's destroy too."""
     parent = os.getpid()
