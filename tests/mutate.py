@@ -505,7 +505,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
                 "handle",
                 "create",
                 "close",
-                "deferred",
                 "reregister",
                 "windows",
                 "finalizer",

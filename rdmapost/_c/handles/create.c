@@ -181,7 +181,7 @@ static int refuse_ending_parent(struct rp_handle *h)
 /*
  * The constructor has failed. If it created no struct, another constructor may begin. If it created
  * one, close the handle, because a traceback may keep it alive for a long time. If the device
- * refuses, the handle is kept (deferred.c).
+ * refuses, the handle is kept (close.c).
  */
 static void undo_making(struct rp_handle *h)
 {

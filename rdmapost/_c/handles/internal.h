@@ -1,14 +1,14 @@
 /*
  * What the files in handles/ share. handle.c counts a handle's users, lists the open handles, and
- * lends structs to calls. deferred.c has the end of a use, deferred closes and finalization;
- * create.c, reregister.c and close.c are the steps of a handle's life; windows.c has the regions
+ * lends structs to calls; create.c, reregister.c and close.c are the steps of a handle's life;
+ * close.c also has the end of a use, deferred closes and finalization; windows.c has the regions
  * that windows are bound to; finalizer.c runs the finalizers written in Python; handle_type.c has
  * the type.
  */
 #ifndef RDMAPOST_HANDLES_INTERNAL_H
 #define RDMAPOST_HANDLES_INTERNAL_H
 
-#include "handles/deferred.h"
+#include "handles/close.h"
 #include "handles/exceptions.h"
 #include "handles/windows.h"
 #include "parts.h"
@@ -164,8 +164,6 @@ void rp_drop_held(struct rp_handle *h, char state);
 /* Close a handle now; 0, or -1 with an exception. */
 int rp_close_now(struct rp_handle *h);
 PyObject *rp_close_handle(PyObject *self, PyObject *unused);
-
-/* ---- deferred.c ----------------------------------------------------------- */
 
 /* Defer a close to the end of this thread's verb, on behalf of `who`. */
 void rp_defer_close(struct rp_handle *h, char who);

@@ -10,7 +10,7 @@
 #ifndef RDMAPOST_INFLIGHT_H
 #define RDMAPOST_INFLIGHT_H
 
-#include "handles/deferred.h"
+#include "handles/close.h"
 #include "handles/windows.h"
 
 /* An entry's state; a bind whose outcome is unknown stays RP_BIND or RP_UNBIND. */

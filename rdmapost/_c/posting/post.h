@@ -13,7 +13,7 @@
 #ifndef RDMAPOST_POST_H
 #define RDMAPOST_POST_H
 
-#include "handles/deferred.h"
+#include "handles/close.h"
 #include "posting/inflight.h"
 #include "posting/read_wr.h"
 #include "posting/submit.h"

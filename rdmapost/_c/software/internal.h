@@ -12,7 +12,7 @@
 #define RDMAPOST_SOFTWARE_INTERNAL_H
 
 #include "handles/data_lock.h"
-#include "handles/deferred.h"
+#include "handles/close.h"
 #include "handles/exceptions.h"
 #include "handles/queue_lock.h"
 #include "parts.h"

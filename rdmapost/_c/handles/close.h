@@ -1,6 +1,6 @@
 /* The end of a handle's use, and the closes that were deferred until then. */
-#ifndef RDMAPOST_DEFERRED_H
-#define RDMAPOST_DEFERRED_H
+#ifndef RDMAPOST_CLOSE_H
+#define RDMAPOST_CLOSE_H
 
 #include "handles/handle.h"
 
@@ -16,7 +16,7 @@ void rp_user_left(struct rp_handle *handle);
 /* Run this thread's deferred closes. */
 void rp_run_deferred(void);
 
-/* Unreachable queue pairs that wait for their windows; see handles/deferred.c. */
+/* Unreachable queue pairs that wait for their windows; see handles/close.c. */
 RP_SHARED struct rp_handle *rp_held_back;
 
 /* Run the deferred closes, unless this thread is in the middle of a verb or a constructor. */
