@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from support import ALL
+from support import ALL, prints
 from support.connected_pair import Rig
 from support.isolated import isolated
 
@@ -252,3 +252,25 @@ def test_refused_description_of_completions_changes_none(soft, wrong):
     assert (wc.status, wc.opcode) == (rp.WCStatus.SUCCESS, rp.WCOpcode.RDMA_WRITE)
     assert wc.wc_flags == rp.WCFlags(0)
     rig.close()
+
+
+def test_private_functions_do_no_harm_before_a_software_device_is_opened():
+    code = """
+import contextlib, sys
+import rdmapost as rp
+from rdmapost._binding import native
+
+calls = [
+    (native.verb, native.made, len, list),
+    (native.run_device,),
+    (native.start, 1),
+    (native.put, [], 1),
+]
+print("rdmapost.providers.software" in sys.modules)
+for function, *arguments in calls:
+    with contextlib.suppress(Exception):
+        function(*arguments)
+with rp.open_device("soft0") as context, rp.PD(context):
+    print("open")
+"""
+    assert prints(code) == "False\nopen"

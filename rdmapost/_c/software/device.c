@@ -1,7 +1,7 @@
 /* The soft device: its parts, which are in Python, and its lock. */
 #include "software/internal.h"
 
-static PyObject *parts; /* soft_device()'s arguments; never released */
+static PyObject *parts; /* soft_device()'s arguments, or what does nothing; never released */
 struct rp_lock rp_device_lock;
 
 PyObject *rp_soft_given(enum rp_part which)
@@ -25,7 +25,7 @@ static PyObject *in_step(PyObject *self, PyObject *unused)
 static PyObject *soft_device(PyObject *self, PyObject *args)
 {
 	(void)self;
-	if (parts || PyTuple_Size(args) != PARTS)
+	if (rp_soft_given(EXECUTE) != Py_None || PyTuple_Size(args) != PARTS)
 		return PyErr_Format(PyExc_TypeError, "not the parts, or the device already has them");
 	parts = Py_NewRef(args);
 	Py_RETURN_NONE;
@@ -39,5 +39,10 @@ static PyMethodDef functions[] = {
 
 int rp_add_soft_device(PyObject *module)
 {
-	return rp_init_lock(&rp_device_lock) || PyModule_AddFunctions(module, functions) ? -1 : 0;
+	PyObject *none = Py_None;
+
+	parts = Py_BuildValue("{}{}[][]OOOOOOOO", none, none, none, none, none, none, none, none);
+	return !parts || rp_init_lock(&rp_device_lock) || PyModule_AddFunctions(module, functions) ?
+		       -1 :
+		       0;
 }
