@@ -130,11 +130,15 @@ static int add_piece(struct pieces *p, PyObject *memory, uint64_t start, uint64_
 		PyErr_Clear();
 		return 0;
 	}
+	if (start > (uint64_t)buffer->len || length > (uint64_t)buffer->len - start) {
+		PyBuffer_Release(buffer);
+		return 0;
+	}
 	p->piece[p->count].at = (char *)buffer->buf + start;
 	p->piece[p->count].length = length;
 	p->count++;
 	p->size += length;
-	return start <= (uint64_t)buffer->len && length <= (uint64_t)buffer->len - start;
+	return 1;
 }
 
 /*

@@ -411,7 +411,7 @@ static PyObject *forget(PyObject *self, PyObject *args)
 		Py_XDECREF(entry);
 	}
 	rp_data_unlock();
-	return entry ? Py_NewRef(Py_None) : NULL;
+	return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef functions[] = {

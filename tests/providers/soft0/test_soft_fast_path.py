@@ -380,6 +380,15 @@ def test_remote_or_local_range_may_end_with_its_region_but_not_later(connect, wh
     assert done[:2] == [WCStatus.SUCCESS, expected]
 
 
+def test_address_2_to_the_63_behind_the_region_is_refused(connect):
+    """No pointer is computed from it, which UBSan would report."""
+    rc = connect()
+    beyond = (rc.theirs.addr + (1 << 63)) % (1 << 64)
+    rc.a.post_send([rc.wr(rp.RdmaWrite, rc.mine[:8])] * 2)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8], remote_addr=beyond))
+    assert [wc.status.name for wc in rc.cq.wait(3)] == ["SUCCESS", "SUCCESS", "REM_ACCESS_ERR"]
+
+
 def test_address_before_its_region_ends_with_an_access_error(connect):
     rc = connect(checked=False)
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
