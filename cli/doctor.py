@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,11 +42,12 @@ def doctor(ctx: click.Context, out: Output, target: Target, timeout: float) -> N
     """
     from rdmapost import RdmaError
     from rdmapost.diagnose import diagnose_machine, worst_first
+    from rdmapost.resources.device import device_of_environment
 
     from .target import open_target
 
     # The device that the findings are about, even if it cannot be opened.
-    out.doc.update(device=target.device or os.environ.get("RDMAPOST_DEVICE") or None, kind=None)
+    out.doc.update(device=target.device or device_of_environment(), kind=None)
     found = diagnose_machine(target.device, port_num=target.port, gid_index=target.gid_index)
     lacking: Exception | None = None
     try:

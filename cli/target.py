@@ -20,6 +20,7 @@ from rdmapost import (
     open_device,
 )
 from rdmapost._arguments import counted
+from rdmapost.resources.device import device_of_environment
 
 from .options import Target
 from .output import Output, echo, usage_error
@@ -127,7 +128,7 @@ def _open(out: Output, target: Target) -> tuple[Context, str]:
     """Open the device; return it, and why it was chosen."""
     if target.device is not None:
         return open_device(target.device), "asked for"
-    if os.environ.get("RDMAPOST_DEVICE"):
+    if device_of_environment():
         return open_device(), "named by RDMAPOST_DEVICE"
     try:
         return open_device(), "the first with an active port"

@@ -42,7 +42,6 @@ from .gid import GID, GIDChoice, GIDTableEntry, no_such_gid, preferred_gid
 from .resource import close_with_all_below
 from .waitable import EventSource, wait_for_event
 
-_DEVICE_VARIABLE = "RDMAPOST_DEVICE"
 _SOFTWARE_DEVICES = "soft0", f"{ROCE}lo"
 _MAX_TABLE_ENTRIES = 1 << 16
 """The most entries of a GID or P_Key table."""
@@ -86,6 +85,11 @@ def list_roce_interfaces() -> list[RoceInterface]:
     return roce_provider().list_interfaces()
 
 
+def device_of_environment() -> str | None:
+    """Return the device that RDMAPOST_DEVICE names, or None."""
+    return os.environ.get("RDMAPOST_DEVICE") or None
+
+
 def open_device(name: str | None = None) -> Context:
     """Open a device.
 
@@ -106,7 +110,7 @@ def open_device(name: str | None = None) -> Context:
     """
     expect("name", name, str, None)
     if name is None:
-        name = os.environ.get(_DEVICE_VARIABLE) or None
+        name = device_of_environment()
     if name is None:
         return _open_active()
     if name.startswith(ROCE):

@@ -23,7 +23,7 @@ from ...errors import (
     VerbsError,
 )
 from ...providers import ROCE, DeviceInfo, soft_provider, verbs_provider
-from ...resources.device import Context, open_device
+from ...resources.device import Context, device_of_environment, open_device
 from ...standard.wire import ROCE_V2_PORT
 from . import roce_checks
 from .finding import Finding, attribute, worst_first
@@ -79,7 +79,7 @@ def diagnose_machine(
         if number is not None:
             within(name, number, lowest)
     system = System(root)
-    device = device or os.environ.get("RDMAPOST_DEVICE") or None
+    device = device or device_of_environment()
     software = device is not None and (
         device.startswith(ROCE) or device in [info.name for info in soft_provider().list_devices()]
     )
