@@ -243,10 +243,8 @@ def print_compared(ours: Figures) -> None:
         for label, opcode in COMPARED:
             mine = ours.get(name.format(opcode))
             if mine is not None and reference is not None:
-                met = "met" if mine <= RATIO_GOAL * reference else "missed"
-                print(
-                    f"  {label:<41}{number(mine)}{ratio(mine, reference)}  {RATIO_GOAL:.2f}  {met}"
-                )
+                line = f"  {label:<41}{number(mine)}{ratio(mine, reference)}  {RATIO_GOAL:.2f}"
+                print(line + verdict(mine <= RATIO_GOAL * reference))
 
 
 PIECES: tuple[tuple[str, str, int | None], ...] = (

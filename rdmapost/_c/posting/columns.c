@@ -620,7 +620,7 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	uint64_t *cookies = NULL, cookie = 0;
 	struct rp_posting posting;
 	size_t in = 0, known = 0;
-	int readable = c->bad != 0; /* an unreadable value is reported even if the queue is not ready */
+	int unreadable = !c->bad; /* row 0: reported even if the queue is not ready */
 
 	if (rp_begin_post(c->q, c->owner, &posting))
 		return NULL;
@@ -646,7 +646,7 @@ static NOINLINE PyObject *post_rows(struct columns *c, struct request *r, PyObje
 	if (outcome.code)
 		raise_row(c, given, kwnames, outcome.posted < 0 ? 0 : known, 1, outcome);
 	else if (!number && !PyErr_Occurred())
-		raise_row(c, given, kwnames, c->bad, c->q->ready || !readable, outcome);
+		raise_row(c, given, kwnames, c->bad, c->q->ready || unreadable, outcome);
 	answer = rp_answer(number, raised, outcome.posted, c->count);
 	Py_XDECREF(number);
 	return answer;

@@ -153,7 +153,7 @@ void rp_note_unchanged(void)
 
 /*
  * Set the argument of the undo call at `at`, now that it is known; NULL: the change was not made.
- * It need not be the last: making the change may have recorded calls of its own.
+ * It need not be the last call: the change itself may have recorded others.
  */
 static void set_argument(Py_ssize_t at, PyObject *argument)
 {
