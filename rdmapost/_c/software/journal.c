@@ -381,16 +381,16 @@ static PyObject *set_item(PyObject *self, PyObject *const *args, Py_ssize_t narg
 static PyObject *discard(PyObject *self, PyObject *args)
 {
 	PyObject *dict, *key;
+	int found;
 
 	(void)self;
 	if (!PyArg_ParseTuple(args, "O!O", &PyDict_Type, &dict, &key))
 		return NULL;
 	RP_ADD(&rp_soft_changes, 1);
-	if (PyDict_DelItem(dict, key)) {
-		if (!PyErr_ExceptionMatches(PyExc_KeyError))
-			return NULL;
-		PyErr_Clear();
-	}
+	/* Ask first: a commit cannot be abandoned, and a KeyError needs memory. */
+	found = PyDict_Contains(dict, key);
+	if (found < 0 || (found && PyDict_DelItem(dict, key)))
+		return NULL;
 	Py_RETURN_NONE;
 }
 
