@@ -496,7 +496,12 @@ def test_class_without_columns_is_refused_by_its_public_name(rc):
         (rp.BindMW, "BindMW cannot be posted by columns"),
         (rp.TSO, "TSO cannot be posted by columns"),
         (int, "int cannot be posted by columns"),
-        (3, "wr_type: expected a work request class, such as RdmaWrite, got int"),
+        (
+            rp.RdmaWrite(rc.mine[:8], remote_addr=0, rkey=0),
+            "wr_type: expected a work request class, such as RdmaWrite, not an instance of "
+            "RdmaWrite",
+        ),
+        (3, "wr_type: expected a work request class, such as RdmaWrite, not an instance of int"),
     ]:
         with pytest.raises(TypeError, match=f"^{words}$"):
             rc.a.post_columns(wr_type, blocks)

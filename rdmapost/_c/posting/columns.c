@@ -666,8 +666,8 @@ static const struct wr_type *find_wr_type(struct work_queue *q, PyObject *class)
 		if (type->field[i].what == WINDOW || type->field[i].what == HEADER)
 			type = NULL;
 	if (!type && !PyType_Check(class))
-		refuse_class("wr_type: expected a work request class, such as RdmaWrite, got %V",
-			     Py_TYPE(class), NULL);
+		refuse_class("wr_type: expected a work request class, such as RdmaWrite, not an "
+			     "instance of %V", Py_TYPE(class), NULL);
 	else if (!type)
 		refuse_class("%V cannot be posted by columns", (PyTypeObject *)class, NULL);
 	return type;
