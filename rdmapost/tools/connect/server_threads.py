@@ -139,10 +139,14 @@ class ServerThread:
 
     def join(self, timeout: float = float("inf")) -> None:
         end = time.monotonic() + timeout
+        returning = False
         while self.exists() and (left := end - time.monotonic()) > 0:
-            if self._ended.acquire(timeout=min(left, _LOOK_S)):
+            if returning:
+                time.sleep(0)
+            elif self._ended.acquire(timeout=min(left, _LOOK_S)):
                 self._ended.release()
-                return
+                # Not for ever: an exception hook may keep the call.
+                returning, end = True, min(end, time.monotonic() + _THREAD_END_S)
 
     def _run(self, function: Callable[..., None], *args: object) -> None:
         try:
@@ -355,9 +359,9 @@ class ServerThreads:
     # ---- a client ---------------------------------------------------------------
 
     def _start_client(self, sock: socket.socket, session: ServerSession) -> bool:
+        # Not removed by the thread itself: close() waits until it has ended.
         for thread in self._clients.copy():
             if not thread.exists():
-                # The thread died before it could remove itself.
                 self._clients.discard(thread)
         if len(self._clients) >= self.server.max_clients + _MAX_LEAVING:
             return False
@@ -390,8 +394,6 @@ class ServerThreads:
                 drain(sock)
         except Exception:
             _log.exception("a client's thread failed")
-        finally:
-            self._clients.discard(this)
 
     def _run_session(self, sock: socket.socket, session: ServerSession) -> None:
         poller = select.poll()

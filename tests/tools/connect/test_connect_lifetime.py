@@ -289,6 +289,29 @@ def test_close_all_closes_the_server_before_its_device(serve: Callable[..., Serv
     assert server_threads() == []
 
 
+def test_close_waits_for_the_thread_of_a_client_that_has_just_left(context: rp.Context) -> None:
+    """A busy machine may stop a thread between its last cleanup and its end."""
+    slow = threading.Event()
+
+    def profile(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == "_serve_client":
+            slow.set()
+            threading.Event().wait(0.2)
+
+    def on_event(event: connect.Event) -> None:
+        if isinstance(event, connect.Joined):
+            sys.setprofile(profile)
+
+    with (
+        rp.open_device("soft0") as another,
+        connect.serve(context, port=0, on_event=on_event) as server,
+    ):
+        connect.dial(another, *server.address[:2]).close()
+        assert slow.wait(LIMIT)
+        server.close()
+        assert server_threads() == []
+
+
 def test_close_all_in_on_event_ends_the_server_too(context: rp.Context) -> None:
     done = threading.Event()
 
