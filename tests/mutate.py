@@ -369,7 +369,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_errors.py",
         "providers/soft0/test_soft_tag_matching.py",
     ),
-    "rdmapost/_c/posting/rules.c": (*CHECKS, *READS),
+    "rdmapost/_c/posting/rules.c": (
+        *CHECKS,
+        *READS,
+        "posting/test_atomic_write_and_flush.py::test_post_without_send_ops_flags_is_refused",
+        "soundness/test_fork.py::"
+        "test_region_of_the_parent_is_closed_where_its_child_posts_to_a_queue_pair_of_its_own",
+    ),
     "rdmapost/_c/posting/wr_types.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
     "rdmapost/_c/posting/read_wr.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
     "rdmapost/_c/posting/submit.c": ("posting/test_wr_lists_and_bad_wr.py", *CHECKS),

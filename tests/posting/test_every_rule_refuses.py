@@ -1300,6 +1300,17 @@ def test_prepared_xrc_send_refuses_an_srq_number_of_25_bits(soft, unchecked, opc
     other.remote_srqn = 1 << 24  # ignored where the QP is not XRC
 
 
+def test_only_the_srq_number_of_an_xrc_work_request_has_24_bits(soft):
+    [write] = soft.qp(XRC).prepare(soft.valid(Opcode.RDMA_WRITE, XRC))
+    write.rkey = U32
+    assert write.rkey == U32
+
+
+def test_srq_number_is_ignored_where_the_queue_pair_is_not_xrc(soft):
+    soft.qp().post_send(soft.valid(Opcode.RDMA_WRITE, remote_srqn=1 << 24))
+    assert soft.cq.wait(1)[0].status is rp.WCStatus.SUCCESS
+
+
 @provokes("mss")
 def test_prepared_tso_refuses_a_segment_size_of_0(soft):
     [item] = soft.qp(UD).prepare(soft.valid(Opcode.TSO, UD))
@@ -1349,11 +1360,15 @@ def test_bind_mw_has_the_rules_of_the_opcode_bind_mw(soft, unchecked):
     assert said == f"{foreign} does not belong to the queue pair's PD"
     said = refused_bind(soft, mw, soft.foreign, soft.foreign.addr, 8)
     assert said == f"{soft.foreign} does not belong to the queue pair's PD"
-    no = "BIND_MW is not supported on UD QPs, only on RC, UC, XRC_SEND"
-    assert refused_bind(soft, mw, mr, mr.addr, 8, to=UD) == no
+    no = "BIND_MW is not supported on {} QPs, only on RC, UC, XRC_SEND"
+    for to in (UD, RAW):
+        said = refused_bind(soft, mw, mr, mr.addr, 8, to=to)
+        assert said == no.format(to.name)
     # Unchecked, this would crash: the call checks neither.
     mw, mr = unchecked.window(MWType.TYPE_1), unchecked.mr
-    assert refused_bind(unchecked, mw, mr, mr.addr, 8, to=UD) == no
+    for to in (UD, RAW):
+        said = refused_bind(unchecked, mw, mr, mr.addr, 8, to=to)
+        assert said == no.format(to.name)
     for wrong in ({"mw": None}, {"mr": None}):
         said = refused_bind(unchecked, **{"mw": mw, "mr": mr, "addr": 0, "length": 8, **wrong})
         assert said == "BIND_MW needs a memory window (mw=...) and a memory region (mr=...)"

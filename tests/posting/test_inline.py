@@ -70,6 +70,14 @@ def test_inline_ignores_the_lkey(connect, context):
             pair.theirs.buffer[:8] = bytes(8)
 
 
+def test_unchecked_inline_reads_the_address_of_an_sge_of_numbers(connect):
+    pair = connect(max_inline_data=64, checked=False)
+    pair.mine.buffer[:8] = b"numbers!"
+    pair.a.post_send(pair.wr(rp.RdmaWrite, rp.SGE(pair.mine.addr, 8), send_flags=INLINE))
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"numbers!"
+
+
 @pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
 def test_inline_longer_than_granted_is_refused(connect, wr_type):
     """The limit is on the sum of all SGEs; unchecked, the device enforces it."""

@@ -332,6 +332,57 @@ def test_cookie_of_no_outstanding_work_request_is_not_found(pair, pd):
             sends.entry(wrong)
 
 
+def test_cookie_is_looked_up_in_its_own_queue_alone(pair, pd):
+    """Whatever the dict of the queues has in it."""
+    queues = pd.context._queues
+    before = set(queues)
+    with rp.SRQ(pd, 4, 1) as srq, rp.SRQ(pd, 4, 1) as other_srq:
+        srq.post_srq_recv(rp.RecvWR(wr_id=70))
+        other_srq.post_srq_recv(rp.RecvWR(wr_id=71))
+        found = {native.peek_queues(queues, one << 32 | 1): one for one in set(queues) - before}
+        number, other = found[70], found[71]
+        cookie = number << 32 | 1
+        for wrong in ({}, {number: queues[other]}, {other: queues[number]}, {number: object()}):
+            assert native.peek_queues(wrong, cookie) is None
+        assert native.peek_queues({number: queues[number]}, cookie) == 70
+    for wrong_arguments in ((), (queues,), ([], 1), (queues, "x")):
+        with pytest.raises(TypeError):
+            native.peek_queues(*wrong_arguments)
+
+
+def test_internal_queue_is_enrolled_once_and_in_dicts_alone(pair):
+    for wrong in ((), ({},), ([], {}), ({}, [])):
+        with pytest.raises(TypeError):
+            native.InFlight().enroll(*wrong)
+    with pytest.raises(TypeError, match="enrolled already"):
+        pair.a._send.in_flight.enroll({}, {})
+    pair.works()
+
+
+def test_handle_takes_records_of_queues_once_and_nothing_else(pair):
+    unmade = rp.QP.__new__(rp.QP)
+    queue = native.InFlight()
+    for wrong in ((), (unmade,), (unmade, [queue]), (queue, (queue,))):
+        with pytest.raises(TypeError):
+            native.own_queues(*wrong)
+    for owner, queues in ((unmade, (queue, 5)), (unmade, (5, queue)), (pair.a, (queue,))):
+        with pytest.raises(TypeError, match="not queues, or the handle already has some"):
+            native.own_queues(owner, queues)
+    native.own_queues(unmade, (queue, queue))
+    pair.works()
+
+
+def test_records_are_forgotten_up_to_a_number_alone(pair):
+    sends = pair.a._send.in_flight
+    pair.a.post_send(write_from(pair, pair.mine))
+    for wrong in ("x", -1, 1 << 64):
+        with pytest.raises((TypeError, OverflowError)):
+            sends.clear_until(wrong)
+    assert sends.outstanding == 1
+    pair.wait()
+    native.InFlight().clear_until(U64)
+
+
 def test_entry_of_a_prepared_list_is_that_of_its_work_request(pair, pd):
     """Of the first still outstanding."""
     sends = pair.a._send.in_flight

@@ -7,6 +7,7 @@ import errno
 import gc
 import mmap
 import warnings
+from typing import Any
 
 import pytest
 from support import ALL, LOSES_MEMORY, needs, null_device, prints
@@ -140,6 +141,16 @@ def test_slice_outside_its_region_is_an_index_error(pd, bounds):
 def test_region_index_with_a_step_or_without_a_slice_is_refused(pd, index):
     with rp.MR(pd, 100) as mr, pytest.raises(TypeError, match="with no step"):
         mr[index]
+
+
+def test_object_laid_out_in_memory_like_a_slice_is_no_slice_of_a_region(pd):
+    class Alike:
+        __slots__ = ("a", "b", "c")
+
+    alike: Any = Alike()
+    alike.a, alike.b, alike.c = 0, 8, None
+    with rp.MR(pd, 100) as mr, pytest.raises(TypeError, match="must be a slice of the region"):
+        mr[alike]
 
 
 def test_memlock_limit_is_named(verbs_context):

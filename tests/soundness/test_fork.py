@@ -6,6 +6,7 @@ import array
 import contextlib
 import gc
 import os
+import re
 import select
 import signal
 import subprocess
@@ -310,6 +311,21 @@ def test_forked_child_can_open_its_own_device(device):
             finish()
         rig.works()
         assert ended(child) == 0
+    rig.close()
+
+
+@isolated(silent=True, timeout=20, **LOSES_MEMORY)
+def test_region_of_the_parent_is_closed_where_its_child_posts_to_a_queue_pair_of_its_own(device):
+    rig = Rig(device)
+    child = os.fork()
+    if not child:
+        own = Rig(device)
+        with pytest.raises(rp.PostError, match=re.escape(f"{rig.mr} is closed")):
+            own.a.post_send(rp.RdmaWrite(rig.mr[:8], remote_addr=own.mr.addr, rkey=own.mr.rkey))
+        own.works()
+        own.close()
+        finish()
+    assert ended(child) == 0
     rig.close()
 
 

@@ -124,7 +124,7 @@ PyObject *rp_latest_refs(struct rp_in_flight *q)
 {
 	PyObject *refs = NULL;
 
-	if (!q || !q->in_order)
+	if (!q->in_order)
 		return NULL;
 	RP_BEGIN(q);
 	if (q->end != q->dropped)
@@ -663,7 +663,7 @@ static PyObject *in_flight_clear_until(PyObject *self, PyObject *arg)
 {
 	unsigned long long posted = PyLong_AsUnsignedLongLong(arg);
 
-	if (posted == (unsigned long long)-1 && PyErr_Occurred())
+	if (PyErr_Occurred())
 		return NULL;
 	clear((struct rp_in_flight *)self, posted);
 	Py_RETURN_NONE;
@@ -703,7 +703,7 @@ static PyObject *in_flight_entry(PyObject *self, PyObject *arg)
 	PyObject *wr_id = NULL, *refs = NULL, *made;
 	struct rp_entry *entry;
 
-	if (index == (uint64_t)-1 && PyErr_Occurred())
+	if (PyErr_Occurred())
 		return NULL;
 	RP_BEGIN(q);
 	entry = outstanding(q, index, &within);

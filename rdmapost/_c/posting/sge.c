@@ -60,10 +60,8 @@ static int get_number(PyObject *self, const struct rp_slot *slot, uint64_t *numb
 
 int rp_start_of_region(PyObject *mr, struct ibv_sge *sge)
 {
-	int found = get_number(mr, &rp_mr_slots.addr, &sge->addr);
-
-	sge->lkey = found ? RP_LOAD(&((struct rp_handle *)mr)->lkey) : 0;
-	return found;
+	sge->lkey = RP_LOAD(&((struct rp_handle *)mr)->lkey);
+	return get_number(mr, &rp_mr_slots.addr, &sge->addr);
 }
 
 PyObject *rp_mr_getitem(PyObject *self, PyObject *bounds)
