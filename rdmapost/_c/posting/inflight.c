@@ -364,7 +364,7 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 		rp_note_invalidated(q->invalidated, entry->removes);
 	rp_unpin_all(entry->refs);
 	Py_XDECREF(entry->refs);
-	Py_XDECREF(entry->wr_id);
+	rp_drop_wr_id(entry->wr_id);
 }
 
 void rp_drop_all_done(struct rp_in_flight *q)
@@ -416,7 +416,7 @@ void rp_unrecord_rest(struct rp_in_flight *q, uint64_t first, const uint64_t *co
 		rp_unrecord(q, cookies ? cookies[index] : rp_cookie_at(first, index), each, &taken);
 		rp_unpin_all(taken.refs);
 		Py_XDECREF(taken.refs);
-		Py_XDECREF(taken.wr_id);
+		rp_drop_wr_id(taken.wr_id);
 	}
 }
 
@@ -802,8 +802,23 @@ PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs)
 	}
 	sent->wr_ids = wr_ids;
 	sent->refs = refs;
+	sent->owners = 1;
 	rp_pin_all(refs);
 	return (PyObject *)sent;
+}
+
+PyObject *rp_own_sent(PyObject *sent)
+{
+	RP_ADD(&((struct rp_sent *)sent)->owners, 1);
+	return Py_NewRef(sent);
+}
+
+void rp_drop_wr_id(PyObject *wr_id)
+{
+	if (wr_id && (PyObject *)Py_TYPE(wr_id) == rp_sent_type &&
+	    !RP_ADD(&((struct rp_sent *)wr_id)->owners, -1))
+		rp_unpin_all(((struct rp_sent *)wr_id)->refs);
+	Py_XDECREF(wr_id);
 }
 
 static int sent_traverse(PyObject *self, visitproc visit, void *arg)
@@ -819,7 +834,6 @@ static void sent_dealloc(PyObject *self)
 	struct rp_sent *sent = (struct rp_sent *)self;
 
 	PyObject_GC_UnTrack(self);
-	rp_unpin_all(sent->refs);
 	Py_XDECREF(sent->wr_ids);
 	Py_XDECREF(sent->refs);
 	rp_free(self);

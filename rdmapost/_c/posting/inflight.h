@@ -197,14 +197,25 @@ struct rp_sent {
 	PyObject_HEAD
 	PyObject *wr_ids; /* a tuple */
 	PyObject *refs; /* a tuple: what each work request holds, or None */
+	/*
+	 * The prepared list and the entries of queues. The last one unpins the handles, not the
+	 * dealloc: a free-threaded collector keeps garbage alive until it has cleared the regions.
+	 */
+	uint32_t owners;
 };
 
 RP_SHARED PyObject *rp_sent_type;
 
 /*
- * Make a struct rp_sent, and pin the handles; NULL with an exception, also if `refs` is NULL. Takes
- * over the references.
+ * Make a struct rp_sent, which the caller then owns, and pin the handles; NULL with an exception,
+ * also if `refs` is NULL. Takes over the references.
  */
 PyObject *rp_make_sent(PyObject *wr_ids, PyObject *refs);
+
+/* Add an owner to a struct rp_sent; returns a new reference. */
+PyObject *rp_own_sent(PyObject *sent);
+
+/* Drop an owner's reference to a wr_id, which may be a struct rp_sent, or NULL. */
+void rp_drop_wr_id(PyObject *wr_id);
 
 #endif

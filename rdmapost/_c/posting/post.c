@@ -170,7 +170,7 @@ static size_t record_list(struct work_queue *q, struct post *post, PyObject *sen
 	size_t each = in_one_entry(post, post->count);
 
 	for (size_t i = 0; i < post->count; i += each) {
-		struct rp_entry entry = { .wr_id = Py_NewRef(sent),
+		struct rp_entry entry = { .wr_id = rp_own_sent(sent),
 					  .count = (uint32_t)each, .row = (uint32_t)i,
 					  .state = RP_POSTED };
 		uint64_t cookie;

@@ -258,7 +258,7 @@ static int release_held(PyObject *self)
 		Py_XDECREF(refs);
 		Py_XDECREF(sges);
 	}
-	Py_XDECREF(sent);
+	rp_drop_wr_id(sent);
 	Py_XDECREF(wrs);
 	return 0;
 }
@@ -346,7 +346,7 @@ static PyObject *prepared_close(PyObject *self, PyObject *unused)
 	rp_release(&p->queue->lock);
 	if (sent)
 		release_held(self);
-	Py_XDECREF(sent);
+	rp_drop_wr_id(sent);
 	Py_RETURN_NONE;
 }
 
@@ -612,7 +612,7 @@ static int try_change(struct prepared *p, struct request *r, PyObject **object, 
 		RP_END();
 		rp_release(&p->queue->lock);
 	}
-	Py_XDECREF(sent);
+	rp_drop_wr_id(sent);
 	return same;
 }
 
