@@ -119,6 +119,29 @@ def test_parent_closes_once_another_thread_is_done_with_its_closed_child():
     assert closed == ["qp", "pd"]
 
 
+def test_parent_closes_if_its_last_child_finishes_closing_while_it_looks_for_open_children():
+    forgets, go_on = threading.Event(), threading.Event()
+
+    class Slow(Thing):
+        def _forget(self) -> None:
+            forgets.set()
+            assert go_on.wait(LIMIT)
+
+    class Parent(Thing):
+        def _refuse_children(self) -> bool:
+            some_closed = super()._refuse_children()
+            go_on.set()
+            all_end([thread])
+            return some_closed
+
+    parent = Parent("pd")
+    thread = threading.Thread(target=Slow("qp", parent).close)
+    thread.start()
+    assert forgets.wait(LIMIT)
+    parent.close()
+    assert closed == ["qp", "pd"]
+
+
 def test_old_pd_of_a_region_closes_once_another_thread_is_done_with_its_move():
     moved, go_on = threading.Event(), threading.Event()
 

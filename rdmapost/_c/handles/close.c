@@ -110,10 +110,11 @@ void rp_count_ended(PyObject *parents, size_t counter)
 /*
  * Raise InUseError for a handle's children, or close those that nothing refers to. If no child is
  * listed, another thread may be finishing the close of one: wait for that thread. Returns 0 if the
- * number of children may have changed since `destroyed` was read; 1 if time is up; -1 with an
- * exception.
+ * number of children may have changed since `destroyed` and `finished` were read; 1 if time is up;
+ * -1 with an exception.
  */
-static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned int destroyed)
+static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned int destroyed,
+			   unsigned int finished)
 {
 	PyObject *closed = PyObject_CallMethod((PyObject *)h, "_refuse_children", NULL);
 	int unnamed = closed == Py_False;
@@ -121,9 +122,11 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 	Py_XDECREF(closed);
 	if (!unnamed)
 		return closed ? 0 : -1;
+	if (RP_LOAD(&h->finished) != finished)
+		return 0;
 	/* Not in the middle of a close: the children's closer may be waiting for that close. */
 	if (!rp_thread()->closing &&
-	    (RP_LOAD(&h->destroyed) != destroyed || RP_LOAD(&h->finished) != destroyed))
+	    (RP_LOAD(&h->destroyed) != destroyed || finished != destroyed))
 		return rp_await_others(h, pause);
 	PyErr_Format(rp_errors.in_use,
 		     "%S cannot be closed: a resource on it is being created or closed", h);
@@ -132,7 +135,7 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 
 int rp_shut(struct rp_handle *h, struct rp_pause *pause)
 {
-	unsigned int destroyed;
+	unsigned int destroyed, finished;
 	int stopped;
 	uint64_t word;
 
@@ -140,6 +143,7 @@ again:
 	stopped = claim_in_turn(h, pause);
 	if (stopped)
 		return stopped;
+	finished = RP_LOAD(&h->finished);
 	destroyed = RP_LOAD(&h->destroyed);
 	word = load(&h->word);
 	while (state_of(h) == OPEN && !CHILDREN(word) &&
@@ -150,7 +154,7 @@ again:
 		rp_end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
-		stopped = refuse_children(h, pause, destroyed);
+		stopped = refuse_children(h, pause, destroyed, finished);
 		if (stopped)
 			return stopped;
 		goto again;
