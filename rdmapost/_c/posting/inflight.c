@@ -450,35 +450,44 @@ static void clear(struct rp_in_flight *q, uint64_t posted)
 /*
  * In the dict, a queue's value is a capsule with its address. The queue's dealloc first invalidates
  * the capsule, so the address of a queue without references is never found. Without a GIL, another
- * thread could use the address before the capsule is invalidated, so the value is then the queue
- * itself.
+ * thread could use the address before the capsule is invalidated, so the value is then a weak
+ * reference, which takes longer to follow.
  */
-#ifndef Py_GIL_DISABLED
+#ifdef Py_GIL_DISABLED
+enum { WEAKREFS = Py_TPFLAGS_MANAGED_WEAKREF };
+#else
+enum { WEAKREFS = 0 };
 static const char CAPSULE[] = "rdmapost._verbs.InFlight";
 #endif
 
 static PyObject *value_of(struct rp_in_flight *q)
 {
 #ifdef Py_GIL_DISABLED
-	return Py_NewRef((PyObject *)q);
+	return PyWeakref_NewRef((PyObject *)q, NULL);
 #else
 	return PyCapsule_New(q, CAPSULE, NULL);
 #endif
 }
 
-/* The cookie's queue, borrowed; NULL if `value` is not that queue: any code can change the dict. */
+/*
+ * The cookie's queue, a new reference; NULL if `value` is not that queue: any code can change the
+ * dict.
+ */
 static struct rp_in_flight *queue_of(PyObject *value, uint64_t cookie)
 {
-	struct rp_in_flight *q = NULL;
+	PyObject *found = NULL;
 
 #ifdef Py_GIL_DISABLED
-	if (PyObject_TypeCheck(value, (PyTypeObject *)rp_in_flight_type))
-		q = (struct rp_in_flight *)value;
+	if (PyWeakref_Check(value) && PyWeakref_GetRef(value, &found) > 0 &&
+	    !PyObject_TypeCheck(found, (PyTypeObject *)rp_in_flight_type))
+		Py_CLEAR(found);
 #else
 	if (PyCapsule_IsValid(value, CAPSULE))
-		q = PyCapsule_GetPointer(value, CAPSULE);
+		found = Py_XNewRef(PyCapsule_GetPointer(value, CAPSULE));
 #endif
-	return q && q->base >> 32 == cookie >> 32 ? q : NULL;
+	if (found && ((struct rp_in_flight *)found)->base >> 32 != cookie >> 32)
+		Py_CLEAR(found);
+	return (struct rp_in_flight *)found;
 }
 
 struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
@@ -491,7 +500,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 		value = rp_dict_get(queues, number);
 		Py_DECREF(number);
 		if (value)
-			found = (struct rp_in_flight *)Py_XNewRef((PyObject *)queue_of(value, cookie));
+			found = queue_of(value, cookie);
 		Py_XDECREF(value);
 		return found;
 	}
@@ -499,7 +508,7 @@ struct rp_in_flight *rp_find_queue(PyObject *queues, uint64_t cookie)
 	PyErr_Clear();
 	RP_BEGIN(queues);
 	while (!found && PyDict_Next(queues, &at, NULL, &value))
-		found = (struct rp_in_flight *)Py_XNewRef((PyObject *)queue_of(value, cookie));
+		found = queue_of(value, cookie);
 	RP_END();
 	return found;
 }
@@ -650,6 +659,8 @@ static void in_flight_dealloc(PyObject *self)
 	struct rp_in_flight *q = (struct rp_in_flight *)self;
 
 	PyObject_GC_UnTrack(self);
+	if (WEAKREFS)
+		PyObject_ClearWeakRefs(self);
 	leave(q);
 	clear(q, UINT64_MAX);
 	rp_drop_binder(q->binder);
@@ -857,5 +868,5 @@ int rp_add_in_flight(PyObject *module)
 	       rp_add_type(module, "rdmapost._verbs.Sent", sizeof(struct rp_sent),
 			   Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, sent_slots, &rp_sent_type) ||
 	       rp_add_type(module, "rdmapost._verbs.InFlight", sizeof(struct rp_in_flight),
-			   Py_TPFLAGS_HAVE_GC, in_flight_slots, &rp_in_flight_type) ? -1 : 0;
+			   Py_TPFLAGS_HAVE_GC | WEAKREFS, in_flight_slots, &rp_in_flight_type) ? -1 : 0;
 }
