@@ -133,7 +133,7 @@ static int refuse_children(struct rp_handle *h, struct rp_pause *pause, unsigned
 	return -1;
 }
 
-int rp_shut(struct rp_handle *h, struct rp_pause *pause)
+int rp_shut(struct rp_handle *h, struct rp_pause *pause, char remaking)
 {
 	unsigned int destroyed, finished;
 	int stopped;
@@ -143,6 +143,7 @@ again:
 	stopped = claim_in_turn(h, pause);
 	if (stopped)
 		return stopped;
+	h->remaking = remaking;
 	finished = RP_LOAD(&h->finished);
 	destroyed = RP_LOAD(&h->destroyed);
 	word = load(&h->word);
@@ -151,6 +152,7 @@ again:
 					    __ATOMIC_SEQ_CST))
 		;
 	if (state_of(h) == GONE || (state_of(h) == OPEN && CHILDREN(word))) {
+		h->remaking = 0;
 		rp_end_claim(h);
 		if (state_of(h) == GONE)
 			return 1;
@@ -324,7 +326,7 @@ int rp_close_now(struct rp_handle *h)
 	int stopped;
 
 	rp_ask_main();
-	stopped = rp_shut(h, &pause);
+	stopped = rp_shut(h, &pause, 0);
 	if (stopped)
 		return stopped < 0 ? -1 : 0;
 	h->refused = 0;

@@ -136,8 +136,9 @@ int rp_await_others(const struct rp_handle *h, struct rp_pause *pause);
 /*
  * Become the handle's closer and admit no new users. Returns 0; 1 if the handle is closed, already
  * being closed by this thread, or left to another closer, or if time is up; -1 with an exception.
+ * `remaking`: whether it will be registered again; would-be users then say so.
  */
-int rp_shut(struct rp_handle *h, struct rp_pause *pause);
+int rp_shut(struct rp_handle *h, struct rp_pause *pause, char remaking);
 /* Leave the handle open after all. */
 void rp_reopen(struct rp_handle *h);
 /* Stop being the handle's closer. */

@@ -213,10 +213,9 @@ PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 	}
 	/* While this use lasts, closes by signal handlers and finalizers are deferred. */
 	rp_push_use(rp_thread(), h, &own);
-	failed = rp_shut(h, &pause);
+	failed = rp_shut(h, &pause, 1);
 	claimed = !failed;
 	if (claimed && state_of(h) == OPEN && !h->spoiled) {
-		h->remaking = 1;
 		failed = wait_until_unused(h, &pause);
 		stale = h->parents != before;
 		if (!failed && !stale)
@@ -225,14 +224,16 @@ PyObject *rp_remake_handle(PyObject *self, PyObject *args)
 		if (!failed && !stale)
 			failed = change(h, function, values, &new);
 	} else if (claimed) {
+		h->remaking = 0;
 		failed = 1;
 	}
 	if (failed > 0 && !PyErr_Occurred())
 		rp_raise_closed(h);
 	if (claimed) {
-		h->releasing = h->remaking = 0;
+		h->releasing = 0;
 		if (state_of(h) == OPEN)
 			rp_reopen(h);
+		h->remaking = 0;
 		rp_end_claim(h);
 	}
 	rp_pop_use(rp_thread(), &own);

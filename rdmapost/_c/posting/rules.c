@@ -377,7 +377,8 @@ static const char *why_unusable(const struct rp_handle *h)
 {
 	if (h->spoiled)
 		return "spoiled";
-	if (h->remaking)
+	/* If it is open now, its registration has just ended in another thread. */
+	if (h->remaking || rp_is_open(h))
 		return "being_registered";
 	/* Its struct continues to exist while the close can still be refused. */
 	if (rp_is_here(h) && RP_LOAD(&h->address))
