@@ -43,6 +43,23 @@ def test_collector_shows_no_incomplete_tuple(soft):
     rig.close()
 
 
+@isolated()
+def test_region_of_a_closed_prepared_list_can_be_closed_while_a_debugger_keeps_all_it_found(soft):
+    """So does the collector of a free-threaded Python, until it has cleared what it found."""
+    rig = Rig(soft)
+    batch = rig.a.prepare([rp.Send(rig.mr[:8]), rp.Send(rig.mr[8:16])])
+    batch.post()
+    found = gc.get_objects()
+    batch.close()
+    with pytest.raises(rp.InUseError, match="in use by 2 outstanding work requests"):
+        rig.mr.close()
+    rig.a.to_err()
+    assert len(rig.cq.wait(2)) == 2
+    rig.mr.close()
+    del found
+    rig.close()
+
+
 @isolated(silent=True)
 def test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock(soft):
     """A frame shows the list that is put back."""
