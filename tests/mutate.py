@@ -408,6 +408,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *IN_FLIGHT,
         "posting/test_prepared.py",
         "posting/test_sges.py",
+        "posting/test_columns.py",
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_mw_lifetimes.py",
     ),
