@@ -332,8 +332,8 @@ def test_cookie_of_no_outstanding_work_request_is_not_found(pair, pd):
             sends.entry(wrong)
 
 
-def test_cookie_is_looked_up_in_its_own_queue_alone(pair, pd):
-    """Whatever the dict of the queues has in it."""
+def test_cookie_is_looked_up_only_in_its_own_queue(pair, pd):
+    """No matter what the dict of queues contains."""
     queues = pd.context._queues
     before = set(queues)
     with rp.SRQ(pd, 4, 1) as srq, rp.SRQ(pd, 4, 1) as other_srq:
@@ -350,7 +350,7 @@ def test_cookie_is_looked_up_in_its_own_queue_alone(pair, pd):
             native.peek_queues(*wrong_arguments)
 
 
-def test_internal_queue_is_enrolled_once_and_in_dicts_alone(pair):
+def test_internal_queue_is_enrolled_only_once_and_only_in_dicts(pair):
     for wrong in ((), ({},), ([], {}), ({}, [])):
         with pytest.raises(TypeError):
             native.InFlight().enroll(*wrong)
@@ -372,7 +372,7 @@ def test_handle_takes_records_of_queues_once_and_nothing_else(pair):
     pair.works()
 
 
-def test_records_are_forgotten_up_to_a_number_alone(pair):
+def test_records_are_forgotten_only_up_to_a_number(pair):
     sends = pair.a._send.in_flight
     pair.a.post_send(write_from(pair, pair.mine))
     for wrong in ("x", -1, 1 << 64):

@@ -54,6 +54,25 @@ class Thing(Resource):
         return self.name
 
 
+class SlowToForget(Thing):
+    """Its close waits in the middle, after the thing has been destroyed.
+
+    Attributes:
+        forgets: set when the close gets there.
+        go_on: lets it go on.
+    """
+
+    __slots__ = ("forgets", "go_on")
+
+    def __init__(self, name: str, *parents: Thing) -> None:
+        self.forgets, self.go_on = threading.Event(), threading.Event()
+        super().__init__(name, *parents)
+
+    def _forget(self) -> None:
+        self.forgets.set()
+        assert self.go_on.wait(LIMIT)
+
+
 @pytest.fixture(autouse=True)
 def _forget() -> None:
     closed.clear()
@@ -98,46 +117,33 @@ def test_use_after_close_raises_an_error_that_names_the_resource():
 
 
 def test_parent_closes_once_another_thread_is_done_with_its_closed_child():
-    forgets, go_on = threading.Event(), threading.Event()
-
-    class Slow(Thing):
-        def _forget(self) -> None:
-            forgets.set()
-            assert go_on.wait(LIMIT)
-
     parent = Thing("pd")
-    child = Slow("qp", parent)
+    child = SlowToForget("qp", parent)
     threads = [threading.Thread(target=child.close), threading.Thread(target=parent.close)]
     threads[0].start()
-    assert forgets.wait(LIMIT)
+    assert child.forgets.wait(LIMIT)
     assert child.closed
     threads[1].start()
     threads[1].join(0.05)
     assert threads[1].is_alive()
-    go_on.set()
+    child.go_on.set()
     all_end(threads)
     assert closed == ["qp", "pd"]
 
 
 def test_parent_closes_if_its_last_child_finishes_closing_while_it_looks_for_open_children():
-    forgets, go_on = threading.Event(), threading.Event()
-
-    class Slow(Thing):
-        def _forget(self) -> None:
-            forgets.set()
-            assert go_on.wait(LIMIT)
-
     class Parent(Thing):
         def _refuse_children(self) -> bool:
             some_closed = super()._refuse_children()
-            go_on.set()
+            child.go_on.set()
             all_end([thread])
             return some_closed
 
     parent = Parent("pd")
-    thread = threading.Thread(target=Slow("qp", parent).close)
+    child = SlowToForget("qp", parent)
+    thread = threading.Thread(target=child.close)
     thread.start()
-    assert forgets.wait(LIMIT)
+    assert child.forgets.wait(LIMIT)
     parent.close()
     assert closed == ["qp", "pd"]
 
