@@ -49,7 +49,12 @@ class Streams:
 
     def qemu_options(self) -> str:
         """Return the options that give the guest a port for each channel."""
-        options = ["-device virtio-serial-pci,id=guestports"]
+        # By default each device can have 31 ports, whose queues QEMU polls all the time: with the
+        # devices of virtme-ng, 450 descriptors.
+        options = [
+            "-global virtio-serial-device.max_ports=4",
+            "-device virtio-serial-pci,id=guestports",
+        ]
         for name in self._descriptors:
             options.append(f"-chardev file,id=guest{name},path={self.directory / name}")
             options.append(

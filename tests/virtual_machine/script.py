@@ -45,8 +45,8 @@ setup() {
 
 mkdir -p /run/rdmapost
 reason=$(setup 2>&1) || { echo "failed $reason" | tr '\n' ' ' >&3; echo >&3; exit 1; }
-# Reads of the host's files are slow and by default not cached. Mount Python's directories with
-# caching: their files do not change while the guest runs.
+# Reads of the host's files are slow and by default not cached. Mount the directories of Python and
+# of programs with caching: their files do not change while the guest runs.
 cd /run/rdmapost && mkdir host upper work home
 mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=512000,cache=loose guest.host host && {
     for place in "${cached[@]}"; do mount --bind "host$place" "$place"; done
@@ -86,7 +86,7 @@ def guest_script(args: argparse.Namespace) -> str:
     settings = [f"{name}={value}" for name, value in environment.items()]
     return (
         f"directory={shlex.quote(os.getcwd())}\n"
-        f"cached=({shlex.join(dict.fromkeys([sys.base_prefix, sys.prefix]))})\n"
+        f"cached=({shlex.join(dict.fromkeys(['/usr', sys.base_prefix, sys.prefix]))})\n"
         f"writable=({shlex.join(map(str, args.writable))})\n"
         f"environment=({shlex.join(settings)})\n"
         f"host={args.host if args.network else ''}\n"
