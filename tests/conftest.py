@@ -40,6 +40,7 @@ with contextlib.suppress(ImportError):
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "rdma: needs a real RDMA device, such as Soft-RoCE")
     config.addinivalue_line("markers", "two_hosts: needs a second machine on the same network")
+    config.addinivalue_line("markers", "slow: takes 20 s of CPU, and is the same on every Python")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell script's background jobs ignore SIGINT, and so would every program that a test
         # starts and interrupts.

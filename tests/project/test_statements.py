@@ -21,6 +21,8 @@ from rdmapost._binding import ffi
 from rdmapost.enums import OpsFlags, OpsOpcode, SendFlags
 from rdmapost.standard.opcodes import QP_TYPES_BY_OPCODE
 
+pytestmark = pytest.mark.slow
+
 SECTIONS = {
     "ibv_post_send(3)": [
         "DESCRIPTION",

@@ -157,6 +157,7 @@ def test_registering_a_region_in_a_loop_starves_no_verb_and_no_close_of_the_devi
         thread.join(LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wr_type", [rp.RdmaWrite, rp.RdmaRead, rp.Send])
 def test_message_of_1_gib_arrives_whole_over_roce(pd, stack, connect, wr_type):
     """Most of its source is never written, and so takes no memory of the machine's."""

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import pytest
 from support.roce_network import (
     WQE,
     Buffer,
@@ -624,6 +625,7 @@ def run(first: int, count: int) -> collections.Counter[str]:
     return outcomes
 
 
+@pytest.mark.slow
 def test_random_programs_over_lossy_networks_end_as_specified():
     print(f"programs {FIRST}..{FIRST + COUNT - 1}")
     # In most of them everything succeeds.
