@@ -370,7 +370,7 @@ def test_interrupt_anywhere_in_making_or_closing_leaves_nothing(context):
         "    after = 1\n"
         "    while interrupted(after):\n"
         # Some of the places are enough: a try runs all that comes before, too.
-        "        after += 11 if context.kind == 'soft' else 31\n"
+        "        after += 11 if context.kind == 'soft' else 67\n"
         "        gc.collect()\n"
         "        assert not open_children(context), after\n"
         "        assert len(os.listdir('/proc/self/fd')) == files, after\n"

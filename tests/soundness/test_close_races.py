@@ -14,9 +14,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support import TIMES
 from support.connected_pair import LIMIT, Number, Rig, thread, until
 from support.interrupts import Moment, interrupt_at_each_moment
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 from support.threads import repeating
 
 import rdmapost as rp

@@ -6,8 +6,8 @@ import pathlib
 import time
 
 import pytest
-from support import LOSES_MEMORY
-from support.isolated import TIMES, isolated, run_python
+from support import LOSES_MEMORY, TIMES
+from support.isolated import isolated, run_python
 
 TESTS = pathlib.Path(__file__).resolve().parent.parent
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
-from support import run_python
+from support import TIMES, run_python
 from support.connected_pair import ALL, INLINE, Number, Rig
 from support.interrupts import Interrupted, Moment, interrupt_at_each_moment
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost.loopback import Loopback

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
-from support import LOSES_MEMORY
+from support import LOSES_MEMORY, TIMES
 from support.connected_pair import LIMIT, Rig, open_files
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost import QPType

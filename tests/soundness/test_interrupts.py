@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support import TIMES
 from support.connected_pair import ALL, BINDABLE, INLINE, LIMIT, Memory, Rig, open_files
 from support.interrupts import Interrupted, Moment, interrupt_at_each_moment, interrupt_at_random
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 from support.roce import open_roce
 
 import rdmapost as rp

@@ -11,9 +11,9 @@ import threading
 import time
 
 import pytest
-from support import LOSES_MEMORY, prints
+from support import LOSES_MEMORY, TIMES, prints
 from support.connected_pair import LIMIT, Rig, thread
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 
 import rdmapost as rp
 from rdmapost import Access

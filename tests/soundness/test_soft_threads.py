@@ -12,8 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from support import TIMES
 from support.connected_pair import Rig, thread
-from support.isolated import TIMES, isolated
+from support.isolated import isolated
 
 import rdmapost as rp
 

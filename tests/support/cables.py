@@ -155,9 +155,12 @@ def cable(request: pytest.FixtureRequest, verbs_context: rp.Context) -> Iterator
         )
 
 
-@pytest.fixture(scope="module", params=["roce", "rxe"], ids="{} posts".format)
+@pytest.fixture(params=["roce", "rxe"], ids="{} posts".format)
 def ends(request: pytest.FixtureRequest, cable: Cable) -> Ends:
-    """Both roles."""
+    """Both roles.
+
+    It is made for each test: pytest would lay a new cable for each parameter of a whole module.
+    """
     if request.param == "roce":
         return Ends(cable.roce, cable.rxe, cable.mtu, cable)
     return Ends(cable.rxe, cable.roce, cable.mtu, cable)

@@ -11,8 +11,7 @@ from typing import Any
 
 import rdmapost as rp
 from rdmapost.providers.software.state import objects
-from support import threads
-from support.isolated import TIMES
+from support import TIMES, threads
 
 ALL = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.REMOTE_READ
 BINDABLE = ALL | rp.Access.MW_BIND

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from support import TIMES
+
 FAKE_PYTEST = pathlib.Path(__file__).resolve().parent / "fake_pytest"
-TIMES = 1 if os.environ.get("RDMAPOST_REQUIRE_DEVICE") != "1" else 5
-"""How much longer things may take: a guest is emulated."""
 
 _BOOT = """
 import faulthandler, gc, json, os, sys, time
