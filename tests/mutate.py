@@ -210,6 +210,11 @@ LIFE_OF_A_HANDLE = (
     "resources/test_mw_type_1_bind_mw.py",
     "providers/software/test_soft_handler_exceptions.py",
     "project/test_binding.py::test_only_the_main_interpreter_can_import_the_package",
+    "project/test_binding.py::"
+    "test_importing_the_package_again_after_its_modules_were_forgotten_is_refused_by_name",
+    "resources/test_close_all.py",
+    "resources/test_cq_poll_and_wait.py::test_polling_what_is_no_cq_is_refused",
+    "soundness/test_mr_rereg_races.py::test_rereg_without_memory_moves_the_region_or_leaves_it",
     "soundness/test_exit.py",
     "soundness/test_fork.py",
     "soundness/test_mw_lifetimes.py",
@@ -480,6 +485,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_concurrent_posts.py",
         "resources/test_close_at_exit_and_fork.py",
         "soundness/test_fork.py",
+        "soundness/test_recursion_limit.py::"
+        "test_posts_in_each_other_without_a_python_function_end_with_recursion_error",
     ),
     "rdmapost/_c/handles/exceptions.c": (
         "providers/software/test_soft_handler_exceptions.py",

@@ -274,3 +274,24 @@ def test_verb_of_a_daemon_thread_that_ends_in_a_moment_is_waited_for_at_exit():
         "inside.wait(10)\n"
     )
     assert said == "gone"
+
+
+def test_resource_created_while_everything_is_closed_at_exit_is_not_used():
+    said = prints(
+        "import os\n"
+        "from rdmapost import ClosedError\n"
+        "from rdmapost.resources.resource import Resource, close_all\n"
+        "from rdmapost._binding import ffi\n"
+        "class Thing(Resource):\n"
+        "    def __init__(self):\n"
+        "        self._make(self.create, (), print, ())\n"
+        "    def create(self):\n"
+        "        close_all()\n"
+        "        return ffi.new('char *')\n"
+        "thing = Thing()\n"
+        "try: thing._open_struct()\n"
+        "except ClosedError as error: print(error)\n"
+        "print(thing.closed, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    assert said == "resource cannot be used: the interpreter is exiting\nFalse"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import LIMIT, needs, prints, until
+from support import threads as beside
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -618,6 +619,38 @@ def test_closed_resource_is_not_used_by_callbacks_of_its_close():
     Curious("pd").close()
     assert seen == [True]
     assert closed == ["pd"]
+
+
+def test_only_the_thread_that_closes_a_resource_uses_it_then_and_creates_nothing_on_it():
+    class Used(Thing):
+        def _release(self) -> None:
+            seen.append(self._verb(lambda struct: struct is not None))
+            with pytest.raises(rp.ClosedError, match="pd is closed"):
+                Thing("mr", self)
+            with beside.thread(self._open_struct) as raised:
+                pass
+            seen.extend(map(str, raised))
+
+    seen: list[object] = []
+    pd = Used("pd")
+    pd.close()
+    assert seen == [True, "pd is closed"]
+    assert closed == ["pd"]
+
+
+def test_verb_that_is_refused_for_a_closed_resource_keeps_none_of_its_arguments():
+    class Held:
+        pass
+
+    one, two, held = Thing("one"), Thing("two"), Held()
+    two.close()
+    with pytest.raises(rp.ClosedError, match=r"^two is closed$"):
+        one._verb(print, held, two)
+    ref = weakref.ref(held)
+    del held
+    assert ref() is None
+    one.close()
+    assert closed == ["two", "one"]
 
 
 def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():

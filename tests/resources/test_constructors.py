@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import os
@@ -230,6 +231,86 @@ def test_instance_without_its_struct_is_not_open(cls):
         thing.close()
     with pytest.raises(TypeError, match=f"{cls.__name__}'> is of .*struct ibv_"):
         Forges()
+
+
+def test_resource_with_a_struct_of_another_type_can_only_be_closed():
+    destroyed: list[object] = []
+    thing = rp.PD.__new__(rp.PD)
+    with pytest.raises(TypeError, match=r"is of .*struct ibv_pd"):
+        thing._make(ffi.new, ("char *",), destroyed.append, ())
+    for use in (thing.__enter__, lambda: thing._verb(print)):
+        with pytest.raises(rp.ClosedError, match="cannot be used: its creation failed; close it"):
+            use()
+    assert not thing.closed
+    thing.close()
+    assert thing.closed
+    assert len(destroyed) == 1
+
+
+def test_close_in_the_middle_of_a_constructor_follows_that(context):
+    pd, seen = rp.PD(context), []
+
+    class Closes:
+        def __index__(self):
+            pd.close()
+            seen.append(pd.closed)
+            return 16
+
+    with rp.CQ(context, Closes()):
+        assert pd.closed
+    assert set(seen) == {False}
+
+
+@pytest.mark.parametrize("parent", ["pd", "cq"])
+@pytest.mark.parametrize("others", [False, True], ids=["its first child", "another child"])
+def test_constructor_in_which_a_parent_is_closed_fails_unless_that_stays_open_anyway(
+    context, monkeypatch, parent, others
+):
+    reported: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(str(error.exc_value)))
+    parents = {"pd": rp.PD(context), "cq": rp.CQ(context)}
+    pd, cq = parents.values()
+
+    class Closes:
+        def __index__(self) -> int:
+            parents[parent].close()
+            return 4
+
+    with contextlib.ExitStack() as stack:
+        if others:
+            other = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+            with rp.QP(pd, QPType.RC, cq, max_send_wr=Closes()) as qp:
+                assert not parents[parent].closed
+                [said] = reported
+                assert str(other) in said
+                assert str(qp) in said
+        else:
+            with pytest.raises(rp.ClosedError, match=r"is being closed$"):
+                rp.QP(pd, QPType.RC, cq, max_send_wr=Closes())
+            assert parents[parent].closed
+            assert not reported
+    cq.close()
+    pd.close()
+    assert (cq.closed, pd.closed) == (True, True)
+
+
+def test_constructor_that_failed_for_a_closed_parent_may_be_called_again():
+    class Child(Resource):
+        def __init__(self, *parents):
+            self._make(ffi.new, ("char *",), lambda _: None, parents)
+
+    gone, parent = Child(), Child()
+    gone.close()
+    child = Child.__new__(Child)
+    for _ in range(2):
+        with pytest.raises(rp.ClosedError, match="is closed"):
+            child.__init__(parent, gone)  # type: ignore[misc]
+        assert child._parents == ()
+    child.__init__(parent)  # type: ignore[misc]
+    assert child._parents == (parent,)
+    child.close()
+    parent.close()
+    assert (child.closed, parent.closed) == (True, True)
 
 
 def test_region_without_its_struct_cannot_be_posted(rc):

@@ -8,11 +8,15 @@ import errno
 import gc
 import mmap
 import os
+import signal
+import threading
 import typing
+import weakref
 from array import array
 
 import pytest
-from support import ALL, needs, null_device, prints
+from support import ALL, LIMIT, needs, null_device, prints, until
+from support.threads import thread
 from support.windows import bind_wr
 
 import rdmapost as rp
@@ -238,15 +242,46 @@ def test_sge_of_memory_that_a_region_has_left_reaches_nothing(rc):
         assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
-def test_rereg_that_the_device_refuses_leaves_the_region_as_it_was(rc, monkeypatch):
-    _refuse(monkeypatch, rc.pd.context, -1, errno.EINVAL)
+@pytest.mark.parametrize(
+    ("code", "number", "said"),
+    [
+        (-1, errno.EINVAL, "ibv_rereg_mr: EINVAL"),
+        (-1, errno.EPERM, "ibv_rereg_mr: EPERM"),
+        (-2, errno.ENOMEM, "ibv_rereg_mr: ENOMEM"),
+        (-1, 0, "ibv_rereg_mr: EIO"),
+        (-4, errno.ENOSYS, "ibv_rereg_mr is not supported"),
+        (-4, errno.EOPNOTSUPP, "ibv_rereg_mr is not supported"),
+    ],
+)
+def test_rereg_that_the_device_refuses_leaves_the_region_as_it_was(
+    rc, monkeypatch, code, number, said
+):
+    _refuse(monkeypatch, rc.pd.context, code, number)
     memory, new = bytearray(64), bytearray(64)
     with rp.MR(rc.pd, memory, ALL) as mr:
-        with pytest.raises(rp.VerbsError, match="ibv_rereg_mr: EINVAL"):
+        with pytest.raises(rp.VerbsError, match=said):
             mr.rereg(memory=new)
         new.append(1)
         assert _write(rc, mr) is WCStatus.SUCCESS
         assert memory[:8] == b"8 bytes!"
+
+
+def test_exception_in_the_device_leaves_the_region_as_it_was(pd, monkeypatch):
+    from rdmapost.resources.device import provider_of
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    for name in ("rereg_mr", "rereg_mr_at"):
+        monkeypatch.setattr(type(provider_of(pd.context)), name, staticmethod(fail))
+    memory, new = bytearray(64), bytearray(128)
+    with rp.MR(pd, memory, ALL) as mr:
+        with pytest.raises(ZeroDivisionError):
+            mr.rereg(memory=new)
+        new.append(1)
+        assert mr.length == 64
+        with pytest.raises(BufferError):
+            memory.append(1)
 
 
 @pytest.fixture
@@ -470,6 +505,103 @@ def test_bind_that_fails_is_not_the_one_that_an_invalidation_ends(rc, windowed):
     _by_itself(rc, mw)
     rc.wait(1)
     assert not _refused(mw, region)
+    _bind(rc, mw, region, key)
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
+def test_each_bind_under_one_key_is_ended_by_the_invalidation_that_follows_it(
+    rc, windowed, context, stack
+):
+    """Whichever queue pair the window is bound through, if its invalidation has been polled."""
+    mw, region = windowed
+    key = mw.rkey
+    cq = stack.enter_context(rp.CQ(context))
+    other = stack.enter_context(rp.QP(rc.pd, rp.QPType.RC, cq))
+    other.connect(rc.a.endpoint())
+    _by_itself(rc, mw)
+    rc.wait(1)
+    for qp, polled in [(other, cq), (rc.b, rc.cq)] * 2:
+        assert not _refused(mw, region)
+        qp.post_send(rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64))
+        polled.wait(1)[0].check()
+        assert _refused(mw, region)
+        qp.post_send(rp.LocalInv(invalidate_rkey=key))
+        polled.wait(1)[0].check()
+    assert not _refused(mw, region)
+
+
+def test_invalidation_of_a_window_that_is_not_bound_does_not_end_a_later_bind(
+    rc, windowed, context
+):
+    """The device says that it has succeeded."""
+    mw, region = windowed
+    key = mw.rkey
+    _by_itself(rc, mw)
+    rc.wait(1)
+    for wr_id in (5, 6):
+        context.faults.complete_with(wr_id, WCStatus.SUCCESS)
+        rc.b.post_send(rp.LocalInv(invalidate_rkey=key, wr_id=wr_id))
+        rc.wait(1)
+    _bind(rc, mw, region, key)
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
+def test_bind_whose_failure_is_polled_after_an_invalidation_of_its_key_does_not_end_a_later_one(
+    rc, windowed, context, stack
+):
+    """The device says that the window was invalidated, and then that it was never bound."""
+    mw, region = windowed
+    key = mw.rkey
+    _by_itself(rc, mw)
+    rc.wait(1)
+    cq = stack.enter_context(rp.CQ(context))
+    other = stack.enter_context(rp.QP(rc.pd, rp.QPType.RC, cq))
+    other.connect(rc.a.endpoint())
+
+    def bind(**fields):
+        bound = {"mw": mw, "rkey": key, "mr": region, "addr": region.addr, "length": 64}
+        other.post_send(rp.BindMW(**bound, **fields))
+
+    context.faults.complete_with(5, WCStatus.MW_BIND_ERR)
+    bind(wr_id=5)
+    context.faults.complete_with(6, WCStatus.SUCCESS)
+    rc.b.post_send(rp.LocalInv(invalidate_rkey=key, wr_id=6))
+    rc.wait(1)
+    assert cq.wait(1)[0].status is WCStatus.MW_BIND_ERR
+    other.to_reset()
+    other.connect(rc.a.endpoint())
+    bind()
+    cq.wait(1)[0].check()
+    assert _refused(mw, region)
+
+
+class Forged(rp.MW):
+    """A window of type 2 whose constructor gives it other counts than MW does."""
+
+    def __init__(self, pd, *counts):
+        from rdmapost.resources.device import provider_of
+
+        self.pd, self.mw_type = pd, MWType.TYPE_2
+        provider = provider_of(pd.context)
+        self._make(provider.alloc_mw, (pd, self.mw_type), provider.dealloc_mw, (pd,), *counts)
+
+
+@pytest.mark.parametrize("counts", [(), (None,), (b"",), (bytearray(4096),), (bytes(4095),)])
+def test_window_without_counts_counts_as_bound_until_it_is_closed(rc, context, counts):
+    needs(context.kind == "soft", "ibv_rereg_mr", context)
+    with rp.MR(rc.pd, 64, ALL | Access.MW_BIND) as region:
+        with Forged(rc.pd, *counts) as mw:
+            _bind(rc, mw, region)
+            _by_itself(rc, mw)
+            rc.wait(1)
+            assert _refused(mw, region)
+        region.rereg(access=ALL)
 
 
 def test_unsignaled_invalidation_counts_when_a_later_work_request_completes(rc, windowed):
@@ -553,11 +685,13 @@ def test_library_without_ibv_rereg_mr_is_named(on_null):
     ]
 
 
-@pytest.mark.parametrize("code", [-4, -5, 22])
+@pytest.mark.parametrize(
+    ("code", "number"), [(-4, errno.EIO), (-5, errno.EIO), (22, errno.EIO), (-4, 0)]
+)
 def test_failure_in_the_middle_of_a_rereg_leaves_a_region_that_can_only_be_closed(
-    rc, monkeypatch, code
+    rc, monkeypatch, code, number
 ):
-    _refuse(monkeypatch, rc.pd.context, code, errno.EIO)
+    _refuse(monkeypatch, rc.pd.context, code, number)
     memory, new = bytearray(64), bytearray(64)
     mr, there = rp.MR(rc.pd, memory, ALL), rp.PD(rc.pd.context)
     sge = mr[:8]
@@ -602,6 +736,235 @@ def test_error_of_the_device_after_a_rereg_took_effect_is_not_raised(rc, monkeyp
         mr.rereg(memory=new)
         memory.append(1)
         assert mr.length == 128
+
+
+class Own(rp.MR):
+    """A region whose parts of a rereg do what a test says.
+
+    Attributes:
+        first, last: around the attributes that are set when the device has changed the region.
+        before: called once, when what to change has been prepared.
+        settles: raised, one at a time, by the release of the memory that was left.
+    """
+
+    first: tuple[typing.Any, ...] = ()
+    last: tuple[typing.Any, ...] = ()
+    before: typing.Any = None
+    settles: typing.Any = ()
+
+    def _attributes(self, form):
+        if self.before is not None:
+            before, self.before = self.before, None
+            before()
+        return (*self.first, *super()._attributes(form), *self.last)
+
+    def _settle(self):
+        for error in self.settles:
+            self.settles = self.settles[1:]
+            raise error
+        super()._settle()
+
+
+def test_rereg_in_the_middle_of_another_of_the_same_region_is_not_undone(rc, stack):
+    """As by a signal handler, or another thread."""
+    there = stack.enter_context(rp.PD(rc.pd.context))
+    mr = stack.enter_context(Own(rc.pd, 64, ALL))
+    mr.before = lambda: mr.rereg(pd=there)
+    with _or_unsupported(rc.pd.context):
+        mr.rereg(memory=128)
+    assert (mr.pd, mr.length) == (there, 128)
+    with pytest.raises(rp.InUseError, match="MR of 128 bytes"):
+        there.close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [5, ["slot", "self", 1], ("slot", "self"), ("name", "self", 1)], ids=str
+)
+def test_subclass_that_has_something_else_set_than_its_slots_is_refused(pd, wrong):
+    given = {"slot": rp.MR.__dict__["_end"], "self": None}
+    with Own(pd, memory := bytearray(64), ALL) as mr:
+        if isinstance(wrong, list | tuple):
+            wrong = type(wrong)(given.get(part, part) for part in wrong)
+        mr.first = (wrong,)
+        with pytest.raises(TypeError, match="not an attribute in __slots__ to set"):
+            mr.rereg(memory=128)
+        assert (mr.length, mr.end - mr.addr) == (64, 64)
+        with pytest.raises(BufferError):
+            memory.append(1)
+
+
+def test_slot_that_a_region_does_not_have_is_not_set(pd):
+    with Own(pd, 64, ALL) as mr:
+        mr.last = ((rp.PD.__dict__["context"].fget.__self__, mr, None),)
+        with _or_unsupported(pd.context):
+            mr.rereg(memory=128)
+        assert mr.length == 128
+
+
+def test_exception_while_the_old_memory_is_released_leaves_a_region_that_has_moved(pd):
+    """It is released before the next change, or that is not made."""
+    old, new = bytearray(64), bytearray(128)
+    with Own(pd, old, ALL) as mr:
+        mr.settles = [LookupError(n) for n in range(100)]
+        with pytest.raises(LookupError) as first, _or_unsupported(pd.context):
+            mr.rereg(memory=new)
+        assert first.value.args == (0,)
+        with pytest.raises(LookupError):
+            mr.rereg(memory=256)
+        assert mr.length == 128
+        with pytest.raises(BufferError):
+            old.append(1)
+        mr.settles = []
+        mr.rereg(access=Access.LOCAL_WRITE)
+        old.append(1)
+        with pytest.raises(BufferError):
+            new.append(1)
+
+
+def test_region_lets_go_of_the_pd_and_the_owner_of_the_memory_that_it_has_left(context, pd):
+    memory = bytearray(64)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    owner, left = Held(), rp.PD(context)
+    gone = [weakref.ref(owner), weakref.ref(left)]
+    with rp.MR.at(left, address, 64, ALL, owner) as mr:
+        with _or_unsupported(context):
+            mr.rereg(memory=64, pd=pd)
+        del owner, left
+        gc.collect()
+        assert [one() for one in gone] == [None, None]
+
+
+class Held:
+    """An owner of memory."""
+
+
+def test_region_that_is_closed_but_not_forgotten_is_not_registered_again(pd):
+    class Rude(rp.MR):
+        rude = True
+
+        def _forget(self):
+            if self.rude:
+                raise LookupError
+            super()._forget()
+
+    mr = Rude(pd, 64, ALL)
+    with _or_unsupported(pd.context):
+        mr.rereg(memory=64)
+    with pytest.raises(LookupError):
+        mr.close()
+    for _ in range(2):
+        with pytest.raises(rp.ClosedError, match=r"^MR of 64 bytes .* is closed$"):
+            mr.rereg(memory=64)
+        with pytest.raises(rp.ClosedError, match=r"^MR of 64 bytes .* is closed$"):
+            mr._open_struct()
+    mr.rude = False
+    mr.close()
+
+
+def test_region_is_not_moved_to_a_closed_pd(pd):
+    there = rp.PD(pd.context)
+    there.close()
+    with rp.MR(pd, 64, ALL) as mr:
+        with pytest.raises(rp.ClosedError, match=r"^PD is closed$"):
+            mr.rereg(pd=there)
+        assert mr.pd is pd
+
+
+def test_rereg_in_the_middle_of_a_verb_of_its_thread_is_refused(pd):
+    with rp.MR(pd, 64) as mr:
+        with pytest.raises(rp.InUseError, match="in the middle of one of this thread's verbs"):
+            pd._verb(lambda _: mr.rereg(memory=128))
+        assert mr.length == 64
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_rereg_waits_for_a_verb_of_another_thread(pd, monkeypatch, interrupted):
+    """Unless a signal handler raises meanwhile: then the region is as it was."""
+    mr = rp.MR(pd, 64, ALL)
+    with _or_unsupported(pd.context):
+        mr.rereg(access=ALL)
+    inside, go, order = threading.Event(), threading.Event(), []
+
+    def verb(_):
+        inside.set()
+        until(lambda: mr._handle is None)
+        with pytest.raises(rp.ClosedError, match=r"^another thread is re-registering MR of 64 b"):
+            mr._open_struct()
+        assert go.wait(LIMIT)
+        order.append("verb")
+
+    def handler(*_):
+        order.append("signal")
+        go.set()
+        if interrupted:
+            raise LookupError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with thread(lambda: mr._verb(verb)) as raised:
+            assert inside.wait(LIMIT)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(LookupError) if interrupted else contextlib.nullcontext():
+                mr.rereg(memory=128)
+            order.append("rereg")
+            go.set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not raised
+    assert order == (["signal", "rereg", "verb"] if interrupted else ["signal", "verb", "rereg"])
+    assert mr.length == (64 if interrupted else 128)
+    mr.rereg(memory=256)
+    mr.close()
+    assert mr.closed
+
+
+def test_interrupted_rereg_that_waits_for_a_close_leaves_the_region_to_that(pd):
+    inside, go = threading.Event(), threading.Event()
+
+    class Slow(rp.MR):
+        def _release(self):
+            super()._release()
+            inside.set()
+            assert go.wait(LIMIT)
+
+    def handler(*_):
+        raise LookupError
+
+    mr = Slow(pd, memory := bytearray(64), ALL)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with thread(mr.close) as raised:
+            assert inside.wait(LIMIT)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(LookupError):
+                mr.rereg(memory=128)
+            assert mr.length == 64
+            go.set()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not raised
+    assert mr.closed
+    memory.append(1)
+
+
+def test_region_left_open_at_exit_is_not_registered_again():
+    """The device refuses to deregister it, and the interpreter has closed what it could."""
+    code = (
+        "import atexit\n"
+        "def late():\n"
+        "    try: mr.rereg(access=0)\n"
+        "    except rp.ClosedError as error: print(error)\n"
+        "    print(mr.closed)\n"
+        "atexit.register(late)\n"
+        "import rdmapost as rp\n"
+        "context = rp.open_device('soft0')\n"
+        "mr = rp.MR(rp.PD(context), 64)\n"
+        "type(context._provider).dereg_mr = staticmethod(lambda mr: 5)\n"
+        "mr = rp.MR(mr.pd, 64)\n"
+    )
+    said = prints(code)
+    assert said.startswith("MR of 64 bytes")
+    assert said.endswith("cannot be used: the interpreter is exiting\nFalse")
 
 
 def test_dmabuf_is_not_registered_again(pd):
