@@ -861,6 +861,22 @@ def test_region_that_is_closed_but_not_forgotten_is_not_registered_again(pd):
     mr.close()
 
 
+def test_close_after_a_rereg_admits_no_use_until_it_has_waited_for_verbs(pd):
+    class Used(rp.MR):
+        woken = False
+
+        def _wake(self):
+            with pytest.raises(rp.ClosedError, match=r"^MR of 64 bytes .* is closed$"):
+                self._open_struct()
+            self.woken = True
+
+    mr = Used(pd, 64, ALL)
+    with _or_unsupported(pd.context):
+        mr.rereg(access=Access.LOCAL_WRITE)
+    mr.close()
+    assert (mr.woken, mr.closed) == (True, True)
+
+
 def test_region_is_not_moved_to_a_closed_pd(pd):
     there = rp.PD(pd.context)
     there.close()

@@ -86,6 +86,26 @@ def test_bound_window_can_be_bound_again(region, mw, rc):
     assert write(rc, region.addr, mw.rkey - 1) is WCStatus.REM_ACCESS_ERR
 
 
+@pytest.mark.parametrize("through", ["one queue pair, one at a time", "one queue pair", "two"])
+def test_region_whose_window_has_been_bound_to_another_is_registered_again(
+    pd, mw, connect, context, through
+):
+    needs(context.kind == "soft", "ibv_rereg_mr", context)
+    pairs = [connect(), connect()]
+    with rp.MR(pd, 64, BINDABLE) as left, rp.MR(pd, 64, BINDABLE) as bound:
+        for pair, region in zip(pairs, (left, bound), strict=True):
+            using = pair if through == "two" else pairs[0]
+            using.b.bind_mw(mw, region, region.addr, 64, READ_WRITE)
+            if through != "one queue pair":
+                using.wait()
+        if through == "one queue pair":
+            pairs[0].wait(2)
+        left.rereg(access=ALL)
+        with pytest.raises(rp.InUseError, match="bound to it"):
+            bound.rereg(access=ALL)
+        mw.close()
+
+
 def test_bind_of_length_0_unbinds_a_window(pd, mw, rc):
     """The key then grants nothing, and the region can be closed."""
     region = rp.MR(pd, 256, BINDABLE)
