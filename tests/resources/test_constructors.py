@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 from support import LOSES_MEMORY, interrupt_everywhere, prints, run_python
+from support.threads import thread
 
 import rdmapost as rp
 from rdmapost import QPType
@@ -261,37 +262,92 @@ def test_close_in_the_middle_of_a_constructor_follows_that(context):
     assert set(seen) == {False}
 
 
-@pytest.mark.parametrize("parent", ["pd", "cq"])
+@pytest.mark.parametrize("parent", ["pd", "cq", "only parent"])
 @pytest.mark.parametrize("others", [False, True], ids=["its first child", "another child"])
 def test_constructor_in_which_a_parent_is_closed_fails_unless_that_stays_open_anyway(
     context, monkeypatch, parent, others
 ):
     reported: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(str(error.exc_value)))
-    parents = {"pd": rp.PD(context), "cq": rp.CQ(context)}
-    pd, cq = parents.values()
+    pd, cq = rp.PD(context), rp.CQ(context)
+    closes = cq if parent == "cq" else pd
 
     class Closes:
         def __index__(self) -> int:
-            parents[parent].close()
-            return 4
+            closes.close()
+            return 64
 
-    with contextlib.ExitStack() as stack:
-        if others:
-            other = stack.enter_context(rp.QP(pd, QPType.RC, cq))
-            with rp.QP(pd, QPType.RC, cq, max_send_wr=Closes()) as qp:
-                assert not parents[parent].closed
-                [said] = reported
-                assert str(other) in said
-                assert str(qp) in said
-        else:
-            with pytest.raises(rp.ClosedError, match=r"is being closed$"):
-                rp.QP(pd, QPType.RC, cq, max_send_wr=Closes())
-            assert parents[parent].closed
-            assert not reported
+    def make(size: Any) -> Any:
+        if parent == "only parent":
+            return rp.MR(pd, size)
+        return rp.QP(pd, QPType.RC, cq, max_send_wr=size)
+
+    if others:
+        with make(64) as other, make(Closes()) as second:
+            assert not closes.closed
+            assert reported
+            assert all(str(one) in reported[0] for one in (other, second))
+    else:
+        with pytest.raises(rp.ClosedError, match=r"is being closed$"):
+            make(Closes())
+        assert closes.closed
+        assert not reported
     cq.close()
     pd.close()
     assert (cq.closed, pd.closed) == (True, True)
+
+
+class Late(rp.QP):
+    """A queue pair with something to do at the end of its constructor."""
+
+    late: Any
+
+    def _admit_posts(self) -> None:
+        super()._admit_posts()
+        type(self).late(self)
+
+
+def test_exception_of_a_constructor_in_which_a_parent_is_closed_is_raised(context, pd):
+    cq = rp.CQ(context)
+
+    class Fails(Late):
+        def late(self) -> None:
+            cq.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        Fails(pd, QPType.RC, cq)
+    assert cq.closed
+
+
+def test_what_a_constructor_that_fails_in_the_middle_of_a_verb_leaves_is_closed_after_that(pd, cq):
+    made: list[rp.QP] = []
+
+    class Fails(Late):
+        def late(self) -> None:
+            made.append(self)
+            raise ZeroDivisionError
+
+    def verb(_: object) -> bool:
+        with pytest.raises(ZeroDivisionError):
+            Fails(pd, QPType.RC, cq)
+        return made[0].closed
+
+    assert cq._verb(verb) is False
+    assert made[0].closed
+
+
+def test_resource_that_another_thread_closes_at_the_end_of_its_constructor_is_closed(pd, cq):
+    class Closed(Late):
+        def late(self) -> None:
+            with thread(self.close) as raised:
+                pass
+            assert not raised
+
+    qp = Closed.__new__(Closed)
+    with contextlib.suppress(rp.ClosedError):
+        qp.__init__(pd, QPType.RC, cq)
+    assert qp.closed
 
 
 def test_constructor_that_failed_for_a_closed_parent_may_be_called_again():

@@ -893,6 +893,26 @@ def test_rereg_in_the_middle_of_a_verb_of_its_thread_is_refused(pd):
         assert mr.length == 64
 
 
+def test_region_is_not_moved_to_a_pd_that_close_all_is_closing(context):
+    needs(context.kind == "soft", "ibv_rereg_mr", context)
+    said = []
+
+    class Moves(rp.MR):
+        def _release(self):
+            with pytest.raises(rp.ClosedError) as refused:
+                mr.rereg(pd=there)
+            said.append(str(refused.value))
+            super()._release()
+
+    with rp.open_device(context.name) as opened:
+        here, there = rp.PD(opened), rp.PD(opened)
+        mr = rp.MR(here, 64, ALL)
+        last = Moves(here, 64, ALL)
+        opened.close_all()
+    assert last.closed
+    assert said == ["PD is being closed"]
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_rereg_waits_for_a_verb_of_another_thread(pd, monkeypatch, interrupted):
     """Unless a signal handler raises meanwhile: then the region is as it was."""
