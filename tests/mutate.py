@@ -489,9 +489,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_posts_in_each_other_without_a_python_function_end_with_recursion_error",
     ),
     "rdmapost/_c/handles/exceptions.c": (
+        "resources/test_close_order.py",
         "providers/software/test_soft_handler_exceptions.py",
         "posting/test_exceptions_of_caller_code.py",
         "resources/test_cq_interrupts.py",
+        "resources/test_cq_wait_threads.py::"
+        "test_wait_that_leaves_completions_to_an_earlier_wait_says_if_it_gets_no_descriptor",
         "soundness/test_finalizers.py",
     ),
     "rdmapost/_c/handles/queue_lock.c": (

@@ -18,7 +18,7 @@ from support import threads as beside
 from support.windows import bind_wr
 
 import rdmapost as rp
-from rdmapost._binding import ffi
+from rdmapost._binding import ffi, native
 from rdmapost.resources.resource import Resource, _open, open_children
 
 closed: list[str] = []
@@ -852,6 +852,87 @@ def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypat
         gc.collect()
         device.close()
         assert device.closed
+
+
+def test_finalizer_of_a_subclass_is_called_with_the_resource_and_can_be_called_by_hand(context):
+    called: list[Any] = []
+
+    class Own(rp.PD):
+        def __del__(self, *more: object) -> None:
+            called.append((type(self).__name__, more))
+
+    with rp.open_device(context.name) as device:
+        Own(device)
+        gc.collect()
+        assert called == [("Own", ())]
+        assert open_children(device) == []
+        own = Own(device)
+        Own.__del__(own)
+        assert own.closed
+        Own.__del__(5)  # type: ignore[arg-type]
+        Own.__del__(5, 6)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            Own.__del__()  # type: ignore[call-arg]
+        assert called[1:] == [("Own", ()), ("int", ()), ("int", (6,))]
+        del own
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "calls", "raises", "reports"),
+    [
+        (LookupError, 0, 1, [], []),
+        # As of a signal handler: the first comes out later.
+        (LookupError, 1, 2, [LookupError], []),
+        (LookupError, 3, 4, [LookupError], []),
+        # Of the finalizer itself.
+        (LookupError, 100, 16, [], [LookupError]),
+        # As of warnings.warn() with the filter "error".
+        (ResourceWarning, 1, 1, [], [ResourceWarning]),
+        # There was room at the next attempt.
+        (MemoryError, 1, 2, [], []),
+        (RecursionError, 1, 2, [], []),
+        (SystemError, 1, 2, [], []),
+    ],
+)
+def test_finalizer_written_in_python_runs_until_it_is_through(
+    monkeypatch, error, times, calls, raises, reports
+):
+    reported: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
+    finalize, came = Fails(error, times), []
+
+    class Own(native.Finalizer):
+        def _finalize(self) -> None:
+            finalize()
+
+    own = Own()
+    try:
+        del own
+        for _ in range(99):
+            gc.isenabled()
+    except Exception as caught:
+        came.append(caught)
+    for _ in range(99):
+        gc.isenabled()
+    assert finalize.calls == calls
+    assert [type(one) for one in came] == raises
+    assert [type(one) for one in reported] == reports
+    assert all(one.args == (1,) for one in (*came, *reported))
+
+
+def test_finalizer_that_fails_after_everything_has_been_closed_at_exit_says_nothing():
+    said = prints(
+        "import sys\n"
+        "from rdmapost._binding import native\n"
+        "import rdmapost as rp\n"
+        "rp.open_device('soft0')\n"
+        "class Own(native.Finalizer):\n"
+        "    def _finalize(self, write=sys.stdout.write):\n"
+        "        write('finalized\\n')\n"
+        "        raise LookupError\n"
+        "own = Own()\n"
+    )
+    assert set(said.splitlines()) == {"finalized"}
 
 
 def test_resources_open_at_exit_are_closed_children_first():
