@@ -368,6 +368,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_cq_poll_failures.py",
         "project/test_errors.py",
         "providers/soft0/test_soft_tag_matching.py",
+        "soundness/test_collector_shows_internals.py::"
+        "test_refused_description_of_completions_changes_none",
     ),
     "rdmapost/_c/posting/rules.c": (
         *CHECKS,
@@ -411,6 +413,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_columns.py",
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_mw_lifetimes.py",
+        "resources/test_mr_rereg.py",
+        "resources/test_resident_memory.py",
     ),
     "rdmapost/_c/posting/inline_buffer.c": (
         *READS,
