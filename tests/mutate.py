@@ -414,7 +414,6 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_mw_lifetimes.py",
         "resources/test_mr_rereg.py",
-        "resources/test_resident_memory.py",
     ),
     "rdmapost/_c/posting/inline_buffer.c": (
         *READS,

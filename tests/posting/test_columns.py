@@ -711,10 +711,12 @@ def test_columns_of_more_receives_than_an_srq_can_number_are_refused(pd, rc):
     """Nothing is posted, and the region can be closed."""
     with rp.SRQ(pd, 16, 1) as srq, rp.MR(pd, 64, ALL) as mr:
         srq._recv.resize(1 << 25)  # deeper than any device's today
-        many = np.broadcast_to(np.uint64(7), 1 << 24)
-        with pytest.raises(MemoryError, match="at most 16777215 receives"):
-            srq.post_srq_recv_columns(mr[:8], wr_id=many)
-        assert srq.outstanding == 0
+        for posted, count in ((0, 1 << 24), (1, (1 << 24) - 1)):
+            many = np.broadcast_to(np.uint64(7), count)
+            with pytest.raises(MemoryError, match="at most 16777215 receives"):
+                srq.post_srq_recv_columns(mr[:8], wr_id=many)
+            assert srq.outstanding == posted
+            srq.post_srq_recv(rp.RecvWR())
 
 
 def test_send_flags_are_the_same_for_all_rows(rc):

@@ -470,6 +470,11 @@ def test_bind_that_fails_is_not_the_one_that_an_invalidation_ends(rc, windowed):
     _by_itself(rc, mw)
     rc.wait(1)
     assert not _refused(mw, region)
+    _bind(rc, mw, region, key)
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
 
 
 def test_unsignaled_invalidation_counts_when_a_later_work_request_completes(rc, windowed):
@@ -485,6 +490,9 @@ def test_invalidation_that_fails_leaves_the_window_bound(rc, windowed):
     mw, region = windowed
     rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey ^ 1))
     assert rc.cq.wait()[0].status is not WCStatus.SUCCESS
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    assert rc.cq.wait()[0].status is WCStatus.WR_FLUSH_ERR
     assert _refused(mw, region)
 
 

@@ -360,7 +360,7 @@ static void release_entry(struct rp_in_flight *q, struct rp_entry *entry)
 				      (struct rp_bind){ q->binder, entry->serial, entry->removes,
 							entry->key });
 	}
-	if (entry->state == RP_INVALIDATED && q->invalidated)
+	if (entry->state == RP_INVALIDATED)
 		rp_note_invalidated(q->invalidated, entry->removes);
 	rp_unpin_all(entry->refs);
 	Py_XDECREF(entry->refs);
