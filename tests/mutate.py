@@ -506,7 +506,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/polling/cq.c": POLLERS,
     "rdmapost/_c/polling/waiters.c": POLLERS,
-    "rdmapost/_c/polling/rows.c": POLLERS,
+    "rdmapost/_c/polling/rows.c": ("resources/test_poll_into.py",),
     **dict.fromkeys(
         [
             f"rdmapost/_c/handles/{name}.c"
