@@ -445,6 +445,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost/_c/posting/columns.c": (
         "posting/test_columns.py",
         "posting/test_atomic_write_and_flush.py",
+        "resources/test_mr_rereg.py",
     ),
     "rdmapost/_c/posting/wr_init.c": (
         "posting/test_wr_classes.py",
