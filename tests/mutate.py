@@ -373,6 +373,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_cq_poll_failures.py",
         "project/test_errors.py",
         "providers/soft0/test_soft_tag_matching.py",
+        "soundness/test_collector_shows_internals.py::"
+        "test_refused_description_of_completions_changes_none",
     ),
     "rdmapost/_c/posting/rules.c": (
         *CHECKS,
@@ -416,6 +418,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_columns.py",
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_mw_lifetimes.py",
+        "resources/test_mr_rereg.py",
     ),
     "rdmapost/_c/posting/inline_buffer.c": (
         *READS,
@@ -447,6 +450,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "rdmapost/_c/posting/columns.c": (
         "posting/test_columns.py",
         "posting/test_atomic_write_and_flush.py",
+        "resources/test_mr_rereg.py",
     ),
     "rdmapost/_c/posting/wr_init.c": (
         "posting/test_wr_classes.py",
@@ -513,7 +517,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/polling/cq.c": POLLERS,
     "rdmapost/_c/polling/waiters.c": POLLERS,
-    "rdmapost/_c/polling/rows.c": POLLERS,
+    "rdmapost/_c/polling/rows.c": ("resources/test_poll_into.py",),
     **dict.fromkeys(
         [
             f"rdmapost/_c/handles/{name}.c"

@@ -56,6 +56,7 @@ COLUMNS: dict[str, Callable[[list[int]], Any]] = {
     "numpy of 8 bytes": lambda numbers: np.array(numbers, "i8"),
     "numpy of 4 bytes": lambda numbers: np.array(numbers, "u4"),
     "every third of a larger one": lambda numbers: np.repeat(np.array(numbers), 3)[::3],
+    "every second of 4 bytes": lambda numbers: np.repeat(np.array(numbers, "u4"), 2)[::2],
     "backwards": lambda numbers: np.array(numbers[::-1], "i4")[::-1],
     "one number repeated by a stride of 0": lambda numbers: np.broadcast_to(numbers[0], 6),
     "array": lambda numbers: array.array("Q", numbers),
@@ -240,6 +241,17 @@ def test_srq_receives_posted_from_columns_may_complete_in_any_order(pd, cq, stac
     for qp in (*qps, *peers):
         qp.close()
     srq.close()
+
+
+def test_receive_of_an_srq_that_is_the_only_row_has_its_wr_id(pd, cq, stack):
+    srq = stack.enter_context(rp.SRQ(pd, 8))
+    target = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq, srq=srq))
+    sender = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+    target.connect(sender.endpoint())
+    sender.connect(target.endpoint())
+    assert srq.post_srq_recv_columns(wr_id=np.array([5])) == 1
+    sender.post_send(rp.Send(wr_id=6))
+    assert {wc.check().wr_id for wc in cq.wait(2)} == {5, 6}
 
 
 def test_region_of_columns_stays_open_until_the_last_row_is_done(rc, pd, stack):
@@ -441,6 +453,14 @@ def test_columns_on_a_closed_queue_pair_or_region_are_refused(rc, pd):
 def test_wrong_columns_are_refused_by_name(rc, error, match, options):
     with pytest.raises(error, match=match):
         write_blocks(rc, 3, **options)
+    assert rc.a.outstanding.send == 0
+
+
+def test_column_of_records_that_begin_with_an_integer_is_refused(rc):
+    testbuffer = pytest.importorskip("_testbuffer", reason="this Python has no _testbuffer")
+    records = testbuffer.ndarray([1, 2, 3], shape=[3], format="i4x")
+    with pytest.raises(TypeError, match=r"not one of format 'i4x'$"):
+        write_blocks(rc, 3, wr_id=records)
     assert rc.a.outstanding.send == 0
 
 
@@ -711,10 +731,12 @@ def test_columns_of_more_receives_than_an_srq_can_number_are_refused(pd, rc):
     """Nothing is posted, and the region can be closed."""
     with rp.SRQ(pd, 16, 1) as srq, rp.MR(pd, 64, ALL) as mr:
         srq._recv.resize(1 << 25)  # deeper than any device's today
-        many = np.broadcast_to(np.uint64(7), 1 << 24)
-        with pytest.raises(MemoryError, match="at most 16777215 receives"):
-            srq.post_srq_recv_columns(mr[:8], wr_id=many)
-        assert srq.outstanding == 0
+        for posted, count in ((0, 1 << 24), (1, (1 << 24) - 1)):
+            many = np.broadcast_to(np.uint64(7), count)
+            with pytest.raises(MemoryError, match="at most 16777215 receives"):
+                srq.post_srq_recv_columns(mr[:8], wr_id=many)
+            assert srq.outstanding == posted
+            srq.post_srq_recv(rp.RecvWR())
 
 
 def test_send_flags_are_the_same_for_all_rows(rc):

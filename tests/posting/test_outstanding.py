@@ -91,14 +91,32 @@ def test_slots_of_a_shared_queue_are_reused_more_often_than_their_cookies_can_co
         assert min(growth) < 1 << 18
 
 
+def test_records_of_a_send_queue_grow_however_many_there_have_been(connect):
+    """Only a shared queue, whose slots have numbers, has a limit: 2^24 - 1."""
+    pair = connect(max_send_wr=64)
+    pair.a.post_send(write_from(pair, pair.mine))
+    pair.wait()
+    # How many entries have been dropped, completed and made: 16 million posts take half a minute.
+    ring = (ctypes.c_size_t * 3).from_address(
+        id(pair.a._send.in_flight) + object.__basicsize__ + 12 * 8
+    )
+    assert list(ring) == [1] * 3
+    ring[:] = [(1 << 24) - 4] * 3
+    pair.a.post_send([write_from(pair, pair.mine, wr_id) for wr_id in range(40)])
+    assert [wc.wr_id for wc in pair.wait(40)] == list(range(40))
+
+
 class Straying(Tap):
     """Has a device complete other work requests than those that it is handed."""
 
     stray = 0
+    instead: int | None = None
 
     def _look(self, verb: int, first: int, answer: Any) -> None:
         super()._look(verb, first, answer)
         wr_id = ctypes.c_uint64.from_address(first)
+        if self.instead is not None:
+            wr_id.value = self.instead
         wr_id.value = wr_id.value & ~0xFFFF_FFFF | (wr_id.value + self.stray) & 0xFFFF_FFFF
 
 
@@ -139,9 +157,9 @@ def test_completion_of_a_work_request_that_is_not_outstanding_retires_nothing(
     assert qp.outstanding.send == 0
 
 
-@pytest.mark.parametrize("stray", [-1, 1, 15, 16, 17, 0xFFFF, 1 << 24, 0xFFFFFE, 255 << 24])
-def test_completion_for_a_slot_that_does_not_exist_retires_nothing(straying, stack, stray):
-    """In any order: an SRQ's receives."""
+@pytest.fixture
+def shared(straying, stack) -> Any:
+    """Return an SRQ on such a device, a queue pair that sends to it, and the CQ of both."""
     pd = stack.enter_context(rp.PD(straying.context))
     cq = stack.enter_context(rp.CQ(straying.context))
     srq = stack.enter_context(rp.SRQ(pd, 8, 1))
@@ -149,6 +167,13 @@ def test_completion_for_a_slot_that_does_not_exist_retires_nothing(straying, sta
     sender = stack.enter_context(rp.QP(pd, QPType.RC, cq))
     sender.connect(target.endpoint())
     target.connect(sender.endpoint())
+    return srq, sender, cq
+
+
+@pytest.mark.parametrize("stray", [-1, 1, 15, 16, 17, 0xFFFF, 1 << 24, 0xFFFFFE, 255 << 24])
+def test_completion_for_a_slot_that_does_not_exist_retires_nothing(straying, shared, stray):
+    """In any order: an SRQ's receives."""
+    srq, sender, cq = shared
     straying.stray = stray
     srq.post_srq_recv(rp.RecvWR(wr_id=1))
     straying.stray = 0
@@ -160,8 +185,21 @@ def test_completion_for_a_slot_that_does_not_exist_retires_nothing(straying, sta
     sender.post_send(rp.Send(wr_id=11))
     assert {wc.wr_id for wc in cq.wait(2)} == {2, 11}
     assert srq.outstanding == 1
-    for queue in (target, sender, srq):
-        queue.close()
+
+
+def test_second_completion_of_a_receive_does_not_retire_the_next_in_its_slot(straying, shared):
+    srq, sender, cq = shared
+    srq.post_srq_recv(rp.RecvWR(wr_id=1))
+    first = straying.last()[0].wr.wr_id
+    sender.post_send(rp.Send(wr_id=10))
+    assert {wc.wr_id for wc in cq.wait(2)} == {1, 10}
+    straying.instead = first
+    srq.post_srq_recv(rp.RecvWR(wr_id=2))
+    straying.instead = None
+    sender.post_send(rp.Send(wr_id=11))
+    assert [wc.wr_id for wc in cq.wait(1)] == [11]
+    assert cq.poll() == []
+    assert srq.outstanding == 1
 
 
 def test_outstanding_records_grow_with_the_queue(connect, stack):
@@ -374,12 +412,14 @@ def test_handle_takes_records_of_queues_once_and_nothing_else(pair):
 
 def test_records_are_forgotten_only_up_to_a_number(pair):
     sends = pair.a._send.in_flight
-    pair.a.post_send(write_from(pair, pair.mine))
+    pair.a.post_send([write_from(pair, pair.mine, wr_id) for wr_id in range(3)])
     for wrong in ("x", -1, 1 << 64):
         with pytest.raises((TypeError, OverflowError)):
             sends.clear_until(wrong)
-    assert sends.outstanding == 1
-    pair.wait()
+    assert sends.outstanding == 3
+    sends.clear_until(2)
+    assert (sends.outstanding, sends.entry(0)) == (1, (2, pair.mine))
+    assert [wc.wr_id for wc in pair.wait(1)] == [2]
     native.InFlight().clear_until(U64)
 
 

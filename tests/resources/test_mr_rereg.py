@@ -618,6 +618,9 @@ def test_invalidation_that_fails_leaves_the_window_bound(rc, windowed):
     rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey ^ 1))
     assert rc.cq.wait()[0].status is not WCStatus.SUCCESS
     assert _refused(mw, region)
+    _by_itself(rc, mw)
+    assert rc.cq.wait()[0].status is WCStatus.WR_FLUSH_ERR
+    assert _refused(mw, region)
 
 
 def test_invalidation_of_another_key_leaves_the_window_bound(rc, windowed, stack):

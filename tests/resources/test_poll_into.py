@@ -9,12 +9,14 @@ import re
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import cffi
 import numpy as np
 import pytest
-from support import LOSES_MEMORY, ROOT, Pair, prints
+from support import LOSES_MEMORY, ROOT, Pair, prints, until
 from support.hidden_fields import structure_that_hides
 
 import rdmapost as rp
@@ -123,6 +125,12 @@ def test_poll_into_takes_any_writable_buffer_of_whole_rows(rc):
     assert rc.cq.poll_into(bytearray()) == 0
 
 
+def released() -> memoryview:
+    view = memoryview(bytearray(48))
+    view.release()
+    return view
+
+
 @pytest.mark.parametrize(
     ("buffer", "error", "text"),
     [
@@ -144,8 +152,17 @@ def test_poll_into_takes_any_writable_buffer_of_whole_rows(rc):
         (bytearray(50), ValueError, "whole rows of 48 bytes"),
         ([1], TypeError, "^buffer: expected a writable buffer, got list$"),
         (None, TypeError, "^buffer: expected a writable buffer, got NoneType$"),
+        (released(), ValueError, "^buffer: operation forbidden on released memoryview object$"),
     ],
-    ids=["bytes", "memoryview with gaps", "array with gaps", "part of a row", "list", "None"],
+    ids=[
+        "bytes",
+        "memoryview with gaps",
+        "array with gaps",
+        "part of a row",
+        "list",
+        "None",
+        "released memoryview",
+    ],
 )
 def test_poll_into_refuses_unsuitable_buffers_and_loses_no_completion(rc, buffer, error, text):
     write(rc, 1)
@@ -265,11 +282,15 @@ import array, rdmapost as rp
 from support import Pair
 
 by, count, lost = sys.argv[2], 300, []
+got = bytearray(48 * 400)
+if sys.argv[3] == "array":
+    import numpy
+    got = numpy.zeros(2400, "u8")
 with contextlib.ExitStack() as stack:
     context = stack.enter_context(rp.open_device("soft0"))
     pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context, 1024))
     pair = Pair(stack, pd, cq, rp.QPType.RC, max_send_wr=512)
-    index, got, rest = array.array("q", range(count)), bytearray(48 * 400), bytearray(48 * 400)
+    index, rest = array.array("q", range(count)), bytearray(48 * 400)
     call = (lambda: cq.poll_into(got)) if by == "poll_into" else lambda: cq.wait_into(got, count)
     for at in range(24):
         pair.a.post_columns(
@@ -286,10 +307,33 @@ print(lost)
 
 
 @pytest.mark.parametrize("by", ["poll_into", "wait_into"])
-def test_poll_into_that_runs_out_of_memory_loses_no_completion(by):
-    """The number of rows is an object, too."""
+@pytest.mark.parametrize("buffer", ["bytearray", "array"])
+def test_poll_into_that_runs_out_of_memory_says_so_and_loses_no_completion(by, buffer):
+    """The number of rows is an object, too, and an array needs memory to show its own."""
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
-    assert prints(LACKS_MEMORY, str(TESTS), by, **LOSES_MEMORY) == "[]"
+    assert prints(LACKS_MEMORY, str(TESTS), by, buffer, **LOSES_MEMORY) == "[]"
+
+
+def test_poll_into_is_refused_as_deep_within_other_calls_as_a_post(rc):
+    """Then the stack may have no room for it."""
+    refused = []
+
+    def is_refused(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except RecursionError:
+            return True
+        return False
+
+    class Nested:
+        def __index__(self) -> int:
+            polled = is_refused(lambda: rc.cq.poll_into(array.array("q", bytes(48))))
+            posted = is_refused(lambda: rc.b.post_recv(rp.RecvWR(wr_id=self)))
+            refused.append((polled, posted))
+            return 0
+
+    rc.b.post_recv(rp.RecvWR(wr_id=Nested()))
+    assert refused == [(True, True), *[(False, False)] * (len(refused) - 1)]
 
 
 def test_poll_into_takes_an_empty_buffer_without_an_address(rc):
@@ -346,6 +390,26 @@ def test_buffer_cannot_be_resized_while_a_wait_fills_it(rc):
     assert seen == [1]
     assert int.from_bytes(got[:8], sys.byteorder) == 9
     got.extend(b"x")
+
+
+@pytest.mark.parametrize("make", [bytearray, lambda room: array.array("q", bytes(room))])
+def test_buffer_cannot_be_resized_while_poll_into_drops_what_was_posted(rc, make):
+    """The last reference to a region may run any code."""
+    got, refused = make(48 * 4), []
+
+    def resize(_: object) -> None:
+        try:
+            got.append(1)
+        except BufferError:
+            refused.append(True)
+
+    region = rp.MR(rc.pd, 64)
+    watch = weakref.ref(region, resize)
+    rc.a.post_send(rc.wr(rp.RdmaWrite, region[:8]))
+    del region
+    until(lambda: rc.cq.poll_into(got))
+    assert refused == [True]
+    assert watch() is None
 
 
 @pytest.mark.parametrize("offset", range(1, 8))

@@ -10,6 +10,8 @@ from support.tag_server import MATCHED, NO_FLAGS, Server, small_server
 
 import rdmapost as rp
 from rdmapost import OpsFlags, QPState, WCFlags, WCOpcode, WCStatus
+from rdmapost.providers.soft0 import tags
+from rdmapost.providers.software import memory
 
 context = soft_context
 server = small_server
@@ -140,6 +142,30 @@ def test_unsignaled_removal_is_retired_by_the_next_completion(server):
     server.srq.post_srq_ops(rp.TagSync())
     server.one()
     assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (0, 0)
+
+
+def test_unsignaled_removal_counts_although_the_next_operation_fails(server):
+    """The error is that of the last: the first has removed the entry."""
+    add = server.add(1)
+    server.srq.post_srq_ops([rp.TagDel(handle=add.handle, flags=0), rp.TagDel(handle=add.handle)])
+    assert server.one().status is WCStatus.TM_ERR
+    assert (server.srq.outstanding_tags, server.srq.outstanding_ops) == (0, 0)
+
+
+def test_entry_that_the_device_fails_to_remove_is_held_and_still_matches(server, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    add = server.add(1, recv_wr_id=5)
+    with monkeypatch.context() as patched:
+        patched.setattr(tags.MatchingList, "_remove", broken)
+        server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
+        assert server.one().status is WCStatus.FATAL_ERR
+    assert server.srq.outstanding_tags == 1
+    with pytest.raises(rp.InUseError, match="wr_id 5"):
+        server.mr.close()
+    server.client.eager(1, b"whole")
+    assert (server.one().wr_id, server.bytes(5)) == (5, b"whole")
 
 
 def test_tag_add_to_a_full_list_is_refused_by_name(server):
@@ -309,18 +335,23 @@ def test_tagged_buffer_is_released_when_its_removal_completes(server, pd):
     mr.close()
 
 
-def test_tagged_buffer_is_held_while_its_message_is_arriving(server, pd):
-    """The TAG_DEL came too late; its completion says nothing about the data."""
+@pytest.mark.parametrize("signaled", [True, False])
+def test_tagged_buffer_is_held_while_its_message_is_arriving(server, pd, signaled):
+    """The TAG_DEL came too late; its completion, or that of the next, says nothing of the data."""
     mr = rp.MR(pd, 16384, ALL)
     add = rp.TagAdd(tag=1, recv_wr_id=77, sg_list=mr[:], flags=0)
     server.srq.post_srq_ops(add)
     # The data cannot be fetched yet.
     server.client.peer.to_sqd()
     assert server.client.send(server.client.rndv(1, b"x" * 9000)) is WCStatus.SUCCESS
-    server.srq.post_srq_ops(rp.TagDel(wr_id=8, handle=add.handle))
+    if signaled:
+        server.srq.post_srq_ops(rp.TagDel(wr_id=8, handle=add.handle))
+    else:
+        server.srq.post_srq_ops([rp.TagDel(handle=add.handle, flags=0), rp.TagSync(wr_id=8)])
     seen = [server.cq.wait(1)[0] for _ in range(2)]
     assert [wc.wr_id for wc in seen] == [77, 8]
-    assert [wc.status for wc in seen] == [WCStatus.SUCCESS, WCStatus.TM_ERR]
+    ended = WCStatus.TM_ERR if signaled else WCStatus.SUCCESS
+    assert [wc.status for wc in seen] == [WCStatus.SUCCESS, ended]
     assert server.srq.outstanding_tags == 1
     with pytest.raises(rp.InUseError, match="wr_id 77"):
         mr.close()
@@ -330,6 +361,25 @@ def test_tagged_buffer_is_held_while_its_message_is_arriving(server, pd):
     assert (wc.wr_id, wc.wc_flags) == (77, WCFlags.TM_DATA_VALID)
     assert server.srq.outstanding_tags == 0
     mr.close()
+
+
+def test_removal_of_an_entry_invalidates_no_window_whatever_its_key(server, pd, stack, monkeypatch):
+    """Even if the key is the number by which the library knows the entry."""
+    region = stack.enter_context(rp.MR(pd, 64, ALL | rp.Access.MW_BIND))
+    with monkeypatch.context() as patched:
+        patched.setattr(memory.Memory, "_new_key", lambda *_: 1 << 24)
+        mw = stack.enter_context(rp.MW(pd))
+    key = mw.rkey | 1
+    bind = rp.BindMW(mw=mw, rkey=key, mr=region, addr=region.addr, length=64)
+    server.client.qp.post_send(bind)
+    server.client.cq.wait(1)[0].check()
+    assert mw.rkey == key
+    for _ in range(2):
+        add = server.add(1)
+        server.srq.post_srq_ops(rp.TagDel(handle=add.handle))
+        server.one().check()
+    with pytest.raises(rp.InUseError, match="bound to it"):
+        region.close()
 
 
 def test_closing_a_tag_matching_queue_releases_its_buffers(stack, pd):
