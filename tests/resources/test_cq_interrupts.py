@@ -187,6 +187,35 @@ def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(
         assert (pair.a.outstanding, srq.outstanding) == ((0, 0), 0)
 
 
+@pytest.mark.parametrize("by", ["poll_into", "wait_into"])
+def test_interrupt_of_a_call_that_writes_rows_is_raised_and_loses_no_completion(rc, by):
+    """It writes those of WCs that were put back, which calls Python for each."""
+    rc.a.post_send([write(rc, i) for i in range(8)])
+    wcs = rc.cq.wait(8, LIMIT)
+    got = memoryview(bytearray(48 * 8))
+
+    def call() -> None:
+        if by == "poll_into":
+            rc.cq.poll_into(got)
+        else:
+            rc.cq.wait_into(got, 8)
+
+    rc.cq._poller.put_back(wcs)
+    moments = steps(call)
+    assert moments > 8
+    kept = 0
+    for moment in range(1, moments - 1):
+        got[:] = b"\xee" * len(got)
+        rc.cq._poller.put_back(wcs)
+        with pytest.raises(Interrupt):
+            interrupted(call, moment)
+        rows = [wr_id for wr_id in got.cast("Q")[::6] if wr_id < 8]
+        rest = [wc.wr_id for wc in rc.cq.poll(8)]
+        assert rows + rest == list(range(8))
+        kept += 0 < len(rest) < 8
+    assert kept
+
+
 def test_completions_that_cannot_be_made_stay(rc):
     testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
