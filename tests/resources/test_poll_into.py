@@ -14,7 +14,7 @@ from typing import Any
 import cffi
 import numpy as np
 import pytest
-from support import LOSES_MEMORY, ROOT, Pair, prints
+from support import LOSES_MEMORY, ROOT, Pair, prints, until
 from support.hidden_fields import structure_that_hides
 
 import rdmapost as rp
@@ -85,6 +85,17 @@ def test_rows_say_what_the_same_completions_say(rc):
     assert sorted(direct.tolist()) == sorted(got.tolist())
 
 
+def test_rows_are_in_the_order_of_the_completions_wherever_these_were_before(rc):
+    """Some have been polled already, for a wait that wanted more."""
+    write(rc, 6)
+    until(lambda: rc.cq._poller.fill(rc.cq, 2) >= 2)
+    got, found = rows(6), 0
+    deadline = time.monotonic() + 10
+    while found < 6 and time.monotonic() < deadline:
+        found += rc.cq.poll_into(got[found:])
+    assert got["wr_id"].tolist() == [*range(6)]
+
+
 def test_failed_completion_has_what_is_valid_and_zeros(rc):
     rc.a.post_send(rp.RdmaWrite(rc.mine[:8], wr_id=9, remote_addr=rc.theirs.addr, rkey=1))
     got = rows(1)
@@ -103,6 +114,22 @@ def test_one_call_of_wait_into_fills_more_rows_than_are_polled_at_a_time(connect
     got = rows(400)
     assert pair.cq.wait_into(got, 300) == 300
     assert got["wr_id"][:300].tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("by", ["poll_into", "wait_into"])
+def test_nothing_is_written_behind_a_buffer_of_more_rows_than_are_polled_at_a_time(connect, by):
+    """The device is polled for 64 at a time."""
+    pair = connect(max_send_wr=300)
+    write(pair, 200)
+    got, found = rows(200), 0
+    if by == "wait_into":
+        found = pair.cq.wait_into(got[:100], 1)
+    while not found:
+        found = pair.cq.poll_into(got[:100])
+    assert got["wr_id"][:found].tolist() == [*range(found)]
+    assert bytes(got[found:]) == b"\xee" * 48 * (200 - found)
+    assert found <= 100
+    assert [wc.wr_id for wc in pair.wait(200 - found)] == [*range(found, 200)]
 
 
 def test_completions_that_the_buffer_of_wait_into_cannot_hold_stay_in_the_cq(rc):
