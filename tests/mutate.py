@@ -176,7 +176,6 @@ POLLERS = (
     "resources/test_cq_poll_failures.py",
     "resources/test_wc_fields.py",
     "resources/test_mw_type_2_bind_and_invalidate.py",
-    "posting/test_columns.py",
     "posting/test_concurrent_posts.py",
     "posting/test_wr_id.py",
     "posting/test_outstanding.py",

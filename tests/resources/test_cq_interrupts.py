@@ -335,6 +335,34 @@ print(failed > 0, lost)
 """
 
 
+PUT_BACK_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context, 512)
+qp = rp.QP(pd, rp.QPType.RC, cq, max_send_wr=256)
+qp.connect(qp.endpoint())
+put_back, lost = cq._poller.put_back, []
+for first, second in ((1, 0), (200, 0), (63, 1), (64, 0), (1, 64), (65, 0), (100, 90), (3, 150)):
+    wrs = [rp.RdmaWrite(wr_id=1000 + i) for i in range(first + second)]
+    qp.post_send(wrs)
+    lists = cq.poll(first), cq.poll(second)
+    _testcapi.set_nomemory(0)
+    try:
+        put_back(lists[1])
+        put_back(lists[0])
+    except MemoryError: lost.append("MemoryError")
+    finally: _testcapi.remove_mem_hooks()
+    if [wc.wr_id for wc in cq.poll(300)] != [wr.wr_id for wr in wrs]: lost.append((first, second))
+print(lost)
+"""
+
+
+def test_completions_just_delivered_can_be_put_back_without_memory():
+    """Also those that another thread has polled before."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(PUT_BACK_WITHOUT_MEMORY, **LOSES_MEMORY) == "[]"
+
+
 def test_poll_without_memory_loses_no_completion():
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True 0"

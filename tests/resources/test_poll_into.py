@@ -117,7 +117,7 @@ def test_one_call_of_wait_into_fills_more_rows_than_are_polled_at_a_time(connect
 
 
 @pytest.mark.parametrize("by", ["poll_into", "wait_into"])
-def test_nothing_is_written_behind_a_buffer_of_more_rows_than_are_polled_at_a_time(connect, by):
+def test_buffer_of_more_rows_than_are_polled_at_a_time_is_filled_and_no_more(connect, context, by):
     """The device is polled for 64 at a time."""
     pair = connect(max_send_wr=300)
     write(pair, 200)
@@ -128,7 +128,8 @@ def test_nothing_is_written_behind_a_buffer_of_more_rows_than_are_polled_at_a_ti
         found = pair.cq.poll_into(got[:100])
     assert got["wr_id"][:found].tolist() == [*range(found)]
     assert bytes(got[found:]) == b"\xee" * 48 * (200 - found)
-    assert found <= 100
+    # A real device may not have completed all of them.
+    assert found == 100 if context.kind == "soft" else found <= 100
     assert [wc.wr_id for wc in pair.wait(200 - found)] == [*range(found, 200)]
 
 
