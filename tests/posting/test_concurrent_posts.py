@@ -115,7 +115,13 @@ POLLS: dict[str, Callable[[rp.CQ], object]] = {
     "wait_into": lambda cq: cq.wait_into(bytearray(48)),
     "completions": lambda cq: asyncio.run(cq.completions()),
     "cancel_waits": lambda cq: cq.cancel_waits(),
+    "claim": lambda cq: cq._poller.claim(print),
+    "unclaim": lambda cq: cq._poller.unclaim(print, cq._poller.claims),
+    "until": lambda cq: cq._poller.until(cq, -1, print, 0.0, True),
+    "until notified": lambda cq: cq._poller.until(cq, -1, print, 0.0, False),
+    "first_failed": lambda cq: cq._poller.first_failed(),
 }
+"""What takes a CQ's lock."""
 
 
 def test_device_that_calls_python_cannot_be_polled_from_there(tap):
@@ -133,11 +139,13 @@ def test_device_that_calls_python_cannot_be_polled_from_there(tap):
     with rp.PD(tap.context) as pd, rp.CQ(tap.context) as cq, rp.QP(pd, rp.QPType.RC, cq) as qp:
         qp.connect(qp.endpoint())
         qp.post_send(rp.RdmaWrite(wr_id=7))
+        assert cq._poller.claim(print)
         tap.on_poll(poll)
         found: list[rp.WC] = []
         in_another_thread(lambda: found.extend(cq.poll()))
         assert [wc.wr_id for wc in found] == [7]
         assert refused == [*POLLS]
+        assert cq._poller.unclaim(print, cq._poller.claims)
         qp.post_send(rp.RdmaWrite(wr_id=8))
         assert [wc.wr_id for wc in cq.wait()] == [8]
 
