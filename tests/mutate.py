@@ -191,6 +191,10 @@ POLLERS = (
     "resources/test_close_at_exit_and_fork.py::test_interpreter_ends_quietly_while_a_thread_waits_for_completions",
     "providers/software/test_soft_interrupts_at_every_bytecode.py::"
     "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+    "soundness/test_collector_shows_internals.py::"
+    "test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock",
+    "soundness/test_collector_shows_internals.py::test_poller_refuses_wrong_arguments",
+    "soundness/test_collector_shows_internals.py::test_completion_whose_row_is_none_is_not_written",
     "soundness/test_recursion_limit.py::"
     "test_work_that_a_verb_lacks_stack_or_memory_for_is_done_later",
     "soundness/test_asyncio_interrupts.py::"

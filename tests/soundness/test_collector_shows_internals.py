@@ -285,6 +285,22 @@ def test_poller_refuses_wrong_arguments(soft):
 
 
 @isolated()
+def test_completion_whose_row_is_none_is_not_written(soft):
+    rig = Rig(soft)
+    rig.a.post_send(rig.write(1))
+    wcs = rig.cq.wait()
+    rig.cq._poller.put_back(wcs)
+    row = rp.WC._row
+    for wrong in (b"", bytes(47), bytes(49), "x" * 48, None):
+        rp.WC._row = lambda _, wrong=wrong: wrong  # type: ignore[method-assign, misc, return-value]
+        with pytest.raises(TypeError):
+            rig.cq.poll_into(bytearray(48))
+    rp.WC._row = row  # type: ignore[method-assign]
+    assert rig.cq.poll() == wcs
+    rig.close()
+
+
+@isolated()
 def test_poller_refuses_negative_numbers(soft):
     rig = Rig(soft)
     poller = rig.cq._poller
