@@ -85,6 +85,18 @@ def test_rows_say_what_the_same_completions_say(rc):
     assert sorted(direct.tolist()) == sorted(got.tolist())
 
 
+@pytest.mark.parametrize("posts", [1, 2, 4, 8, 16, 32, 64])
+def test_rows_of_several_posts_by_columns_have_their_own_wr_ids(connect, posts):
+    pair = connect(max_send_wr=128)
+    for i in range(posts):
+        write(pair, 2, first=2 * i)
+    got, found = rows(2 * posts), 0
+    deadline = time.monotonic() + 10
+    while found < 2 * posts and time.monotonic() < deadline:
+        found += pair.cq.poll_into(got[found:])
+    assert got["wr_id"].tolist() == [*range(2 * posts)]
+
+
 def test_rows_are_in_the_order_of_the_completions_wherever_these_were_before(rc):
     """Some have been polled already, for a wait that wanted more."""
     write(rc, 6)
