@@ -363,6 +363,30 @@ def test_completions_just_delivered_can_be_put_back_without_memory():
     assert prints(PUT_BACK_WITHOUT_MEMORY, **LOSES_MEMORY) == "[]"
 
 
+FIRST_POLL_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, failed, lost = rp.PD(context), 0, []
+for at in range(0, 90, 3):
+    with rp.CQ(context) as cq, rp.QP(pd, rp.QPType.RC, cq) as qp:
+        qp.connect(qp.endpoint())
+        qp.post_send([rp.RdmaWrite(wr_id=i) for i in range(3)])
+        found = []
+        _testcapi.set_nomemory(at, at + 3)
+        try: found = cq.poll()
+        except MemoryError: failed += 1
+        finally: _testcapi.remove_mem_hooks()
+        if [wc.wr_id for wc in [*found, *cq.poll()]] != [0, 1, 2]: lost.append(at)
+print(failed > 20, lost)
+"""
+
+
+def test_first_poll_of_a_cq_without_memory_loses_no_completion():
+    """It allocates a record for each completion that may come."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(FIRST_POLL_WITHOUT_MEMORY, **LOSES_MEMORY) == "True []"
+
+
 def test_poll_without_memory_loses_no_completion():
     pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     assert prints(WITHOUT_MEMORY, **LOSES_MEMORY) == "True 0"
