@@ -97,6 +97,24 @@ def test_rows_of_several_posts_by_columns_have_their_own_wr_ids(connect, posts):
     assert got["wr_id"].tolist() == [*range(2 * posts)]
 
 
+def test_rows_of_queue_pairs_that_post_columns_in_turn_have_their_own_wr_ids(rc):
+    for i in range(0, 16, 2):
+        (rc.a, rc.b)[i // 2 % 2].post_columns(
+            rp.RdmaWrite,
+            rc.mine.blocks(np.arange(2), 8),
+            remote_addr=rc.theirs.addr,
+            rkey=rc.theirs.rkey,
+            wr_id=np.arange(i, i + 2, dtype="u8"),
+        )
+    got, found = rows(16), 0
+    deadline = time.monotonic() + 10
+    while found < 16 and time.monotonic() < deadline:
+        found += rc.cq.poll_into(got[found:])
+    for first, qp in ((0, rc.a), (2, rc.b)):
+        wr_ids = got["wr_id"][got["qp_num"] == qp.qp_num].tolist()
+        assert wr_ids == [i + j for i in range(first, 16, 4) for j in (0, 1)]
+
+
 def test_rows_are_in_the_order_of_the_completions_wherever_these_were_before(rc):
     """Some have been polled already, for a wait that wanted more."""
     write(rc, 6)
