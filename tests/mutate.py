@@ -168,11 +168,14 @@ RESPONDER = (
 
 POLLERS = (
     "resources/test_cq_poll_and_wait.py",
+    "resources/test_poll_into.py",
+    "resources/test_cq_wait_range_and_cancel.py",
     "resources/test_cq_wait_threads.py",
     "resources/test_cq_create_and_close.py",
     "resources/test_cq_interrupts.py",
     "resources/test_cq_poll_failures.py",
     "resources/test_wc_fields.py",
+    "resources/test_mw_type_2_bind_and_invalidate.py",
     "posting/test_concurrent_posts.py",
     "posting/test_wr_id.py",
     "posting/test_outstanding.py",
@@ -183,9 +186,19 @@ POLLERS = (
     "resources/test_aio_events.py",
     "providers/soft0/test_soft_tag_matching.py",
     *EVENTS,
+    "resources/test_resident_memory.py::"
+    "test_polling_many_queue_pairs_leaves_resident_memory_where_it_was",
     "resources/test_close_at_exit_and_fork.py::test_interpreter_ends_quietly_while_a_thread_waits_for_completions",
     "providers/software/test_soft_interrupts_at_every_bytecode.py::"
     "test_ctrl_c_in_the_device_ends_the_wait_that_runs_the_device",
+    "soundness/test_collector_shows_internals.py::"
+    "test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock",
+    "soundness/test_collector_shows_internals.py::test_poller_refuses_wrong_arguments",
+    "soundness/test_collector_shows_internals.py::test_completion_whose_row_is_none_is_not_written",
+    "soundness/test_recursion_limit.py::"
+    "test_work_that_a_verb_lacks_stack_or_memory_for_is_done_later",
+    "soundness/test_asyncio_interrupts.py::"
+    "test_task_gets_the_completion_that_an_interrupted_thread_put_back",
     "soundness/test_fork.py::test_forked_child_that_polls_takes_no_completion_of_its_parent",
     "soundness/test_fork.py::test_child_forked_while_threads_wait_can_start_threads_and_exit",
     "soundness/test_fork.py::"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import Pair, watching, write
+from support import Pair, posting_tap, watching, write
 from support.watching import Counted
 
 import rdmapost as rp
 
 watched = watching.watched
+tap = posting_tap.tap
 
 
 def test_post_made_while_another_reads_its_list_is_posted_first(watched):
@@ -104,6 +106,48 @@ def test_device_that_calls_python_cannot_be_posted_to_from_there(watched):
     assert (len(refused), watched.srq.outstanding) == (1, 1)
     in_another_thread(lambda: watched.srq.post_srq_recv(rp.RecvWR(watched.mr[:8], wr_id=3)))
     assert watched.srq.outstanding == 2
+
+
+POLLS: dict[str, Callable[[rp.CQ], object]] = {
+    "poll": lambda cq: cq.poll(),
+    "poll_into": lambda cq: cq.poll_into(bytearray(48)),
+    "wait": lambda cq: cq.wait(),
+    "wait_into": lambda cq: cq.wait_into(bytearray(48)),
+    "completions": lambda cq: asyncio.run(cq.completions()),
+    "cancel_waits": lambda cq: cq.cancel_waits(),
+    "claim": lambda cq: cq._poller.claim(print),
+    "unclaim": lambda cq: cq._poller.unclaim(print, cq._poller.claims),
+    "until": lambda cq: cq._poller.until(cq, -1, print, 0.0, True),
+    "until notified": lambda cq: cq._poller.until(cq, -1, print, 0.0, False),
+    "first_failed": lambda cq: cq._poller.first_failed(),
+}
+"""What takes a CQ's lock."""
+
+
+def test_device_that_calls_python_cannot_be_polled_from_there(tap):
+    """Each call is refused, instead of waiting for its own thread's lock; what was polled stays."""
+    refused = []
+
+    def poll(count: int, _: object) -> int:
+        tap.on_poll(None)
+        for name, call in POLLS.items():
+            with pytest.raises(rp.RdmaError, match="this thread is in the middle of"):
+                call(cq)
+            refused.append(name)
+        return count
+
+    with rp.PD(tap.context) as pd, rp.CQ(tap.context) as cq, rp.QP(pd, rp.QPType.RC, cq) as qp:
+        qp.connect(qp.endpoint())
+        qp.post_send(rp.RdmaWrite(wr_id=7))
+        assert cq._poller.claim(print)
+        tap.on_poll(poll)
+        found: list[rp.WC] = []
+        in_another_thread(lambda: found.extend(cq.poll()))
+        assert [wc.wr_id for wc in found] == [7]
+        assert refused == [*POLLS]
+        assert cq._poller.unclaim(print, cq._poller.claims)
+        qp.post_send(rp.RdmaWrite(wr_id=8))
+        assert [wc.wr_id for wc in cq.wait()] == [8]
 
 
 def test_post_of_another_thread_waits_for_its_turn(watched):

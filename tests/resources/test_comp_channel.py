@@ -164,6 +164,36 @@ def test_interrupt_at_any_moment_loses_no_event_of_a_cq_and_acknowledges_it_once
     assert 5 < int(lines[0]) < 400
 
 
+def test_shortage_of_memory_loses_no_event_of_a_cq_unless_it_lasts(said) -> None:
+    """A wait for an event ends with MemoryError then, and the next event comes."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    lines = said("""
+        import _testcapi
+        from rdmapost._binding import address_of
+        channel = rp.CompChannel(context)
+        cq = rp.CQ(context, channel=channel)
+        def look(first, end):
+            library.event_add_cq(address_of(cq._handle))
+            _testcapi.set_nomemory(first, end)
+            try: return channel.get_cq_event(0)
+            except MemoryError: return None
+            finally: _testcapi.remove_mem_hooks()
+        # The dict of the events grows at the first.
+        print(look(1000, 1001) is cq)
+        brief, lasting, lost = set(), set(), []
+        for at in range(40):
+            if look(at, at + 1) is not cq:
+                brief.add(at)
+                if channel.get_cq_event(0) is not cq: lost.append(at)
+            if look(at, 0) is not cq:
+                lasting.add(at)
+                channel.get_cq_event(0)
+        print(set() < brief < lasting, lost)
+        print(look(1000, 1001) is cq, channel.get_cq_event(0), library.event_cq_acknowledged())
+    """)
+    assert lines == ["True", "True []", "True None 82"]
+
+
 def test_threads_that_take_events_of_cqs_share_them_out(said) -> None:
     """One announcement wakes one thread, and none is left behind."""
     assert said("""

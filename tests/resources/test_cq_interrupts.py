@@ -187,6 +187,35 @@ def test_an_exception_in_the_middle_of_a_batch_leaves_the_whole_batch(
         assert (pair.a.outstanding, srq.outstanding) == ((0, 0), 0)
 
 
+@pytest.mark.parametrize("by", ["poll_into", "wait_into"])
+def test_interrupt_of_a_call_that_writes_rows_is_raised_and_loses_no_completion(rc, by):
+    """It writes those of WCs that were put back, which calls Python for each."""
+    rc.a.post_send([write(rc, i) for i in range(8)])
+    wcs = rc.cq.wait(8, LIMIT)
+    got = memoryview(bytearray(48 * 8))
+
+    def call() -> None:
+        if by == "poll_into":
+            rc.cq.poll_into(got)
+        else:
+            rc.cq.wait_into(got, 8)
+
+    rc.cq._poller.put_back(wcs)
+    moments = steps(call)
+    assert moments > 8
+    kept = 0
+    for moment in range(1, moments - 1):
+        got[:] = b"\xee" * len(got)
+        rc.cq._poller.put_back(wcs)
+        with pytest.raises(Interrupt):
+            interrupted(call, moment)
+        rows = [wr_id for wr_id in got.cast("Q")[::6] if wr_id < 8]
+        rest = [wc.wr_id for wc in rc.cq.poll(8)]
+        assert rows + rest == list(range(8))
+        kept += 0 < len(rest) < 8
+    assert kept
+
+
 def test_completions_that_cannot_be_made_stay(rc):
     testing = pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
     rc.a.post_send([write(rc, i) for i in range(1000, 1008)])
@@ -304,6 +333,58 @@ for at in range(80):
     if [wc.wr_id for wc in cq.poll()] != [1000, 1001]: lost.append(at)
 print(failed > 0, lost)
 """
+
+
+PUT_BACK_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context, 512)
+qp = rp.QP(pd, rp.QPType.RC, cq, max_send_wr=256)
+qp.connect(qp.endpoint())
+put_back, lost = cq._poller.put_back, []
+for first, second in ((1, 0), (200, 0), (63, 1), (64, 0), (1, 64), (65, 0), (100, 90), (3, 150)):
+    wrs = [rp.RdmaWrite(wr_id=1000 + i) for i in range(first + second)]
+    qp.post_send(wrs)
+    lists = cq.poll(first), cq.poll(second)
+    _testcapi.set_nomemory(0)
+    try:
+        put_back(lists[1])
+        put_back(lists[0])
+    except MemoryError: lost.append("MemoryError")
+    finally: _testcapi.remove_mem_hooks()
+    if [wc.wr_id for wc in cq.poll(300)] != [wr.wr_id for wr in wrs]: lost.append((first, second))
+print(lost)
+"""
+
+
+def test_completions_just_delivered_can_be_put_back_without_memory():
+    """Also those that another thread has polled before."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(PUT_BACK_WITHOUT_MEMORY, **LOSES_MEMORY) == "[]"
+
+
+FIRST_POLL_WITHOUT_MEMORY = """
+import _testcapi, rdmapost as rp
+context = rp.open_device("soft0")
+pd, failed, lost = rp.PD(context), 0, []
+for at in range(0, 90, 3):
+    with rp.CQ(context) as cq, rp.QP(pd, rp.QPType.RC, cq) as qp:
+        qp.connect(qp.endpoint())
+        qp.post_send([rp.RdmaWrite(wr_id=i) for i in range(3)])
+        found = []
+        _testcapi.set_nomemory(at, at + 3)
+        try: found = cq.poll()
+        except MemoryError: failed += 1
+        finally: _testcapi.remove_mem_hooks()
+        if [wc.wr_id for wc in [*found, *cq.poll()]] != [0, 1, 2]: lost.append(at)
+print(failed > 20, lost)
+"""
+
+
+def test_first_poll_of_a_cq_without_memory_loses_no_completion():
+    """It allocates a record for each completion that may come."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(FIRST_POLL_WITHOUT_MEMORY, **LOSES_MEMORY) == "True []"
 
 
 def test_poll_without_memory_loses_no_completion():

@@ -127,6 +127,17 @@ def test_one_poll_takes_more_than_the_device_is_asked_for_at_a_time(many, contex
     assert [wc.wr_id for wc in many.cq.poll(MANY)] == [*range(asked, MANY)]
 
 
+def test_completions_that_alternate_between_queues_come_in_the_order_of_each(many):
+    """Each of them is of another queue than the one before."""
+    queues = many.a, many.b
+    for i in range(MANY):
+        queues[i % 2].post_send(many.wr(rp.RdmaWrite, many.mine[:1], wr_id=i))
+    found = many.cq.wait(MANY)
+    for first, qp in enumerate(queues):
+        wr_ids = [wc.check().wr_id for wc in found if wc.qp_num == qp.qp_num]
+        assert wr_ids == [*range(first, MANY, 2)]
+
+
 @pytest.mark.parametrize("count", [64, 65, 128, 129, MANY])
 def test_wait_returns_as_many_as_are_asked_for_of_any_number(many, count):
     post(many, MANY)

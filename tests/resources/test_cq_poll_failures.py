@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import errno
+import itertools
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from support import null_device, prints, soft_context
+from support import null_device, posting_tap, prints, soft_context
 from support.posting_tap import PolledCQ
 from support.tag_server import MATCHED, small_server
 
@@ -16,6 +20,7 @@ import rdmapost as rp
 from rdmapost._binding import ffi, lib
 
 context = soft_context
+tap = posting_tap.tap
 server = small_server
 null = null_device.null
 
@@ -67,7 +72,7 @@ def test_spinning_wait_that_times_out_keeps_the_completions_that_came(failed):
 
 
 GONE = """
-import ctypes, os, sys
+import array, ctypes, os, sys
 from rdmapost.resources.aio import _rearm
 context, pd, cq = resources()
 mr = rp.MR(pd, 64)
@@ -75,13 +80,17 @@ qp, other = (rp.QP(pd, rp.QPType.RC, cq) for _ in "ab")
 for each in (qp, other): each.connect(each.endpoint())
 null = ctypes.CDLL(os.environ["RDMAPOST_LIBIBVERBS"])
 null.null_remember(1)
-qp.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in range(3)])
+index, rows = array.array("Q", range(3)), memoryview(bytearray(48 * 8))
+if sys.argv[2] == "poll": qp.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in index])
+else: qp.post_recv_columns(mr.blocks(index, 8), wr_id=index)
 other.post_recv(rp.RecvWR(mr[0:8], wr_id=7))
 # So that they are not taken when the queue pair goes.
 null.null_fail_poll(5)
 getattr(qp, sys.argv[1])()
 null.null_fail_poll(-1)
-print([wc.wr_id for wc in cq.poll()], sum(other.outstanding))
+if sys.argv[2] == "poll": found = [wc.wr_id for wc in cq.poll()]
+else: found = [*rows[:48 * cq.poll_into(rows)].cast("Q")[::6]]
+print(found, sum(other.outstanding))
 other.post_recv([rp.RecvWR(mr[0:8], wr_id=i) for i in (8, 9)])
 found = cq.poll()
 cq._poller.put_back(found)
@@ -90,12 +99,12 @@ print(_rearm(cq, 3), [wc.wr_id for wc in cq.poll(1)], [wc.wr_id for wc in cq.pol
 """
 
 
+@pytest.mark.parametrize("by", ["poll", "poll_into"])
 @pytest.mark.parametrize("call", ["close", "to_reset"])
-def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, call):
+def test_completion_of_a_work_request_no_longer_outstanding_retires_nothing(null, call, by):
     """Those of other queue pairs in the same batch are delivered, and what is there stays."""
-    said = prints(
-        null_device.SETUP + GONE, call, RDMAPOST_LIBIBVERBS=null, ASAN_OPTIONS="detect_leaks=0"
-    )
+    env = {"RDMAPOST_LIBIBVERBS": null, "ASAN_OPTIONS": "detect_leaks=0"}
+    said = prints(null_device.SETUP + GONE, call, by, **env)
     assert said.splitlines() == ["[7] 0", "2 [8] [9]"]
 
 
@@ -126,6 +135,129 @@ def test_completions_of_several_queues_in_one_poll_keep_their_queue_pair(rc):
             assert found.pop(100 + wr_id) == mine.qp_num
         assert found == {}
     assert sum(rc.a.outstanding) + sum(rc.b.outstanding) == 0
+
+
+def rows_of(call: Callable[..., int], *args: Any) -> list[bytes]:
+    """Return the rows that poll_into or wait_into writes."""
+    got = bytearray(48 * 128)
+    count = call(got, *args)
+    return [bytes(got[at : at + 48]) for at in range(0, 48 * count, 48)]
+
+
+CALLS: dict[str, Callable[[rp.CQ], int]] = {
+    "poll": lambda cq: len(cq.poll(128)),
+    "wait": lambda cq: len(cq.wait(64, max_entries=128)),
+    "poll_into": lambda cq: len(rows_of(cq.poll_into)),
+    "wait_into": lambda cq: len(rows_of(cq.wait_into, 64)),
+}
+
+
+@pytest.fixture
+def pd_of_tap(tap, stack) -> rp.PD:
+    return stack.enter_context(rp.PD(tap.context))
+
+
+@pytest.fixture
+def tapped(tap, pd_of_tap, stack) -> tuple[rp.CQ, rp.QP]:
+    """A CQ whose polls call the test, and a queue pair that is connected to itself."""
+    pd, cq = pd_of_tap, stack.enter_context(rp.CQ(tap.context, 128))
+    qp = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq, max_send_wr=64))
+    qp.connect(qp.endpoint())
+    return cq, qp
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_failure_after_completions_have_come_is_left_to_the_next_call(tap, tapped, call):
+    """The device is polled for 64 at a time."""
+    cq, qp = tapped
+    qp.post_send([rp.RdmaWrite(wr_id=i) for i in range(64)])
+    tap.on_poll(lambda count, _: count or -1)
+    assert CALLS[call](cq) == 64
+    with pytest.raises(rp.VerbsError, match="ibv_poll_cq: EIO"):
+        CALLS[call](cq)
+    tap.on_poll(None)
+    qp.post_send(rp.RdmaWrite(wr_id=64))
+    assert [wc.wr_id for wc in cq.wait()] == [64]
+
+
+@pytest.mark.parametrize("status", [rp.WCStatus.SUCCESS, rp.WCStatus.REM_OP_ERR])
+@pytest.mark.parametrize("opcode", [rp.WCOpcode.SEND, rp.WCOpcode.RECV])
+@pytest.mark.parametrize("flags", [rp.WCFlags(0), rp.WCFlags.WITH_IMM, rp.WCFlags.WITH_INV])
+def test_row_of_a_completion_is_the_same_wherever_it_was_before(tap, tapped, status, opcode, flags):
+    """Just polled, or polled before, or a WC.
+
+    Some drivers set the flags of immediate data on the sender's side too, without data.
+    """
+    cq, qp = tapped
+
+    def report(count: int, wc: Any) -> int:
+        if count:
+            cookie = wc.wr_id
+            ffi.buffer(wc, 46)[:] = bytes(range(1, 47))
+            wc.wr_id, wc.status, wc.opcode, wc.wc_flags = cookie, status, opcode, flags
+        return count
+
+    tap.on_poll(report)
+    found, keys = [], set()
+    for where in ("device", "backlog", "WC"):
+        qp.post_send(rp.RdmaWrite(wr_id=2**63))
+        if where == "backlog":
+            assert cq._poller.fill(cq, 1) == 1
+        if where == "WC":
+            wcs = cq.poll()
+            keys = {wcs[0].imm_data, wcs[0].invalidated_rkey} - {None}
+            cq._poller.put_back(wcs)
+        found += rows_of(cq.poll_into)
+    assert found == [found[0]] * 3
+    assert int.from_bytes(found[0][:8], sys.byteorder) == 2**63
+    has_key = status is rp.WCStatus.SUCCESS and opcode is rp.WCOpcode.RECV and flags
+    assert len(keys) == bool(has_key)
+    assert int.from_bytes(found[0][24:28], sys.byteorder) == sum(keys)
+
+
+@pytest.mark.parametrize("by", ["poll", "poll_into"])
+@pytest.mark.parametrize("posted_by", ["list", "columns"])
+def test_completions_behind_those_that_the_device_reports_are_not_read(
+    tap, tapped, pd_of_tap, by, posted_by
+):
+    """It may leave anything there."""
+
+    def poll() -> list[int]:
+        if by == "poll":
+            return [wc.wr_id for wc in cq.poll()]
+        return [int.from_bytes(row[:8], sys.byteorder) for row in rows_of(cq.poll_into)]
+
+    cq, qp = tapped
+    index = np.arange(6, dtype="u8")
+    with rp.MR(pd_of_tap, 64) as mr:
+        if posted_by == "list":
+            qp.post_recv([rp.RecvWR(mr[:8], wr_id=i) for i in range(6)])
+        else:
+            qp.post_recv_columns(mr.blocks(index, 8), wr_id=index)
+        qp.post_send([rp.Send(send_flags=0)] * 4)
+        tap.on_poll(lambda count, _: min(count, 3))
+        assert poll() == [0, 1, 2]
+        assert qp.outstanding.recv == 3
+        tap.on_poll(None)
+        qp.post_send([rp.Send(send_flags=0), rp.Send()])
+        assert poll() == [4, 5, 0]
+        assert qp.outstanding == (0, 0)
+
+
+def test_completions_of_any_two_queue_pairs_keep_their_queue_pair(stack):
+    """Whatever their numbers on the device, which count from 0."""
+    context = stack.enter_context(rp.open_device("soft0"))
+    pd, cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
+    qps = [stack.enter_context(rp.QP(pd, rp.QPType.RC, cq)) for _ in range(5)]
+    for qp in qps:
+        qp.connect(qp.endpoint())
+    for pair in itertools.product(enumerate(qps), repeat=2):
+        for wr_id, qp in pair:
+            qp.post_recv(rp.RecvWR(wr_id=10 + wr_id))
+            qp.post_send(rp.Send(wr_id=wr_id))
+        found = sorted((wc.wr_id, wc.qp_num) for wc in cq.poll())
+        assert found == sorted((kind + wr_id, qp.qp_num) for wr_id, qp in pair for kind in (0, 10))
+        assert not any(map(sum, (qp.outstanding for qp in qps)))
 
 
 # ---- what the shim makes of a device's answers ----------------------------------------

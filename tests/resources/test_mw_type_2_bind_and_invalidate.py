@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import sys
 import weakref
 from typing import Any
 
 import pytest
-from support import ALL, CONNECTED, needs, soft_queues
+from support import ALL, CONNECTED, needs, posting_tap, soft_queues
 from support.in_flight import gone
 
 import rdmapost as rp
-from rdmapost import Access, DeviceCap, MWType, QPType, WCStatus
+from rdmapost import Access, DeviceCap, MWType, QPType, WCFlags, WCOpcode, WCStatus
 
 soft = soft_queues.soft
+tap = posting_tap.tap
 
 BINDABLE = ALL | Access.MW_BIND
 
@@ -314,6 +316,49 @@ def test_any_of_several_polled_rows_may_report_an_invalidated_window(rc, window,
     assert [got[48 * row] for row in range(4)] == [5, 6, 7, 8]
     # While a window is bound to it, that is refused.
     region.rereg(access=BINDABLE)
+
+
+@pytest.mark.parametrize(
+    ("status", "opcode", "flags", "releases"),
+    [
+        (WCStatus.SUCCESS, WCOpcode.RECV, WCFlags.WITH_INV, True),
+        (WCStatus.SUCCESS, WCOpcode.SEND, WCFlags.WITH_INV, False),
+        (WCStatus.SUCCESS, WCOpcode.RECV, WCFlags.WITH_IMM, False),
+        (WCStatus.REM_OP_ERR, WCOpcode.RECV, WCFlags.WITH_INV, False),
+    ],
+)
+def test_only_a_received_invalidation_releases_the_region(
+    tap, stack, status, opcode, flags, releases
+):
+    """Some drivers set the flag on the sender's side too; a failed completion's is not valid."""
+
+    def report(count: int, wc: Any) -> int:
+        if count:
+            wc.status, wc.opcode, wc.wc_flags = status, opcode, flags
+        return count
+
+    pd, cq = stack.enter_context(rp.PD(tap.context)), stack.enter_context(rp.CQ(tap.context))
+    qp = stack.enter_context(rp.QP(pd, QPType.RC, cq))
+    qp.connect(qp.endpoint())
+    region, mw = stack.enter_context(rp.MR(pd, 64, BINDABLE)), stack.enter_context(rp.MW(pd))
+    qp.post_send(
+        rp.BindMW(
+            mw=mw,
+            rkey=mw.next_rkey(),
+            mr=region,
+            addr=region.addr,
+            length=64,
+            mw_access_flags=Access.REMOTE_WRITE,
+        )
+    )
+    qp.post_recv(rp.RecvWR())
+    cq.wait()[0].check()
+    qp.post_send(rp.SendWithInv(invalidate_rkey=mw.rkey, send_flags=0))
+    tap.on_poll(report)
+    assert [wc.status for wc in cq.poll()] == [status]
+    tap.on_poll(None)
+    with contextlib.nullcontext() if releases else pytest.raises(rp.InUseError, match="MW"):
+        region.rereg(access=BINDABLE)
 
 
 def test_each_rule_of_bind_info_refuses_the_bind_that_breaks_it(soft):

@@ -65,6 +65,21 @@ def test_opening_and_closing_leaves_resident_memory_where_it_was(connect):
     assert len(pair.pd.context._queues) == 4
 
 
+def test_polling_many_queue_pairs_leaves_resident_memory_where_it_was(context, pd, cq):
+    """A CQ remembers the one whose completion it has polled last."""
+    wrs = [rp.RdmaWrite(send_flags=0)] * 255 + [rp.RdmaWrite()]
+
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            with rp.QP(pd, QPType.RC, cq, max_send_wr=256) as qp:
+                qp.connect(qp.endpoint())
+                qp.post_send(wrs)
+                cq.wait()[0].check()
+
+    cycle(20)
+    assert least_growth(lambda: cycle(150)) < 1 << 20
+
+
 def test_work_requests_of_many_regions_leave_resident_memory_where_it_was(watched):
     with contextlib.ExitStack() as stack:
         regions = [stack.enter_context(rp.MR(watched.pd, 64, ALL)) for _ in range(12)]

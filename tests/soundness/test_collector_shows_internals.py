@@ -9,6 +9,7 @@ import contextlib
 import gc
 import sys
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -78,17 +79,19 @@ def test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock(soft)
             sys.setprofile(None)
             found = frame.f_locals["found"]
             status = Status()
-            found += [(0, status, 0), (0, status), found[0]._replace(status=status), None, status]
+            spoiled = [found[0]._replace(status=wrong) for wrong in (status, 2**70, -(2**70))]
+            found += [(0, status, 0), (0, status), *spoiled, None, status]
             raise KeyError
 
     rig.a.post_send(rig.write(1))
     sys.setprofile(profile)
     with pytest.raises(KeyError):
         rig.cq.poll()
-    with pytest.raises(rp.WaitTimeout):
+    with pytest.raises(rp.WaitTimeout) as caught:
         rig.cq.wait(900, 0.0)
+    assert caught.value.failed is None
     assert outcomes == []
-    assert [wc.wr_id for wc in rig.cq.poll()] == [1, 1]
+    assert [wc.wr_id for wc in rig.cq.poll()] == [1, 1, 1, 1]
     rig.close()
 
 
@@ -239,6 +242,63 @@ def test_made_in_made_undoes_both_with_their_own_results(soft):
         native.verb(fail_after, native.made, inner.append, int, "x")
     assert (outer, inner) == ([7, None], [7, 8])
     context.close()
+
+
+@isolated()
+def test_poller_refuses_wrong_arguments(soft):
+    rig = Rig(soft)
+    cq, poller = rig.cq, rig.cq._poller
+    calls: dict[Callable[..., object], tuple[Any, ...]] = {
+        poller.poll: (cq, 1, []),
+        poller.wait: (cq, 1, 0, 0.0, []),
+        poller.fill: (cq, 1, None),
+        poller.notify: (cq, False),
+        poller.until: (cq, -1, print, 0.0, False),
+        poller.unclaim: (print, 0),
+    }
+    for call, args in calls.items():
+        wrong = [(), args[:-1], (*args, None), (*args, None, None), (None, *args[1:])]
+        if call == poller.fill:
+            wrong.remove(args[:-1])
+        if call == poller.unclaim:
+            wrong[-1] = (print, "")
+        if call not in (poller.until, poller.unclaim):
+            wrong.append((rig.context, *args[1:]))
+        for these in wrong:
+            with pytest.raises(TypeError):
+                call(*these)
+    for call, these in (
+        (poller.poll, (cq, 1, ())),
+        (poller.poll, (cq, "", [])),
+        (poller.wait, (cq, 1, 0, "", [])),
+        (poller.until, (cq, "", print, 0.0, False)),
+        (poller.until, (cq, -1, print, "", False)),
+        (poller.put_back, ((),)),
+        (native.get_cq_event, ()),
+        (native.get_cq_event, (0, {})),
+        (native.get_cq_event, ("", {})),
+        (native.Poller, (None, {}, [], 0, 0, -1, None)),
+    ):
+        with pytest.raises(TypeError):
+            call(*these)
+    rig.works()
+    rig.close()
+
+
+@isolated()
+def test_completion_whose_row_is_none_is_not_written(soft):
+    rig = Rig(soft)
+    rig.a.post_send(rig.write(1))
+    wcs = rig.cq.wait()
+    rig.cq._poller.put_back(wcs)
+    row = rp.WC._row
+    for wrong in (b"", bytes(47), bytes(49), "x" * 48, None):
+        rp.WC._row = lambda _, wrong=wrong: wrong  # type: ignore[method-assign, misc, return-value]
+        with pytest.raises(TypeError):
+            rig.cq.poll_into(bytearray(48))
+    rp.WC._row = row  # type: ignore[method-assign]
+    assert rig.cq.poll() == wcs
+    rig.close()
 
 
 @isolated()

@@ -1,7 +1,8 @@
 /*
  * Intercepts a context's posting calls: passes each chain to a test before the device
- * receives it, and refuses work requests as the test specifies.  Also has completion
- * queues that return to each poll what the test specifies.
+ * receives it, and refuses work requests as the test specifies.  Also calls a test in
+ * the middle of each poll, and has completion queues that return to each poll what the
+ * test specifies.
  */
 #include <errno.h>
 #include <stdint.h>
@@ -19,13 +20,16 @@ struct answer {
 };
 
 typedef void see(int verb, const void *first, struct answer *answer);
+typedef int see_poll(int count, struct ibv_wc *wc);
 
 static see *seen;
+static see_poll *poll_seen; /* NULL if the test is not interested */
 static struct ibv_context_ops device;
 static int (*device_ops)(struct ibv_srq *srq, struct ibv_ops_wr *op,
 			 struct ibv_ops_wr **bad);
 
 void tap_open(struct ibv_context *context, see *with);
+void tap_polled(see_poll *with);
 void tap_close(struct ibv_context *context);
 
 #define STAND_IN(name, verb, queue, type, original)                           \
@@ -60,14 +64,28 @@ STAND_IN(post_recv, RECV, ibv_qp, ibv_recv_wr, device.post_recv)
 STAND_IN(post_srq_recv, SRQ_RECV, ibv_srq, ibv_recv_wr, device.post_srq_recv)
 STAND_IN(post_srq_ops, SRQ_OPS, ibv_srq, ibv_ops_wr, device_ops)
 
+static int seen_poll(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc)
+{
+	int count = device.poll_cq(cq, num_entries, wc);
+
+	return poll_seen ? poll_seen(count, wc) : count;
+}
+
+void tap_polled(see_poll *with)
+{
+	poll_seen = with;
+}
+
 void tap_open(struct ibv_context *context, see *with)
 {
 	seen = with;
+	poll_seen = NULL;
 	device = context->ops;
 	device_ops = verbs_get_ctx(context)->post_srq_ops;
 	context->ops.post_send = post_send;
 	context->ops.post_recv = post_recv;
 	context->ops.post_srq_recv = post_srq_recv;
+	context->ops.poll_cq = seen_poll;
 	verbs_get_ctx(context)->post_srq_ops = post_srq_ops;
 }
 
@@ -76,6 +94,7 @@ void tap_close(struct ibv_context *context)
 	context->ops.post_send = device.post_send;
 	context->ops.post_recv = device.post_recv;
 	context->ops.post_srq_recv = device.post_srq_recv;
+	context->ops.poll_cq = device.poll_cq;
 	verbs_get_ctx(context)->post_srq_ops = device_ops;
 }
 

@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ class _Answer(ctypes.Structure):
 
 
 _See = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Answer))
+_SeePoll = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p)
 
 
 class Record:
@@ -78,6 +79,7 @@ class Tap:
         self.chains: list[tuple[int, list[Record]]] = []
         self.answer: tuple[int, int, int] | None = None
         self._see = _See(self._look)
+        self._kept: list[Any] = []
         library.tap_open(ctypes.c_void_p(address_of(context._handle)), self._see)
 
     def _look(self, verb: int, first: int, answer: Any) -> None:
@@ -94,6 +96,23 @@ class Tap:
     def refuse(self, passed: int = 0, rc: int = 22, bad: int = NAMED) -> None:
         """Give the following posts this result."""
         self.answer = passed, rc, bad
+
+    def on_poll(self, see: Callable[[int, Any], int] | None) -> None:
+        """Call a function in the middle of each poll, after the device has answered.
+
+        Args:
+            see: called with the device's answer, which is how many completions there are, and with
+                their structs, in cffi. It may change these, and returns the poll's answer. None
+                for no function.
+        """
+
+        def call(count: int, wc: int) -> int:
+            assert see is not None
+            return see(count, ffi.cast("struct ibv_wc *", wc))
+
+        # The one before may be running.
+        self._kept.append(_SeePoll(call) if see else _SeePoll())
+        self._library.tap_polled(self._kept[-1])
 
     def last(self) -> list[Record]:
         """Return the records of the last post."""

@@ -832,8 +832,10 @@ static PyObject *put_back_made(PyObject *self, PyObject *wcs)
 static int has_failed(PyObject *wc)
 {
 	PyObject *status = PyTuple_GetItem(wc, 1);
+	int too_large = 0;
+	long value = PyLong_Check(status) ? PyLong_AsLongAndOverflow(status, &too_large) : 0;
 
-	return PyLong_Check(status) && PyLong_AsLong(status) != IBV_WC_SUCCESS;
+	return !too_large && value != IBV_WC_SUCCESS;
 }
 
 /* first_failed(): the first failed completion in the backlog, where it stays; or None. */
