@@ -456,7 +456,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_argument_types.py",
         "posting/test_wr_structs.py",
     ),
-    "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
+    "rdmapost/_c/attribute_offsets.c": (
+        "posting/test_wr_classes.py",
+        "posting/test_wr_structs.py",
+        "posting/test_sges.py",
+    ),
     "rdmapost/_c/software/fast_path.c": ("providers/soft0/test_soft_fast_path.py",),
     "rdmapost/_c/software/queue_types.c": DATA_VERBS,
     "rdmapost/_c/software/data_verbs.c": DATA_VERBS,
