@@ -413,11 +413,19 @@ TARGETS: dict[str, tuple[str, ...]] = {
     ),
     "rdmapost/_c/posting/prepared.c": (
         "posting/test_prepared.py",
+        "posting/test_prepared_fields.py",
         "posting/test_wr_structs.py",
         *CHECKS,
         *IN_FLIGHT,
         *READS,
+        "resources/test_mr_rereg.py::test_region_of_an_invalidated_window_is_registered_again",
+        "resources/test_close_all.py::"
+        "test_close_all_by_the_garbage_collector_closes_the_device_whatever_it_interrupts",
         "soundness/test_fork.py::test_use_in_a_forked_child_names_the_owner_and_the_remedy",
+        "soundness/test_interrupts.py::"
+        "test_handler_that_prepares_while_its_queue_pair_is_closed_leaves_no_list_open",
+        "soundness/test_recursion_limit.py::"
+        "test_posts_in_each_other_without_a_python_function_end_with_recursion_error",
     ),
     "rdmapost/_c/libibverbs/poll_cq.c": (
         "resources/test_cq_poll_failures.py",
@@ -470,7 +478,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "project/test_argument_types.py",
         "posting/test_wr_structs.py",
     ),
-    "rdmapost/_c/attribute_offsets.c": ("posting/test_wr_classes.py", "posting/test_wr_structs.py"),
+    "rdmapost/_c/attribute_offsets.c": (
+        "posting/test_wr_classes.py",
+        "posting/test_wr_structs.py",
+        "posting/test_sges.py",
+    ),
     "rdmapost/_c/software/fast_path.c": ("providers/soft0/test_soft_fast_path.py",),
     "rdmapost/_c/software/queue_types.c": DATA_VERBS,
     "rdmapost/_c/software/data_verbs.c": DATA_VERBS,

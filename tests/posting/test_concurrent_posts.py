@@ -150,6 +150,35 @@ def test_device_that_calls_python_cannot_be_polled_from_there(tap):
         assert [wc.wr_id for wc in cq.wait()] == [8]
 
 
+def test_prepared_list_cannot_be_changed_or_closed_from_a_device_that_calls_python(watched):
+    """The post in progress may not have read it yet."""
+    mr, refused = watched.mr, []
+    batch = watched.qp.prepare(watched.write(wr_id=1))
+    calls = {
+        "close": batch.close,
+        "wr_id": lambda: setattr(batch[0], "wr_id", 2),
+        "sg_list": lambda: setattr(batch[0], "sg_list", mr[8:16]),
+    }
+
+    class Changing(list[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            for name, call in calls.items():
+                try:
+                    call()
+                except rp.RdmaError as error:
+                    if "in the middle of a post" in str(error):
+                        refused.append(name)
+
+    watched.tap.chains = Changing()
+    in_another_thread(batch.post)
+    assert refused == list(calls)
+    watched.tap.chains = []
+    in_another_thread(batch.post)
+    assert [wc.check().wr_id for wc in watched.cq.wait(2)] == [1, 1]
+    assert watched.tap.last()[0].sges == [(mr.addr, 8, mr.lkey)]
+
+
 def test_post_of_another_thread_waits_for_its_turn(watched):
     """The device gets one post to a queue at a time, in order."""
     inside, other, found = threading.Event(), threading.Event(), []

@@ -17,8 +17,9 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from support import ALL, Connect, Pair, in_flight, needs, watching
+from support import ALL, Connect, Pair, in_flight, needs, prints, watching
 from support.in_flight import gone, why_open, write_from
+from support.interrupts import Moment, interrupt_at_each_moment
 from support.soft_queues import Soft
 
 import rdmapost as rp
@@ -47,6 +48,13 @@ def test_prepared_list_is_posted_many_times(rc):
         batch.post()
         assert [wc.wr_id for wc in rc.wait(4)] == [100, 101, 102, 103]
         assert bytes(rc.theirs.buffer[:32]) == bytes([turn]) * 32
+    assert rc.a.outstanding.send == 0
+
+
+def test_post_of_a_prepared_list_takes_no_arguments(rc):
+    batch = rc.a.prepare(write(rc))
+    with pytest.raises(TypeError, match=r"^post\(\) takes no arguments"):
+        batch.post(1)  # type: ignore[call-arg]
     assert rc.a.outstanding.send == 0
 
 
@@ -106,11 +114,12 @@ def test_operands_of_a_prepared_atomic_are_changed_in_place(rc):
     )
     batch = rc.a.prepare(swap)
     batch.post()
+    batch[0].wr_id = 9
     batch[0].compare_add, batch[0].swap = 70, 71
     batch[0].remote_addr += 8
     batch[0].rkey = rc.theirs.rkey
     batch.post()
-    rc.wait(2)
+    assert [wc.wr_id for wc in rc.wait(2)] == [0, 9]
     assert struct.unpack("=QQ", rc.theirs.buffer[:16]) == (6, 71)
     with pytest.raises(ValueError, match="not a multiple of 8"):
         batch[0].remote_addr = rc.theirs.addr + 4
@@ -189,6 +198,76 @@ def test_region_of_another_domain_cannot_be_set_on_a_prepared_list(rc, context, 
         batch[0].sg_list = other[:8]
     batch.post()
     rc.wait()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_single_sge_cannot_be_set_where_none_or_several_were_prepared(rc, count):
+    """Not even one of the same region, and the next work request keeps its own."""
+    batch = rc.a.prepare([rp.RdmaWrite([rc.mine[:8]] * count, wr_id=1), write(rc, wr_id=2)])
+    before = [item.sg_list for item in batch]
+    with pytest.raises(ValueError, match=f"1 SGEs?, but it was prepared with {count}"):
+        batch[0].sg_list = rc.mine[8:16]
+    assert [item.sg_list for item in batch] == before
+
+
+def test_region_set_on_an_unchecked_prepared_list_replaces_the_old_one(connect: Connect, pd):
+    """The list holds the new region, and no longer the old one."""
+    pair = connect(checked=False)
+    old, new = rp.MR(pd, 64, ALL), rp.MR(pd, 64, ALL)
+    batch = pair.a.prepare(write_from(pair, old))
+    batch[0].sg_list = new[:8]
+    with pytest.raises(rp.InUseError):
+        new.close()
+    old.close()
+    new.buffer[:8] = b"from new"
+    batch.post()
+    pair.wait()
+    assert bytes(pair.theirs.buffer[:8]) == b"from new"
+    batch.close()
+    new.close()
+
+
+def test_prepared_list_holds_a_region_that_is_set_again(pair, pd):
+    """Each work request names its own, whatever it and the others have named before."""
+    first, second = rp.MR(pd, 64), rp.MR(pd, 64)
+    batch = pair.a.prepare([write_from(pair, first), write_from(pair, first)])
+    for item, mr in ((1, second), (1, first), (0, second)):
+        batch[item].sg_list = mr[:8]
+    for mr in (first, second):
+        assert why_open(mr.close)
+    batch.close()
+    for mr in (first, second):
+        mr.close()
+
+
+def test_region_that_is_being_closed_cannot_be_set_on_a_prepared_list(connect: Connect, pd):
+    """By a signal handler, while the close is about to be refused; later it can."""
+    said = []
+
+    def make() -> tuple[rp.MR, rp.Batch]:
+        mr = rp.MR(pd, 64)
+        return mr, pair.a.prepare(write_from(pair, mr))
+
+    def act(made: tuple[rp.MR, rp.Batch]) -> None:
+        assert why_open(made[0].close)
+
+    def change(made: tuple[rp.MR, rp.Batch]) -> None:
+        mr, batch = made
+        try:
+            batch[0].sg_list = mr[8:16]
+        except ValueError as error:
+            said.append(str(error))
+
+    def check(made: tuple[rp.MR, rp.Batch], _: Moment) -> None:
+        mr, batch = made
+        batch[0].sg_list = mr[16:24]
+        batch.close()
+        mr.close()
+
+    pair = connect()
+    interrupt_at_each_moment(make, act, check, handler=change)
+    assert said
+    assert all("being closed" in why for why in said)
 
 
 def test_work_requests_that_cannot_be_posted_cannot_be_prepared(rc):
@@ -281,6 +360,22 @@ def test_setting_a_wr_id_that_closes_its_prepared_list_raises_closed_error(rc):
         batch[0].wr_id = Closing()  # type: ignore[assignment]
 
 
+@pytest.mark.parametrize("name", ["wr_id", "sg_list"])
+def test_value_that_closes_the_queue_pair_of_its_prepared_list_raises_closed_error(rc, name):
+    batch = rc.a.prepare(write(rc))
+
+    class Closing:
+        def __index__(self) -> int:
+            rc.a.close()
+            return 8
+
+    number: Any = Closing()
+    value = number if name == "wr_id" else [rp.SGE(number, 8, 0, rc.mine)]
+    with pytest.raises(rp.ClosedError, match=r"^RC QP \S+ is closed"):
+        setattr(batch[0], name, value)
+    rc.mine.close()
+
+
 def test_largest_wr_id_can_be_set_on_a_prepared_list(rc):
     batch = rc.a.prepare(write(rc, wr_id=3))
     batch[0].wr_id = (1 << 64) - 1
@@ -297,7 +392,7 @@ def test_field_of_a_prepared_class_reads_and_writes_no_other_object(rc):
     fresh = rp.PreparedWR.__new__(type(swap))
     others = [
         type(field)(rp.AtomicCmpAndSwp, index)
-        for index in (-1, len(NUMBER_FIELDS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
+        for index in (*range(-100, 0), len(NUMBER_FIELDS[rp.AtomicCmpAndSwp]), 99, 1 << 30)
     ]
     for descriptor, wrong in (
         *((field, wrong) for wrong in (send, fresh, 5, rc.a, rp.AtomicCmpAndSwp())),
@@ -373,6 +468,9 @@ def test_index_of_a_prepared_work_request_must_lie_within_its_list(rc):
     with pytest.raises(TypeError):
         batch._type_of("0")
     assert [batch._type_of(i) for i in range(3)] == [rp.RdmaWrite] * 3
+    for wrong in ((5, 1), (rc.a, 1), (batch, "1"), (batch, None)):
+        with pytest.raises(TypeError):
+            rp.PreparedWR(*wrong)
     item = rp.PreparedWR(batch, 1)
     with pytest.raises(TypeError, match="it has already been initialised"):
         item.__init__(batch, 2)  # type: ignore[misc]
@@ -386,6 +484,14 @@ def test_prepared_list_of_wrong_internal_arguments_is_refused(rc):
             rp.Batch()._prepare(*wrong)
     with pytest.raises(TypeError, match="the queue has not been initialised"):
         rp.Batch()._prepare(type(send).__new__(type(send)), rc.a, [rp.LocalInv()])
+    batch, refused = rc.a.prepare(write(rc, wr_id=1)), rp.Batch()
+    with pytest.raises(rp.PostError):
+        refused._prepare(send, rc.a, [5])
+    for again in (batch, refused):
+        with pytest.raises(TypeError, match="it has already been prepared"):
+            again._prepare(send, rc.a, [write(rc, wr_id=2)])
+    batch.post()
+    assert [wc.wr_id for wc in rc.wait()] == [1]
 
 
 def test_prepared_atomic_address_that_is_no_number_is_a_type_error(rc):
@@ -1000,10 +1106,35 @@ def test_closed_prepared_list_releases_its_memory_while_it_is_referenced(pair, p
     regions = weakref.ref(first), weakref.ref(second)
     batch = pair.a.prepare(write_from(pair, first))
     batch[0].sg_list = second[:8]
+    batch[0].sg_list = second[8:16]
+    batch[0].sg_list = second[16:24]
     del first, second
     assert not gone(regions[1])
     batch.close()
     assert gone(*regions)
+
+
+def test_finalizer_that_changes_a_prepared_list_as_it_is_closed_keeps_no_region_open(connect, pd):
+    """It is too late for the change, which leaves nothing behind."""
+    pair = connect(max_inline_data=64)
+    said = []
+
+    class Last(bytearray):
+        def __del__(self) -> None:
+            with pytest.raises(rp.ClosedError, match="the prepared list of 2 is closed"):
+                second.sg_list = pair.mine[:8]
+            said.append("closed")
+
+    mr = rp.MR(pd, 64)
+    region = weakref.ref(mr)
+    inline = pair.wr(rp.RdmaWrite, pair.mine[:8], send_flags=SendFlags.INLINE)
+    batch = pair.a.prepare([inline, write_from(pair, mr)])
+    first, second = batch
+    first.sg_list = rp.SGE.from_buffer(Last(8))
+    del mr
+    batch.close()
+    assert said == ["closed"]
+    assert gone(region)
 
 
 def test_value_refused_for_a_prepared_field_keeps_no_region_open(pair, pd):
@@ -1091,3 +1222,125 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
             watched.cq.wait(len(wrs))
             batch.close()
             hdr.extend(b"")
+
+
+WITHOUT_MEMORY = """
+import _testcapi
+import rdmapost as rp
+
+pd = rp.PD(rp.open_device("soft0"))
+cq = rp.CQ(pd.context)
+qp = rp.QP(pd, rp.QPType.RC, cq, max_send_wr=64)
+qp.connect(qp.endpoint())
+there = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+# Python has an int for each small number, and keeps tuples of up to 20 items for reuse.
+COUNT, LARGE = 30, 1 << 50
+
+def without_memory(at, act):
+    _testcapi.set_nomemory(at, at + 1)
+    try: return act(), True
+    except MemoryError: return None, False
+    finally: _testcapi.remove_mem_hooks()
+
+def writes(mr):
+    return [
+        rp.RdmaWrite(mr[:8], wr_id=LARGE + i, remote_addr=there.addr, rkey=there.rkey)
+        for i in range(COUNT)
+    ]
+
+def posted(batch):
+    batch.post()
+    return [wc.check().wr_id for wc in cq.wait(len(batch), 5)]
+
+def prepare(at):
+    mr = rp.MR(pd, 64)
+    wrs = writes(mr)
+    batch, done = without_memory(at, lambda: qp.prepare(wrs))
+    if done:
+        assert posted(batch) == wr_ids
+        batch.close()
+    mr.close()
+    return done
+
+def change_wr_id(at):
+    _, done = without_memory(at, lambda: setattr(batch[7], "wr_id", LARGE - 1))
+    if done:
+        wr_ids[7] = LARGE - 1
+    assert [item.wr_id for item in batch] == posted(batch) == wr_ids
+    return done
+
+def change_sg_list(at):
+    mr = rp.MR(pd, 64)
+    sge = mr[8:16]
+    _, done = without_memory(at, lambda: setattr(batch[7], "sg_list", sge))
+    assert batch[7].sg_list == (sge if done else old[:8],)
+    assert posted(batch) == wr_ids
+    if done:
+        batch.close()
+    mr.close()
+    return done
+
+old = rp.MR(pd, 64)
+batch = qp.prepare(writes(old))
+wr_ids = [LARGE + i for i in range(COUNT)]
+for act in (prepare, change_wr_id, change_sg_list):
+    failed = 0
+    while not act(failed):
+        failed += 1
+    print(act.__name__, failed > 3)
+old.close()
+"""
+
+
+def test_list_prepared_or_changed_without_memory_is_whole_or_as_before_and_holds_no_more():
+    """Whichever allocation fails."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    names = ("prepare", "change_wr_id", "change_sg_list")
+    assert prints(WITHOUT_MEMORY).splitlines() == [f"{name} True" for name in names]
+
+
+CLOSED_WITHOUT_MEMORY = """
+import gc, itertools, sys
+import _testcapi
+import rdmapost as rp
+
+pd = rp.PD(rp.open_device("soft0"))
+qp = rp.QP(pd, rp.QPType.RC, rp.CQ(pd.context))
+# The refusal to close a region of an open list is raised to nobody.
+sys.unraisablehook = lambda _: None
+
+def close_and_take_memory(phase, _):
+    global seen
+    seen += phase == "stop"
+    if seen == moment and phase == "stop":
+        gc.set_threshold(0)
+        mr.close()
+        _testcapi.set_nomemory(at, at + 1)
+
+gc.freeze()
+gc.callbacks.append(close_and_take_memory)
+opened, kept = [], []
+for moment in itertools.count(1):
+    for at in range(6):
+        mr, batch, seen = rp.MR(pd, 64), None, 0
+        # Python reuses the memory of shorter tuples.
+        wrs = [rp.Send(mr[:8])] * 21
+        gc.set_threshold(1)
+        try: batch = qp.prepare(wrs)
+        except (MemoryError, rp.RdmaError): pass
+        finally: _testcapi.remove_mem_hooks(), gc.set_threshold(0)
+        opened.append(batch is not None)
+        if batch:
+            batch.close()
+        elif not mr.closed:
+            kept.append((moment, at))
+        mr.close()
+    if seen < moment: break
+print(set(opened), kept)
+"""
+
+
+def test_region_closed_in_the_middle_of_a_preparation_that_lacks_memory_is_closed():
+    """By the collector, at any moment: what fails holds nothing by the time the close happens."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(CLOSED_WITHOUT_MEMORY) == "{False, True} []"

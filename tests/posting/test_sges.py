@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+import weakref
 from typing import Any
 
 import pytest
-from support import ALL, LOCAL_ERROR, in_flight, needs, refused, soft_queues, watching
+from support import ALL, LOCAL_ERROR, in_flight, needs, prints, refused, soft_queues, watching
 from support.soft_queues import outside, part, reason
 
 import rdmapost as rp
@@ -332,3 +333,43 @@ def test_many_sges_cost_no_more_time_each_than_few(watched):
 
     watched.tap.refuse()
     assert seconds(16_000) < 24 * seconds(2_000)
+
+
+def test_blocks_and_ranges_with_arguments_missing_are_refused_and_keep_no_region(pd):
+    mr = rp.MR(pd, 64)
+    region = weakref.ref(mr)
+    for make in (mr.blocks, mr.ranges):
+        for given in ((), (1,), (1, 2, 3)):
+            with pytest.raises(TypeError, match="expected two columns"):
+                make(*given)
+    del mr, make
+    assert region() is None
+
+
+SLICED_WITHOUT_MEMORY = """
+import weakref
+import _testcapi
+import rdmapost as rp
+
+pd = rp.PD(rp.open_device("soft0"))
+failed = 0
+for at in range(20):
+    mr, sge = rp.MR(pd, 1 << 20), None
+    # Python has an int for each small number.
+    start, stop = 1000, 2000
+    _testcapi.set_nomemory(at, at + 1)
+    try: sge = mr[start:stop]
+    except MemoryError: failed += 1
+    finally: _testcapi.remove_mem_hooks()
+    assert sge in (None, (mr.addr + 1000, 1000, mr.lkey, mr)), at
+    region = weakref.ref(mr)
+    del mr, sge
+    assert region() is None, at
+print(failed > 3)
+"""
+
+
+def test_slice_of_a_region_without_memory_is_an_sge_or_a_memory_error_and_keeps_no_region():
+    """Whichever allocation fails."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(SLICED_WITHOUT_MEMORY) == "True"

@@ -326,6 +326,12 @@ def test_a_poll_that_fails_is_eio(extended):
     assert (done.count, done.errno, cq.polls, cq.ended) == (-1, errno.EIO, 1, 0)
 
 
+def test_completions_before_an_extended_cq_fails_are_returned():
+    cq = PolledCQ(True, [-3])
+    done = Polled(cq, True, 4, 2)
+    assert (done.wr_ids, cq.polls, cq.ended) == ([0, 1], 1, 2)
+
+
 @pytest.mark.parametrize(("answers", "count"), [([5], -1), ([2, 3], 2), ([4, 1], 4)])
 def test_a_device_that_returns_more_than_there_is_room_for_has_failed(answers, count):
     done = Polled(PolledCQ(False, answers), False, 4, 4, SECOND)

@@ -14,7 +14,7 @@ import struct
 import weakref
 
 import pytest
-from support import ALL, kernel, needs
+from support import ALL, LOSES_MEMORY, kernel, needs, prints
 
 import rdmapost as rp
 from rdmapost import Access, AdviseMRAdvice, AdviseMRFlags, SendFlags, WCStatus
@@ -357,8 +357,8 @@ def test_array_that_dlpack_cannot_describe_is_refused_with_the_reason(pd):
         rp.MR(pd, DLPack(_numpy().zeros(8, object)))
 
 
-class Tensor(ctypes.Structure):
-    """A DLManagedTensor (dlpack.h of the DLPack project) of bytes."""
+class DLTensor(ctypes.Structure):
+    """A DLTensor (dlpack.h of the DLPack project)."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -369,41 +369,206 @@ class Tensor(ctypes.Structure):
         ("bits", ctypes.c_uint8),
         ("lanes", ctypes.c_uint16),
         ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.c_void_p),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-        ("manager_ctx", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
     )
 
 
-@pytest.mark.parametrize("deleter", ["runs Python code", "raises"])
-def test_dlpack_tensor_of_negative_extents_is_refused_and_deleted(pd, deleter, monkeypatch):
-    memory, name = mmap.mmap(-1, 4096), b"dltensor"
-    shape = (ctypes.c_int64 * 2)(-4, -4)
-    tensor = Tensor(data=_address(memory), device_type=1, ndim=2, code=1, bits=8, lanes=1)
-    tensor.shape = shape
-    deleted, unraisable = [], []
-    monkeypatch.setattr("sys.unraisablehook", lambda hooked: unraisable.append(hooked.exc_type))
+class Managed(ctypes.Structure):
+    _anonymous_ = ("tensor",)
+    _fields_ = (
+        ("tensor", DLTensor),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+    name = b"dltensor"
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+class ManagedVersioned(ctypes.Structure):
+    _anonymous_ = ("tensor",)
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", DLTensor),
+    )
+    name = b"dltensor_versioned"
+
+
+IS_READ_ONLY, IS_COPIED = 1, 2
+"""Flags of a versioned tensor."""
+
+BOTH = pytest.mark.parametrize("kind", [Managed, ManagedVersioned])
+
+
+class Described:
+    """A tensor that a test describes, by default of one row of 64 bytes in a map.
+
+    Attributes:
+        memory: the map.
+        deleted: the addresses with which its deleter was called.
+    """
+
+    def __init__(self, kind, *, shape=(64,), strides=None, delete=None, **fields):
+        self.memory, self.deleted = mmap.mmap(-1, 4096), []
+        self._deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(delete or self.deleted.append)
+        fields = {
+            "data": _address(self.memory),
+            "device_type": 1,
+            "code": 1,
+            "bits": 8,
+            "lanes": 1,
+            "ndim": len(shape or ()),
+            "deleter": ctypes.cast(self._deleter, ctypes.c_void_p),
+            **({"major": 1} if kind is ManagedVersioned else {}),
+            **fields,
+        }
+        self.tensor = kind(**fields)
+        for name, numbers in (("shape", shape), ("strides", strides)):
+            if numbers is not None:
+                setattr(self.tensor, name, (ctypes.c_int64 * len(numbers))(*numbers))
+
+    def __dlpack__(self, **_):
+        make = ctypes.pythonapi.PyCapsule_New
+        make.restype = ctypes.py_object
+        make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return make(ctypes.addressof(self.tensor), self.tensor.name, None)
+
+    @property
+    def was_deleted(self):
+        return self.deleted == [ctypes.addressof(self.tensor)]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "start", "length"),
+    [
+        ({}, 0, 64),
+        ({"byte_offset": 128, "device_id": 2}, 128, 64),
+        ({"shape": (3, 5), "bits": 16, "lanes": 2}, 0, 60),
+        ({"shape": (3, 5), "strides": (1, 3)}, 0, 15),
+        ({"shape": None, "bits": 64}, 0, 8),
+    ],
+)
+def test_dlpack_tensor_is_registered_as_described_and_deleted_once(pd, kind, fields, start, length):
+    array = Described(kind, **fields)
+    with rp.MR(pd, array) as mr:
+        assert (mr.addr, mr.length) == (_address(array.memory) + start, length)
+        array.memory[start : start + 1] = b"8"
+        assert mr.buffer[:1] == b"8"
+        assert array.deleted == []
+    del mr
+    gc.collect()
+    assert array.was_deleted
+
+
+@BOTH
+def test_dlpack_tensor_without_a_deleter_is_registered(pd, kind):
+    array = Described(kind, deleter=None)
+    with rp.MR(pd, array) as mr:
+        assert mr.length == 64
+    del mr
+    gc.collect()
+    assert array.deleted == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "readonly"), [(0, False), (IS_COPIED, False), (IS_COPIED | IS_READ_ONLY, True)]
+)
+def test_dlpack_tensor_is_read_only_if_its_flag_says_so(pd, flags, readonly):
+    array = Described(ManagedVersioned, flags=flags, minor=7)
+    with rp.MR(pd, array, READ) as mr:
+        assert mr.buffer.readonly is readonly
+
+
+def test_dlpack_tensor_on_a_gpu_has_no_buffer_in_python(pd):
+    array = Described(ManagedVersioned, device_type=2)
+    with rp.MR(pd, array) as mr, pytest.raises(ValueError, match="has no buffer in Python"):
+        _ = mr.buffer
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"shape": (-4, -4)}, "a negative extent"),
+        ({"shape": (4, -1)}, "a negative extent"),
+        ({"shape": (4, 0)}, "a region needs at least 1 byte, got 0"),
+        ({"ndim": -1}, "its DLPack tensor has no shape"),
+        ({"shape": None, "ndim": 1}, "its DLPack tensor has no shape"),
+        ({"strides": (2,)}, "this array has gaps"),
+        ({"code": 3}, "its elements are opaque handles"),
+    ],
+)
+def test_dlpack_tensor_that_cannot_be_registered_is_refused_and_deleted(pd, kind, fields, text):
+    array = Described(kind, **fields)
+    with pytest.raises((TypeError, ValueError), match=text):
+        rp.MR(pd, array)
+    assert array.was_deleted
+
+
+def test_dlpack_tensor_of_another_major_version_is_refused_and_deleted(pd):
+    array = Described(ManagedVersioned, major=2)
+    with pytest.raises(TypeError, match="it uses DLPack 2, not 1"):
+        rp.MR(pd, array)
+    assert array.was_deleted
+
+
+@BOTH
+def test_exception_of_a_dlpack_deleter_is_reported_and_hides_no_other(pd, kind, monkeypatch):
+    """Of one in Python, which ctypes reports; and of one in C, which leaves it set."""
+    reported = []
+    monkeypatch.setattr("sys.unraisablehook", lambda hooked: reported.append(hooked.exc_type))
+
     def delete(at):
-        deleted.append(at)
-        if deleter == "raises":
-            raise KeyError(at)
+        raise KeyError(at)
 
-    tensor.deleter = ctypes.cast(delete, ctypes.c_void_p)
-    make = ctypes.pythonapi.PyCapsule_New
-    make.restype = ctypes.py_object
-    make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    # It refuses anything but a capsule with a ValueError.
+    in_c = ctypes.cast(ctypes.pythonapi.PyCapsule_GetContext, ctypes.c_void_p)
+    for fields, exception in (({"delete": delete}, KeyError), ({"deleter": in_c}, ValueError)):
+        array = Described(kind, shape=(-4,), **fields)
+        with pytest.raises(TypeError, match="a negative extent"):
+            rp.MR(pd, array)
+        assert reported == [exception]
+        reported.clear()
 
-    class Array:
-        def __dlpack__(self, **_):
-            return make(ctypes.addressof(tensor), name, None)
 
-    with pytest.raises(TypeError, match="a negative extent"):
-        rp.MR(pd, Array())
-    assert deleted == [ctypes.addressof(tensor)]
-    assert unraisable == ([KeyError] if deleter == "raises" else [])
+DESCRIBED_WITHOUT_MEMORY = """
+import _testcapi, numpy
+import rdmapost as rp
+
+class Tensor:
+    def __init__(self, capsule): self.capsule = capsule
+    def __dlpack__(self, **_): return self.capsule
+
+pd = rp.PD(rp.open_device("soft0"))
+for version in (0, 1):
+    at, mr = 0, None
+    while not mr:
+        array = numpy.zeros((1000, 2, 300), "u1")
+        tensor = Tensor(array.__dlpack__(max_version=(version, 0)))
+        _testcapi.set_nomemory(at, at + 1)
+        try: mr = rp.MR(pd, tensor)
+        except (MemoryError, rp.VerbsError): pass
+        except TypeError as error:
+            # Python's open() says so.
+            if "PathLike" not in str(error): raise
+        finally: _testcapi.remove_mem_hooks()
+        at += 1
+    mr.buffer[:8] = b"8 bytes!"
+    print(at > 40, mr.length, bytes(array[0, 0, :8]))
+    mr.close()
+"""
+
+
+def test_array_by_dlpack_is_registered_or_refused_if_memory_runs_out():
+    """Whichever allocation fails."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    _numpy()
+    said = "True 600000 b'8 bytes!'"
+    assert prints(DESCRIBED_WITHOUT_MEMORY, **LOSES_MEMORY).splitlines() == [said, said]
 
 
 @pytest.mark.parametrize("capsule", [None, 1, "a capsule"])

@@ -103,10 +103,12 @@ void tap_close(struct ibv_context *context)
 enum { POLLS = 8 };
 
 static struct {
-	int count, answers[POLLS]; /* completions that each poll returns, negative to fail; then 0 */
+	/* Completions that each poll returns, then 0; -1 to fail, -1 - n to fail behind n of them. */
+	int count, answers[POLLS];
 	int polls, asked[POLLS], ended; /* polls, how many each requested; calls to ibv_end_poll() */
 	int left; /* completions left in this poll */
 	int drained; /* whether that has just become 0: a poll that asks once more finds none */
+	int fails; /* whether it then fails */
 	uint64_t next; /* the next one's wr_id; odd ones have failed */
 } script;
 
@@ -119,11 +121,12 @@ void *tap_cq(int extended, int reports_more, const int *answers, int count);
 
 static int begin(int asked)
 {
-	int at = script.polls++;
+	int at = script.polls++, answer = at < script.count ? script.answers[at] : 0;
 
 	if (at < POLLS)
 		script.asked[at] = asked;
-	return script.left = at < script.count ? script.answers[at] : 0;
+	script.fails = answer < -1;
+	return script.left = script.fails ? -1 - answer : answer;
 }
 
 static enum ibv_wc_status status_of(uint64_t wr_id)
@@ -157,7 +160,7 @@ static int start_poll(struct ibv_cq_ex *cq, struct ibv_poll_cq_attr *attr)
 {
 	if (script.drained) {
 		script.drained = 0;
-		return ENOENT;
+		return script.fails ? EBUSY : ENOENT;
 	}
 	if (!script.left && begin((int)attr->comp_mask) < 0)
 		return EBUSY;

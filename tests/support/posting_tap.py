@@ -172,8 +172,8 @@ class PolledCQ:
 
     Args:
         extended: whether it is a ``struct ibv_cq_ex``.
-        answers: how many completions each successive poll returns; negative if it fails. Later
-            polls return none.
+        answers: how many completions each successive poll returns; -1 if it fails, and -1 - n if
+            an extended queue fails behind n completions. Later polls return none.
         reports_more: whether it reports tags and timestamps, too.
 
     Attributes:

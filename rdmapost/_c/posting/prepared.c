@@ -71,8 +71,6 @@ static PyObject *get_sent(struct prepared *p)
 {
 	PyObject *sent;
 
-	if (!is_open(p))
-		return NULL;
 	RP_BEGIN(p);
 	sent = Py_XNewRef(p->sent);
 	RP_END();
@@ -623,8 +621,6 @@ static int change(struct prepared *p, struct request *r, PyObject **object, stru
 	PyObject *from;
 	int done = 0;
 
-	if (!is_open(p))
-		return -1;
 	/* Closes are deferred while the change still needs the old references. */
 	if (rp_begin_use(p->owner, &use)) {
 		rp_raise_closed(p->owner);
