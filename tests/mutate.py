@@ -405,6 +405,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_wr_structs.py",
         *READS,
         "resources/test_mw_type_1_bind_mw.py",
+        "resources/test_mr_rereg.py",
         "providers/soft0/test_soft_tag_ops.py",
         "posting/test_signaled.py",
         "soundness/test_mw_lifetimes.py",

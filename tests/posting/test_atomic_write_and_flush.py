@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import ALL, SEND_OP_CAPS, Pair, needs_send_op
+from support.posting_tap import NOWHERE, open_tap
 
 import rdmapost as rp
 from rdmapost import Access, DeviceCap, FlushLevel, FlushType, QPType, SendOps, WCOpcode, WCStatus
@@ -397,6 +398,27 @@ def test_work_requests_of_ibv_wr_calls_are_accepted_all_or_none(soft_pair):
     assert soft_pair.a.outstanding.send == 0
     soft_pair.a.post_send([*atomics, write])
     assert [wc.wr_id for wc in soft_pair.wait(4)] == [0, 1, 2, 8]
+
+
+def test_work_requests_of_ibv_wr_calls_before_a_failed_ibv_post_send_are_posted(soft_pair):
+    """If the driver does not say where it stopped, it is unknown what was posted."""
+    context = soft_pair.pd.context
+    context.faults.fail_post(5, after=2)
+    atomics = [rp.AtomicWrite(wr_id=i, **there(soft_pair, 8 * i)) for i in range(2)]
+    write = rp.RdmaWrite(soft_pair.mine[:8], wr_id=8, **there(soft_pair))
+    with pytest.raises(rp.PostError) as caught:
+        soft_pair.a.post_send([*atomics, write])
+    assert (caught.value.index, caught.value.posted) == (2, 2)
+    assert [wc.wr_id for wc in soft_pair.wait(2)] == [0, 1]
+    assert soft_pair.a.outstanding.send == 0
+    with contextlib.closing(open_tap(context)) as tap:
+        tap.refuse(rc=5, bad=NOWHERE)
+        with pytest.raises(rp.PostError) as caught:
+            soft_pair.a.post_send([*atomics, write])
+    assert (caught.value.index, caught.value.posted) == (None, None)
+    assert soft_pair.a.outstanding.send == 3
+    assert [wc.wr_id for wc in soft_pair.wait(2)] == [0, 1]
+    assert soft_pair.a.outstanding.send == 1
 
 
 def test_list_too_long_to_prepare_names_the_call_that_would_post(soft_pair):

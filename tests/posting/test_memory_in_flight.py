@@ -115,11 +115,12 @@ def test_every_region_of_a_work_request_is_in_use_until_it_is_done(watched, coun
 
 @pytest.mark.parametrize("as_list", [False, True], ids=["posts", "list"])
 def test_work_requests_with_the_same_regions_each_hold_them(connect, as_list):
-    """Two hold the same regions; the third, only one of these."""
-    pair = connect(max_recv_sge=2)
-    a, b, c = (rp.MR(pair.pd, 64, ALL) for _ in range(3))
-    held = [(a, b), (a, b), (a, c)]
-    wrs = [rp.RecvWR([one[:2], other[:2]]) for one, other in held]
+    """Two hold the same regions; the others, some of these, and more."""
+    pair = connect(max_recv_sge=4)
+    a, b, c, d = (rp.MR(pair.pd, 64, ALL) for _ in range(4))
+    held: list[tuple[rp.MR, ...]] = [(a, b), (a, b), (a, c), (a, c, b), (d, b), (a, d), (b,)]
+    held += [(b, a), (c, d), (a, b, c, d), (c, d), (a, b)]
+    wrs = [rp.RecvWR([mr[:2] for mr in regions]) for regions in held]
     if as_list:
         pair.b.post_recv(wrs)
     for wr in () if as_list else wrs:
@@ -129,7 +130,7 @@ def test_work_requests_with_the_same_regions_each_hold_them(connect, as_list):
             count = sum(mr in regions for regions in held)
             with pytest.raises(rp.InUseError, match=f"{count} outstanding work request"):
                 mr.close()
-        pair.a.post_send(rp.Send(pair.mine[:4]))
+        pair.a.post_send(rp.Send(pair.mine[:2]))
         pair.wait(2)
         done = held.pop(0)
         for mr in set(done).difference(*held):

@@ -7,7 +7,7 @@ import errno
 import weakref
 
 import pytest
-from support import GRH, TYPES, Pair, in_flight, needs, writes
+from support import GRH, LOSES_MEMORY, TYPES, Pair, in_flight, needs, prints, writes
 from support.in_flight import gone, write_from
 from support.posting_tap import open_tap
 
@@ -321,3 +321,67 @@ def test_repr_of_a_post_error_says_what_its_text_does(rc):
     assert said == f"PostError({str(caught.value)!r}, index=1, posted=1)"
     assert "9 SGEs, but this queue was created with max_send_sge=4" in said
     rc.wait()
+
+
+LACKS_MEMORY = """
+import contextlib
+import _testcapi
+import rdmapost as rp
+
+class Number(int):
+    pass
+
+wrong = []
+
+def starve(name, call, state, change):
+    \"""Repeat a call, and let each of its allocations fail, until it succeeds.\"""
+    for at in range(1000):
+        before, error, found = state(), None, None
+        _testcapi.set_nomemory(at, at + 1)
+        try: found = call()
+        except (MemoryError, rp.PostError) as raised: error = raised
+        finally: _testcapi.remove_mem_hooks()
+        posted = change if error is None else 0
+        # The device, too, may lack memory: then it takes some.
+        if isinstance(error, rp.PostError): posted = error.posted
+        elif hasattr(error, "posted"): wrong.append((name, at, error.__notes__))
+        if state() - before != posted: wrong.append((name, at, repr(error)))
+        if error is None: return found
+    wrong.append((name, "never succeeds"))
+
+with contextlib.ExitStack() as stack:
+    enter = stack.enter_context
+    context = enter(rp.open_device("soft0"))
+    pd, cq = enter(rp.PD(context)), enter(rp.CQ(context, wc_flags=rp.WCExFlags.WITH_TM_INFO))
+    srq = rp.SRQ(pd, 4, srq_type=rp.SRQType.TM, cq=cq, max_num_tags=100, max_ops=100)
+    room = {"max_send_wr": 999, "max_recv_wr": 999, "max_send_sge": 24, "max_recv_sge": 24}
+    qp = rp.QP(pd, rp.QPType.UD, cq, max_tso_header=64, **room)
+    qp.connect()
+    sges = [enter(rp.MR(pd, 64, rp.Access.LOCAL_WRITE))[:8] for _ in range(24)]
+    other = tuple(sges[::-1])
+    ah = enter(qp.ah_to(qp.endpoint()))
+    # They are closed before the regions.
+    stack.callback(qp.close)
+    stack.callback(srq.close)
+    # What is sent stays in the queue.
+    qp.to_sqd()
+    tso = rp.TSO(sges, hdr=bytearray(8), mss=8, ah=ah)
+    sends = [rp.Send(sges, ah=ah, wr_id=Number(1000)), rp.Send(ah=ah), tso]
+    receives = [rp.RecvWR(sges, wr_id=Number(1000)), rp.RecvWR(sges), rp.RecvWR(sges)]
+    tag = rp.TagAdd(recv_wr_id=Number(1000), sg_list=sges)
+    sent, received = lambda: qp.outstanding.send, lambda: qp.outstanding.recv
+    starve("post_send", lambda: qp.post_send(sends), sent, 3)
+    starve("post_recv", lambda: qp.post_recv(receives), received, 3)
+    starve("post_srq_ops", lambda: srq.post_srq_ops(tag), lambda: srq.outstanding_tags, 1)
+    batch = enter(starve("prepare", lambda: qp.prepare(sends), sent, 0))
+    changed = lambda: batch[2].sg_list == other
+    starve("change", lambda: setattr(batch[2], "sg_list", other), changed, 1)
+    found = starve("read", lambda: batch[2].sg_list, sent, 0)
+    starve("post", batch.post, sent, 3)
+print(wrong, found == other)
+"""
+
+
+def test_post_without_memory_posts_only_what_its_error_says():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(LACKS_MEMORY, **LOSES_MEMORY) == "[] True"

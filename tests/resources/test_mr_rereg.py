@@ -604,6 +604,22 @@ def test_window_without_counts_counts_as_bound_until_it_is_closed(rc, context, c
         region.rereg(access=ALL)
 
 
+def test_bind_that_the_device_refuses_is_not_the_one_that_an_invalidation_ends(rc, context, stack):
+    """A later bind under the same key is."""
+    needs(context.kind == "soft", "faults", context)
+    region = stack.enter_context(rp.MR(rc.pd, 64, ALL | Access.MW_BIND))
+    mw = stack.enter_context(rp.MW(rc.pd))
+    key = mw.next_rkey()
+    context.faults.fail_post(errno.EPERM)
+    with pytest.raises(rp.PostError):
+        _bind(rc, mw, region, key)
+    _bind(rc, mw, region, key)
+    assert _refused(mw, region)
+    _by_itself(rc, mw)
+    rc.wait(1)
+    assert not _refused(mw, region)
+
+
 def test_unsignaled_invalidation_counts_when_a_later_work_request_completes(rc, windowed):
     mw, region = windowed
     rc.b.post_send(rp.LocalInv(invalidate_rkey=mw.rkey, send_flags=0))

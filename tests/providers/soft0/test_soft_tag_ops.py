@@ -168,6 +168,16 @@ def test_entry_that_the_device_fails_to_remove_is_held_and_still_matches(server,
     assert (server.one().wr_id, server.bytes(5)) == (5, b"whole")
 
 
+def test_synchronization_removes_no_entry(server):
+    """Not even the first that was ever added."""
+    server.add(1, recv_wr_id=5)
+    server.srq.post_srq_ops(rp.TagSync(wr_id=6))
+    assert server.one().wr_id == 6
+    assert server.srq.outstanding_tags == 1
+    server.client.eager(1)
+    assert server.one().wr_id == 5
+
+
 def test_tag_add_to_a_full_list_is_refused_by_name(server):
     """A slot comes free once the completion of its message has been polled."""
     for tag in range(8):
