@@ -14,7 +14,7 @@ import tracemalloc
 import weakref
 
 import pytest
-from support import ALL, prints, resident, soft_context
+from support import ALL, GRH, prints, resident, soft_context
 from support.roce import open_roce, skip_unless_free
 
 import rdmapost as rp
@@ -351,19 +351,22 @@ def test_memory_that_cannot_be_written_leaves_other_receivers_of_the_message_alo
         pd = stack.enter_context(rp.PD(context))
         cq = stack.enter_context(rp.CQ(context))
         sender, *receivers = (
-            stack.enter_context(rp.QP(pd, rp.QPType.UD, cq)) for _ in range(PAGES + 1)
+            stack.enter_context(rp.QP(pd, rp.QPType.UD, cq, max_recv_sge=2))
+            for _ in range(PAGES + 1)
         )
         mr = stack.enter_context(rp.MR.at(pd, _address(memory), PAGES * PAGE, ALL))
         sent = stack.enter_context(rp.MR(pd, 24))
-        # The first and the last that fail adjoin those that do not.
-        begins = [page * PAGE + (PAGE - 64) * (page in (0, 8)) for page in range(PAGES)]
+        # The headers of the first and the last that fail adjoin those of their neighbours.
+        grhs = [page * PAGE + (PAGE - GRH) * (page in (0, 8)) for page in range(PAGES)]
+        data = [page * PAGE + 128 for page in range(PAGES)]
         path = rp.AHAttr(port_num=1, dgid="ff0e::1", sgid_index=0)
         ah = stack.enter_context(rp.AH(pd, path))
         sender.connect()
         for page, qp in enumerate(receivers):
             qp.connect()
             qp.attach_mcast("ff0e::1")
-            qp.post_recv(rp.RecvWR(mr[begins[page] : begins[page] + 64], wr_id=page))
+            sges = mr[grhs[page] : grhs[page] + GRH], mr[data[page] : data[page] + 24]
+            qp.post_recv(rp.RecvWR(sges, wr_id=page))
         sent.buffer[:] = b"received" * 3
         make_read_only(*range(1, failing + 1))
         to_all = {"ah": ah, "remote_qpn": MULTICAST_QPN, "remote_qkey": DEFAULT_QKEY}
@@ -373,10 +376,10 @@ def test_memory_that_cannot_be_written_leaves_other_receivers_of_the_message_alo
         received = {page for page, status in statuses.items() if status == "SUCCESS"}
         assert received == ({0, *range(failing + 1, PAGES)} if failing < 9 else set())
         assert set(statuses.values()) <= {"SUCCESS", "LOC_PROT_ERR"}
-        assert all(memory[begins[page] + 40 :][:24] == sent.buffer for page in received)
+        assert all(memory[data[page] :][:24] == sent.buffer for page in received)
         # The next message finds the memory as it is then.
         make_read_only()
-        sender.post_recv(rp.RecvWR(mr[begins[1] : begins[1] + 64]))
+        sender.post_recv(rp.RecvWR(mr[PAGE : PAGE + 64]))
         to_itself = stack.enter_context(sender.ah_to(sender.endpoint()))
         to_itself = {"ah": to_itself, "remote_qpn": sender.qp_num, "remote_qkey": DEFAULT_QKEY}
         sender.post_send(rp.Send(sent[:], **to_itself))
