@@ -246,6 +246,7 @@ DATA_VERBS = (
     "resources/test_mw_type_1_bind_mw.py",
     "resources/test_mr_zero_based.py",
     "resources/test_cq_poll_and_wait.py",
+    "resources/test_cq_timestamps.py",
     "providers/soft0/test_soft_tag_rendezvous.py",
     "providers/soft0/test_soft_tag_matching.py",
     "providers/soft0/test_soft_tag_ops.py",
