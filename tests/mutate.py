@@ -258,11 +258,13 @@ DATA_VERBS = (
     "providers/software/test_soft_cq_overrun.py",
     *QPS,
     "resources/test_srq.py",
+    "resources/test_srq_modify.py",
     "resources/test_xrc.py",
     "resources/test_ud_grh_and_qkey.py",
     "resources/test_mw_type_1_bind_mw.py",
     "resources/test_mr_zero_based.py",
     "resources/test_cq_poll_and_wait.py",
+    "resources/test_cq_timestamps.py",
     "providers/soft0/test_soft_tag_rendezvous.py",
     "providers/soft0/test_soft_tag_matching.py",
     "providers/soft0/test_soft_tag_ops.py",
@@ -280,6 +282,8 @@ DATA_VERBS = (
     "providers/software/test_soft_interrupts_at_every_bytecode.py::"
     "test_interrupted_verb_happens_completely_or_not_at_all[poll_when_a_request_is_due-KeyboardInterrupt]",
     "resources/test_resident_memory.py",
+    "providers/software/test_soft_load_and_out_of_memory.py::"
+    "test_work_request_of_many_parts_is_refused_or_carried_out_whole_without_memory",
 )
 """Tests of posts and polls on software devices."""
 
@@ -497,7 +501,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_prepared.py",
         "providers/software/test_soft_load_and_out_of_memory.py",
     ),
-    "rdmapost/_c/software/device.c": TRANSACTIONS,
+    "rdmapost/_c/software/device.c": (
+        "project/test_binding.py::test_soft_device_takes_its_parts_once_and_all_of_them",
+        *TRANSACTIONS,
+    ),
     "rdmapost/_c/software/transaction.c": TRANSACTIONS,
     "rdmapost/_c/software/journal.c": (
         "providers/software/test_soft_qp.py",

@@ -398,6 +398,9 @@ def test_work_requests_of_ibv_wr_calls_are_accepted_all_or_none(soft_pair):
     assert soft_pair.a.outstanding.send == 0
     soft_pair.a.post_send([*atomics, write])
     assert [wc.wr_id for wc in soft_pair.wait(4)] == [0, 1, 2, 8]
+    # No slot is lost.
+    soft_pair.a.post_send([write] * soft_pair.a.max_send_wr)
+    soft_pair.wait(soft_pair.a.max_send_wr)
 
 
 def test_work_requests_of_ibv_wr_calls_before_a_failed_ibv_post_send_are_posted(soft_pair):

@@ -214,6 +214,27 @@ def test_poll_of_no_entries_is_refused_by_the_shim():
     assert ffi.errno == 22
 
 
+PARTS = """
+import rdmapost as rp
+from rdmapost._binding import native
+
+def give(*parts):
+    try:
+        native.soft_device(*parts)
+    except TypeError as error:
+        print(error)
+
+give(1, 2)
+with rp.open_device("soft0") as context:
+    give(*range(12))
+    rp.PD(context).close()
+"""
+
+
+def test_soft_device_takes_its_parts_once_and_all_of_them():
+    assert prints(PARTS).splitlines() == ["not the parts, or the device already has them"] * 2
+
+
 # ---- layout and values ------------------------------------------------------------
 
 

@@ -52,6 +52,18 @@ def test_the_descriptor_is_readable_when_there_is_an_event(context, pd, channel,
     assert channel.get_cq_event(0) is far_cq
 
 
+def test_req_notify_for_solicited_messages_does_not_replace_one_for_any(
+    context, pd, channel, cq, mr, stack
+):
+    far_cq = stack.enter_context(rp.CQ(context, 8, channel=channel))
+    near, far = connected(stack, pd, cq, far_cq)
+    far.post_recv(rp.RecvWR(mr[64:128]))
+    far_cq.req_notify()
+    far_cq.req_notify(solicited_only=True)
+    near.post_send(rp.Send(mr[0:8]))
+    assert channel.get_cq_event(5) is far_cq
+
+
 def test_req_notify_with_solicited_only_wakes_for_solicited_messages_alone(
     context, pd, channel, cq, mr, stack
 ):

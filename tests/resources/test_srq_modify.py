@@ -69,6 +69,13 @@ def test_srq_is_not_made_smaller_than_what_is_posted(srq):
     srq.post_srq_recv([rp.RecvWR()] * (before.max_wr - 20))
 
 
+def test_srq_can_be_made_as_small_as_what_is_posted(srq):
+    srq.post_srq_recv([rp.RecvWR(wr_id=n) for n in range(20)])
+    srq.modify(max_wr=20)
+    srq.post_srq_recv([rp.RecvWR()] * (srq.max_wr - 20))
+    assert srq.outstanding == srq.max_wr
+
+
 def test_srq_size_above_the_devices_limit_is_refused_and_named(context, srq):
     limit = context.attr.max_srq_wr
     words = rf"max_wr={limit + 1} is more than the device's max_srq_wr={limit}$"

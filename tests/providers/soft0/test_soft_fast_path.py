@@ -313,6 +313,28 @@ def test_c_fills_a_completion_queue_to_its_last_entry(context, pd, executed):
     assert len(executed) == 1
 
 
+@pytest.mark.parametrize("lost", ["sent", "received"])
+def test_completion_without_room_raises_no_event_of_its_cq(context, pd, lost):
+    """A program that waits for the CQ's events would find no completion."""
+    with (
+        rp.CompChannel(context) as channel,
+        rp.CQ(context, 64) as large,
+        rp.CQ(context, 4, channel=channel) as small,
+        rp.MR(pd, 64, ALL) as mr,
+        rp.QP(pd, rp.QPType.RC, small if lost == "sent" else large, checked=False) as a,
+        rp.QP(pd, rp.QPType.RC, large, small if lost == "received" else large) as b,
+    ):
+        a.connect(b.endpoint())
+        b.connect(a.endpoint())
+        b.post_recv([rp.RecvWR(mr[8:16])] * (small.cqe + 1))
+        a.post_send([rp.Send(mr[:8])] * small.cqe)
+        small.req_notify()
+        a.post_send(rp.Send(mr[:8]))
+        until(lambda: QPState.ERR in (a.query().qp_state, b.query().qp_state))
+        assert channel.get_cq_event(0) is None
+        assert len(small.poll(99)) == small.cqe
+
+
 def test_python_executes_what_has_more_than_four_sges(connect, context, executed):
     rc = connect(max_send_sge=5)
     for sges in (4, 5, 4):

@@ -1060,6 +1060,57 @@ def test_posts_in_err_are_flushed_wherever_their_verbs_run_out_of_memory(device)
     assert said == "True {'WR_FLUSH_ERR'} 0"
 
 
+MANY_PARTS_WITHOUT_MEMORY = """
+import sys, _testcapi, rdmapost as rp
+
+context = rp.open_device("soft0")
+pd, cq = rp.PD(context), rp.CQ(context)
+# Python keeps an int for each small number: these are larger.
+for _ in range(140):
+    rp.CQ(context).close()
+theirs = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
+mine = rp.MR(pd, bytearray(range(1, 65)))
+more = {"max_send_sge": 6, "max_recv_sge": 6, "max_inline_data": 64}
+a, b = (rp.QP(pd, rp.QPType.RC, cq, **more) for _ in range(2))
+a.connect(b.endpoint(), rnr_retry=7), b.connect(a.endpoint())
+parts = [mine[8 * n : 8 * n + 8] for n in range(6)]
+write = {"remote_addr": theirs.addr, "rkey": theirs.rkey}
+inline = rp.SendFlags.SIGNALED | rp.SendFlags.INLINE
+send, write, copied, receive = (
+    rp.Send(parts), rp.RdmaWrite(parts, **write), rp.RdmaWrite(parts, send_flags=inline, **write),
+    rp.RecvWR([theirs[8 * n : 8 * n + 8] for n in range(6)]),
+)
+refused = []
+for at in range(int(sys.argv[1])):
+    for post, wr, *others in (
+        (a.post_send, write), (a.post_send, copied), (a.post_send, send, (b.post_recv, receive)),
+        (b.post_recv, receive, (a.post_send, send)),
+    ):
+        theirs.buffer[:] = bytes(64)
+        _testcapi.set_nomemory(at, at + 1)
+        try:
+            post(wr)
+        except (MemoryError, rp.PostError) as error:
+            refused.append(error)
+        finally:
+            _testcapi.remove_mem_hooks()
+        if a.outstanding.send + b.outstanding.recv == 0:
+            continue
+        for other, more in others:
+            other(more)
+        done = {wc.status.name for wc in cq.wait(1 + len(others), 10)}
+        if done != {"SUCCESS"} or theirs.buffer[:48] != mine.buffer[:48]:
+            print("allocation", at, wr, done)
+print(len(refused) > 0, a.outstanding, b.outstanding)
+"""
+
+
+def test_work_request_of_many_parts_is_refused_or_carried_out_whole_without_memory():
+    pytest.importorskip("_testcapi")
+    said = prints(MANY_PARTS_WITHOUT_MEMORY, "60", **LOSES_MEMORY)
+    assert said == "True Outstanding(send=0, recv=0) Outstanding(send=0, recv=0)"
+
+
 TSO_WITHOUT_MEMORY = """
 import _testcapi, rdmapost as rp
 from rdmapost.loopback import Loopback

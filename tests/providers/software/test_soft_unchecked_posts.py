@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
+import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from support.tag_server import small_server
 
 import rdmapost as rp
 from rdmapost import Access, Opcode, OpsOpcode, QPType, SendFlags
-from rdmapost._binding import ffi, lib
+from rdmapost._binding import ffi, lib, native
+from rdmapost.providers.software.state import objects
+from rdmapost.resources.qp import DEFAULT_QKEY
 
 context = soft_context
 server = small_server
@@ -62,9 +66,10 @@ class Raw:
 
     def post(self, wr: Any) -> int:
         """Post a send; return the errno, and check that it is reported for this work request."""
-        bad = ffi.new("struct ibv_send_wr **")
+        untouched = ffi.new("struct ibv_send_wr *")
+        bad = ffi.new("struct ibv_send_wr **", untouched)
         code: int = lib.ibv_post_send(self.qp._handle, wr, bad)
-        assert bad[0] == (wr if code else ffi.NULL)
+        assert bad[0] == (wr if code else untouched)
         return code
 
 
@@ -108,6 +113,14 @@ def test_inline_data_is_limited_and_keeps_its_order(rc_raw, more):
         rc_raw.cq.wait(1)[0].check()
         data = bytes(rc_raw.mr.buffer[2048 : 2048 + limit])
         assert data == bytes([200, 201, 202, 100, 101, 102, 103, 104, *range(limit - 8)])
+
+
+def test_inline_data_of_which_a_part_is_not_mapped_is_efault(rc_raw):
+    missing = (8 - rc_raw.mr.addr, 4)
+    for ranges in ([missing, (0, 4)], [(0, 4), missing]):
+        wr = rc_raw.wr(Opcode.SEND, *ranges)
+        wr.send_flags = int(SendFlags.SIGNALED | SendFlags.INLINE)
+        assert rc_raw.post(wr) == errno.EFAULT
 
 
 def bind(raw: Raw, mw: rp.MW) -> Any:
@@ -244,6 +257,32 @@ def test_operation_on_a_queue_that_matches_no_tags_is_einval(pd):
             assert lib.ibv_post_srq_ops(srq._handle, op, bad) == errno.EINVAL
 
 
+def test_operation_without_a_matching_list_is_einval(server):
+    """Code may find the queue through the garbage collector, and take its list away."""
+    queue = objects[server.srq._handle.handle].ops
+    slots = queue.slots
+
+    def post() -> int:
+        op, bad = ffi.new("struct ibv_ops_wr *"), ffi.new("struct ibv_ops_wr **")
+        op.opcode = int(OpsOpcode.TAG_SYNC)
+        return int(lib.ibv_post_srq_ops(server.srq._handle, op, bad))
+
+    queue.slots = None
+    codes = [post()]
+    del queue.slots
+    codes.append(post())
+    queue.slots = slots
+    assert [*codes, post()] == [errno.EINVAL, errno.EINVAL, 0]
+
+
+def test_receives_of_an_srq_are_no_work_for_the_device(pd, caplog):
+    """It would find none, and log that as its own error."""
+    with rp.SRQ(pd, 8) as srq:
+        srq.post_srq_recv([rp.RecvWR()] * 2)
+        assert srq.outstanding == 2
+    assert caplog.records == []
+
+
 def test_verbs_on_unknown_queues_are_einval(rc_raw, context):
     cq = ffi.new("struct ibv_cq *")
     cq.context, cq.handle = context._handle, NOWHERE
@@ -282,6 +321,99 @@ def test_polled_completions_free_exactly_their_slots(rc_raw, done):
     for _ in range(done):
         rc_raw.cq.wait(1)
     assert [post() for _ in range(done + 1)] == [0] * done + [errno.ENOMEM]
+
+
+def test_poll_skips_what_is_no_completion(rc_raw):
+    """Code may find a CQ's entries through the garbage collector, and add anything."""
+
+    class Entry(tuple):
+        __slots__ = ()
+
+    class Bytes(bytes):
+        pass
+
+    entries = objects[rc_raw.cq._handle.handle].pending
+    queue = objects[rc_raw.qp._handle.handle].rq
+    shortest = ffi.sizeof("struct ibv_wc")
+    longest = shortest + ffi.sizeof("struct rp_wc_ex")
+    wc = bytes(shortest)
+    entries += [
+        None,
+        [wc, queue, 0],
+        Entry((wc, queue, 0)),
+        (),
+        (wc, queue),
+        (wc, queue, 0, 0),
+        (wc, None, 0),
+        (wc, queue, None),
+        (None, queue, 0),
+        (bytearray(wc), queue, 0),
+        (Bytes(wc), queue, 0),
+        (bytes(shortest - 1), queue, 0),
+        (bytes(longest + 1), queue, 0),
+        (b"\x07".ljust(shortest, b"\0"), queue, 0),
+        (b"\x08".ljust(longest, b"\0"), queue, 0),
+    ]
+    wcs = ffi.new("struct ibv_wc[]", len(entries))
+    assert lib.ibv_poll_cq(rc_raw.cq._handle, len(entries), wcs) == 2
+    assert [int.from_bytes(ffi.buffer(wcs + n)[:1], "little") for n in range(2)] == [7, 8]
+    assert not entries
+
+
+def test_closed_resources_are_not_kept_by_work_requests_that_are_done(pd, stack):
+    ud, rc = Raw(pd, QPType.UD, stack), Raw(pd, QPType.RC, stack)
+    memory = bytearray(64)
+    with (
+        rp.MR(pd, memory, Access.LOCAL_WRITE | Access.MW_BIND) as mr,
+        rp.MW(pd, rp.MWType.TYPE_2) as mw,
+        ud.qp.ah_to(ud.qp.endpoint()) as ah,
+        rp.CQ(pd.context, 4) as cq,
+    ):
+        path, queue = (objects[each._handle.handle] for each in (ah, cq))
+        references = sys.getrefcount(path)
+        rc.qp.post_send(rp.BindMW(mw=mw, rkey=mw.next_rkey(), mr=mr, addr=mr.addr, length=64))
+        to_itself = {"ah": ah, "remote_qpn": ud.qp.qp_num, "remote_qkey": DEFAULT_QKEY}
+        ud.qp.post_send(rp.Send(ud.mr[:8], **to_itself))
+        rc.cq.wait()[0].check()
+        ud.cq.wait()[0].check()
+        assert sys.getrefcount(path) == references
+        left = [weakref.ref(queue), weakref.ref(queue.pending)]
+        del path, queue
+    gc.collect()
+    assert [each() for each in left] == [None] * 2
+    # A bytearray can be resized only if no view of it is left.
+    memory += b"resized"
+
+
+def test_queues_of_the_device_refuse_what_they_cannot_take(rc_raw):
+    """Code may find them, too, through the garbage collector."""
+    rc_raw.qp.post_recv(rp.RecvWR(rc_raw.mr[:8]))
+    queue = objects[rc_raw.qp._handle.handle].rq
+    (wqe,) = queue.posted()
+    depth, sges = queue.depth, wqe.sges
+    for call in (
+        lambda: native.add(),
+        lambda: native.add(queue),
+        lambda: native.add(queue.pending, wqe),
+        lambda: queue.resize("depth"),
+        lambda: queue.announce([], "fd", False),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    with pytest.raises(OverflowError):
+        queue.resize(-1)
+    with pytest.raises(AttributeError, match="sges cannot be deleted"):
+        del wqe.sges
+    assert (queue.depth, queue.posted(), wqe.sges) == (depth, (wqe,), sges)
+
+
+def test_reset_frees_the_slots_of_sends_without_completions(rc_raw):
+    rc_raw.qp.post_recv([rp.RecvWR(rc_raw.mr[:8])] * 8)
+    rc_raw.qp.post_send([rp.Send(rc_raw.mr[8:16], send_flags=0)] * 8)
+    rc_raw.qp.to_reset()
+    rc_raw.qp.connect(rc_raw.qp.endpoint())
+    wr = rc_raw.wr(Opcode.SEND)
+    assert [rc_raw.post(wr) for _ in range(9)] == [0] * 8 + [errno.ENOMEM]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
