@@ -446,7 +446,7 @@ def test_columns_on_a_closed_queue_pair_or_region_are_refused(rc, pd):
                 "^send_flags cannot be a column: all rows share one value$",
                 {"send_flags": f},
             )
-            for f in (np.zeros(3, "u4"), array.array("I", [0, 0, 0]), [0, 0, 0])
+            for f in (np.zeros(3, "u4"), array.array("I", [0, 0, 0]), [0, 0, 0], (0, 0, 0))
         ),
     ],
 )

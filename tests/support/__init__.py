@@ -192,9 +192,9 @@ and locks that are replaced in the child of a fork."""
 
 
 def run_python(
-    code: str, *args: str, timeout: float = 100, **env: str
+    code: str, *args: str, timeout: float = 150, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a separate Python, for 100 seconds times TIMES; return its output."""
+    """Run a program in a separate Python, for 150 seconds times TIMES; return its output."""
     return subprocess.run(
         # -P: import the installed package, not one in the current directory.
         [sys.executable, "-P", "-W", "error", "-c", code, *args],
