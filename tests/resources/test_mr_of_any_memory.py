@@ -558,7 +558,7 @@ for version in (0, 1):
         finally: _testcapi.remove_mem_hooks()
         at += 1
     mr.buffer[:8] = b"8 bytes!"
-    print(at > 40, mr.length, bytes(array[0, 0, :8]))
+    print(at > 10, mr.length, bytes(array[0, 0, :8]))
     mr.close()
 """
 

@@ -128,7 +128,9 @@ def test_close_that_raises_at_exit_leaves_nothing_else_open(soft):
             try:
                 rig.a.post_send([rig.write(1)] * 8)
                 rig.cq.poll()
-            except rp.RdmaError:
+            # What Own.close() raises can reach a thread, too, and Python ends with SIGABRT if a
+            # thread is printing a traceback at its exit.
+            except (rp.RdmaError, ConnectionError):
                 return
 
     for rig in rigs:
