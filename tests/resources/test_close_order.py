@@ -411,20 +411,26 @@ def refuse(_: int) -> rp.VerbsError:
     return rp.VerbsError("ibv_destroy_thing", 16)
 
 
-@pytest.mark.parametrize(("error", "times"), [(LookupError, 1), (LookupError, 3), (refuse, 1)])
-def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, times):
-    """The first of them: what is garbage is closed all the same."""
-    thing = Thing("pd")
-    thing.device.inside = Fails(error, times)
-    came: list[BaseException] = []
+def raised_by(drop: Callable[[], object]) -> list[Exception]:
+    """Drop garbage and go on for a while; return what is raised by that."""
+    came = []
     try:
-        del thing
+        drop()
         for _ in range(99):
             gc.isenabled()
     except Exception as caught:
         came.append(caught)
     for _ in range(99):
         gc.isenabled()
+    return came
+
+
+@pytest.mark.parametrize(("error", "times"), [(LookupError, 1), (LookupError, 3), (refuse, 1)])
+def test_exception_of_a_handler_while_garbage_is_closed_comes_out_once(error, times):
+    """The first of them: what is garbage is closed all the same."""
+    held = [Thing("pd")]
+    held[0].device.inside = Fails(error, times)
+    came = raised_by(held.clear)
     assert closed == ["pd"]
     assert [(type(one), one.args) for one in came] == [(type(error(1)), error(1).args)]
 
@@ -899,21 +905,14 @@ def test_finalizer_written_in_python_runs_until_it_is_through(
 ):
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
-    finalize, came = Fails(error, times), []
+    finalize = Fails(error, times)
 
     class Own(native.Finalizer):
         def _finalize(self) -> None:
             finalize()
 
-    own = Own()
-    try:
-        del own
-        for _ in range(99):
-            gc.isenabled()
-    except Exception as caught:
-        came.append(caught)
-    for _ in range(99):
-        gc.isenabled()
+    held = [Own()]
+    came = raised_by(held.clear)
     assert finalize.calls == calls
     assert [type(one) for one in came] == raises
     assert [type(one) for one in reported] == reports
