@@ -25,6 +25,7 @@ static int gc_paused; /* run_elsewhere() has disabled the collector, which was e
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
 static PyObject *is_finalizing; /* of sys; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
+static PyObject *nothing, *globals; /* code that does nothing, and its globals */
 
 /*
  * The longest time until work that failed for lack of memory, or because of a bug, is tried again.
@@ -192,6 +193,16 @@ static void free_errand_ref(PyObject *capsule)
 	PyMem_Free(PyCapsule_GetPointer(capsule, NULL));
 }
 
+/*
+ * Drop an exception that was set for this thread (PyThreadState_SetAsyncExc) before it ran: CPython
+ * 3.11 gives a new thread what is set for the thread that starts it.
+ */
+static void drop_exception(void)
+{
+	Py_XDECREF(PyEval_EvalCode(nothing, globals, globals));
+	PyErr_Clear();
+}
+
 static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 {
 	struct errand *errand = take_errand(capsule);
@@ -202,6 +213,7 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	/* Finalizers that ran in this thread would wait for locks held by the sender. */
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
+	drop_exception();
 	/* Count as the owner of the waiting sender's locks. */
 	rp_stand_for(errand->sender);
 	attempt_again(errand, 0);
@@ -902,7 +914,9 @@ int rp_add_soft_transaction(PyObject *module)
 	elsewhere = PyCFunction_New(&runner, NULL);
 	is_finalizing = attribute_of("sys", "is_finalizing");
 	start_new_thread = attribute_of("_thread", "start_new_thread");
-	if (!elsewhere || !is_finalizing || !start_new_thread)
+	nothing = Py_CompileString("", "<rdmapost>", Py_file_input);
+	globals = PyDict_New();
+	if (!elsewhere || !is_finalizing || !start_new_thread || !nothing || !globals)
 		return -1;
 	/*
 	 * gevent's start_new_thread would run the errand in the sender's own thread, which waits

@@ -95,6 +95,59 @@ print([wc.wr_id for wc in cq.wait(2)])
     assert prints(STRUCK + code).splitlines() == ["['LookupError'] True", "[0, 1]"]
 
 
+SET_IN_QUICK_SUCCESSION = """
+import ctypes, threading, time
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+pd = rp.PD(context)
+cq = rp.CQ(context)
+mr = rp.MR(pd, 4096, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_ATOMIC)
+a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
+a.connect(b.endpoint())
+b.connect(a.endpoint())
+wr = rp.AtomicFetchAndAdd(mr[:8], remote_addr=mr.addr + 8, rkey=mr.rkey, compare_add=1)
+statuses, over = set(), False
+
+class Stop(Exception):
+    pass
+
+def work():
+    while not over:
+        try:
+            while not over:
+                a.post_send(wr)
+                while a.outstanding.send:
+                    statuses.update(wc.status.name for wc in cq.wait(1))
+        except Stop:
+            pass
+
+def run():
+    while not over:
+        try:
+            work()
+        except Stop:
+            pass
+
+thread = threading.Thread(target=run)
+thread.start()
+stop = ctypes.pythonapi.PyThreadState_SetAsyncExc
+for burst in range(200):
+    time.sleep(burst % 10 * 0.0001)
+    for _ in range(3):
+        stop(ctypes.c_ulong(thread.ident), ctypes.py_object(Stop))
+        time.sleep(0.00002)
+over = True
+thread.join(20)
+print(*statuses, a.state.name)
+"""
+
+
+def test_exceptions_set_in_quick_succession_fail_no_work_request():
+    """CPython 3.11 gives some of them to the thread that repeats the step."""
+    assert prints(SET_IN_QUICK_SUCCESSION) == "SUCCESS RTS"
+
+
 def test_handler_that_polls_while_an_exception_is_pending_gets_completions():
     """The first work request is complete, and the second is being carried out."""
     code = """
