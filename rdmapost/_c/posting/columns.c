@@ -113,8 +113,8 @@ static char format_of(const Py_buffer *view)
 	if (*format == '@' || *format == '=' || *format == (htobe16(1) == 1 ? '>' : '<'))
 		format++;
 	code = *format | 0x20;
-	return (view->itemsize == 4 || view->itemsize == 8) && !format[1] &&
-			       (code == 'l' || code == 'q' || code == 'i' || code == 'n') ?
+	return (view->itemsize == 4 || view->itemsize == 8) &&
+			       (code == 'l' || code == 'q' || code == 'i' || code == 'n') && !format[1] ?
 		       *format :
 		       0;
 }
