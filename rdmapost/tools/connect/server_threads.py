@@ -108,14 +108,14 @@ class ServerThread:
     def start(self, function: Callable[..., None], *args: object) -> None:
         """Start the thread, which calls `function(self, *args)`."""
         self._pid = os.getpid()
-        call = partial(self._run, function, *args)
-        self._call = weakref.ref(call)
+        # Only the thread may refer to the call: a traceback would keep what this frame refers to.
+        # If a signal handler raises once the thread has started, exists() must say so.
+        calls = [partial(self._run, function, *args)]
         try:
-            _thread.start_new_thread(call, ())
-        except BaseException:
-            # The traceback keeps the call alive.
-            self._call = None
-            raise
+            self._call = weakref.ref(calls[0])
+            _thread.start_new_thread(calls.pop(), ())
+        finally:
+            calls.clear()
 
     def begin(self) -> None:
         """Called by the thread: from here on it cleans up after itself."""

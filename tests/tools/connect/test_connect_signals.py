@@ -175,6 +175,37 @@ def test_serve_interrupted_while_it_starts_leaves_a_device_that_can_be_closed() 
     assert interrupted > 20
 
 
+def test_serve_interrupted_as_it_has_started_a_thread_ends_that_thread_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise the thread uses descriptors that are closed, or another file's by then."""
+    ignored: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: ignored.append(error.exc_value))
+
+    def once(steps: int) -> None:
+        def profile(frame: FrameType, event: str, arg: object) -> None:
+            if event == "c_return" and arg is _thread.start_new_thread:
+                sys.setprofile(None)
+                # The thread gets on with its work.
+                for _ in range(steps):
+                    time.sleep(0)
+                raise Interrupted
+
+        with rp.open_device("soft0") as context:
+            sys.setprofile(profile)
+            try:
+                with pytest.raises(Interrupted):
+                    connect.serve(context, port=0)
+            finally:
+                sys.setprofile(None)
+            until(lambda: closes(context))
+            until(lambda: not server_threads())
+
+    for steps in range(60):
+        once(steps)
+    assert ignored == []
+
+
 @pytest.mark.parametrize("finalizer", ["whole", "interrupted"])
 def test_a_server_whose_close_was_interrupted_ends_when_it_is_unreachable(
     context: rp.Context, monkeypatch: pytest.MonkeyPatch, finalizer: str
@@ -335,6 +366,8 @@ def test_serve_raises_at_once_where_no_more_threads_can_be_started(
 
     def may_start(*args: Any) -> object:
         if next(numbers) >= started:
+            # The traceback must not keep the call, as one of C's does not.
+            del args
             raise error
         return start(*args)
 
