@@ -187,9 +187,10 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
         lkey, rkey: its keys.
         writable: whether the device may write to the region (Access.LOCAL_WRITE).
         buffer_addr: address of the first byte, even if access has ZERO_BASED; None for a dma-buf.
-        buffer: the memory, as a memoryview of bytes; a view of the caller's
-            memory is released when the region is closed. A region made from an address, a
-            dma-buf or an array on a GPU has no buffer: reading the attribute raises ValueError.
+        buffer: the memory, as a memoryview of bytes: always the same one, so do not release it
+            (``with mr.buffer`` would). A view of the caller's memory is released when the region
+            is closed. A region made from an address, a dma-buf or an array on a GPU has no buffer:
+            reading the attribute raises ValueError.
 
     Raises:
         TypeError: memory is not a buffer, or is read-only although access has LOCAL_WRITE; or
@@ -372,7 +373,7 @@ class MR(UsedByWorkRequests, struct="ibv_mr"):
 
     @property
     def buffer(self) -> memoryview:
-        """The memory, as a memoryview of bytes.
+        """The memory, as a memoryview of bytes; do not release it, as ``with mr.buffer`` would.
 
         Raises:
             ValueError: the region has no buffer in Python.

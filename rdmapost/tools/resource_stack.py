@@ -139,7 +139,7 @@ def refuse_inherited(what: str, pid: int) -> None:
         ClosedError: this is another process.
     """
     if pid != os.getpid():
-        raise ClosedError(f"{what} was opened by process {pid}")
+        raise ClosedError(f"{what} was opened by process {pid}; open the device again")
 
 
 class NotCopied:

@@ -246,8 +246,8 @@ class BaseServer(native.Finalizer, NotCopied):
 
     @property
     def closed(self) -> bool:
-        """True once it accepts no more clients: it is closed, or closing."""
-        return self._threads.ended
+        """True once it accepts no more clients: it is closed, or closing; or this is a fork."""
+        return self._threads.ended or self._threads.pid != os.getpid()
 
     @property
     def exposure(self) -> Exposure:
