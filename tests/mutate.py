@@ -392,6 +392,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_matching.py",
         "soundness/test_collector_shows_internals.py::"
         "test_refused_description_of_completions_changes_none",
+        "soundness/test_collector_shows_internals.py::"
+        "test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock",
     ),
     "rdmapost/_c/posting/rules.c": (
         *CHECKS,
@@ -401,7 +403,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_region_of_the_parent_is_closed_where_its_child_posts_to_a_queue_pair_of_its_own",
     ),
     "rdmapost/_c/posting/wr_types.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
-    "rdmapost/_c/posting/read_wr.c": ("posting/test_wr_structs.py", *READS, *CHECKS),
+    "rdmapost/_c/posting/read_wr.c": (
+        "posting/test_wr_structs.py",
+        *READS,
+        *CHECKS,
+        "providers/soft0/test_soft_tag_ops.py",
+        "posting/test_columns.py::test_columns_on_a_closed_queue_pair_or_region_are_refused",
+    ),
     "rdmapost/_c/posting/submit.c": ("posting/test_wr_lists_and_bad_wr.py", *CHECKS),
     "rdmapost/_c/posting/post.c": (
         *CHECKS,
@@ -445,6 +453,13 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "soundness/test_mw_lifetimes.py",
         "resources/test_mr_rereg.py",
+        "resources/test_cq_interrupts.py::test_poll_without_memory_loses_no_completion",
+        "soundness/test_collector_shows_internals.py::"
+        "test_table_of_queues_with_anything_in_it_finds_no_other_queue",
+        "resources/test_constructors.py::"
+        "test_constructor_without_memory_leaves_nothing_that_keeps_its_parents_open",
+        "resources/test_resident_memory.py::"
+        "test_polling_many_queue_pairs_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/posting/inline_buffer.c": (
         *READS,

@@ -210,6 +210,22 @@ def test_single_sge_cannot_be_set_where_none_or_several_were_prepared(rc, count)
     assert [item.sg_list for item in batch] == before
 
 
+def test_sge_of_a_subclass_or_without_its_items_set_on_a_prepared_list(rc):
+    """The first is read back in a tuple, as any other; the second is refused."""
+
+    class Own(rp.SGE):
+        pass
+
+    batch = rc.a.prepare(write(rc))
+    own = Own(*rc.mine[8:16])
+    batch[0].sg_list = own
+    assert batch[0].sg_list == (own,)
+    for short in (tuple.__new__(rp.SGE, ()), tuple.__new__(rp.SGE, own[:3])):
+        with pytest.raises(TypeError, match="sg_list holds SGE; "):
+            batch[0].sg_list = short
+    assert batch[0].sg_list == (own,)
+
+
 def test_region_set_on_an_unchecked_prepared_list_replaces_the_old_one(connect: Connect, pd):
     """The list holds the new region, and no longer the old one."""
     pair = connect(checked=False)
@@ -1193,6 +1209,7 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
     """The address handle and the header of every work request in the list."""
     mr, hdr = watched.mr, bytearray(b"header")
     with contextlib.ExitStack() as stack:
+        other = stack.enter_context(rp.MR(watched.pd, 64))
         ud = stack.enter_context(
             rp.QP(watched.pd, QPType.UD, watched.cq, checked=watched.checked, max_tso_header=32)
         )
@@ -1203,7 +1220,7 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
         for wrs in ([rp.Send(mr[:8], **fields)], [tso], [rp.Send(mr[:8], **fields), tso, tso, tso]):
             batch = ud.prepare(wrs)
             for i, item in enumerate(batch):
-                item.sg_list = mr[8 * i : 8 * i + 4]
+                item.sg_list = other[8 * i : 8 * i + 4]
             with pytest.raises(rp.InUseError):
                 ah.close()
             if wrs[-1] is tso:
@@ -1214,7 +1231,7 @@ def test_other_sges_of_a_prepared_work_request_leave_what_else_it_holds(watched)
             batch.post()
             records = watched.tap.last()
             assert [record.sges for record in records] == [
-                [(mr.addr + 8 * i, 4, mr.lkey)] for i in range(len(wrs))
+                [(other.addr + 8 * i, 4, other.lkey)] for i in range(len(wrs))
             ]
             assert {record.wr.wr.ud.remote_qkey for record in records if not record.hdr} <= {5}
             assert {record.hdr for record in records} <= {None, b"header"}

@@ -80,7 +80,8 @@ def test_completions_that_a_debugger_spoils_do_not_run_code_under_the_lock(soft)
             found = frame.f_locals["found"]
             status = Status()
             spoiled = [found[0]._replace(status=wrong) for wrong in (status, 2**70, -(2**70))]
-            found += [(0, status, 0), (0, status), *spoiled, None, status]
+            short = tuple.__new__(type(found[0]), (0,))
+            found += [(0, status, 0), tuple(found[0]), short, *spoiled, None, status]
             raise KeyError
 
     rig.a.post_send(rig.write(1))

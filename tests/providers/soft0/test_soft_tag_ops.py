@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 
 import pytest
 from support import ALL, LOSES_MEMORY, prints, soft_context
@@ -48,6 +49,20 @@ def test_entry_cannot_be_removed_twice(server):
     add = server.add(1)
     server.srq.post_srq_ops([rp.TagDel(wr_id=1, handle=add.handle)] * 2)
     assert [wc.status for wc in server.cq.wait(2)] == [WCStatus.SUCCESS, WCStatus.TM_ERR]
+
+
+def test_object_laid_out_as_a_handle_is_refused(server):
+    """Its first slot is where a handle has a reference to its SRQ's list."""
+
+    class Like:
+        __slots__ = ("first", "second", "third", "whatever")
+
+    add, like = server.add(1), Like()
+    for like.first in gc.get_referents(add.handle):
+        with pytest.raises(rp.PostError, match="needs the handle of a TagAdd that was posted"):
+            server.srq.post_srq_ops(rp.TagDel(handle=like))  # type: ignore[arg-type]
+    server.srq.post_srq_ops(rp.TagDel(wr_id=6, handle=add.handle))
+    assert server.one().status is WCStatus.SUCCESS
 
 
 def test_handle_of_a_polled_entry_is_refused(server):
