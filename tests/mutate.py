@@ -408,7 +408,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         *READS,
         *CHECKS,
         "providers/soft0/test_soft_tag_ops.py",
-        "posting/test_columns.py::test_columns_on_a_closed_queue_pair_or_region_are_refused",
+        "posting/test_columns.py::test_region_of_columns_stays_open_until_the_last_row_is_done",
     ),
     "rdmapost/_c/posting/submit.c": ("posting/test_wr_lists_and_bad_wr.py", *CHECKS),
     "rdmapost/_c/posting/post.c": (
@@ -421,6 +421,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_tag_ops.py",
         "posting/test_signaled.py",
         "soundness/test_mw_lifetimes.py",
+        "soundness/test_recursion_limit.py::"
+        "test_recursion_error_of_a_partly_posted_list_reports_how_many_were_posted",
+        "soundness/test_recursion_limit.py::"
+        "test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted",
+        "soundness/test_recursion_limit.py::test_interrupt_of_a_post_reports_how_many_were_posted",
         "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),
