@@ -250,16 +250,16 @@ a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
 a.connect(b.endpoint()), b.connect(a.endpoint())
 wrs = [rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=mr.addr, rkey=mr.rkey) for i in (1000, 1001)]
 failed = 0
-for at in (1000, *range(12)):
+for turn, at in enumerate((1000, *range(12))):
     found = []
-    a.post_send(wrs)
+    (a, b)[turn % 2].post_send(wrs)
     _testcapi.set_nomemory(at, at + 1)
     try: found = cq.poll()
     except MemoryError: failed += 1
     finally: _testcapi.remove_mem_hooks()
     found += cq.poll()
     if [wc.wr_id for wc in found] != [1000, 1001]: print("lost", at, found)
-print(failed > 0, a.outstanding.send)
+print(failed > 0, a.outstanding.send + b.outstanding.send)
 """
 
 
