@@ -426,6 +426,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "soundness/test_recursion_limit.py::"
         "test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted",
         "soundness/test_recursion_limit.py::test_interrupt_of_a_post_reports_how_many_were_posted",
+        "soundness/test_recursion_limit.py::"
+        "test_interrupt_of_an_error_that_cannot_say_what_was_posted_says_so",
+        "providers/software/test_soft_handler_exceptions.py::"
+        "test_post_error_that_a_handler_raises_keeps_what_it_says",
         "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),

@@ -17,6 +17,7 @@ from support import LOSES_MEMORY
 from support.connected_pair import INLINE, Rig
 from support.interrupts import Moment, interrupt_at_each_moment
 from support.isolated import isolated
+from support.posting_tap import NOWHERE, open_tap
 from support.threads import thread
 
 import rdmapost as rp
@@ -161,6 +162,44 @@ def test_interrupt_of_a_post_reports_how_many_were_posted(soft, count, note):
 
     interrupt_at_each_moment(lambda: Rig(soft), act, check, within="/rdmapost/providers/")
     assert not wrong
+    assert set(notes) == {note}
+
+
+@pytest.mark.parametrize(
+    ("count", "note"),
+    [
+        (1, "the work request may have been posted"),
+        (3, "some of 3 work requests may have been posted"),
+    ],
+)
+@isolated(silent=True, timeout=30)
+def test_interrupt_of_an_error_that_cannot_say_what_was_posted_says_so(soft, count, note):
+    """A driver refuses a list, and does not say at which work request it stopped."""
+    notes: list[object] = []
+
+    def make() -> tuple[Rig, Any]:
+        rig = Rig(soft)
+        return rig, open_tap(rig.context)
+
+    def act(made: tuple[Rig, Any]) -> None:
+        rig, tap = made
+        tap.refuse(rc=5, bad=NOWHERE)
+        with contextlib.suppress(rp.PostError):
+            try:
+                rig.a.post_send([rig.write(i) for i in range(count)])
+            except KeyboardInterrupt as error:
+                if rig.a.outstanding.send:
+                    said = [each for each in (error, error.__context__) if hasattr(each, "posted")]
+                    assert [each.posted for each in said] == [None] * len(said)
+                    assert said
+                    notes.extend(getattr(error, "__notes__", []))
+
+    def check(made: tuple[Rig, Any], _: Moment) -> None:
+        made[1].close()
+        made[0].a.to_reset()
+        made[0].close()
+
+    interrupt_at_each_moment(make, act, check, within="/rdmapost/posting/")
     assert set(notes) == {note}
 
 

@@ -59,6 +59,19 @@ print([repr(error) for error in reversed(chain)], [wc.wr_id for wc in cq.wait(3)
     )
 
 
+def test_post_error_that_a_handler_raises_keeps_what_it_says():
+    """It is about another post, of which nothing was posted."""
+    code = """
+try:
+    a.post_send(rp.Send(mr[:8], send_flags=1 << 20))
+except rp.PostError as error:
+    planned[:] = [error]
+post(2)
+print(repr(chain[0].posted), hasattr(chain[0], "__notes__"), [wc.wr_id for wc in cq.wait(2)])
+"""
+    assert prints(STRUCK + code) == "0 False [0, 1]"
+
+
 def test_first_of_several_exceptions_of_one_type_is_raised():
     code = """
 planned[:] = LookupError("1"), ArithmeticError("2"), ArithmeticError("3"), LookupError("4")
