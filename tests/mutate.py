@@ -468,7 +468,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "resources/test_constructors.py::"
         "test_constructor_without_memory_leaves_nothing_that_keeps_its_parents_open",
         "resources/test_resident_memory.py::"
-        "test_polling_many_queue_pairs_leaves_resident_memory_where_it_was",
+        "test_opening_and_closing_leaves_resident_memory_where_it_was",
     ),
     "rdmapost/_c/posting/inline_buffer.c": (
         *READS,
