@@ -430,6 +430,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "test_interrupt_of_an_error_that_cannot_say_what_was_posted_says_so",
         "providers/software/test_soft_handler_exceptions.py::"
         "test_post_error_that_a_handler_raises_keeps_what_it_says",
+        "providers/software/test_soft_handler_exceptions.py::"
+        "test_exception_of_a_handler_keeps_its_own_notes",
         "providers/software/test_soft_load_and_out_of_memory.py::"
         "test_ctrl_c_inside_a_verb_is_raised_by_the_verb",
     ),

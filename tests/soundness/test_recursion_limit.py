@@ -111,8 +111,9 @@ def test_recursion_error_of_a_partly_posted_list_reports_how_many_were_posted(so
     assert ("RecursionError", 2) in outcomes, "the limit is not between the post and its error"
 
 
+@pytest.mark.parametrize(("before", "note"), [(1, "1 of 2 work requests was posted"), (2, PARTLY)])
 @isolated(silent=True, timeout=30)
-def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(soft):
+def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(soft, before, note):
     """By itself, or by the PostError that it interrupted."""
     notes: list[str] = []
     whole: list[int | None] = []
@@ -120,7 +121,7 @@ def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(
     def act(rig: Rig) -> None:
         refused = rig.write(3, send_flags=1 << 20)
         try:
-            rig.a.post_send([rig.write(1), rig.write(2), refused])
+            rig.a.post_send([*(rig.write(i) for i in range(before)), refused])
         except rp.PostError as error:
             whole.append(error.posted)
         except KeyboardInterrupt as error:
@@ -134,8 +135,8 @@ def test_interrupted_error_of_a_partly_posted_list_reports_how_many_were_posted(
         rig.close()
 
     interrupt_at_each_moment(lambda: Rig(soft), act, check)
-    assert set(notes) == {PARTLY}
-    assert set(whole) == {2}
+    assert set(notes) == {note}
+    assert set(whole) == {before}
 
 
 @pytest.mark.parametrize(

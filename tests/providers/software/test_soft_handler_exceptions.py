@@ -72,6 +72,16 @@ print(repr(chain[0].posted), hasattr(chain[0], "__notes__"), [wc.wr_id for wc in
     assert prints(STRUCK + code) == "0 False [0, 1]"
 
 
+def test_exception_of_a_handler_keeps_its_own_notes():
+    code = """
+planned[:] = [LookupError()]
+planned[0].add_note("its own")
+post(2)
+print(chain[0].__notes__)
+"""
+    assert prints(STRUCK + code) == "['its own', '2 of 2 work requests were posted']"
+
+
 def test_first_of_several_exceptions_of_one_type_is_raised():
     code = """
 planned[:] = LookupError("1"), ArithmeticError("2"), ArithmeticError("3"), LookupError("4")
