@@ -535,14 +535,34 @@ def test_garbage_that_was_in_use_for_a_moment_is_closed_without_a_warning(times)
     assert was_busy.calls == times + 1
 
 
-def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised(monkeypatch):
+class Struck(Thing):
+    """Something strikes when it is being closed, before it is destroyed."""
+
+    __slots__ = ("strikes",)
+
+    def __init__(self, name: str, *parents: Thing) -> None:
+        self.strikes = Fails(LookupError, 1)
+        super().__init__(name, *parents)
+
+    def _release(self) -> None:
+        self.strikes()
+
+
+@pytest.mark.parametrize("in_verb", [False, True], ids=["idle", "in a verb"])
+@pytest.mark.parametrize("cls", [Thing, Struck])
+def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised(
+    monkeypatch, cls, in_verb
+):
     """It is reported, and the resource is kept."""
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
-    thing, fails = Thing("pd"), Fails(LookupError, 1000)
-    thing.device.inside = fails
+    held, fails, other = [cls("pd")], Fails(LookupError, 1000), Thing("other")
+    if cls is Struck:
+        held[0].strikes = fails
+    else:
+        held[0].device.inside = fails
     with pytest.warns(ResourceWarning, match="pd could not be closed"):
-        del thing
+        other._verb(lambda _: held.clear()) if in_verb else held.clear()
     for _ in range(99):
         gc.isenabled()
     assert [type(error) for error in reported] == [LookupError]
@@ -552,6 +572,7 @@ def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised
         if isinstance(one, Thing) and not one.device.broken:
             one.close()
     assert closed == ["pd"]
+    other.close()
 
 
 def test_resource_whose_constructor_failed_is_collected_without_a_warning():

@@ -340,9 +340,6 @@ int rp_close_now(struct rp_handle *h)
 	rp_end_claim(h);
 	if (!rp_thread()->closing)
 		rp_run_deferred_if_idle(rp_thread());
-	/* Interrupted, and no user is left to try again: defer the close. */
-	if (stopped && h->abandoned && !h->refused && !rp_is_busy(h) && !rp_thread()->draining)
-		rp_defer_close(h, BY_FINALIZER);
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != rp_process && PyErr_ExceptionMatches(rp_errors.error))
 		PyErr_Clear();
@@ -362,6 +359,9 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused)
 		rp_defer_close(h, BY_CALLER);
 	else
 		failed = rp_close_now(h);
+	/* Interrupted, and no user is left to try again: defer the close. */
+	if (failed && h->abandoned && !h->refused && !rp_is_busy(h) && !rp_thread()->draining)
+		rp_defer_close(h, BY_FINALIZER);
 	Py_DECREF(self);
 	return failed ? NULL : Py_NewRef(Py_None);
 }
