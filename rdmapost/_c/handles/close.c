@@ -68,7 +68,8 @@ static void set_stalled(char stalled)
 
 /*
  * Become the handle's closer, waiting for any other to finish. To avoid a deadlock, a thread in the
- * middle of a close leaves the handle to its closer if that closer is itself waiting.
+ * middle of a close leaves the handle to its closer if that closer is itself waiting. (It may be
+ * this thread, which has just been recorded as waiting.)
  */
 static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 {
@@ -79,8 +80,7 @@ static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 	RP_ADD(&h->claimants, 1);
 	while (!stopped && !claim(h)) {
 		set_stalled(1);
-		if (is_closer(h) ||
-		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
+		if (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST))
 			stopped = 1;
 		else
 			stopped = rp_await_others(h, pause);
@@ -219,7 +219,6 @@ static int destroy(struct rp_handle *h)
 	/* No Python code has run since the call succeeded. */
 	if (done) {
 		h->address = NULL;
-		h->kept = 0;
 		rp_count_ended(h->parents, offsetof(struct rp_handle, destroyed));
 		set_state(h, DESTROYED);
 		rp_unlist(h);
@@ -621,7 +620,7 @@ static void close_held_back(void)
 
 	for (; h; h = behind) {
 		behind = h->behind;
-		if (h->process == rp_process && !is_done(h) &&
+		if (!is_done(h) &&
 		    (!rp_is_open(h) ||
 		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
 			push_held_back(h);
