@@ -476,8 +476,8 @@ static int close_for_main(void *unused)
 
 	(void)unused;
 	/*
-	 * In the middle of rp_run_deferred(), a close that fails would be deferred again. Leave the
-	 * handles for later: rp_run_deferred() ends with rp_ask_main().
+	 * In the middle of rp_run_deferred(), memory or stack may be short for as long as that takes.
+	 * Leave the handles for later: rp_run_deferred() ends with rp_ask_main().
 	 */
 	if (rp_thread()->draining) {
 		RP_STORE(&main_asked, 0);
