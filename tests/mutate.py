@@ -227,6 +227,8 @@ LIFE_OF_A_HANDLE = (
     "test_importing_the_package_again_after_its_modules_were_forgotten_is_refused_by_name",
     "resources/test_close_all.py",
     "resources/test_cq_poll_and_wait.py::test_polling_what_is_no_cq_is_refused",
+    "resources/test_mr_of_any_memory.py::"
+    "test_region_of_an_address_keeps_its_owner_until_it_is_closed",
     "soundness/test_mr_rereg_races.py::test_rereg_without_memory_moves_the_region_or_leaves_it",
     "soundness/test_exit.py",
     "soundness/test_fork.py",
@@ -234,9 +236,13 @@ LIFE_OF_A_HANDLE = (
     "soundness/test_finalizers.py::test_resource_dropped_near_the_recursion_limit_is_closed_later",
     "soundness/test_finalizers.py::"
     "test_dropping_all_resources_near_the_recursion_limit_does_not_hang",
+    "soundness/test_finalizers.py::"
+    "test_resources_dropped_near_the_recursion_limit_under_a_profiler_are_closed_later",
     "soundness/test_finalizers.py::test_handler_may_close_dependent_resources_in_any_order",
     "soundness/test_finalizers.py::"
     "test_library_error_raised_by_a_handler_within_a_finalizer_is_not_lost",
+    "soundness/test_close_races.py::"
+    "test_thread_that_keeps_polling_for_events_does_not_block_closing_the_channel",
     "soundness/test_close_races.py::"
     "test_closes_that_wait_for_each_other_in_a_ring_of_threads_all_return",
     "soundness/test_close_races.py::"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from support import LOSES_MEMORY, prints
+import time
+
+from support import LOSES_MEMORY, TIMES, prints
 from support.open_stack import SETUP
 
 
@@ -220,6 +222,8 @@ def test_resources_are_closed_at_exit_in_an_order_that_devices_accept():
 
 
 def test_exit_does_not_wait_for_a_verb_of_a_daemon_thread():
+    """For a second, and no longer."""
+    begun = time.monotonic()
     said = prints(
         "import threading, rdmapost as rp\n"
         "context = rp.open_device('soft0')\n"
@@ -233,6 +237,7 @@ def test_exit_does_not_wait_for_a_verb_of_a_daemon_thread():
         **LOSES_MEMORY,
     )
     assert said == "ends"
+    assert time.monotonic() - begun < 30 * TIMES
 
 
 closed: list[str] = []

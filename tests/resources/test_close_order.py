@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
 import itertools
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import LIMIT, needs, prints, until
+from support import LIMIT, LOSES_MEMORY, needs, prints, until
 from support import threads as beside
+from support.isolated import isolated
 from support.windows import bind_wr
 
 import rdmapost as rp
 from rdmapost._binding import ffi, native
-from rdmapost.resources.resource import Resource, _open, open_children
+from rdmapost.resources.resource import Resource, _open, close_with_all_below, open_children
 
 closed: list[str] = []
 
@@ -79,6 +83,14 @@ def _forget() -> None:
     closed.clear()
 
 
+@pytest.fixture
+def reported(monkeypatch) -> list[Any]:
+    """What could not be raised."""
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda error: found.append(error.exc_value))
+    return found
+
+
 def tree() -> dict[str, Thing]:
     """A device, a PD and a CQ on it, an MR, and a QP that needs PD and CQ."""
     context = Thing("context")
@@ -132,7 +144,8 @@ def test_parent_closes_once_another_thread_is_done_with_its_closed_child():
     assert closed == ["qp", "pd"]
 
 
-def test_parent_closes_if_its_last_child_finishes_closing_while_it_looks_for_open_children():
+@pytest.mark.parametrize("within", [False, True], ids=["alone", "in another close"])
+def test_parent_closes_if_its_last_child_finishes_closing_while_it_looks_for_open_children(within):
     class Parent(Thing):
         def _refuse_children(self) -> bool:
             some_closed = super()._refuse_children()
@@ -140,11 +153,55 @@ def test_parent_closes_if_its_last_child_finishes_closing_while_it_looks_for_ope
             all_end([thread])
             return some_closed
 
-    parent = Parent("pd")
+    class Closer(Thing):
+        def _forget(self) -> None:
+            parent.close()
+
+    parent, closer = Parent("pd"), Closer("closer")
     child = SlowToForget("qp", parent)
     thread = threading.Thread(target=child.close)
     thread.start()
     assert child.forgets.wait(LIMIT)
+    closer.close() if within else parent.close()
+    assert [name for name in closed if name != "closer"] == ["qp", "pd"]
+    closer.close()
+
+
+def test_parent_closes_if_its_last_child_begins_to_close_while_it_looks_for_open_children():
+    class Parent(Thing):
+        def _refuse_children(self) -> bool:
+            if not thread.ident:
+                thread.start()
+                assert child.forgets.wait(LIMIT)
+                threading.Timer(0.05, child.go_on.set).start()
+            return super()._refuse_children()
+
+    parent = Parent("pd")
+    child = SlowToForget("qp", parent)
+    thread = threading.Thread(target=child.close)
+    parent.close()
+    all_end([thread])
+    assert closed == ["qp", "pd"]
+
+
+def test_parent_whose_child_is_being_created_by_another_thread_is_refused_at_once():
+    created, go_on = threading.Event(), threading.Event()
+
+    def create() -> Any:
+        created.set()
+        assert go_on.wait(10)
+        return ffi.new("char *")
+
+    parent, child = Thing("pd"), Thing.__new__(Thing)
+    child.name, child.device = "qp", Device("qp")
+    with beside.thread(lambda: child._make(create, (), child.device.destroy, (parent,))) as raised:
+        assert created.wait(LIMIT)
+        with pytest.raises(rp.InUseError) as caught:
+            parent.close()
+        go_on.set()
+    assert not raised
+    assert str(caught.value) == ("pd cannot be closed: a resource on it is being created or closed")
+    child.close()
     parent.close()
     assert closed == ["qp", "pd"]
 
@@ -385,6 +442,21 @@ def test_destroyed_resource_is_closed_whatever_its_bookkeeping_raises(times):
     assert closed == ["pd", "context"]
 
 
+@pytest.mark.parametrize("times", [1, 3, 100])
+def test_lack_of_memory_in_the_bookkeeping_of_a_close_comes_out_only_if_it_lasts(times):
+    class Rude(Thing):
+        def _forget(self) -> None:
+            forget()
+
+    thing, forget = Rude("pd"), Fails(MemoryError, times)
+    with pytest.raises(MemoryError) if times == 100 else contextlib.nullcontext():
+        thing.close()
+    assert thing.closed
+    forget.times = 0
+    thing.close()
+    assert closed == ["pd"]
+
+
 def test_garbage_that_the_device_refuses_twice_is_kept_and_its_memory_too():
     thing, refuses = Thing("pd"), Fails(lambda _: rp.VerbsError("ibv_destroy_thing", 16), 2)
     thing.device.inside = refuses
@@ -535,14 +607,34 @@ def test_garbage_that_was_in_use_for_a_moment_is_closed_without_a_warning(times)
     assert was_busy.calls == times + 1
 
 
-def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised(monkeypatch):
+class Struck(Thing):
+    """Something strikes when it is being closed, before it is destroyed."""
+
+    __slots__ = ("strikes",)
+
+    def __init__(self, name: str, *parents: Thing) -> None:
+        self.strikes = Fails(LookupError, 1)
+        super().__init__(name, *parents)
+
+    def _release(self) -> None:
+        self.strikes()
+
+
+@pytest.mark.parametrize("in_verb", [False, True], ids=["idle", "in a verb"])
+@pytest.mark.parametrize("cls", [Thing, Struck])
+def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised(
+    monkeypatch, cls, in_verb
+):
     """It is reported, and the resource is kept."""
     reported: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda error: reported.append(error.exc_value))
-    thing, fails = Thing("pd"), Fails(LookupError, 1000)
-    thing.device.inside = fails
+    held, fails, other = [cls("pd")], Fails(LookupError, 1000), Thing("other")
+    if cls is Struck:
+        held[0].strikes = fails
+    else:
+        held[0].device.inside = fails
     with pytest.warns(ResourceWarning, match="pd could not be closed"):
-        del thing
+        other._verb(lambda _: held.clear()) if in_verb else held.clear()
     for _ in range(99):
         gc.isenabled()
     assert [type(error) for error in reported] == [LookupError]
@@ -552,21 +644,371 @@ def test_exception_that_every_close_of_garbage_raises_is_reported_and_not_raised
         if isinstance(one, Thing) and not one.device.broken:
             one.close()
     assert closed == ["pd"]
+    other.close()
+
+
+def test_interrupted_close_of_a_resource_that_nobody_refers_to_is_made_up_for_by_the_next_verb():
+    """By a parent's close: the device had refused the finalizer's, which no verb repeats."""
+    parent, other = Thing("pd"), Thing("other")
+    held = [Struck("mr", parent)]
+    strikes, device = held[0].strikes, held[0].device
+    strikes.times, device.broken = 0, True
+    with pytest.warns(ResourceWarning, match="mr could not be closed"):
+        held.clear()
+    with pytest.raises(rp.InUseError, match="mr still open"):
+        parent.close()
+    calls = strikes.calls
+    other._verb(lambda _: None)
+    assert strikes.calls == calls
+    device.broken, strikes.times = False, calls + 1
+    with pytest.raises(LookupError):
+        parent.close()
+    assert closed == []
+    other._verb(lambda _: None)
+    assert closed == ["mr"]
+    parent.close()
+    other.close()
+
+
+def test_close_begun_in_the_middle_of_a_close_that_is_then_interrupted_takes_place():
+    other = Thing("other")
+
+    class Again(Thing):
+        def _release(self) -> None:
+            other._verb(lambda _: self.close())
+            strikes()
+
+    thing, strikes = Again("pd"), Fails(LookupError, 1)
+    with pytest.raises(LookupError):
+        thing.close()
+    assert closed == ["pd"]
+    other.close()
+
+
+def test_parent_is_closed_with_a_child_that_another_thread_has_dropped_in_the_middle_of_a_verb():
+    parent, other = Thing("pd"), Thing("other")
+    held: list[Any] = [Thing("mr", parent)]
+    held[0].others.append(held[0])
+
+    def verb(_: object) -> None:
+        held.clear()
+        gc.collect()
+        with beside.thread(parent.close) as raised:
+            pass
+        assert not raised
+        assert closed == ["mr", "pd"]
+
+    other._verb(verb)
+    assert parent.closed
+    other.close()
+
+
+def test_parent_of_garbage_that_the_device_keeps_is_found_by_its_own_parent():
+    """Both were in one cycle, of which the collector finalizes the parent first."""
+    context = Thing("context")
+    held = [Thing("pd", context)]
+    held.append(Thing("mr", held[0]))
+    held[0].others.append(held[1])
+    held[1].device.broken = True
+
+    def drop() -> None:
+        held.clear()
+        gc.collect()
+
+    with pytest.warns(ResourceWarning, match="mr could not be closed"):
+        drop()
+    with pytest.raises(rp.InUseError, match="context cannot be closed: pd still open"):
+        context.close()
+    (pd,) = open_children(context)
+    (mr,) = open_children(pd)
+    mr.device.broken = False
+    for one in (mr, pd, context):
+        one.close()
+    assert closed == ["mr", "pd", "context"]
+
+
+def test_closed_resources_dropped_in_the_middle_of_a_verb_leave_no_record():
+    other = Thing("other")
+    things = [Thing("pd") for _ in range(9)]
+    for thing in things:
+        thing.close()
+    del thing
+    before = len(_open)
+    other._verb(lambda _: things.clear())
+    assert len(_open) == before
+    other.close()
+
+
+@pytest.mark.parametrize("close", [Thing.close, close_with_all_below])
+def test_resource_whose_close_in_the_middle_of_a_verb_was_refused_admits_children(reported, close):
+    pd, other = Thing("pd"), Thing("other")
+    pd.device.broken = True
+    other._verb(lambda _: close(pd))
+    assert [str(error).split(" (")[0] for error in reported] == ["ibv_destroy_thing: EBUSY"]
+    pd.device.broken = False
+    Thing("mr", pd).close()
+    pd.close()
+    other.close()
+
+
+def test_parent_of_garbage_that_cannot_be_closed_is_refused_in_the_middle_of_a_verb(reported):
+    """Neither is tried again and again."""
+    parent, other = Thing("pd"), Thing("other")
+    held = [Struck("mr", parent)]
+    strikes = held[0].strikes = Fails(lambda _: rp.RdmaError("not now"), 1000)
+    with pytest.warns(ResourceWarning, match="mr could not be closed: not now"):
+        held.clear()
+    other._verb(lambda _: parent.close())
+    assert [str(error) for error in reported] == [
+        "pd cannot be closed: mr still open; close it first"
+    ]
+    assert strikes.calls < 30
+    strikes.times = 0
+    parent.close()
+    other.close()
+    assert closed == ["mr", "pd", "other"]
+
+
+# ---- closes that lack memory or stack -------------------------------------------
+
+
+def garbage(
+    times: int, *parents: Thing, count: int = 1, inside: Callable[[], object] = lambda: None
+) -> list[Any]:
+    """Create resources, called pd, each of which lacks memory for so many closes.
+
+    Args:
+        times: how many closes fail.
+        parents: their parents.
+        count: how many resources.
+        inside: called when one is destroyed.
+    """
+    made = [Struck("pd", *parents) for _ in range(count)]
+    for one in made:
+        one.strikes, one.device.inside = Fails(MemoryError, times), inside
+    return made
+
+
+def go_on(holds: Callable[[], object], seconds: float = LIMIT) -> None:
+    """Run Python code until something holds; use no resource."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        gc.isenabled()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("in_thread", [False, True], ids=["main thread", "thread"])
+def test_garbage_whose_close_lacks_memory_for_a_moment_is_closed_by_the_main_thread(
+    reported, in_thread, count
+):
+    """Soon, whatever that does, and without a word; three rounds of closes are needed."""
+    by: list[Any] = []
+    held = garbage(40, count=count, inside=lambda: by.append(threading.current_thread()))
+    if in_thread:
+        with beside.thread(held.clear) as raised:
+            pass
+        assert not raised
+    held.clear()
+    go_on(lambda: len(closed) == count, 10)
+    assert closed == ["pd"] * count
+    assert by == [threading.main_thread()] * count
+    assert reported == []
+    # What a handler raises comes out as ever.
+    struck = [Struck("mr")]
+    assert [type(one) for one in raised_by(struck.clear)] == [LookupError]
+
+
+def test_garbage_whose_close_lacks_memory_for_long_is_reported_and_kept(reported):
+    held = garbage(10**9)
+    strikes = held[0].strikes
+
+    def drop() -> None:
+        held.clear()
+        go_on(lambda: reported, 20)
+
+    with pytest.warns(ResourceWarning, match="pd could not be closed"):
+        drop()
+    assert [type(error) for error in reported] == [MemoryError]
+    calls = strikes.calls
+    go_on(lambda: strikes.calls > calls, 0.05)
+    assert strikes.calls == calls
+    strikes.times = 0
+    for one in [*_open.values()]:
+        if isinstance(one, Struck):
+            one.close()
+    assert closed == ["pd"]
+
+
+def test_garbage_that_is_used_while_it_is_left_to_the_main_thread_is_closed_once(reported):
+    parent = Thing("context")
+    held = garbage(40, parent)
+
+    def drop_and_use() -> None:
+        held.clear()
+        # Not while the main thread, which waits for this one, has not closed it.
+        open_children(parent)[0]._verb(lambda _: None)
+
+    with beside.thread(drop_and_use) as raised:
+        pass
+    go_on(lambda: closed, 10)
+    parent.close()
+    assert not raised
+    assert closed == ["pd", "context"]
+    assert reported == []
+
+
+def left_to_a_main_thread_that_cannot_be_told(testing: Any) -> None:
+    held = garbage(20)
+
+    def drop() -> None:
+        for _ in range(10_000):
+            if not testing._pending_threadfunc(lambda: None):
+                break
+        held.clear()
+
+    with beside.thread(drop) as raised:
+        pass
+    assert not raised
+    Thing("other").close()
+    go_on(lambda: "pd" in closed, 10)
+    assert sorted(closed) == ["other", "pd"]
+
+
+def test_garbage_left_to_a_main_thread_that_cannot_be_told_is_closed_at_the_next_chance(reported):
+    """Other code has queued as many calls for that thread as it takes."""
+    reason = "this Python has no _testcapi"
+    left_to_a_main_thread_that_cannot_be_told(pytest.importorskip("_testcapi", reason=reason))
+    assert reported == []
+
+
+def test_garbage_that_lacks_memory_in_the_middle_of_another_close_is_closed_after_it(reported):
+    """However long that takes: it is not tried again there, where memory is lacking."""
+    other, lacks = Thing("other"), garbage(10**9)
+    strikes = lacks[0].strikes
+    releases: list[int] = []
+
+    class Outer(Thing):
+        def _release(self) -> None:
+            releases.append(1)
+            lacks.clear()
+            go_on(lambda: False, 0.6)
+            strikes.times = 0
+
+    held = [Outer("outer")]
+    other._verb(lambda _: held.clear())
+    go_on(lambda: "pd" in closed, 10)
+    assert closed == ["outer", "pd"]
+    assert releases == [1]
+    assert reported == []
+    other.close()
+
+
+@isolated(silent=True)
+def test_closes_are_left_to_the_main_thread_again_and_again():
+    """In a process that was not forked, as a test may have forked that of the others."""
+    for _ in range(2):
+        for test, arguments in (
+            (
+                test_garbage_whose_close_lacks_memory_for_a_moment_is_closed_by_the_main_thread,
+                (0, 3),
+            ),
+            (test_garbage_that_lacks_memory_in_the_middle_of_another_close_is_closed_after_it, ()),
+        ):
+            test([], *arguments)
+            closed.clear()
+        if importlib.util.find_spec("_testcapi"):
+            left_to_a_main_thread_that_cannot_be_told(importlib.import_module("_testcapi"))
+            closed.clear()
+
+
+@isolated(silent=True, timeout=20)
+def test_garbage_left_to_a_main_thread_that_is_traced_is_closed_at_the_next_chance():
+    """Python 3.11 runs a pending call again and again before a traced function begins."""
+    held = garbage(100)
+    sys.settrace(lambda *_: None)
+    held.clear()
+    go_on(lambda: False, 0.01)
+    sys.settrace(None)
+    Thing("other").close()
+    go_on(lambda: "pd" in closed, 10)
+    assert sorted(closed) == ["other", "pd"]
+
+
+@pytest.mark.parametrize("gettrace", [None, lambda: None, hash], ids=["none", "own", "hash"])
+def test_garbage_left_to_the_main_thread_is_closed_although_gettrace_has_been_replaced(
+    reported, monkeypatch, gettrace
+):
+    """At the next chance: it is not known whether that thread's functions are traced."""
+    held = garbage(40)
+    with monkeypatch.context() as patch:
+        if gettrace is None:
+            patch.delattr(sys, "gettrace")
+        else:
+            patch.setattr(sys, "gettrace", gettrace)
+        held.clear()
+        go_on(lambda: closed, 0.05)
+        Thing("other").close()
+    go_on(lambda: "pd" in closed, 10)
+    assert sorted(closed) == ["other", "pd"]
+    assert reported == []
+
+
+KEPT_WITHOUT_MEMORY = """
+import sys, warnings, weakref, _testcapi, rdmapost as rp
+from rdmapost._binding import ffi
+from rdmapost.resources.resource import Resource
+
+class Thing(Resource):
+    def __init__(self):
+        self._make(ffi.new, ("char *",), refuse, ())
+
+def refuse(_):
+    raise refusal
+
+refusal = rp.VerbsError("ibv_destroy_thing", 16)
+warnings.simplefilter("ignore")
+sys.unraisablehook = lambda error: None
+for at in range(100):
+    thing = Thing()
+    kept = weakref.ref(thing)
+    _testcapi.set_nomemory(at, at + 1)
+    del thing
+    _testcapi.remove_mem_hooks()
+    assert kept() is not None, at
+"""
+
+
+def test_garbage_that_the_device_refuses_is_kept_whatever_lacks_memory():
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    assert prints(KEPT_WITHOUT_MEMORY, **LOSES_MEMORY) == ""
 
 
 def test_resource_whose_constructor_failed_is_collected_without_a_warning():
-    """A constructor that fails leaves an object that was never made."""
+    """A constructor that fails leaves an object that was never made: there is nothing to do."""
 
     class Half(Thing):
         def __init__(self) -> None:
             raise rp.VerbsError("ibv_alloc_pd", 12)
 
+        def _forget(self) -> None:
+            forgotten.append(self)
+
+    forgotten: list[Thing] = []
     with pytest.raises(rp.VerbsError):
         Half()
-    half = Thing.__new__(Thing)
+    half = Half.__new__(Half)
     half.close()
     del half
     gc.collect()
+    assert not forgotten
+
+
+def test_close_of_a_resource_that_has_not_been_made_does_not_prevent_that():
+    thing = Thing.__new__(Thing)
+    thing.close()
+    thing.__init__("pd")  # type: ignore[misc]
+    thing.close()
+    assert closed == ["pd"]
 
 
 def test_closing_from_two_threads_destroys_once():
@@ -596,9 +1038,11 @@ def test_closing_from_two_threads_destroys_once():
 def test_close_waits_for_what_another_close_does_after_the_destruction():
     class Slow(Thing):
         def _forget(self) -> None:
+            forgotten.append(self)
             inside.set()
             assert go.wait(10)
 
+    forgotten: list[Thing] = []
     inside, go = threading.Event(), threading.Event()
     thing = Slow("pd")
     threads = [threading.Thread(target=thing.close) for _ in range(2)]
@@ -610,6 +1054,9 @@ def test_close_waits_for_what_another_close_does_after_the_destruction():
     go.set()
     all_end(threads)
     assert closed == ["pd"]
+    assert forgotten == [thing]
+    with pytest.raises(rp.ClosedError, match=r"^pd is closed$"):
+        thing._open_struct()
 
 
 def test_closed_resource_is_not_used_by_callbacks_of_its_close():
@@ -659,7 +1106,7 @@ def test_verb_that_is_refused_for_a_closed_resource_keeps_none_of_its_arguments(
     assert closed == ["two", "one"]
 
 
-def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():
+def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once(reported):
     one, two, three = Thing("one"), Thing("two"), Thing("three")
 
     def verb(_: object) -> None:
@@ -672,6 +1119,7 @@ def test_closes_in_the_middle_of_a_verb_follow_it_in_their_order_and_once():
     one.close()
     Thing("four").close()
     assert closed == ["one", "two", "three", "four"]
+    assert reported == []
 
 
 def test_closing_releases_all_that_the_resource_held():
@@ -736,6 +1184,21 @@ def test_close_waits_for_a_verb_of_another_thread_as_long_as_it_takes():
     assert closed == ["pd"]
 
 
+def test_close_after_one_that_failed_admits_no_use_before_it_has_waited_for_verbs():
+    """Neither by its own thread."""
+
+    class Woken(Struck):
+        def _wake(self) -> None:
+            with pytest.raises(rp.ClosedError, match=r"^pd is closed$"):
+                self._open_struct()
+
+    thing = Woken("pd")
+    with pytest.raises(LookupError):
+        thing.close()
+    thing.close()
+    assert closed == ["pd"]
+
+
 @pytest.mark.parametrize("hook", ["_wake", "_release"])
 def test_close_that_an_exception_ends_before_the_destruction_can_be_called_again(hook):
     class Struck(Thing):
@@ -746,8 +1209,8 @@ def test_close_that_an_exception_ends_before_the_destruction_can_be_called_again
     thing = Struck("pd")
     with pytest.raises(LookupError):
         thing.close()
+    assert thing._verb(lambda _: "used") == "used"
     assert closed == []
-    assert thing._open_struct()
     thing.close()
     assert closed == ["pd"]
     assert thing.closed
@@ -830,6 +1293,55 @@ def test_close_in_a_forked_child_destroys_nothing():
     assert len(closed) == 5
 
 
+@pytest.mark.parametrize(
+    ("at", "calls", "raised"),
+    [
+        ("_wake", ["_release"], None),
+        ("_release", [], None),
+        ("destroy", ["_forget"], LookupError),
+        ("_forget", [], LookupError),
+    ],
+)
+def test_close_that_a_handler_forks_in_the_middle_destroys_nothing_in_the_child(at, calls, raised):
+    """What begins there is tried once, because it might wait for threads of the parent."""
+    parent, called = os.getpid(), list[str]()
+
+    def call(name: str) -> None:
+        called.append(name)
+        if name == at and os.getpid() == parent and not os.fork():
+            called.clear()
+        if os.getpid() != parent:
+            if name == "_release" != at:
+                thing._open_struct()
+            elif name == "_forget":
+                raise LookupError
+
+    class Hooked(Thing):
+        def _wake(self) -> None:
+            call("_wake")
+
+        def _release(self) -> None:
+            call("_release")
+
+        def _forget(self) -> None:
+            call("_forget")
+
+    thing = Hooked("pd")
+    thing.device.inside = lambda: call("destroy")
+    error: BaseException | None = None
+    try:
+        thing.close()
+    except BaseException as caught:
+        error = caught
+    finally:
+        if os.getpid() != parent:
+            os._exit(called != calls or (error and type(error)) is not raised)
+    assert os.waitstatus_to_exitcode(os.waitpid(-1, 0)[1]) == 0
+    assert error is None
+    assert called == ["_wake", "_release", "destroy", "_forget"]
+    assert closed == ["pd"]
+
+
 @pytest.mark.parametrize("where", ["class", "mixin"])
 @pytest.mark.parametrize("calls", ["nothing", "super", "close", "raises"])
 def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypatch, calls, where):
@@ -858,6 +1370,26 @@ def test_a_finalizer_of_a_subclass_does_not_keep_the_resource(context, monkeypat
         gc.collect()
         device.close()
         assert device.closed
+
+
+def test_finalizer_of_a_resource_that_another_thread_is_closing_does_not_wait_for_that():
+    inside, go = threading.Event(), threading.Event()
+
+    class Own(Thing):
+        def _release(self) -> None:
+            inside.set()
+            assert go.wait(10)
+
+        def __del__(self) -> None:
+            pass
+
+    own = Own("pd")
+    with beside.thread(own.close) as raised:
+        assert inside.wait(LIMIT)
+        own.__del__()
+        go.set()
+    assert not raised
+    assert closed == ["pd"]
 
 
 def test_finalizer_of_a_subclass_is_called_with_the_resource_and_can_be_called_by_hand(context):
@@ -949,6 +1481,144 @@ def test_resources_open_at_exit_are_closed_children_first():
     )
     assert sorted(said.split()) == ["context", "mr", "pd", "qp"]
     assert said.split()[-2:] == ["pd", "context"]
+
+
+BINDABLE = rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE | rp.Access.MW_BIND
+HELD_S = 0.5
+"""How long a dropped queue pair waits for its windows."""
+
+
+class OwnQP(rp.QP):
+    """A queue pair whose finalizer can be called by hand, so that a test can see it wait."""
+
+    def __del__(self) -> None:
+        pass
+
+
+class Binder:
+    """Creates queue pairs on soft0, each with a window that is bound through it."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        context = stack.enter_context(rp.open_device("soft0"))
+        self.pd, self.cq = stack.enter_context(rp.PD(context)), stack.enter_context(rp.CQ(context))
+        self.mr = stack.enter_context(rp.MR(self.pd, 64, BINDABLE))
+
+    def __call__(self, cls: type[rp.QP] = rp.QP) -> tuple[rp.QP, rp.MW]:
+        qp, mw = cls(self.pd, rp.QPType.RC, self.cq), rp.MW(self.pd)
+        qp.connect(qp.endpoint())
+        qp.post_send(bind_wr(mw, self.mr))
+        self.cq.wait()[0].check()
+        return qp, mw
+
+
+@pytest.fixture
+def bind(stack) -> Binder:
+    return Binder(stack)
+
+
+def waits_since(begun: float, qp: rp.QP | None) -> bool:
+    """Whether a dropped queue pair is open, or has waited for long enough."""
+    return (qp is not None and not qp.closed) or time.monotonic() - begun >= HELD_S
+
+
+def test_dropped_queue_pair_waits_for_its_window_and_no_longer(bind):
+    for in_cycle in (False, True):
+        qp, mw = bind()
+        begun, ref, held = time.monotonic(), weakref.ref(qp), [qp]
+        if in_cycle:
+            held.append(held)  # type: ignore[arg-type]
+        del qp, held
+        gc.collect()
+        bind.cq.poll()
+        (found,) = [one for one in open_children(bind.cq) if isinstance(one, rp.QP)] or [None]
+        assert waits_since(begun, found)
+        del found
+        mw.close()
+        assert not open_children(bind.cq)
+        assert ref() is None
+
+
+def test_queue_pair_and_window_that_are_garbage_in_a_verb_are_closed_after_it(bind):
+    garbage: list[Any] = [*bind()]
+    garbage.append(garbage)
+
+    def verb(_: object) -> None:
+        nonlocal garbage
+        del garbage
+        gc.collect()
+        assert open_children(bind.cq)
+
+    bind.cq._verb(verb)
+    assert not open_children(bind.cq)
+
+
+def test_dropped_queue_pair_whose_window_has_been_closed_is_closed_at_once(bind):
+    qp, mw = bind()
+    mw.close()
+    del qp
+    assert not open_children(bind.cq)
+
+
+def test_closed_queue_pair_through_which_a_window_is_bound_is_not_kept(bind):
+    qp, mw = bind()
+    ref = weakref.ref(qp)
+    qp.close()
+    before = len(_open)
+    del qp
+    assert ref() is None
+    assert len(_open) == before
+    mw.close()
+
+
+def test_queue_pair_that_waits_for_its_window_is_closed_with_its_cq_and_not_kept(bind):
+    qp, mw = bind()
+    ref = weakref.ref(qp)
+    del qp
+    bind.cq.close()
+    mw.close()
+    assert ref() is None
+
+
+def test_region_in_receives_of_a_queue_pair_that_waits_for_its_window_can_be_closed(bind):
+    qp, mw = bind()
+    mr = rp.MR(bind.pd, 64)
+    qp.post_recv(rp.RecvWR(mr[:8]))
+    del qp
+    mr.close()
+    assert mr.closed
+    mw.close()
+
+
+def test_queue_pair_that_is_used_while_it_waits_for_its_window_goes_on_waiting(bind):
+    """Its last user closes it, if the window has been closed by then."""
+    qp, mw = bind(OwnQP)
+    begun = time.monotonic()
+    qp.__del__()
+    qp.query()
+    assert waits_since(begun, qp)
+    inside, go = threading.Event(), threading.Event()
+
+    def use(_: object) -> None:
+        inside.set()
+        assert go.wait(LIMIT)
+
+    with beside.thread(lambda: qp._verb(use)) as raised:
+        assert inside.wait(LIMIT)
+        mw.close()
+        go.set()
+    assert not raised
+    assert qp.closed
+
+
+def test_queue_pair_that_is_finalized_again_while_it_waits_for_its_window_is_closed_once(bind):
+    qp, mw = bind(OwnQP)
+    ref = weakref.ref(qp)
+    qp.__del__()
+    qp.__del__()
+    mw.close()
+    assert qp.closed
+    del qp
+    assert ref() is None
 
 
 def test_dropped_queue_pair_through_which_a_window_is_bound_is_closed(context, pd):

@@ -68,7 +68,8 @@ static void set_stalled(char stalled)
 
 /*
  * Become the handle's closer, waiting for any other to finish. To avoid a deadlock, a thread in the
- * middle of a close leaves the handle to its closer if that closer is itself waiting.
+ * middle of a close leaves the handle to its closer if that closer is itself waiting. (It may be
+ * this thread, which has just been recorded as waiting.)
  */
 static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 {
@@ -79,8 +80,7 @@ static int claim_in_turn(struct rp_handle *h, struct rp_pause *pause)
 	RP_ADD(&h->claimants, 1);
 	while (!stopped && !claim(h)) {
 		set_stalled(1);
-		if (is_closer(h) ||
-		    (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST)))
+		if (rp_thread()->closing && __atomic_load_n(&h->stalled, __ATOMIC_SEQ_CST))
 			stopped = 1;
 		else
 			stopped = rp_await_others(h, pause);
@@ -219,7 +219,6 @@ static int destroy(struct rp_handle *h)
 	/* No Python code has run since the call succeeded. */
 	if (done) {
 		h->address = NULL;
-		h->kept = 0;
 		rp_count_ended(h->parents, offsetof(struct rp_handle, destroyed));
 		set_state(h, DESTROYED);
 		rp_unlist(h);
@@ -340,9 +339,6 @@ int rp_close_now(struct rp_handle *h)
 	rp_end_claim(h);
 	if (!rp_thread()->closing)
 		rp_run_deferred_if_idle(rp_thread());
-	/* Interrupted, and no user is left to try again: defer the close. */
-	if (stopped && h->abandoned && !h->refused && !rp_is_busy(h) && !rp_thread()->draining)
-		rp_defer_close(h, BY_FINALIZER);
 	/* After a fork in the middle of the close, there is nothing to close here. */
 	if (h->process != rp_process && PyErr_ExceptionMatches(rp_errors.error))
 		PyErr_Clear();
@@ -362,6 +358,9 @@ PyObject *rp_close_handle(PyObject *self, PyObject *unused)
 		rp_defer_close(h, BY_CALLER);
 	else
 		failed = rp_close_now(h);
+	/* Interrupted, and no user is left to try again: defer the close. */
+	if (failed && h->abandoned && !h->refused && !rp_is_busy(h) && !rp_thread()->draining)
+		rp_defer_close(h, BY_FINALIZER);
 	Py_DECREF(self);
 	return failed ? NULL : Py_NewRef(Py_None);
 }
@@ -477,8 +476,8 @@ static int close_for_main(void *unused)
 
 	(void)unused;
 	/*
-	 * In the middle of rp_run_deferred(), a close that fails would be deferred again. Leave the
-	 * handles for later: rp_run_deferred() ends with rp_ask_main().
+	 * In the middle of rp_run_deferred(), memory or stack may be short for as long as that takes.
+	 * Leave the handles for later: rp_run_deferred() ends with rp_ask_main().
 	 */
 	if (rp_thread()->draining) {
 		RP_STORE(&main_asked, 0);
@@ -621,7 +620,7 @@ static void close_held_back(void)
 
 	for (; h; h = behind) {
 		behind = h->behind;
-		if (h->process == rp_process && !is_done(h) &&
+		if (!is_done(h) &&
 		    (!rp_is_open(h) ||
 		     (binds_windows(h) && now - RP_LOAD(&h->held_since) < HELD_NS))) {
 			push_held_back(h);
