@@ -244,8 +244,9 @@ context = rp.open_device("soft0")
 pd, cq = rp.PD(context), rp.CQ(context)
 mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
 # Python keeps an int for each small number: the queues here have larger ones.
-for _ in range(140):
-    rp.QP(pd, rp.QPType.RC, cq).close()
+with rp.CQ(context) as other:
+    for _ in range(140):
+        rp.QP(pd, rp.QPType.RC, other).close()
 a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
 a.connect(b.endpoint()), b.connect(a.endpoint())
 wrs = [rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=mr.addr, rkey=mr.rkey) for i in (1000, 1001)]
