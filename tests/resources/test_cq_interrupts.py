@@ -240,18 +240,18 @@ def test_completions_that_cannot_be_made_stay(rc):
 
 WITHOUT_MEMORY = """
 import _testcapi, rdmapost as rp
+# Python keeps an int for each small number: the queues below have larger ones.
+with rp.open_device("soft0") as context, rp.PD(context) as pd, rp.CQ(context) as cq:
+    for _ in range(140):
+        rp.QP(pd, rp.QPType.RC, cq).close()
 context = rp.open_device("soft0")
 pd, cq = rp.PD(context), rp.CQ(context)
 mr = rp.MR(pd, 64, rp.Access.LOCAL_WRITE | rp.Access.REMOTE_WRITE)
-# Python keeps an int for each small number: the queues here have larger ones.
-with rp.CQ(context) as other:
-    for _ in range(140):
-        rp.QP(pd, rp.QPType.RC, other).close()
 a, b = rp.QP(pd, rp.QPType.RC, cq), rp.QP(pd, rp.QPType.RC, cq)
 a.connect(b.endpoint()), b.connect(a.endpoint())
 wrs = [rp.RdmaWrite(mr[:8], wr_id=i, remote_addr=mr.addr, rkey=mr.rkey) for i in (1000, 1001)]
 failed = 0
-for turn, at in enumerate((1000, *range(12))):
+for turn, at in enumerate(2 * (1000, *range(12))):
     found = []
     (a, b)[turn % 2].post_send(wrs)
     _testcapi.set_nomemory(at, at + 1)
