@@ -1196,6 +1196,13 @@ def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(p
         mr.close()
 
 
+def test_prepared_invalidations_complete_with_their_own_wr_ids(connect: Connect):
+    """Each has a record of its own: more than a new queue has room for."""
+    pair = connect(max_send_wr=128)
+    pair.a.prepare([rp.LocalInv(wr_id=i) for i in range(100)]).post()
+    assert [wc.wr_id for wc in pair.cq.wait(100)] == list(range(100))
+
+
 @pytest.mark.parametrize("checked", [True, False])
 def test_closed_prepared_list_raises_closed_error(checked):
     with contextlib.ExitStack() as stack:
