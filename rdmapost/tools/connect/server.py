@@ -247,7 +247,7 @@ class BaseServer(native.Finalizer, NotCopied):
     @property
     def closed(self) -> bool:
         """True once it accepts no more clients: it is closed, or closing; or this is a fork."""
-        return self._threads.ended or self._threads.pid != os.getpid()
+        return self._threads.ended or self._threads.pid != self._getpid()
 
     @property
     def exposure(self) -> Exposure:
