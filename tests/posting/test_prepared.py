@@ -1197,7 +1197,7 @@ def test_each_region_of_a_closed_prepared_list_is_held_while_it_is_outstanding(p
 
 
 def test_prepared_invalidations_complete_with_their_own_wr_ids(connect: Connect):
-    """Each has a record of its own: more than a new queue has room for."""
+    """Each needs its own record, and a new queue has room for fewer."""
     pair = connect(max_send_wr=128)
     pair.a.prepare([rp.LocalInv(wr_id=i) for i in range(100)]).post()
     assert [wc.wr_id for wc in pair.cq.wait(100)] == list(range(100))

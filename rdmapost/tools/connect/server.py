@@ -246,7 +246,7 @@ class BaseServer(native.Finalizer, NotCopied):
 
     @property
     def closed(self) -> bool:
-        """True once it accepts no more clients: it is closed, or closing; or this is a fork."""
+        """True once it accepts no more clients: it is closed or closing; True in a forked child."""
         return self._threads.ended or self._threads.pid != self._getpid()
 
     @property
