@@ -145,3 +145,10 @@ def test_unchecked_full_queue_is_left_to_the_device(unchecked):
         qp.post_recv(rp.RecvWR())
     assert caught.value.errno == errno.ENOMEM
     assert "soft0 says that the queue is full" in caught.value.reason
+    with qp.prepare(rp.Send()) as batch:
+        for _ in range(qp.max_send_wr):
+            batch.post()
+        with pytest.raises(rp.PostError) as caught:
+            batch.post()
+    assert caught.value.errno == errno.ENOMEM
+    assert "soft0 says that the queue is full" in caught.value.reason
