@@ -5,6 +5,7 @@ The ICRC is checked against one computed here with zlib, over real IP headers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -47,10 +48,10 @@ def icrc(addresses: tuple[bytes, bytes], packet: bytes, identification: int = 0)
     length = len(packet) + ICRC_BYTES + 8
     if len(addresses[0]) == 4:
         fields = 0x45, 0xFF, 20 + length, identification, 0x4000, 0xFF, IPPROTO_UDP, 0xFFFF
-        ip = struct.pack("!BBHHHBBH", *fields)
+        ip = struct.pack("!BBHHHBBH", *(field & 0xFFFF for field in fields))
     else:
-        ip = struct.pack("!IHBB", 0x6FFFFFFF, length, IPPROTO_UDP, 0xFF)
-    udp = struct.pack("!HHHH", SOURCE_PORT, PORT, length, 0xFFFF)
+        ip = struct.pack("!IHBB", 0x6FFFFFFF, length & 0xFFFF, IPPROTO_UDP, 0xFF)
+    udp = struct.pack("!HHHH", SOURCE_PORT, PORT, length & 0xFFFF, 0xFFFF)
     bth = packet[:4] + b"\xff" + packet[5:]
     covered = b"\xff" * 8 + ip + b"".join(addresses) + udp + bth
     return zlib.crc32(covered).to_bytes(4, "little")
@@ -85,11 +86,69 @@ def test_identification_is_recovered_from_the_icrc():
     """Soft-RoCE and NICs number their IPv4 packets, which a UDP socket does not show."""
     rng = random.Random(1)
     for _ in range(300):
-        packet = bth(0x04) + rng.randbytes(4 * rng.randrange(300))
+        packet = bth(0x04) + rng.randbytes(rng.randrange(1200))
         number = rng.randrange(1 << 16)
         whole = packet + icrc(V4, packet, number)
         assert native.roce_id(whole, 0, len(whole), flow_of(V4)) == number
         assert native.roce_check(bytearray(whole), len(whole), len(whole), flow_of(V4)) == 0
+    # IPv6 has none.
+    whole = packet + icrc(V6, packet)
+    assert native.roce_id(whole, 0, len(whole), flow_of(V6)) == 0
+
+
+def changed_icrc(right: bytes, change: bytes, size: int) -> bytes:
+    """The ICRC of an IPv4 packet whose header differs from the identification on."""
+    covered = 20 - 4 + 8 + size - ICRC_BYTES
+    difference = zlib.crc32(change.ljust(covered, b"\0")) ^ zlib.crc32(bytes(covered))
+    return (int.from_bytes(right, "little") ^ difference).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "change", "damaged"),
+    [(V4, b"\1\2", 0), (V4, b"\1\2\1", 1), (V4, b"\0\0\x80", 1), (V6, b"\1\2", 1)],
+    ids=["identification", "next bit", "other bits", "IPv6"],
+)
+def test_only_another_ipv4_identification_is_accepted(addresses, change, damaged):
+    packet = bth(0x04) + bytes(range(64))
+    size = len(packet) + ICRC_BYTES
+    wrong = bytearray(packet + changed_icrc(icrc(addresses, packet), change, size))
+    assert native.roce_check(wrong, size, size, flow_of(addresses)) == damaged
+    assert wrong[0] == (0xFF if damaged else 0x04)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "longest"), [(V4, 65_507), (V6, 65_527)], ids=["IPv4", "IPv6"]
+)
+def test_packet_that_exceeds_what_ip_carries_is_damaged(addresses, longest):
+    for size in (longest, longest + 1):
+        packet = bth(0x04) + bytes(size - BTH_BYTES - ICRC_BYTES)
+        whole = bytearray(packet + icrc(addresses, packet))
+        assert native.roce_check(whole, size, size, flow_of(addresses)) == (size > longest)
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        b"",
+        b"\x46" + flow_of(V4)[1:],
+        b"\x65" + flow_of(V4)[1:],
+        flow_of(V4) + bytes(4),
+        b"\x4f" + flow_of(V6)[1:],
+        flow_of(V6) + bytes(4),
+    ],
+    ids=["none", "IPv4 options", "IPv6, short", "IPv4, long", "IPv4, longer", "IPv6, long"],
+)
+def test_flow_that_is_not_two_headers_is_refused(flow):
+    text = "flow must be an IPv4 header without options or an IPv6 header, followed by a UDP header"
+    out = bytearray(99)
+    for call, args in (
+        ("roce_build", (out, flow, [bth(4)], (), 0)),
+        ("roce_check", (out, 99, 99, flow)),
+        ("roce_id", (out, 0, 99, flow)),
+    ):
+        with pytest.raises(ValueError, match=f"^{text}$"):
+            getattr(native, call)(*args)
+    assert not any(out)
 
 
 @FAMILIES
@@ -134,6 +193,19 @@ def test_packets_too_short_for_a_header_are_damaged():
 # ---- batches ------------------------------------------------------------------
 
 
+@FAMILIES
+def test_packets_of_a_batch_are_numbered_and_share_the_payload(addresses):
+    """The kernel numbers the packets that it makes of a batch, in their IPv4 identifications."""
+    data = random.Random(4).randbytes(640)
+    headers = [bth(7, psn) for psn in range(10)]
+    batch = build(flow_of(addresses), headers, (data[:100], b"", data[100:110], data[110:]), 64)
+    expected = b""
+    for number, header in enumerate(headers):
+        packet = header + data[64 * number : 64 * number + 64]
+        expected += packet + icrc(addresses, packet, number)
+    assert batch == expected
+
+
 def test_runs_of_packets_end_where_opcode_destination_or_order_change():
     flow = flow_of(V4)
     size = BTH_BYTES + 64 + ICRC_BYTES
@@ -167,10 +239,10 @@ def test_payloads_of_a_run_are_gathered_without_headers():
     assert target == b"." * 10 + data[128:384] + b"." * 34
 
 
-@pytest.mark.parametrize("size", [5, 8])
+@pytest.mark.parametrize("size", [0, 5, 8])
 def test_packet_may_fill_the_buffer_exactly_whatever_the_mtu(size):
     payload = bytes(range(size))
-    exact = bytearray(BTH_BYTES + 8 + ICRC_BYTES)
+    exact = bytearray(BTH_BYTES + (size + 3 & ~3) + ICRC_BYTES)
     assert native.roce_build(exact, flow_of(V4), [bth(4)], (payload,), 4096) == len(exact)
     assert exact == build(flow_of(V4), [bth(4)], (payload,), 4096)
     with pytest.raises(ValueError, match="payload"):
@@ -187,6 +259,10 @@ def test_packet_may_fill_the_buffer_exactly_whatever_the_mtu(size):
         ("roce_build", (bytearray(99), flow_of(V4), [bth(4)], (), -1)),
         ("roce_build", (bytearray(99), flow_of(V4), [bth(4), bth(4) + bytes(8)], (b"1234",), 4)),
         ("roce_build", (bytearray(99), flow_of(V4), [bth(4)] * 3, (b"1234",), 4)),
+        (
+            "roce_build",
+            (bytearray(99), flow_of(V4), [bth(4), bth(4) + b"1234", bth(4)], (b"12345678",), 4),
+        ),
         ("roce_build", (bytearray(9999), flow_of(V4), [bth(4)] * 65, (), 0)),
         ("roce_check", (bytearray(10), 11, 11, flow_of(V4))),
         ("roce_check", (bytearray(10), -1, 5, flow_of(V4))),
@@ -214,6 +290,44 @@ def test_packet_may_fill_the_buffer_exactly_whatever_the_mtu(size):
 def test_packet_functions_in_c_refuse_what_is_out_of_bounds(call, args):
     with pytest.raises(ValueError, match=r"."):
         getattr(native, call)(*args)
+
+
+def test_buffer_too_small_for_a_packet_is_not_written():
+    for size in range(BTH_BYTES + ICRC_BYTES):
+        out = bytearray(size)
+        with pytest.raises(ValueError, match=r"^a header or mtu is too small"):
+            native.roce_build(out, flow_of(V4), [bth(4)], (), 0)
+        assert out == bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("headers", "payload", "text"),
+    [
+        (["no bytes"], (b"1234",), "expected bytes, str found"),
+        ([bth(4)], ("no buffer",), "a bytes-like object is required, not 'str'"),
+        ([bth(4)], (b"12", "no buffer"), "a bytes-like object is required, not 'str'"),
+        (None, (), "'NoneType' object is not iterable"),
+        ([bth(4)], None, "'NoneType' object is not iterable"),
+    ],
+)
+def test_packet_of_what_is_no_bytes_is_a_type_error(headers, payload, text):
+    with pytest.raises(TypeError, match=f"^{text}$"):
+        native.roce_build(bytearray(99), flow_of(V4), headers, payload, 4)
+
+
+def test_packet_functions_in_c_release_their_arguments():
+    """A bytearray that something still looks into cannot be resized."""
+    arguments = [bytearray(99), bytearray(flow_of(V4)), bytearray(b"1234"), bytearray(20)]
+    out, flow, payload, target = arguments
+    for data in (payload, payload * 2):
+        with contextlib.suppress(ValueError):
+            native.roce_build(out, flow, [bth(4)], (data, data), 8)
+    native.roce_check(out, 24, 24, flow)
+    native.roce_id(out, 0, 24, flow)
+    native.roce_run(out, 24, 24, 0)
+    native.roce_gather(target, out, 0, 24, 2, BTH_BYTES)
+    for given in arguments:
+        given.clear()
 
 
 def random_packet(rng: random.Random) -> bytearray:
