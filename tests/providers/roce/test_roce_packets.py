@@ -6,6 +6,7 @@ The ICRC is checked against one computed here with zlib, over real IP headers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -30,7 +31,7 @@ V4 = (socket.inet_aton("10.0.0.1"), socket.inet_aton("10.0.0.2"))
 V6 = (socket.inet_pton(socket.AF_INET6, "fd00::1"), socket.inet_pton(socket.AF_INET6, "fd00::2"))
 FAMILIES = pytest.mark.parametrize("addresses", [V4, V6], ids=["IPv4", "IPv6"])
 # linux/in.h, linux/in6.h and linux/udp.h
-IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE = 10, 23, 3
+IP_MTU_DISCOVER, IPV6_MTU_DISCOVER, PMTUDISC_PROBE, IP_RECVTTL = 10, 23, 3, 12
 UDP_GRO = 104
 
 
@@ -75,9 +76,9 @@ def build(
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 15, 16, 17, 256, 1023, 4096])
 def test_icrc_is_that_of_the_specification(addresses, size):
     payload = random.Random(size).randbytes(size)
-    built = build(flow_of(addresses), [bth(0x04)], (payload,), size)
+    built = build(flow_of(addresses), [bth(0x04, flags=0xFF)], (payload,), size)
     padding = -size % 4
-    expected = bth(0x04, flags=padding << 4) + payload + bytes(padding)
+    expected = bth(0x04, flags=0xCF | padding << 4) + payload + bytes(padding)
     assert bytes(built) == expected + icrc(addresses, expected)
     assert native.roce_check(bytearray(built), len(built), len(built), flow_of(addresses)) == 0
 
@@ -91,6 +92,7 @@ def test_identification_is_recovered_from_the_icrc():
         whole = packet + icrc(V4, packet, number)
         assert native.roce_id(whole, 0, len(whole), flow_of(V4)) == number
         assert native.roce_check(bytearray(whole), len(whole), len(whole), flow_of(V4)) == 0
+        assert native.roce_id(b"..." + whole + b"..", 3, len(whole), flow_of(V4)) == number
     # IPv6 has none.
     whole = packet + icrc(V6, packet)
     assert native.roce_id(whole, 0, len(whole), flow_of(V6)) == 0
@@ -196,7 +198,7 @@ def test_packets_too_short_for_a_header_are_damaged():
 @FAMILIES
 def test_packets_of_a_batch_are_numbered_and_share_the_payload(addresses):
     """The kernel numbers the packets that it makes of a batch, in their IPv4 identifications."""
-    data = random.Random(4).randbytes(640)
+    data = random.Random(4).randbytes(620)
     headers = [bth(7, psn) for psn in range(10)]
     batch = build(flow_of(addresses), headers, (data[:100], b"", data[100:110], data[110:]), 64)
     expected = b""
@@ -204,6 +206,8 @@ def test_packets_of_a_batch_are_numbered_and_share_the_payload(addresses):
         packet = header + data[64 * number : 64 * number + 64]
         expected += packet + icrc(addresses, packet, number)
     assert batch == expected
+    size = BTH_BYTES + 64 + ICRC_BYTES
+    assert native.roce_check(batch, len(batch), size, flow_of(addresses)) == 0
 
 
 def test_runs_of_packets_end_where_opcode_destination_or_order_change():
@@ -217,17 +221,34 @@ def test_runs_of_packets_end_where_opcode_destination_or_order_change():
     assert run_of(*[bth(7, psn) for psn in (5, 6, 7, 8)]) == 4
     assert run_of(*[bth(7, psn) for psn in (5, 6, 7, 8)], at=2) == 2
     assert run_of(*[bth(7, psn) for psn in (0xFFFFFE, 0xFFFFFF, 0, 1)]) == 4
+    assert run_of(*[bth(7, psn) for psn in (0xFFFE, 0xFFFF, 0x10000)]) == 3
     assert run_of(*[bth(7, psn) for psn in (5, 6, 8)]) == 2
     assert run_of(bth(7, 5), bth(7, 6), bth(8, 7)) == 2
     assert run_of(bth(7, 5), bth(7, 6, qpn=0x13)) == 1
     assert run_of(bth(7, 5), bth(7, 6, flags=0x80)) == 1
     # A request for an acknowledgement does not end it.
     assert run_of(bth(7, 5), bth(7, 6 | packets.ACK_REQ), bth(7, 7)) == 3
+    # Nor does resv8a, which may change in transit.
+    assert run_of(bth(7, 5), bth(7, 6, qpn=0x5A000012)) == 2
 
 
 def test_last_packet_of_another_size_is_not_in_the_run_of_packets():
     batch = build(flow_of(V4), [bth(7, psn) for psn in range(3)], (bytes(64 * 2 + 8),), 64)
     assert native.roce_run(batch, len(batch), BTH_BYTES + 64 + ICRC_BYTES, 0) == 2
+
+
+def test_run_of_packets_ends_with_what_was_received():
+    batch = build(flow_of(V4), [bth(7, psn) for psn in range(3)], (bytes(64 * 3),), 64)
+    size = BTH_BYTES + 64 + ICRC_BYTES
+    assert native.roce_run(batch, 2 * size, size, size) == 1
+
+
+def test_run_of_packets_that_are_too_short_is_one():
+    headers = bth(7, 0) + bth(7, 1)
+    assert native.roce_run(headers, 24, BTH_BYTES, 0) == 2
+    overlapping = bytearray(30)
+    overlapping[22] = 1
+    assert native.roce_run(overlapping, 22, 11, 0) == 1
 
 
 def test_payloads_of_a_run_are_gathered_without_headers():
@@ -249,55 +270,98 @@ def test_packet_may_fill_the_buffer_exactly_whatever_the_mtu(size):
         native.roce_build(exact, flow_of(V4), [bth(4)], (payload, bytes(4)), 4096)
 
 
+V4_ADDRESS = struct.pack("=H", socket.AF_INET) + bytes(14)
+V6_ADDRESS = struct.pack("=H", socket.AF_INET6) + bytes(26)
+TOO_SMALL = "a header or mtu is too small, or a packet is too large"
+TOO_MANY = "there are over 64 packets, or one before the last is short"
+LEFT_OVER = "payload is left over, or does not fit"
+OUTSIDE = "an offset, a size or a count is out of bounds"
+NO_ADDRESS = "address, size, segment or tos is not valid"
+
+
 @pytest.mark.parametrize(
-    ("call", "args"),
+    ("call", "args", "text"),
     [
-        ("roce_build", (bytearray(20), flow_of(V4), [bth(4)], (b"abcdefgh",), 8)),
-        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)], (b"abcdefgh",), 4)),
-        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)[:-1]], (), 0)),
-        ("roce_build", (bytearray(99), flow_of(V4)[:-1], [bth(4)], (), 0)),
-        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)], (), -1)),
-        ("roce_build", (bytearray(99), flow_of(V4), [bth(4), bth(4) + bytes(8)], (b"1234",), 4)),
-        ("roce_build", (bytearray(99), flow_of(V4), [bth(4)] * 3, (b"1234",), 4)),
+        ("roce_build", (99, flow_of(V4), [bth(4)], (b"abcdefgh",), 4), LEFT_OVER),
+        ("roce_build", (20, flow_of(V4), [bth(4)], (b"abcdefgh",), 8), LEFT_OVER),
+        ("roce_build", (22, flow_of(V4), [bth(4)], (b"abcde",), 8), "a packet is too large"),
+        ("roce_build", (99, flow_of(V4), [bth(4)[:-1]], (), 0), TOO_SMALL),
+        ("roce_build", (15, flow_of(V4), [bth(4)], (), 0), TOO_SMALL),
+        ("roce_build", (11, flow_of(V4), [bth(4)], (), 0), TOO_SMALL),
+        ("roce_build", (99, flow_of(V4), [bth(4)], (), -1), TOO_SMALL),
+        ("roce_build", (31, flow_of(V4), [bth(4)] * 2, (), 0), TOO_SMALL),
+        ("roce_build", (99, flow_of(V4), [bth(4), bth(4) + bytes(8)], (b"1234",), 4), TOO_SMALL),
         (
             "roce_build",
-            (bytearray(99), flow_of(V4), [bth(4), bth(4) + b"1234", bth(4)], (b"12345678",), 4),
+            (99, flow_of(V4), [bth(4), bth(4) + b"1234", bth(4)], (b"12345678",), 4),
+            LEFT_OVER,
         ),
-        ("roce_build", (bytearray(9999), flow_of(V4), [bth(4)] * 65, (), 0)),
-        ("roce_check", (bytearray(10), 11, 11, flow_of(V4))),
-        ("roce_check", (bytearray(10), -1, 5, flow_of(V4))),
-        ("roce_check", (bytearray(10), 10, 0, flow_of(V4))),
-        ("roce_check", (bytearray(10), 10, -5, flow_of(V4))),
-        ("roce_id", (bytearray(10), 0, 11, flow_of(V4))),
-        ("roce_id", (bytearray(10), 5, 6, flow_of(V4))),
-        ("roce_id", (bytearray(10), -1, 5, flow_of(V4))),
-        ("roce_id", (bytearray(10), 11, -1, flow_of(V4))),
-        ("roce_run", (bytearray(10), 11, 5, 0)),
-        ("roce_run", (bytearray(10), 10, 0, 0)),
-        ("roce_run", (bytearray(10), 10, 5, 10)),
-        ("roce_run", (bytearray(10), 10, 5, -1)),
-        ("roce_gather", (bytearray(7), bytearray(40), 0, 20, 2, 12)),
-        ("roce_gather", (bytearray(99), bytearray(40), 1, 20, 2, 12)),
-        ("roce_gather", (bytearray(99), bytearray(40), 0, 20, -1, 12)),
-        ("roce_gather", (bytearray(99), bytearray(40), 0, 20, 1, 17)),
-        ("roce_gather", (bytearray(99), bytearray(40), 0, 3, 1, 0)),
-        ("roce_gather", (bytearray(99), bytearray(40), 0, 1 << 62, 1 << 62, 0)),
-        ("roce_gather", (bytearray(99), bytearray(40), -1, 20, 1, 12)),
-        ("roce_send", (-1, bytes(16), bytearray(9), 9, 9, 0)),
-        ("roce_send", (-1, bytes(3), bytearray(9), 9, 9, 0)),
+        ("roce_build", (99, flow_of(V4), [bth(4)] * 3, (b"1234",), 4), TOO_MANY),
+        ("roce_build", (9999, flow_of(V4), [bth(4)] * 65, (), 0), TOO_MANY),
+        ("roce_check", (10, 11, 11, flow_of(V4)), OUTSIDE),
+        ("roce_check", (10, -1, 5, flow_of(V4)), OUTSIDE),
+        ("roce_check", (10, 1, 0, flow_of(V4)), OUTSIDE),
+        ("roce_check", (10, 10, -5, flow_of(V4)), OUTSIDE),
+        ("roce_id", (10, 0, 11, flow_of(V4)), OUTSIDE),
+        ("roce_id", (10, 5, 6, flow_of(V4)), OUTSIDE),
+        ("roce_id", (10, -1, 5, flow_of(V4)), OUTSIDE),
+        ("roce_id", (10, 0, -1, flow_of(V4)), OUTSIDE),
+        ("roce_id", (10, 11, -1, flow_of(V4)), OUTSIDE),
+        ("roce_run", (10, 11, 5, 0), OUTSIDE),
+        ("roce_run", (10, 10, 0, 0), OUTSIDE),
+        ("roce_run", (10, 10, 5, 10), OUTSIDE),
+        ("roce_run", (10, 10, 5, -1), OUTSIDE),
+        ("roce_gather", (7, bytearray(40), 0, 20, 2, 12), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 1, 20, 2, 12), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 41, 20, 0, 12), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 0, 20, -1, 12), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 0, 20, 1, 17), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 0, 20, 1, -1), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 0, 3, 1, 0), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), 0, 1 << 62, 1 << 62, 0), OUTSIDE),
+        ("roce_gather", (99, bytearray(40), -1, 20, 1, 12), OUTSIDE),
+        ("roce_send", (-1, bytes(16), b"123456789", 9, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS[:3], b"123456789", 9, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS[:2] + bytes(26), b"123456789", 9, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V6_ADDRESS[:16], b"123456789", 9, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V6_ADDRESS + b"1", b"123456789", 9, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 0, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 10, 9, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 0, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 1 << 16, 0), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 9, -1), NO_ADDRESS),
+        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 9, 256), NO_ADDRESS),
     ],
 )
-def test_packet_functions_in_c_refuse_what_is_out_of_bounds(call, args):
-    with pytest.raises(ValueError, match=r"."):
-        getattr(native, call)(*args)
+def test_packet_functions_in_c_refuse_what_is_out_of_bounds(call, args, text):
+    """And write nothing behind the buffer that they are given."""
+    first, *rest = args
+    whole = bytearray(b"." * 10_000)
+    if call != "roce_send":
+        first = memoryview(whole)[:first]
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        getattr(native, call)(first, *rest)
+    assert call == "roce_send" or whole[len(first) :] == b"." * (len(whole) - len(first))
 
 
-def test_buffer_too_small_for_a_packet_is_not_written():
-    for size in range(BTH_BYTES + ICRC_BYTES):
-        out = bytearray(size)
-        with pytest.raises(ValueError, match=r"^a header or mtu is too small"):
-            native.roce_build(out, flow_of(V4), [bth(4)], (), 0)
-        assert out == bytes(size)
+def test_packet_functions_in_c_accept_what_is_just_within_bounds():
+    flow, buffer = flow_of(V4), bytearray(40)
+    assert native.roce_check(buffer, 0, 0, flow) == 0
+    assert native.roce_id(buffer, 0, 0, flow) == native.roce_id(buffer, 40, 0, flow) == -1
+    assert native.roce_run(buffer, 40, 5, 39) == native.roce_run(buffer, 40, 1, 0) == 1
+    assert native.roce_gather(bytearray(), buffer, 40, 20, 0, 12) == 0
+    assert native.roce_gather(bytearray(), buffer, 0, 20, 2, 16) == 0
+    assert native.roce_gather(bytearray(), buffer, 0, 4, 10, 0) == 0
+    assert native.roce_gather(bytearray(16), buffer, 0, 20, 1, 0) == 16
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["roce_build", "roce_send", "roce_receive", "roce_check", "roce_id", "roce_run", "roce_gather"],
+)
+def test_packet_functions_in_c_refuse_missing_arguments(call):
+    with pytest.raises(TypeError, match="argument"):
+        getattr(native, call)()
 
 
 @pytest.mark.parametrize(
@@ -449,14 +513,84 @@ def test_batch_of_packets_goes_through_the_kernel_whole_and_in_order(family, hos
         assert native.roce_receive(receiver.fileno(), buffer) is None
 
 
+@pytest.mark.parametrize(
+    ("family", "host", "level", "ttl", "receive_ttl", "receive_tos"),
+    [
+        (
+            socket.AF_INET,
+            "127.0.0.1",
+            socket.IPPROTO_IP,
+            socket.IP_TTL,
+            IP_RECVTTL,
+            socket.IP_RECVTOS,
+        ),
+        (
+            socket.AF_INET6,
+            "::1",
+            socket.IPPROTO_IPV6,
+            socket.IPV6_UNICAST_HOPS,
+            socket.IPV6_RECVHOPLIMIT,
+            socket.IPV6_RECVTCLASS,
+        ),
+    ],
+    ids=["IPv4", "IPv6"],
+)
+def test_received_packet_says_its_traffic_class_and_ttl_where_the_socket_asks(
+    family, host, level, ttl, receive_ttl, receive_tos
+):
+    sender, receiver = sockets(family, host)
+    buffer = bytearray(9)
+    with sender, receiver:
+        sender.setsockopt(level, ttl, 9)
+
+        def sent(tos: int) -> tuple[int, ...]:
+            assert (
+                native.roce_send(sender.fileno(), address_of(receiver), b"123", 2, 65535, tos) == 0
+            )
+            receiver.recv(1, socket.MSG_PEEK)
+            got = native.roce_receive(receiver, buffer)
+            assert got is not None
+            assert buffer == b"12" + bytes(7)
+            return (*got[:2], *got[3:])
+
+        receiver.setsockopt(level, receive_ttl, 1)
+        assert sent(255) == (2, 2, 255, 9)
+        assert sent(0) == (2, 2, 0, 9)
+        assert native.roce_send(sender.fileno(), address_of(receiver), b"1", 1, 1, 0) == 0
+        assert receiver.recv(9) == b"1"
+        receiver.setsockopt(level, receive_ttl, 0)
+        receiver.setsockopt(level, receive_tos, 0)
+        assert sent(255) == (2, 2, 0, 0)
+        sender.sendto(b"", receiver.getsockname()[:2])
+        receiver.recv(1, socket.MSG_PEEK)
+        got = native.roce_receive(receiver, buffer)
+        assert got is not None
+        assert got[:2] == (0, 0)
+
+
+def test_descriptor_to_receive_from_is_that_of_an_open_socket():
+    closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    closed.close()
+    buffer = bytearray(9)
+    assert native.roce_receive(closed, buffer) is None
+    with pytest.raises(TypeError, match="fileno"):
+        native.roce_receive("no socket", buffer)
+    # It is released.
+    buffer.clear()
+
+
 def test_errors_of_the_network_are_returned_and_not_raised():
     sender, receiver = sockets(socket.AF_INET, "127.0.0.1")
+    errors: list[tuple[int, object]] = []
     with sender, receiver:
         address = address_of(receiver)
+        assert native.roce_send(sender.fileno(), address, b"123", 3, 3, 0, errors, "why") == 0
+        assert errors == []
         # Too long for one datagram.
         assert native.roce_send(sender.fileno(), address, bytearray(65535), 65535, 65535, 0) != 0
         fd = sender.fileno()
-    assert native.roce_send(fd, address, bytearray(9), 9, 9, 0) != 0
+    assert native.roce_send(fd, address, b"123", 3, 3, 0, errors, "why") == errno.EBADF
+    assert errors == [(errno.EBADF, "why")]
     with pytest.raises(OSError, match="file descriptor"):
         native.roce_receive(fd, bytearray(9))
 
