@@ -509,6 +509,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_columns.py",
         "posting/test_atomic_write_and_flush.py",
         "resources/test_mr_rereg.py",
+        "resources/test_mw_type_2_bind_and_invalidate.py",
     ),
     "rdmapost/_c/posting/wr_init.c": (
         "posting/test_wr_classes.py",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import ALL, Connect, Pair, needs, soft_queues
-from support.posting_tap import tap
+from support.posting_tap import NOWHERE, tap
 from support.watching import closed_elsewhere
 
 import rdmapost as rp
@@ -215,7 +215,16 @@ def test_datagrams_of_columns_share_an_address_handle(connect):
         remote_qpn=fields.remote_qpn,
         remote_qkey=fields.remote_qkey,
     )
-    assert [wc.check() for wc in ud.wait(6)]
+    assert [wc.check().wr_id for wc in ud.wait(6)] == [0] * 6
+    with pytest.raises(TypeError, match=r"^ah cannot be a column: all rows share one value$"):
+        ud.a.post_columns(
+            rp.Send,
+            ud.mine.blocks(np.arange(3), 32),
+            ah=[fields.ah] * 3,
+            remote_qpn=fields.remote_qpn,
+            remote_qkey=fields.remote_qkey,
+        )
+    assert ud.a.outstanding.send == 0
 
 
 def test_srq_receives_posted_from_columns_may_complete_in_any_order(pd, cq, stack):
@@ -492,15 +501,21 @@ def test_sg_list_that_is_none_is_refused_as_in_a_work_request(rc):
 def test_size_of_blocks_that_is_no_number_is_refused_by_name(rc, size):
     words = f"size: expected int, got {type(size).__name__}"
     with pytest.raises(TypeError, match=words):
-        rc.a.post_columns(rp.RdmaWrite, rc.mine.blocks(np.arange(2), size))
+        rc.a.post_columns(
+            rp.RdmaWrite,
+            rc.mine.blocks(np.arange(2), size),
+            remote_addr=rc.theirs.addr,
+            rkey=rc.theirs.rkey,
+        )
     assert rc.a.outstanding.send == 0
 
 
-def test_released_memoryview_is_refused_as_a_column(rc):
+@pytest.mark.parametrize("name", ["wr_id", "send_flags"])
+def test_released_memoryview_is_refused_as_a_column_and_as_a_number(rc, name):
     released = memoryview(array.array("q", [1, 2]))
     released.release()
     with pytest.raises(ValueError, match="released memoryview"):
-        write_blocks(rc, 2, wr_id=released)
+        write_blocks(rc, 2, **{name: released})
     assert rc.a.outstanding.send == 0
 
 
@@ -598,6 +613,65 @@ def test_inline_row_outside_its_region_is_refused_without_checks_too(connect):
             send_flags=SendFlags.INLINE,
         )
     assert (caught.value.index, caught.value.posted) == (2, 0)
+
+
+def write_ranges(pair: Pair, mr: rp.MR, offsets: list[int], lengths: Any, **more: Any) -> int:
+    """Write ranges of a region to the beginning of the peer's memory."""
+    if isinstance(lengths, list):
+        lengths = np.array(lengths)
+    return pair.a.post_columns(
+        rp.RdmaWrite,
+        mr.ranges(np.array(offsets), lengths),
+        remote_addr=pair.theirs.addr,
+        rkey=pair.theirs.rkey,
+        **more,
+    )
+
+
+def test_rows_may_reach_to_the_end_of_their_region_and_no_further(rc, pd, stack):
+    lent = stack.enter_context(rp.MR(pd, bytearray(range(64)), ALL))
+    assert write_ranges(rc, lent, [0, 0, 60], [64, 64, 4]) == 3
+    assert write_ranges(rc, lent, [0, 32], 32) == 2
+    assert all(wc.check() for wc in rc.wait(5))
+    assert rc.theirs.buffer[:33] == bytes(range(32, 64)) + b"\x20"
+    for offsets, lengths in (
+        ([0, 0], [64, 65]),
+        ([0, 60], [64, 5]),
+        ([0, 64], [64, 1]),
+        ([0, 65], [64, 1]),
+        ([0, 0], [64, 0]),
+        ([0, 33], 32),
+        ([0, 64], 32),
+        ([0, (1 << 63) - 1], 32),
+    ):
+        with pytest.raises(rp.PostError) as caught:
+            write_ranges(rc, lent, offsets, lengths)
+        assert (caught.value.index, caught.value.posted) == (1, 0)
+    for length in (0, 65, 1 << 31, (1 << 32) - 1, 1 << 32):
+        with pytest.raises(rp.PostError) as caught:
+            write_ranges(rc, lent, [0, 0], length)
+        assert (caught.value.index, caught.value.posted) == (0, 0)
+    assert rc.a.outstanding.send == 0
+    rc.works()
+
+
+def test_unchecked_rows_outside_their_region_are_left_to_the_device(connect, pd, stack):
+    lent = stack.enter_context(rp.MR(pd, 64, ALL))
+    for offsets, lengths in (([0, 0], [8, 65]), ([0, 64], 8), ([0, 0], 65)):
+        pair = connect(checked=False)
+        assert write_ranges(pair, lent, offsets, lengths) == 2
+        assert pair.cq.wait(2)[-1].status is not WCStatus.SUCCESS
+
+
+def test_unchecked_inline_rows_may_be_empty(connect, pd, stack):
+    """Otherwise, a length of 0 is 2^31 bytes to the device."""
+    lent = stack.enter_context(rp.MR(pd, bytearray(range(64)), ALL))
+    pair = connect(checked=False, max_inline_data=64)
+    inline = SendFlags.INLINE
+    assert write_ranges(pair, lent, [0, 64, 56], [0, 0, 8], send_flags=inline) == 3
+    assert write_ranges(pair, lent, [64, 0], 0, send_flags=inline) == 2
+    assert all(wc.check() for wc in pair.wait(5))
+    assert pair.theirs.buffer[:9] == bytes(range(56, 64)) + b"\0"
 
 
 @pytest.mark.parametrize("code", ["q", "Q", "i", "I"])
@@ -778,6 +852,19 @@ def test_receives_of_an_srq_before_one_that_the_device_refuses_are_posted(tap, s
     assert srq.post_srq_recv_columns(mr[:8], wr_id=np.arange(50)) == srq.max_wr - after
 
 
+def test_rows_that_a_device_refuses_without_saying_where_may_all_be_posted(tap, stack):
+    """They stay outstanding until their completions, or those of later ones, come."""
+    pd = stack.enter_context(rp.PD(tap.context))
+    mr = stack.enter_context(rp.MR(pd, 64, ALL))
+    srq = stack.enter_context(rp.SRQ(pd, 8))
+    tap.refuse(passed=2, rc=5, bad=NOWHERE)
+    with pytest.raises(rp.PostError) as caught:
+        srq.post_srq_recv_columns(mr[:8], wr_id=np.arange(8))
+    error = caught.value
+    assert (error.errno, error.index, error.posted, error.count) == (5, None, None, 8)
+    assert srq.outstanding == 8
+
+
 # ---- hostile callers ----------------------------------------------------------------------------
 
 
@@ -817,6 +904,7 @@ def test_error_about_ranges_names_the_wrong_argument(rc, lengths, text):
     ranges = rc.theirs.ranges(array.array("q", [0, 8]), lengths)
     with pytest.raises((TypeError, ValueError), match=text):
         rc.b.post_recv_columns(ranges)
+    assert rc.b.outstanding.recv == 0
 
 
 def test_column_that_shrinks_before_it_is_read_is_refused_for_its_length(rc):

@@ -138,6 +138,32 @@ def test_invalidated_window_is_closed_to_peers(rc, window):
     assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
 
 
+@pytest.mark.parametrize(
+    "keys", ["column", "column after wr_id", "the same"], ids=lambda keys: keys.replace(" ", "_")
+)
+def test_windows_invalidated_by_columns_are_closed_to_peers_and_release_their_regions(
+    rc, window, stack, keys
+):
+    first, _ = window
+    windows = [first, stack.enter_context(rp.MW(rc.pd))][: 1 + (keys != "the same")]
+    region = stack.enter_context(rp.MR(rc.pd, 256, BINDABLE))
+    bound = array.array("I")
+    for mw in windows:
+        bound.append(bind(rc, mw, region))
+        rc.wait()
+    ids = array.array("q", range(7, 7 + len(bound)))
+    columns = {"invalidate_rkey": bound, "wr_id": ids}
+    if keys == "column after wr_id":
+        columns = {"wr_id": ids, "invalidate_rkey": bound}
+    elif keys == "the same":
+        columns = {"wr_id": ids, "invalidate_rkey": bound[0]}
+    assert rc.b.post_columns(rp.LocalInv, **columns) == len(bound)
+    assert [wc.check().wr_id for wc in rc.wait(len(bound))] == [*ids]
+    region.close()
+    rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:4], remote_addr=region.addr + 64, rkey=bound[-1]))
+    assert rc.cq.wait()[0].status is WCStatus.REM_ACCESS_ERR
+
+
 def test_peer_invalidates_a_window_with_a_send(rc, window):
     """SEND_WITH_INV: the receiver's completion names the key."""
     mw, region = window
