@@ -204,6 +204,20 @@ def test_atomics_can_be_posted_with_a_column_of_operands(rc):
     assert list(rc.theirs.buffer[:32].cast("Q")) == [1, 2**63, 3, 2**64 - 1]
 
 
+def test_soft_device_has_carried_out_an_atomic_of_one_row_when_the_post_returns(rc, context):
+    """Before anybody polls."""
+    needs(context.kind == "soft", "synchronous execution", context)
+    rc.theirs.buffer[:8] = (5).to_bytes(8, sys.byteorder)
+    rc.a.post_columns(
+        rp.AtomicFetchAndAdd,
+        rc.mine[:8],
+        remote_addr=rc.theirs.addr,
+        rkey=rc.theirs.rkey,
+        compare_add=np.array([2]),
+    )
+    assert int.from_bytes(rc.theirs.buffer[:8], sys.byteorder) == 7
+
+
 def test_datagrams_of_columns_share_an_address_handle(connect):
     ud = connect(rp.QPType.UD)
     ud.b.post_recv_columns(ud.theirs.blocks(np.arange(3), 128))
@@ -735,8 +749,6 @@ def test_columns_longer_than_memory_are_refused(rc, name):
 def test_post_columns_with_wrong_arguments_is_a_type_error(rc):
     index = np.arange(2)
     for args, fields in (
-        ((), {}),
-        ((rp.Send, (), 3), {}),
         ((rp.BindMW,), {"wr_id": index}),
         ((rp.TSO, rc.mine[:8]), {"wr_id": index}),
         ((rp.RecvWR, rc.mine[:8]), {"wr_id": index}),
@@ -747,6 +759,11 @@ def test_post_columns_with_wrong_arguments_is_a_type_error(rc):
     ):
         with pytest.raises(TypeError):
             rc.a.post_columns(*args, **fields)
+    for args in ((), (rp.Send, rc.mine[:8], 3)):
+        with pytest.raises(TypeError, match=r"^post_columns\(wr_type, /, sg_list, "):
+            rc.a.post_columns(*args, wr_id=index)
+    with pytest.raises(TypeError, match=r"^post_recv_columns\(sg_list, "):
+        rc.a.post_recv_columns(rc.mine[:8], 3, wr_id=index)
     for call in (rc.mine.blocks, rc.mine.ranges, rp.Blocks, rc.a.post_recv_columns):
         with pytest.raises(TypeError):
             call()
@@ -1046,6 +1063,7 @@ def test_columns_that_post_columns_without_end_raise_recursion_error(rc):
 
     with pytest.raises(RecursionError):
         write_blocks(rc, 1, remote_addr=Nested())
+    assert rc.a.outstanding.send == 0
     assert write_blocks(rc, 1) == 1
 
 
