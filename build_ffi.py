@@ -7,9 +7,10 @@ elsewhere in ``rdmapost/_c/``; this file only passes them to cffi and setuptools
 ``pip install .`` uses the commands below through pyproject.toml.
 ``python build_ffi.py`` builds the module in place, next to its sources.
 
-One module, built with the limited API, serves CPython 3.11 and later.  A
-free-threaded CPython has no limited API (its objects are laid out differently),
-so its module and wheel serve only the version that they were built with.
+A module, built with the limited API, serves the CPython that it was built with
+(3.11 at the earliest) and later ones.  A free-threaded CPython has no limited API
+(its objects are laid out differently), so its module and wheel serve only the
+version that they were built with.
 """
 
 from __future__ import annotations
@@ -65,11 +66,15 @@ class build_ext(_build_ext.build_ext):
 
 
 class bdist_wheel(_bdist_wheel.bdist_wheel):
-    """Tag the wheel for CPython 3.11's stable ABI, unless this CPython is free-threaded."""
+    """Tag the wheel for this CPython's stable ABI, unless this CPython is free-threaded.
+
+    Not for an older one's: headers of 3.12 and 3.13 rely on an immortal None and on new functions
+    even if the limited API of 3.11 is asked for.
+    """
 
     def finalize_options(self):
         if not FREE_THREADED:
-            self.py_limited_api = "cp311"
+            self.py_limited_api = f"cp3{sys.version_info.minor}"
         super().finalize_options()
 
 

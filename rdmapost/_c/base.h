@@ -10,6 +10,14 @@
 
 #include "libibverbs/shim.h"
 
+/* With some headers of CPython 3.12 and 3.13, these would take no reference, which 3.11 needs. */
+#undef Py_RETURN_NONE
+#undef Py_RETURN_TRUE
+#undef Py_RETURN_FALSE
+#define Py_RETURN_NONE return Py_NewRef(Py_None)
+#define Py_RETURN_TRUE return Py_NewRef(Py_True)
+#define Py_RETURN_FALSE return Py_NewRef(Py_False)
+
 /*
  * Declares a variable defined in another file; hidden visibility lets code read it without the GOT.
  */

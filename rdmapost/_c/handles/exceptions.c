@@ -11,8 +11,33 @@ struct rp_errors rp_errors;
 static PyObject *raised; /* a list of handlers' exceptions, for the main thread */
 static PyObject *unlisted; /* one that could not be listed for lack of memory, or NULL */
 
+static int forking_in_main;
+static int inherited; /* another thread has forked: these are for the parent's main thread */
+
+static void before_fork(void)
+{
+	forking_in_main = gettid() == getpid();
+}
+
+static void after_fork(void)
+{
+	inherited |= !forking_in_main;
+}
+
+static void drop_inherited(void)
+{
+	if (!inherited)
+		return;
+	Py_CLEAR(unlisted);
+	if (PyList_SetSlice(raised, 0, PyList_Size(raised), NULL))
+		PyErr_Clear();
+	else
+		inherited = 0;
+}
+
 static int has_raised(void)
 {
+	drop_inherited();
 	return unlisted || PyList_Size(raised) > 0;
 }
 
@@ -71,6 +96,7 @@ static PyObject *shift(void)
 {
 	PyObject *first = NULL;
 
+	drop_inherited();
 	rp_data_lock();
 	if (PyList_Size(raised) > 0) {
 		first = Py_NewRef(PyList_GetItem(raised, 0));
@@ -107,6 +133,7 @@ void rp_raise_later(PyObject *exception)
 
 	if (!exception)
 		return;
+	drop_inherited();
 	rp_data_lock();
 	/* If a handler raises every time, keep only its first exception. */
 	for (Py_ssize_t i = 0; i < PyList_Size(raised); i++)
@@ -155,5 +182,5 @@ PyObject *rp_deliver(void)
 int rp_add_exceptions(void)
 {
 	raised = PyList_New(0); /* never released */
-	return raised ? 0 : -1;
+	return raised && !pthread_atfork(before_fork, NULL, after_fork) ? 0 : -1;
 }

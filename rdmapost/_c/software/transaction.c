@@ -21,7 +21,7 @@ static int64_t wasted; /* how many ns this verb has spent on work that lacked me
 static int lacked_memory; /* something is left to a later verb, which must be started */
 static Py_ssize_t aside; /* how many objects at the head of READY wait for memory until `again` */
 static PyObject *at_work; /* the READY object whose work runs; other verbs need not wait for it */
-static int gc_paused; /* run_elsewhere() has disabled the collector, which was enabled */
+static int gc_paused; /* pause_gc() has disabled the collector, which was enabled */
 static PyObject *start_new_thread; /* _thread's, or NULL if that has been replaced */
 static PyObject *is_finalizing; /* of sys; while it returns True, a new thread may never run */
 static PyObject *elsewhere; /* run_elsewhere() */
@@ -172,6 +172,25 @@ static void resume_gc(void)
 }
 
 /*
+ * Pause the collector: in the separate thread, finalizers would wait for locks held by the sender.
+ * In CPython 3.12 a collection that is due takes place nevertheless, when a thread next runs Python
+ * code; have this thread do so.
+ */
+static void pause_gc(void)
+{
+	PyObject *result = NULL;
+
+	gc_paused = PyGC_IsEnabled();
+	PyGC_Disable();
+	for (int i = 0; Py_Version >> 16 == 0x030c && !result && i < MAX_INTERRUPTS; i++) {
+		result = PyEval_EvalCode(nothing, globals, globals);
+		if (!result)
+			rp_handler_raised();
+	}
+	Py_XDECREF(result);
+}
+
+/*
  * Take the errand out of its capsule, the separate thread's argument; NULL if it has already been
  * taken. Only one of these takes it: the thread, to run it; or the sender or the capsule's
  * destructor, to cancel it.
@@ -210,15 +229,11 @@ static PyObject *run_elsewhere(PyObject *self, PyObject *capsule)
 	(void)self;
 	if (!errand)
 		return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-	/* Finalizers that ran in this thread would wait for locks held by the sender. */
-	gc_paused = PyGC_IsEnabled();
-	PyGC_Disable();
-	drop_exception();
 	/* Count as the owner of the waiting sender's locks. */
 	rp_stand_for(errand->sender);
+	drop_exception();
 	attempt_again(errand, 0);
 	rp_stand_for(NULL);
-	resume_gc();
 	errand->ran = 1;
 	PyThread_release_lock(errand->done);
 	Py_RETURN_NONE;
@@ -282,11 +297,13 @@ static int send(struct errand *errand)
 	if (!errand->done)
 		return 0;
 	PyThread_acquire_lock(errand->done, WAIT_LOCK);
-	if (!start_thread(errand)) {
+	pause_gc();
+	if (!doomed && !start_thread(errand)) {
 		Py_BEGIN_ALLOW_THREADS
 		PyThread_acquire_lock(errand->done, WAIT_LOCK);
 		Py_END_ALLOW_THREADS
 	}
+	resume_gc();
 	PyThread_release_lock(errand->done);
 	PyThread_free_lock(errand->done);
 	return errand->ran;
@@ -300,7 +317,7 @@ long rp_soft_transact(PyObject *call)
 	rp_soft_allow_writes();
 	errand.result = attempt(call);
 	errand.error = errand.result ? NULL : rp_take_exception();
-	if (!errand.result && !doomed && !send(&errand))
+	if (!errand.result && !doomed && !send(&errand) && !doomed)
 		attempt_here(&errand);
 	/*
 	 * Drop the exception if it came from a bug, because GIVE_UP has received it, or from a lack

@@ -215,6 +215,69 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
     assert prints(STRUCK + code) == "['1'] ['SUCCESS', 'SUCCESS']"
 
 
+def test_finalizers_run_in_the_thread_that_posts_and_not_in_the_one_that_repeats_a_step():
+    """There, locks of the posting thread would stop them, and the device with them."""
+    code = """
+import gc
+
+class Garbage:
+    def __init__(self):
+        self.itself, self.qp = self, rp.QP(pd, rp.QPType.RC, cq)
+
+    def __del__(self):
+        ran.add(threading.current_thread())
+
+ran = set()
+# A collection is due at another moment each time.
+for threshold in range(1, 400):
+    gc.set_threshold(threshold)
+    Garbage()
+    planned[:] = [LookupError()]
+    post(1)
+    b.post_recv(rp.RecvWR(mr[:8]))
+    assert cq.wait()[0].check() and announced.poll()[0].check()
+print(ran == {threading.main_thread()})
+"""
+    assert prints(STRUCK + code) == "True"
+
+
+def test_child_forked_by_another_thread_raises_no_exception_of_the_parents_handler():
+    """One waits for the end of the post, during which the other thread forks."""
+    code = """
+def fork():
+    global pid
+    assert go.wait(20)
+    pid = os.fork()
+    if not pid:
+        try:
+            rp.open_device("soft0").close()
+            for _ in range(99): pass
+        except BaseException as error:
+            print("raised in the child:", repr(error), flush=True)
+        os._exit(0)
+    forked.set()
+
+def complete_send(self, *args):
+    here = threading.current_thread() is threading.main_thread()
+    if here and planned:
+        signal.raise_signal(signal.SIGUSR1)
+    elif here:
+        go.set()
+        assert forked.wait(20)
+    return complete(self, *args)
+
+qp.QueuePair.complete_send = complete_send
+go, forked, pid = threading.Event(), threading.Event(), None
+thread = threading.Thread(target=fork)
+thread.start()
+planned[:] = [LookupError("1")]
+post(2)
+thread.join(20)
+print(os.waitpid(pid, 0)[1], repr(chain[0]), len(cq.wait(2)))
+"""
+    assert prints(STRUCK + code) == "0 LookupError('1') 2"
+
+
 @pytest.mark.parametrize("ends", ["raise LookupError", "return"])
 def test_child_forked_by_a_handler_within_a_step_carries_out_nothing_more(ends):
     """It does not finish that step, or run the next one, or posts to other queue pairs."""
