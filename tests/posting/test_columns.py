@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import ctypes
 import errno
+import mmap
 import random
 import re
 import sys
@@ -28,6 +29,8 @@ __all__ = ["tap"]  # a fixture
 WITH_IMM = (rp.RdmaWriteWithImm, rp.SendWithImm)
 QUIET = (rp.RdmaWrite, rp.RdmaRead, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp)
 """Those that use no receive."""
+MAP_FIXED_NOREPLACE = 0x100000
+"""linux/mman.h"""
 REMOTE = (rp.RdmaWrite, rp.RdmaRead, rp.RdmaWriteWithImm, rp.AtomicFetchAndAdd, rp.AtomicCmpAndSwp)
 
 
@@ -35,6 +38,21 @@ REMOTE = (rp.RdmaWrite, rp.RdmaRead, rp.RdmaWriteWithImm, rp.AtomicFetchAndAdd, 
 def deep(connect: Connect) -> Pair:
     """A pair whose queues hold more than one chunk of rows."""
     return connect(max_send_wr=400, max_recv_wr=400, max_inline_data=64)
+
+
+@pytest.fixture
+def across_4_gib() -> memoryview:
+    """8 KiB of memory, with a multiple of 4 GiB in the middle."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    for high in range(0x1000, 0x2000):
+        start = (high << 32) - 4096
+        found = libc.mmap(start, 8192, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if found == start:
+            return memoryview((ctypes.c_char * 8192).from_address(start)).cast("B")
+    raise OSError(ctypes.get_errno(), "no hole in the address space")
 
 
 def fill(pair: Pair, seed: int = 0) -> None:
@@ -202,6 +220,29 @@ def test_atomics_can_be_posted_with_a_column_of_operands(rc):
     )
     assert [wc.check() for wc in rc.wait(4)]
     assert list(rc.theirs.buffer[:32].cast("Q")) == [1, 2**63, 3, 2**64 - 1]
+
+
+def test_wr_ids_of_a_column_may_have_all_64_bits(rc):
+    ids = [(1 << 64) - 1, 0, 1 << 63, (1 << 32) - 1]
+    assert write_blocks(rc, 4, wr_id=np.array(ids, "u8")) == 4
+    assert [wc.check().wr_id for wc in rc.wait(4)] == ids
+
+
+@pytest.mark.parametrize("kind", ["blocks", "ranges"])
+def test_rows_of_a_region_across_a_boundary_of_4_gib_have_their_whole_addresses(
+    rc, pd, stack, across_4_gib, kind
+):
+    region = stack.enter_context(rp.MR(pd, across_4_gib, ALL))
+    region.buffer[:] = bytes(range(256)) * (len(region) // 256)
+    region.buffer[4096:4104] = b"-behind-"
+    if kind == "blocks":
+        local = region.blocks(np.array([511, 512, 513]), 8)
+    else:
+        local = region.ranges(np.array([4088, 4096, 4104]), np.array([8, 8, 8]))
+    target = rp.Blocks(rc.theirs.addr, np.arange(3), 8)
+    rc.a.post_columns(rp.RdmaWrite, local, remote_addr=target, rkey=rc.theirs.rkey)
+    assert all(wc.check() for wc in rc.wait(3))
+    assert rc.theirs.buffer[:24] == bytes(range(248, 256)) + b"-behind-" + bytes(range(8, 16))
 
 
 def test_soft_device_has_carried_out_an_atomic_of_one_row_when_the_post_returns(rc, context):
@@ -689,7 +730,7 @@ def test_unchecked_inline_rows_may_be_empty(connect, pd, stack):
 
 
 @pytest.mark.parametrize("code", ["q", "Q", "i", "I"])
-@pytest.mark.parametrize("base", [0, 5, 1 << 32, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("base", [0, 5, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_row_is_refused_if_its_address_would_not_fit_64_bits(tap, stack, base, code):
     """``base + size * index`` is posted exactly, up to both ends."""
     pd = stack.enter_context(rp.PD(tap.context))
