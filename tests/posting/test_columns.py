@@ -65,9 +65,8 @@ def write_blocks(pair: Pair, count: int, **more: Any) -> int:
     """Write blocks of 16 bytes to the same place of the peer's memory."""
     index = np.arange(count) % 512
     more.setdefault("remote_addr", rp.Blocks(pair.theirs.addr, index, 16))
-    return pair.a.post_columns(
-        rp.RdmaWrite, pair.mine.blocks(index, 16), rkey=pair.theirs.rkey, **more
-    )
+    more.setdefault("sg_list", pair.mine.blocks(index, 16))
+    return pair.a.post_columns(rp.RdmaWrite, rkey=pair.theirs.rkey, **more)
 
 
 COLUMNS: dict[str, Callable[[list[int]], Any]] = {
@@ -706,6 +705,10 @@ def test_rows_may_reach_to_the_end_of_their_region_and_no_further(rc, pd, stack)
         with pytest.raises(rp.PostError) as caught:
             write_ranges(rc, lent, [0, 0], length)
         assert (caught.value.index, caught.value.posted) == (0, 0)
+    for size in (0, 65, 1 << 32):
+        with pytest.raises(rp.PostError) as caught:
+            write_blocks(rc, 2, sg_list=lent.blocks(np.zeros(2, "i8"), size))
+        assert (caught.value.index, caught.value.posted) == (0, 0)
     assert rc.a.outstanding.send == 0
     rc.works()
 
@@ -958,11 +961,13 @@ def test_change_to_a_column_that_the_post_has_read_has_no_effect(rc):
         (array.array("d", [8, 8]), "^lengths: a column is a buffer"),
     ],
 )
-def test_error_about_ranges_names_the_wrong_argument(rc, lengths, text):
-    ranges = rc.theirs.ranges(array.array("q", [0, 8]), lengths)
-    with pytest.raises((TypeError, ValueError), match=text):
-        rc.b.post_recv_columns(ranges)
-    assert rc.b.outstanding.recv == 0
+def test_error_about_ranges_names_the_wrong_argument(connect, lengths, text):
+    for checked in (True, False):
+        pair = connect(checked=checked)
+        ranges = pair.theirs.ranges(array.array("q", [0, 8]), lengths)
+        with pytest.raises((TypeError, ValueError), match=text):
+            pair.b.post_recv_columns(ranges)
+        assert pair.b.outstanding.recv == 0
 
 
 def test_column_that_shrinks_before_it_is_read_is_refused_for_its_length(rc):
