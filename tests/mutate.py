@@ -521,7 +521,11 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "posting/test_wr_structs.py",
         "posting/test_sges.py",
     ),
-    "rdmapost/_c/software/fast_path.c": ("providers/soft0/test_soft_fast_path.py",),
+    "rdmapost/_c/software/fast_path.c": (
+        "providers/soft0/test_soft_fast_path.py",
+        "soundness/test_collector_shows_internals.py::"
+        "test_device_queues_with_anything_in_them_do_not_end_the_process",
+    ),
     "rdmapost/_c/software/queue_types.c": DATA_VERBS,
     "rdmapost/_c/software/data_verbs.c": DATA_VERBS,
     "rdmapost/_c/software/faults.c": (

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support import ALL, Pair, prints, soft_context, until
+from support import ALL, LOSES_MEMORY, Pair, prints, soft_context, until
 
 import rdmapost as rp
 from rdmapost import Access, QPState, SendFlags, WCStatus
@@ -299,6 +299,22 @@ def test_python_executes_only_the_first_of_many_rarer_forms(connect, executed):
     rc.a.post_send(wrs)
     rc.wait(8)
     assert len(executed) == 1
+
+
+@pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
+def test_work_that_c_executes_gives_back_every_place_in_the_queues(connect, executed, wr_type):
+    """The device alone counts them; most sends have no completion."""
+    pair = connect(max_send_wr=4, max_recv_wr=4, checked=False)
+    depth = pair.a.max_send_wr
+    assert depth <= pair.b.max_recv_wr
+    uses_receives = wr_type is rp.Send
+    for _ in range(5):
+        if uses_receives:
+            pair.b.post_recv([rp.RecvWR(pair.theirs[:8])] * depth)
+        quiet = pair.wr(wr_type, pair.mine[:8], send_flags=SendFlags(0))
+        pair.a.post_send([quiet] * (depth - 1) + [pair.wr(wr_type, pair.mine[:8])])
+        assert len(pair.wait(1 + depth * uses_receives)) == 1 + depth * uses_receives
+    assert len(executed) <= 1
 
 
 def test_c_fills_a_completion_queue_to_its_last_entry(context, pd, executed):
@@ -630,3 +646,48 @@ for less in range(4):
     print(len(cq.wait(64)), end=" ")
 """
     assert prints(code) == "64 64 64 64"
+
+
+def test_sends_that_lack_memory_for_a_moment_are_carried_out_once():
+    """Whichever allocation fails."""
+    pytest.importorskip("_testcapi", reason="this Python has no _testcapi")
+    code = """
+import _testcapi
+import rdmapost as rp
+
+context = rp.open_device("soft0")
+pd, cqs = rp.PD(context), [rp.CQ(context), rp.CQ(context)]
+mr = rp.MR(pd, 4096, rp.Access.LOCAL_WRITE)
+a, b = (rp.QP(pd, rp.QPType.RC, cq) for cq in cqs)
+a.connect(b.endpoint())
+b.connect(a.endpoint())
+wrong, sent = [], 0
+
+def both(at, burst):
+    global sent
+    send, recv = rp.Send(mr[:8], wr_id=sent), rp.RecvWR(mr[8:16], wr_id=sent)
+    mr.buffer[:8] = sent.to_bytes(8, "little")
+    b.post_recv(recv)
+    lacked = False
+    _testcapi.set_nomemory(at, at + burst)
+    try: a.post_send(send)
+    except (MemoryError, rp.PostError): lacked = True
+    finally: _testcapi.remove_mem_hooks()
+    if lacked and not a.outstanding.send:
+        a.post_send(send)
+    for cq in cqs:
+        got = [(wc.status, wc.wr_id) for wc in cq.wait(timeout=20)]
+        if got != [(rp.WCStatus.SUCCESS, sent)] or cq.poll():
+            wrong.append((at, burst, got))
+    if mr.buffer[8:16] != mr.buffer[:8]:
+        wrong.append((at, burst, bytes(mr.buffer[:16])))
+    sent += 1
+
+for burst in (1, 2, 5):
+    for at in range(25):
+        # A queue allocates only now and then.
+        for _ in range(70):
+            both(at, burst)
+print(wrong, sent)
+"""
+    assert prints(code, **LOSES_MEMORY) == "[] 5250"
