@@ -75,6 +75,8 @@ class At:
 
     def __enter__(self) -> At:
         self._before = sys.gettrace()
+        # CPython 3.12 traces bytecodes only if the frame that starts the tracing asks for it.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._trace)
         return self
 
