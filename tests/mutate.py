@@ -525,6 +525,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
         "providers/soft0/test_soft_fast_path.py",
         "soundness/test_collector_shows_internals.py::"
         "test_device_queues_with_anything_in_them_do_not_end_the_process",
+        "soundness/test_collector_shows_internals.py::"
+        "test_private_functions_of_the_software_devices_check_their_arguments",
     ),
     "rdmapost/_c/software/queue_types.c": DATA_VERBS,
     "rdmapost/_c/software/data_verbs.c": DATA_VERBS,

@@ -301,6 +301,25 @@ def test_python_executes_only_the_first_of_many_rarer_forms(connect, executed):
     assert len(executed) == 1
 
 
+def test_atomics_and_sends_to_an_srq_are_executed_by_python(context, pd, stack, executed):
+    mr = stack.enter_context(rp.MR(pd, bytearray(range(64)), ALL))
+    cq, srq = stack.enter_context(rp.CQ(context)), stack.enter_context(rp.SRQ(pd, 8))
+    a = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq))
+    b = stack.enter_context(rp.QP(pd, rp.QPType.RC, cq, srq=srq))
+    a.connect(b.endpoint())
+    b.connect(a.endpoint())
+    srq.post_srq_recv([rp.RecvWR(mr[32:40]), rp.RecvWR(mr[40:48])])
+    there = {"remote_addr": mr.addr + 8, "rkey": mr.rkey}
+    write = rp.RdmaWrite(mr[:8], **there)
+    add = rp.AtomicFetchAndAdd(mr[24:32], **there, compare_add=0)
+    a.post_send([write, write, add, write, rp.Send(mr[:8]), rp.Send(mr[16:24])])
+    assert all(wc.check() for wc in cq.wait(8))
+    names = [opcode.name for opcode in executed]
+    assert names == ["RDMA_WRITE", "ATOMIC_FETCH_AND_ADD", "SEND", "SEND"]
+    first, other = bytes(range(8)), bytes(range(16, 24))
+    assert mr.buffer[24:48] == first + first + other
+
+
 @pytest.mark.parametrize("wr_type", [rp.Send, rp.RdmaWrite])
 def test_work_that_c_executes_gives_back_every_place_in_the_queues(connect, executed, wr_type):
     """The device alone counts them; most sends have no completion."""
@@ -481,6 +500,16 @@ def test_sge_length_0_means_2_to_the_31_bytes_on_the_fast_path(connect):
     rc.a.post_send(rc.wr(rp.RdmaWrite, rc.mine[:8]))
     rc.a.post_send(rc.wr(rp.RdmaWrite, rp.SGE(rc.mine.addr, 0, rc.mine.lkey)))
     assert [wc.status.name for wc in rc.cq.wait(2)] == ["SUCCESS", "LOC_PROT_ERR"]
+
+
+def test_rdma_read_with_max_rd_atomic_0_fails_on_the_fast_path(connect):
+    pair = connect(to=QPState.RESET)
+    pair.a.connect(pair.b.endpoint(), max_rd_atomic=0)
+    pair.b.connect(pair.a.endpoint())
+    pair.a.post_send([pair.wr(rp.RdmaWrite, pair.mine[:8])] * 3)
+    pair.wait(3)
+    pair.a.post_send(pair.wr(rp.RdmaRead, pair.mine[:8]))
+    assert pair.cq.wait()[0].status is WCStatus.LOC_QP_OP_ERR
 
 
 def test_rdma_read_with_inline_fails_on_the_fast_path(connect):
