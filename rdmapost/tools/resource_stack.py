@@ -143,8 +143,8 @@ def refuse_inherited(what: str, pid: int) -> None:
 
 
 class NotCopied:
-    """A base class whose instances cannot be copied or pickled: dropping a copy would close the
-    original."""
+    """A base class whose instances cannot be copied or pickled: closing or dropping a copy would
+    close the original, or its descriptors."""
 
     __reduce_ex__ = Resource.__reduce_ex__
 
@@ -174,7 +174,7 @@ class AsyncClosesOnExit:
                 await self.close()
 
 
-class ResourceHolder(ClosesOnExit):
+class ResourceHolder(ClosesOnExit, NotCopied):
     """A base class for objects that hold resources on a stack."""
 
     def __init__(self) -> None:

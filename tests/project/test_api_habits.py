@@ -14,6 +14,7 @@ from support import ROOT
 
 import rdmapost as rp
 from rdmapost import Access, QPState, QPType
+from rdmapost._binding import native
 from rdmapost.explain import explain
 
 MODULES = ("check", "connect", "diagnose", "explain", "frames", "loopback", "pingpong")
@@ -171,6 +172,21 @@ def test_argument_and_what_shows_it_have_one_name(
 
 
 # ---- exceptions ---------------------------------------------------------------
+
+
+def test_nothing_that_can_be_closed_or_has_a_finalizer_can_be_copied_or_pickled() -> None:
+    """A copy that is dropped would close the original, or its descriptors."""
+    finalized = [native.Finalizer]
+    for each in finalized:
+        finalized += each.__subclasses__()
+    classes = {thing for _, thing in public() if isinstance(thing, type)}
+    owners = {each for each in classes if hasattr(each, "close")} | set(finalized[1:])
+    assert len(owners) > 15
+    for owner in owners:
+        members = dict.fromkeys(getattr(owner, "__abstractmethods__", ()))
+        concrete = type(owner.__name__, (owner,), members) if members else owner
+        with pytest.raises(TypeError, match=f"^cannot copy or pickle '{owner.__name__}' object"):
+            concrete.__new__(concrete).__reduce_ex__(2)
 
 
 def test_every_exception_is_an_rdma_error() -> None:

@@ -24,7 +24,7 @@ from ...resources.pd import PD
 from ...resources.qp import QP
 from ...resources.resource import struct_of
 from ...standard.wire import GRH_BYTES
-from ..resource_stack import ResourceStack
+from ..resource_stack import NotCopied, ResourceStack
 from .exposure import EXPOSABLE, Exposure, bytes_within, windows_access
 from .protocol_messages import HEAD_BYTES, Arrival, Hello, Offer, Seen
 from .qp_options import Given
@@ -53,7 +53,7 @@ class Place:
     __slots__ = ("__weakref__",)
 
 
-class ServedClient:
+class ServedClient(NotCopied):
     """A client's queue pair, memory and posted receives; the server creates it.
 
     Each client has its own protection domain: no other client can use its resources, even by

@@ -6,9 +6,10 @@ import os
 from contextlib import suppress
 
 from ..._binding import native
+from ..resource_stack import NotCopied
 
 
-class Wakeup(native.Finalizer):
+class Wakeup(native.Finalizer, NotCopied):
     """A descriptor that any thread, signal handler or finalizer can make readable, once.
 
     It is closed with its last reference, never explicitly, so that no thread can ring a descriptor

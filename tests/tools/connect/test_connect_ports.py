@@ -6,6 +6,7 @@ import asyncio
 import copy
 import errno
 import gc
+import os
 import pickle
 import re
 import subprocess
@@ -310,9 +311,14 @@ def test_servers_and_connections_cannot_be_copied_or_pickled(context: rp.Context
         connect.serve(context, port=0) as server,
         connect.dial(context, port=server.address[1]) as peer,
     ):
+        descriptors = os.listdir("/proc/self/fd")
         refuse_copies(server)
         refuse_copies(peer)
+        refuse_copies(server.clients[0])
+        with pytest.raises(TypeError, match="^cannot copy or pickle 'ServedClient' object"):
+            copy.deepcopy({"client": server.clients[0]})
         gc.collect()
+        assert os.listdir("/proc/self/fd") == descriptors
         assert peer.look(0, 1).data == bytes(1)
 
 
@@ -324,6 +330,7 @@ def test_asyncio_servers_and_connections_cannot_be_copied_or_pickled(context: rp
         ):
             refuse_copies(server)
             refuse_copies(peer)
+            refuse_copies(server.clients[0])
             gc.collect()
             assert (await peer.look(0, 1)).data == bytes(1)
 
