@@ -28,11 +28,13 @@ static void drop_inherited(void)
 {
 	if (!inherited)
 		return;
-	Py_CLEAR(unlisted);
-	if (PyList_SetSlice(raised, 0, PyList_Size(raised), NULL))
+	/* What is dropped may have a finalizer, which may raise. */
+	inherited = 0;
+	if (PyList_SetSlice(raised, 0, PyList_Size(raised), NULL)) {
 		PyErr_Clear();
-	else
-		inherited = 0;
+		inherited = 1;
+	}
+	Py_CLEAR(unlisted);
 }
 
 static int has_raised(void)

@@ -174,20 +174,23 @@ static void resume_gc(void)
 /*
  * Pause the collector: in the separate thread, finalizers would wait for locks held by the sender.
  * In CPython 3.12 a collection that is due takes place nevertheless, when a thread next runs Python
- * code; have this thread do so.
+ * code; have this thread do so. Returns 0 if it has no stack for that.
  */
-static void pause_gc(void)
+static int pause_gc(void)
 {
-	PyObject *result = NULL;
+	int collected = Py_Version >> 16 != 0x030c;
 
 	gc_paused = PyGC_IsEnabled();
 	PyGC_Disable();
-	for (int i = 0; Py_Version >> 16 == 0x030c && !result && i < MAX_INTERRUPTS; i++) {
-		result = PyEval_EvalCode(nothing, globals, globals);
+	for (int i = 0; !collected && i < MAX_INTERRUPTS; i++) {
+		PyObject *result = PyEval_EvalCode(nothing, globals, globals);
+
 		if (!result)
 			rp_handler_raised();
+		collected = result != NULL;
+		Py_XDECREF(result);
 	}
-	Py_XDECREF(result);
+	return collected;
 }
 
 /*
@@ -297,8 +300,7 @@ static int send(struct errand *errand)
 	if (!errand->done)
 		return 0;
 	PyThread_acquire_lock(errand->done, WAIT_LOCK);
-	pause_gc();
-	if (!doomed && !start_thread(errand)) {
+	if (pause_gc() && !doomed && !start_thread(errand)) {
 		Py_BEGIN_ALLOW_THREADS
 		PyThread_acquire_lock(errand->done, WAIT_LOCK);
 		Py_END_ALLOW_THREADS

@@ -241,6 +241,51 @@ print(ran == {threading.main_thread()})
     assert prints(STRUCK + code) == "True"
 
 
+def test_finalizers_at_the_recursion_limit_run_in_the_thread_that_posts():
+    """There is no stack to repeat the step in that thread, nor for a collection that is due."""
+    code = """
+import gc
+
+class Garbage:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        if threading.current_thread() is not main:
+            print("in another thread", flush=True)
+
+main, ignored = threading.current_thread(), []
+sys.unraisablehook = ignored.append
+wr = rp.Send(mr[:8])
+
+def deep(frames, threshold):
+    if frames:
+        return deep(frames - 1, threshold)
+    gc.set_threshold(threshold)
+    a.post_send(wr)
+
+limit = sys.getrecursionlimit()
+for frames in range(limit - 10, limit):
+    for more in range(10):
+        gc.set_threshold(10**6)
+        gc.collect()
+        Garbage()
+        b.post_recv(rp.RecvWR(mr[:8]))
+        try:
+            deep(frames, gc.get_count()[0] + more)
+        except RecursionError:
+            pass
+        gc.set_threshold(10**6)
+        if not a.outstanding.send:
+            a.post_send(wr)
+        assert cq.wait()[0].check()
+        while not announced.poll():
+            pass
+print("ended")
+"""
+    assert prints(STEP + code) == "ended"
+
+
 def test_child_forked_by_another_thread_raises_no_exception_of_the_parents_handler():
     """One waits for the end of the post, during which the other thread forks."""
     code = """

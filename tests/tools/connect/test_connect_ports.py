@@ -315,7 +315,7 @@ def test_servers_and_connections_cannot_be_copied_or_pickled(context: rp.Context
         refuse_copies(server)
         refuse_copies(peer)
         refuse_copies(server.clients[0])
-        with pytest.raises(TypeError, match="^cannot copy or pickle 'ServedClient' object"):
+        with pytest.raises(TypeError, match=r"^cannot copy or pickle 'ServedClient' object"):
             copy.deepcopy({"client": server.clients[0]})
         gc.collect()
         assert os.listdir("/proc/self/fd") == descriptors
