@@ -225,6 +225,12 @@ def test_private_functions_of_the_software_devices_check_their_arguments(soft):
     queue, ends = native.DeviceQueue(), Sequence()
     with pytest.raises(TypeError):
         native.FastPath(queue, {}, {}, {}, {}, None, None, None, ends, ends, 1, 1, 1, 0, 0)
+    end = queue, [], 0
+    with pytest.raises(TypeError, match=r"^rq: expected DeviceQueue or None"):
+        native.FastPath(queue, {}, {}, {}, {}, None, None, context, end, end, 1, 1, 1, 0, 0)
+    held = sys.getrefcount(queue)
+    native.FastPath(queue, {}, {}, {}, {}, None, None, queue, end, end, 1, 1, 1, 0, 0)
+    assert sys.getrefcount(queue) == held
     with pytest.raises(IndexError):
         native.verb(native.made)
     with pytest.raises(TypeError, match="not a list of handles"):
