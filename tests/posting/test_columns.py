@@ -685,8 +685,9 @@ def write_ranges(pair: Pair, mr: rp.MR, offsets: list[int], lengths: Any, **more
 def test_rows_may_reach_to_the_end_of_their_region_and_no_further(rc, pd, stack):
     lent = stack.enter_context(rp.MR(pd, bytearray(range(64)), ALL))
     assert write_ranges(rc, lent, [0, 0, 60], [64, 64, 4]) == 3
+    assert write_ranges(rc, lent, [0, 0], 64) == 2
     assert write_ranges(rc, lent, [0, 32], 32) == 2
-    assert all(wc.check() for wc in rc.wait(5))
+    assert all(wc.check() for wc in rc.wait(7))
     assert rc.theirs.buffer[:33] == bytes(range(32, 64)) + b"\x20"
     for offsets, lengths in (
         ([0, 0], [64, 65]),
