@@ -68,8 +68,8 @@ class build_ext(_build_ext.build_ext):
 class bdist_wheel(_bdist_wheel.bdist_wheel):
     """Tag the wheel for this CPython's stable ABI, unless this CPython is free-threaded.
 
-    Not for an older one's: headers of 3.12 and 3.13 rely on an immortal None and on new functions
-    even if the limited API of 3.11 is asked for.
+    A module built with the headers of 3.12 or 3.13 may not work on an older one: they rely on an
+    immortal None and on new functions, even for the limited API of 3.11.
     """
 
     def finalize_options(self):

@@ -134,11 +134,20 @@ def test_packet_that_exceeds_what_ip_carries_is_damaged(addresses, longest):
         b"",
         b"\x46" + flow_of(V4)[1:],
         b"\x65" + flow_of(V4)[1:],
+        flow_of(V4)[:-1],
         flow_of(V4) + bytes(4),
         b"\x4f" + flow_of(V6)[1:],
         flow_of(V6) + bytes(4),
     ],
-    ids=["none", "IPv4 options", "IPv6, short", "IPv4, long", "IPv4, longer", "IPv6, long"],
+    ids=[
+        "empty",
+        "IPv4 with options",
+        "IPv6 of IPv4's size",
+        "IPv4, short",
+        "IPv4, long",
+        "IPv4 of IPv6's size",
+        "IPv6, long",
+    ],
 )
 def test_flow_that_is_not_two_headers_is_refused(flow):
     text = "flow must be an IPv4 header without options or an IPv6 header, followed by a UDP header"
@@ -276,7 +285,6 @@ TOO_SMALL = "a header or mtu is too small, or a packet is too large"
 TOO_MANY = "there are over 64 packets, or one before the last is short"
 LEFT_OVER = "payload is left over, or does not fit"
 OUTSIDE = "an offset, a size or a count is out of bounds"
-NO_ADDRESS = "address, size, segment or tos is not valid"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +309,7 @@ NO_ADDRESS = "address, size, segment or tos is not valid"
         ("roce_check", (10, 11, 11, flow_of(V4)), OUTSIDE),
         ("roce_check", (10, -1, 5, flow_of(V4)), OUTSIDE),
         ("roce_check", (10, 1, 0, flow_of(V4)), OUTSIDE),
+        ("roce_check", (10, 10, 0, flow_of(V4)), OUTSIDE),
         ("roce_check", (10, 10, -5, flow_of(V4)), OUTSIDE),
         ("roce_id", (10, 0, 11, flow_of(V4)), OUTSIDE),
         ("roce_id", (10, 5, 6, flow_of(V4)), OUTSIDE),
@@ -320,28 +329,37 @@ NO_ADDRESS = "address, size, segment or tos is not valid"
         ("roce_gather", (99, bytearray(40), 0, 3, 1, 0), OUTSIDE),
         ("roce_gather", (99, bytearray(40), 0, 1 << 62, 1 << 62, 0), OUTSIDE),
         ("roce_gather", (99, bytearray(40), -1, 20, 1, 12), OUTSIDE),
-        ("roce_send", (-1, bytes(16), b"123456789", 9, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS[:3], b"123456789", 9, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS[:2] + bytes(26), b"123456789", 9, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V6_ADDRESS[:16], b"123456789", 9, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V6_ADDRESS + b"1", b"123456789", 9, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 0, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 10, 9, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 0, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 1 << 16, 0), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 9, -1), NO_ADDRESS),
-        ("roce_send", (-1, V4_ADDRESS, b"123456789", 9, 9, 256), NO_ADDRESS),
     ],
 )
 def test_packet_functions_in_c_refuse_what_is_out_of_bounds(call, args, text):
     """And write nothing behind the buffer that they are given."""
-    first, *rest = args
+    size, *rest = args
     whole = bytearray(b"." * 10_000)
-    if call != "roce_send":
-        first = memoryview(whole)[:first]
     with pytest.raises(ValueError, match=f"^{text}$"):
-        getattr(native, call)(first, *rest)
-    assert call == "roce_send" or whole[len(first) :] == b"." * (len(whole) - len(first))
+        getattr(native, call)(memoryview(whole)[:size], *rest)
+    assert whole[size:] == b"." * (len(whole) - size)
+
+
+@pytest.mark.parametrize(
+    ("address", "size", "segment", "tos"),
+    [
+        (bytes(16), 9, 9, 0),
+        (bytes(3), 9, 9, 0),
+        (V4_ADDRESS[:3], 9, 9, 0),
+        (V4_ADDRESS[:2] + bytes(26), 9, 9, 0),
+        (V6_ADDRESS[:16], 9, 9, 0),
+        (V6_ADDRESS + b"1", 9, 9, 0),
+        (V4_ADDRESS, 0, 9, 0),
+        (V4_ADDRESS, 10, 9, 0),
+        (V4_ADDRESS, 9, 0, 0),
+        (V4_ADDRESS, 9, 1 << 16, 0),
+        (V4_ADDRESS, 9, 9, -1),
+        (V4_ADDRESS, 9, 9, 256),
+    ],
+)
+def test_send_with_an_invalid_argument_is_refused(address, size, segment, tos):
+    with pytest.raises(ValueError, match=r"^address, size, segment or tos is not valid$"):
+        native.roce_send(-1, address, b"123456789", size, segment, tos)
 
 
 def test_packet_functions_in_c_accept_what_is_just_within_bounds():
@@ -568,14 +586,14 @@ def test_received_packet_says_its_traffic_class_and_ttl_where_the_socket_asks(
         assert got[:2] == (0, 0)
 
 
-def test_descriptor_to_receive_from_is_that_of_an_open_socket():
+def test_receiving_from_a_closed_socket_gives_none_and_from_no_socket_a_type_error():
     closed = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     closed.close()
     buffer = bytearray(9)
     assert native.roce_receive(closed, buffer) is None
     with pytest.raises(TypeError, match="fileno"):
         native.roce_receive("no socket", buffer)
-    # It is released.
+    # Nothing looks into the buffer any more.
     buffer.clear()
 
 

@@ -216,7 +216,7 @@ print([error.args[0] for error in chain], [wc.status.name for wc in cq.wait(2)])
 
 
 def test_finalizers_run_in_the_thread_that_posts_and_not_in_the_one_that_repeats_a_step():
-    """There, locks of the posting thread would stop them, and the device with them."""
+    """In the other, a lock of the posting thread would block them, and the device with them."""
     code = """
 import gc
 
